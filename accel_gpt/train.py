@@ -1,13 +1,13 @@
-"""Train a GPT: the whole story, top to bottom.
+"""Train a GPT: set up a run, make its steps, save, evaluate and roll back.
 
     accelerate launch --config_file accelerate_config.yaml accel_gpt/train.py CONFIG \\
         [--section.key value ...]
 
-Reads the config, the token shards (prepared first if they are missing) and, when the run has one,
-its newest checkpoint; writes the run's folder: config, metrics, samples, checkpoints.
+Reads the config, the token shards and the newest checkpoint of the run. Prepares the token shards
+if they are missing. Writes config, metrics, samples and checkpoints to the run's folder.
 
-The loop is in `train`, one optimizer step in `update`, everything that is due after it in
-`after_step`.
+`train` holds the loop. `update` makes one optimizer step, and `after_step` does everything that is
+due after it.
 """
 
 import contextlib
@@ -70,22 +70,22 @@ from accel_gpt.training.stopping import (
 from accel_gpt.training.terminal import Display, summarize_run
 from accel_gpt.training.uploader import Uploader, open_uploaders
 
-# How long the first step, and the last save, wait for the verification of the data. About 1 GB is
-# hashed in a second. The next launch verifies what is left. Assumptions.
+# How long the first step and the last save wait for the verification of the data; assumptions.
+# About 1 GB is hashed per second. The next launch verifies the remaining files.
 VERIFY_FIRST_SECONDS = 1.0
 VERIFY_LAST_SECONDS = 10.0
 
 
 @dataclass
 class Training:
-    """Everything that a run holds while it trains."""
+    """All objects of a run during training."""
 
     config: Config
     plan: Plan
     accelerator: Accelerator
     corpus: Corpus
-    gpt: GPT  # is evaluated, sampled and saved
-    model: torch.nn.Module  # the same, as Accelerate wrapped it for training
+    gpt: GPT  # for evaluation, samples and checkpoints
+    model: torch.nn.Module  # the same model, wrapped by Accelerate for training
     optimizer: AcceleratedOptimizer
     gradients: Gradients
     state: TrainState
@@ -102,13 +102,16 @@ class Training:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train with the config and options in `argv`; returns the exit code."""
+    """Train with the config and options in `argv`; return the exit code."""
     join_slurm_step()
     return launch(load_config(argv, "train.py", inherit), argv[0])
 
 
 def launch(config: Config, source: str) -> int:
-    """Train `config`, read from `source`, in a folder that is locked; returns the exit code."""
+    """Lock the folder of the run and train `config`; return the exit code.
+
+    `source`: the path that `config` was read from.
+    """
     die_with_launcher()
     started = time.monotonic()
     plan = make_plan(config, world_size())
@@ -125,7 +128,7 @@ def launch(config: Config, source: str) -> int:
 
 
 def evaluate_without_training(config: Config, plan: Plan) -> int:
-    """Evaluate the model of a run, for `eval.only`; returns the exit code."""
+    """Evaluate the model of a run, for `eval.only`; return the exit code."""
     with peers(plan.world_size):
         accelerator = start_evaluation(config, Path(config.out_dir))
         ensure_data(config)
@@ -133,7 +136,7 @@ def evaluate_without_training(config: Config, plan: Plan) -> int:
 
 
 def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[], None]) -> int:
-    """Train from the newest checkpoint to the last step, or to a signal; returns the exit code."""
+    """Train from the newest checkpoint to the last step or a signal; return the exit code."""
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
@@ -173,9 +176,9 @@ def set_up(
     display: Display,
     check_folder: Callable[[], None] = do_not_check,
 ) -> Training:
-    """Build model, optimizer, data and log; resume from the checkpoint that the run has.
+    """Build the model, optimizer, data and reporter; resume if the run has a checkpoint.
 
-    `check_folder` is called before each write to the run's folder, see `open_run_folder`.
+    `check_folder` is called before each write to the run's folder: see `open_run_folder`.
     """
     log = display.log
     with all_ranks():
@@ -235,12 +238,12 @@ def set_up(
     reporter.start(run.corpus, state)
     with all_ranks():
         verifier.check(wait_seconds=VERIFY_FIRST_SECONDS)
-    model.train()  # evaluation and sampling leave the mode as they found it
+    model.train()  # evaluation and sampling restore this mode
     return run
 
 
 def start_from_state(run: Training) -> None:
-    """Start corpus, loader and step guard at `run.state`; give the optimizer its options."""
+    """Start corpus, loader and step guard at `run.state`; set the options of the optimizer."""
     run.corpus.load_state_dict(vars(run.state))
     device = run.accelerator.device
     run.loader = run.corpus.loader(
@@ -252,14 +255,14 @@ def start_from_state(run: Training) -> None:
     run.loader.keep_sequences = run.config.log.batch_hash
     run.guard = StepGuard(run.config.train, device)
     run.guard.load_state_dict(vars(run.state))
-    configure(run.optimizer, run.config.optim)  # a checkpoint restores the options of its time
+    configure(run.optimizer, run.config.optim)  # overrides the options from a checkpoint
 
 
 # --------------------------------------------------------------------------- the step
 
 
 def make_step(run: Training, stop: StopSignal) -> bool:
-    """Make one step and what is due after it; returns whether the run must stop there."""
+    """Make one step and everything that is due after it; return whether the run must stop."""
     fault_point("step")
     try:
         update(run)
@@ -272,7 +275,8 @@ def make_step(run: Training, stop: StopSignal) -> bool:
 def update(run: Training) -> None:
     """Make one optimizer step; nothing waits for the device, except on MPS.
 
-    The optimizer skips the update if loss or gradient is not finite, or a spike.
+    The optimizer skips the update if the loss or gradient is not finite. With `train.skip_spikes`,
+    it also skips loss spikes.
     """
     accelerator = run.accelerator
     plan = run.plan
@@ -281,12 +285,12 @@ def update(run: Training) -> None:
     set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
-    # gradient accumulation; the gradient is all-reduced in the last micro-step (in each with
-    # train.sync_each_batch), or in `finish` (with train.reproducible)
+    # Gradient accumulation. The gradient is all-reduced in the last micro-step, with
+    # train.sync_each_batch in every micro-step, and with train.reproducible in `finish`.
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
-    loss = run.gradients.finish()  # the all-reduced mean, as the gradient is
+    loss = run.gradients.finish()  # all-reduced mean; the gradient is one too
     grad_norm = run.gradients.clip(run.config.optim.grad_clip)
     run.optimizer.optimizer.skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
     run.optimizer.step()
@@ -297,15 +301,15 @@ def update(run: Training) -> None:
 
 
 def after_step(run: Training, stop: StopSignal) -> bool:
-    """Log, save, evaluate and sample what is due after a step; wait for the device only then.
+    """Log, save, evaluate and sample if due after a step; wait for the device only then.
 
-    A save that is due comes before the evaluation, so that one that fails costs no step. Returns
-    whether the run must stop: then the next launch makes the evaluation and the samples.
+    A save that is due comes before the evaluation, so that a failed evaluation loses no step.
+    Returns whether the run must stop. Then the next launch makes the evaluation and the samples.
     """
     config = run.config
     state = run.state
     reporter = run.reporter
-    # if this rank found altered data, all ranks enter `save`, which raises the error on all of them
+    # if this rank found altered data, all ranks call `save`, which raises the error on all ranks
     must_save = run.writer.retry_is_due() or run.verifier.error is not None
     stopping, must_save = stop.agree_to_stop(must_save, run.writer.seconds)
     last = state.step == run.plan.last_step
@@ -318,7 +322,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     record: Record = {}
     pausing = evaluating or saving or sampling
     if logging or pausing:
-        # raises an error after too many skipped updates, before their step is saved
+        # after too many skipped updates, `flush` raises an error before the step is saved
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
         if logging:
             record |= metrics
@@ -326,32 +330,32 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             record |= reporter.step_metrics(state.step, run.loader)
     with reporter.watch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
-            # a checkpoint of this step holds the record: a resume evaluates and publishes it
+            # the checkpoint of this step stores the record, so that a resumed run can publish it
             state.awaits_evaluation = dict(record)
         elif record:
             reporter.publish(state, record)
         if saving:
             save(run, must_succeed=last or stopping)
-            reporter.beat()
+            reporter.heartbeat()
         if not stopping:
             stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=saving)
     return stopping
 
 
 def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
-    """Evaluate and sample the step that a run resumes from, if the launch before it did not.
+    """Evaluate and sample the step that a run resumes from, if the previous launch did not.
 
-    Returns whether the run must stop again.
+    Returns whether the run must stop.
     """
     state = run.state
     if run.config.checkpoint.keep_best and state.best_step == state.step:
-        run.writer.name_best(state)  # a kill may have come before
+        run.writer.name_best(state)  # a kill may have prevented this
     last = state.step == run.plan.last_step
     sampling = state.step > 0 and samples_due(run.config.sample, state.step, last)
     if sampling:
         sampling = on_main(lambda: not run.reporter.samples_path(state.step).exists())
     stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
-    stop.last_check = None  # the first step starts slowly: its time is no guide to a time limit
+    stop.last_check = None  # the first step is slow: do not use its time for the time limit
     return stopping
 
 
@@ -359,10 +363,10 @@ def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
 
 
 def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: bool) -> bool:
-    """Make the evaluation that the completed step awaits, and samples of it if `sampling`.
+    """Make the evaluation if the completed step awaits one, and samples if `sampling`.
 
-    Any rank's signal ends both at once on all ranks; the step is then saved, if it is not `saved`.
-    Returns whether that happened.
+    A signal on any rank ends both at once on all ranks. The step is then saved unless it is already
+    `saved`. Returns whether a signal came.
     """
     state = run.state
     writer = run.writer
@@ -389,33 +393,33 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
 
 
 def evaluate_step(run: Training, stop: StopSignal) -> bool:
-    """Evaluate the completed step and publish its record; returns whether it is the best so far."""
+    """Evaluate the completed step and publish its record; return whether it is the best so far."""
     state = run.state
     last = state.step == run.plan.last_step
 
-    def beat(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         fault_point("evaluation")
         run.reporter.batch_evaluated(done, total)
         stop.check(run.writer.seconds)
 
     record: Record = {}
-    # the JSON of a checkpoint has null for a number that is not finite
+    # a checkpoint's JSON stores null for a number that is not finite
     for key, value in (state.awaits_evaluation or {}).items():
         record[key] = math.nan if value is None else value
-    record |= run.evaluation.metrics(run.gpt, run.accelerator, beat)
+    record |= run.evaluation.metrics(run.gpt, run.accelerator, on_progress)
     if last and run.config.eval.whole_at_end:
-        record |= run.evaluation.whole_val_metrics(run.gpt, run.accelerator, beat)
+        record |= run.evaluation.whole_val_metrics(run.gpt, run.accelerator, on_progress)
     is_best = state.note_evaluation(record["eval/val_loss"])
     run.reporter.publish(state, record)
     return is_best
 
 
 def write_samples(run: Training, stop: StopSignal) -> None:
-    """Write texts that the model of the completed step continues from the prompts."""
+    """Generate text from each prompt with the model of the completed step, and write it."""
 
-    def beat(_done: int, _total: int) -> None:
+    def on_progress(_done: int, _total: int) -> None:
         fault_point("sample")
-        run.reporter.beat()
+        run.reporter.heartbeat()
         stop.check(run.writer.seconds)
 
     text = sample(
@@ -425,13 +429,16 @@ def write_samples(run: Training, stop: StopSignal) -> None:
         config=run.config.sample,
         seed=run.config.seed,
         step=run.state.step,
-        beat=beat,
+        on_progress=on_progress,
     )
     run.reporter.write_samples(run.state.step, text)
 
 
 def save(run: Training, must_succeed: bool) -> None:
-    """Save a checkpoint of the completed step; `must_succeed`: wait until it is on the disk."""
+    """Save a checkpoint of the completed step.
+
+    `must_succeed`: wait until it is on disk, and raise an error if it cannot be written.
+    """
     state = run.state
     last = state.step == run.plan.last_step
     with all_ranks():
@@ -446,9 +453,9 @@ def save(run: Training, must_succeed: bool) -> None:
 
 
 def roll_back(run: Training) -> None:
-    """Return to the last good checkpoint and exclude the first `train.max_skipped` skipped batches.
+    """Restore the last checkpoint before the skipped updates, and exclude their batches.
 
-    A run does so once for each checkpoint.
+    A run rolls back to a checkpoint at most once.
     """
     log = run.reporter.log
     run.writer.wait()

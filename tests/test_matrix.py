@@ -65,7 +65,7 @@ def refused(case: Case) -> str | None:
     if case["compiled"] == "true":
         return "train.reproducible and train.compile are both true"
     if case["precision"] == "fp8":
-        return "train.reproducible is true but the precision is fp8"
+        return "cannot sum the scaled gradients of fp8"
     return None
 
 

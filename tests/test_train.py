@@ -328,9 +328,9 @@ def test_speed_counts_training_alone(
     [
         (["--data.train", ""], 2, "data.train is empty"),
         (["--train.micro_batch_size", "3"], 2, "not a multiple of 3 sequences"),
-        (["--checkpoint.resume", "nowhere"], 2, "which is not a checkpoint folder"),
+        (["--checkpoint.resume", "nowhere"], 2, "is not a folder of a checkpoint"),
         (["--model.init_from", "./nowhere"], 2, "nowhere is neither a folder nor a repository"),
-        (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; Accelerate knows"),
+        (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; choose from"),
         (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
     ],
 )

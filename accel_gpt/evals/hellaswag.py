@@ -1,9 +1,9 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+"""Score HellaSwag (Zellers et al. 2019): which of four endings is the most likely for the model?
 
-Texts, token boundaries and both metrics are those of lm-evaluation-harness 0.4.13, task
-hellaswag version 1.0. Reads a JSONL file in the original format, or a data set of the Hub.
+Texts, token boundaries and both metrics equal task hellaswag version 1.0 of lm-evaluation-harness
+0.4.13. Reads a JSONL file in the original format, or a data set on the Hub.
 
-Shapes: B batch, T tokens, R sequences: a question with one of its endings each.
+Shapes: B batch, T tokens, R sequences. A sequence is a question with one of its endings.
 """
 
 import contextlib
@@ -24,20 +24,21 @@ from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, needs_package, require
-from accel_gpt.evals.validation import Beat, ValidationBatch, no_beat, score_sequences
+from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
 from accel_gpt.model.gpt import GPT
 
-SHORTEST = 32  # tokens to which a sequence is padded at least; assumption: shorter is no faster
+SHORTEST = 32  # smallest padded length in tokens; assumption: shorter is not faster
 
 
 @dataclass(frozen=True)
 class Question:
-    """A text, its endings and the number of the right one."""
+    """A text, its endings and the number of the correct ending."""
 
-    # text and ending as at most block_size + 1 tokens, and how many of these are the ending's
+    # for each ending: the tokens of text and ending, at most block_size + 1, and how many of them
+    # belong to the ending
     sequences: tuple[tuple[list[int], int], ...]
     lengths: tuple[int, ...]  # characters of each ending
-    label: int  # from 0
+    label: int  # number of the correct ending, from 0
 
 
 Questions = tuple[Question, ...]
@@ -49,10 +50,10 @@ Questions = tuple[Question, ...]
 def read_questions(
     path: str, tokenizer: Tokenizer, block_size: int, limit: int | None = None
 ) -> Questions:
-    """Read the questions of a JSONL file or of a Hub data set, or the first `limit` of them.
+    """Read the questions of a JSONL file or a Hub data set, at most the first `limit`.
 
-    Of a data set the validation split is read. Raises `DataError`, with the line, for a record that
-    is not a question or does not fit the model.
+    Reads the validation split of a data set. Raises `DataError` naming the line if a record is not
+    a question or does not fit the model.
     """
     found = []
     for where, record in islice(read_records(path), limit):
@@ -67,7 +68,7 @@ def read_questions(
 
 
 def read_records(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each line or row, and its content: a JSON text or an object."""
+    """Yield each line as (name, JSON text), or each row as (name, object)."""
     file = Path(path).expanduser()
     if file.exists() or path.endswith((".jsonl", ".json")):
         return read_jsonl_lines(path, file)
@@ -75,7 +76,7 @@ def read_records(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def read_jsonl_lines(path: str, file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the JSON text of each line of a file; `path` is its name in messages."""
+    """Yield the name and the JSON text of each line in `file`; messages name it `path`."""
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -91,9 +92,9 @@ def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
         import datasets
     try:
         rows = datasets.load_dataset(name, split="validation")
-    except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx
+    except Exception as error:  # from datasets, pyarrow, fsspec, huggingface_hub, httpx
         problem = describe_dataset_error(name, None, "validation", error)
-        raise UserError(f"eval.hellaswag {name} is no file, and {problem}") from None
+        raise UserError(f"eval.hellaswag {name} is not a file, and {problem}") from None
     for number, row in enumerate(rows):
         yield f"{name} row {number}", row
 
@@ -101,8 +102,8 @@ def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
 def parse_question(record: Any) -> tuple[str, list[str], int]:
     """Return text, endings and label of a question, cleaned as lm-evaluation-harness does.
 
-    `ctx` stands in for ctx_a, ctx_b and activity_label if these are missing. Raises `ValueError`
-    for a record that is not a question.
+    If ctx_a, ctx_b or activity_label is missing, reads the text from ctx. Raises `ValueError` if
+    the record is not a question.
     """
     if isinstance(record, bytes):
         record = json.loads(record)
@@ -114,13 +115,13 @@ def parse_question(record: Any) -> tuple[str, list[str], int]:
         if has_endings and query.strip() and 0 <= label < len(endings):
             return query, [remove_artifacts(ending) for ending in endings], label
     raise ValueError(
-        "not a question; expected an object with the texts ctx_a, ctx_b and activity_label, or "
-        "ctx, a list of texts `endings`, and `label`, the number of the right one, from 0"
+        "not a question; expected an object with the texts ctx_a, ctx_b and activity_label (or "
+        "ctx), `endings`, a list of texts, and `label`, the number of the correct ending, from 0"
     )
 
 
 def question_text(record: Mapping[str, Any]) -> str:
-    """Return the text before the endings: activity, ctx_a and ctx_b, or else ctx."""
+    """Return the text before the endings: activity_label, ctx_a and ctx_b, or else ctx."""
     activity = record.get("activity_label")
     first = record.get("ctx_a")
     second = record.get("ctx_b")
@@ -131,7 +132,7 @@ def question_text(record: Mapping[str, Any]) -> str:
 
 
 def remove_artifacts(text: str) -> str:
-    """Return `text` without the markup that WikiHow's pages left in it."""
+    """Return `text` without the markup of WikiHow."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -139,11 +140,10 @@ def remove_artifacts(text: str) -> str:
 def encode_question(
     query: str, endings: Sequence[str], label: int, tokenizer: Tokenizer, block_size: int
 ) -> Question:
-    """Encode a question as tokens; raises `UserError` if an ending does not fit the model.
+    """Encode a question as tokens; raise `UserError` if an ending does not fit the model.
 
-    Query and ending are encoded as one text: the tokens beyond as many as the query alone has are
-    the ending's, spaces at the end of the query among them. A text that is too long loses its
-    beginning.
+    Encodes query and ending as one text. If the stripped query has n tokens, the ending begins
+    after the first n tokens of that text. If a text is too long, its beginning is cut.
     """
     query_tokens = len(tokenizer.encode(query.rstrip()))
     sequences = []
@@ -152,8 +152,8 @@ def encode_question(
         count = len(tokens) - query_tokens
         require(
             0 < count <= block_size,
-            f"an ending of {count:,} tokens ({ending[:40]!r}); the model reads 1 to "
-            f"{block_size:,}, model.block_size",
+            f"an ending has {count:,} tokens ({ending[:40]!r}), but it must have 1 to "
+            f"{block_size:,} (model.block_size)",
         )
         sequences.append((tokens[-(block_size + 1) :], count))
     lengths = tuple(len(ending) for ending in endings)
@@ -168,15 +168,15 @@ def score_questions(
     questions: Questions,
     accelerator: Accelerator,
     batch_size: int,
-    beat: Beat = no_beat,
+    on_progress: OnProgress = ignore_progress,
 ) -> dict[str, float]:
-    """Compute `acc` and `acc_norm` with their standard errors.
+    """Compute `acc` and `acc_norm` with their standard errors; a collective.
 
-    A collective without random numbers. acc: the right ending has the largest log-likelihood;
-    acc_norm: the largest per character. `batch_size`: sequences of block_size tokens per rank and
-    forward pass, of shorter ones more.
+    acc: share of questions whose correct ending has the largest log-likelihood. acc_norm: the same
+    with the log-likelihood per character. `batch_size`: sequences of block_size tokens per rank and
+    forward pass; batches of shorter sequences are larger. Uses no random numbers.
     """
-    nats = ending_losses(model, questions, accelerator, batch_size, beat)
+    nats = ending_losses(model, questions, accelerator, batch_size, on_progress)
     right = 0
     right_per_character = 0
     first = 0
@@ -202,9 +202,9 @@ def ending_losses(
     questions: Questions,
     accelerator: Accelerator,
     batch_size: int,
-    beat: Beat = no_beat,
+    on_progress: OnProgress = ignore_progress,
 ) -> npt.NDArray[np.float64]:
-    """Compute the -log-likelihood of each ending of each question in nats, (R,); a collective."""
+    """Return the negative log-likelihood of each ending in nats, (R,); a collective."""
     sequences = [sequence for question in questions for sequence in question.sequences]
     for tokens, _ in sequences:
         rows = np.array(tokens)[None]
@@ -220,23 +220,23 @@ def ending_losses(
         read=read,
         accelerator=accelerator,
         token_bytes=np.zeros(model.vocab_size),
-        beat=beat,
+        on_progress=on_progress,
     )
     return table[:, 0]
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int, block_size: int) -> list[ValidationBatch]:
-    """Put sequences of about equal length together, all batches of one length in one shape.
+    """Group sequences of similar length into batches of few shapes, for a compiled model.
 
-    Lengths are block_size halved and halved again, so that a compiled model sees few shapes; a
-    batch holds as many tokens at each.
+    Padded lengths are block_size, a half, a quarter, and so on. All batches have about the same
+    number of tokens, padding included.
     """
     padded_lengths = [block_size]
     while padded_lengths[0] % 2 == 0 and padded_lengths[0] // 2 >= SHORTEST:
         padded_lengths.insert(0, padded_lengths[0] // 2)
     batches: list[ValidationBatch] = []
     shortest_first = sorted(range(len(lengths)), key=lambda number: lengths[number])
-    shorter = -1  # the padded length before T
+    shorter = -1  # the next smaller padded length
     for T in padded_lengths:
         numbers = [number for number in shortest_first if shorter < lengths[number] <= T]
         B = max(1, batch_size * block_size // T)

@@ -1,4 +1,4 @@
-"""Write text with the model: at which steps, from which prompts, with a separate generator."""
+"""Generate text with the model: which steps, which prompts, decoding token by token."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,22 +11,22 @@ from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
-from accel_gpt.evals.validation import Beat, no_beat
+from accel_gpt.evals.validation import OnProgress, ignore_progress
 from accel_gpt.model.generate import all_ended, context_start, do_nothing, stream
 from accel_gpt.model.gpt import GPT
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
-QUOTED = 40  # characters of a prompt in a message
-REPLACEMENT = "\ufffd"
-LONGEST = 4  # bytes of a character in UTF-8; the first three may be tokens without a character
-OVERLAP = 16  # tokens decoded along with a new one; assumption: no decoder looks further back
+QUOTED = 40  # most characters of a prompt in a message
+REPLACEMENT = "\ufffd"  # what decoders return for an incomplete character
+LONGEST = 4  # most bytes, and so most tokens, of a character in UTF-8
+OVERLAP = 16  # tokens decoded together with a new one; assumption: no decoder looks further back
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
-    """Return whether samples are due at a completed step; unless disabled, at the last one, too.
+    """Return whether samples are due at a completed step. They are due at the last one.
 
-    A pure function, so there is no state to save: the i-th interval is `every * growth**i` steps,
-    rounded.
+    The i-th interval between samples is `every * growth**i` steps, rounded. `every` 0: never. The
+    function is pure, so there is no state to save.
     """
     if not config.every:
         return False
@@ -43,11 +43,11 @@ def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the token ids of a prompt; an empty prompt is the start of a document.
+    """Return the token ids of a prompt. An empty prompt becomes the end-of-text token.
 
-    Without an end-of-text token that is a new line, or token 0 if the text has none. Raises
-    `UserError` for a character that the tokenizer does not know, and for an id beyond the model's
-    `vocab_size`.
+    If the tokenizer has none, an empty prompt becomes a newline, or token 0 if the tokenizer cannot
+    encode a newline. Raises `UserError` if the tokenizer cannot encode the prompt, or if an id is
+    not below the model's `vocab_size`.
     """
     if prompt:
         ids = tokenizer.encode(prompt)
@@ -58,11 +58,11 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
             ids = tokenizer.encode("\n")
         except AccelGPTError:
             ids = [0]
-    require(bool(ids), f"the tokenizer makes no token of the prompt {prompt!r}")
+    require(bool(ids), f"the tokenizer makes no token from the prompt {prompt!r}")
     require(
         max(ids) < vocab_size,
-        f"the prompt {prompt!r} has token {max(ids)}, but the model knows {vocab_size:,} tokens; "
-        "its tokenizer has more than it was trained with",
+        f"the prompt {prompt!r} has token {max(ids)}, but the model was trained with only "
+        f"{vocab_size:,} of the tokenizer's tokens; change the prompt",
     )
     return ids
 
@@ -70,7 +70,7 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 def check_prompts(
     config: SampleConfig, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
 ) -> None:
-    """Raise `UserError` for a prompt that could not be sampled later; warn about prompts cut."""
+    """Raise `UserError` for a prompt that cannot be sampled; warn about prompts that are cut."""
     if config.every:
         for prompt in dict.fromkeys(config.prompts):
             warn_cut(prompt, tokenizer, block_size, warn)
@@ -79,39 +79,42 @@ def check_prompts(
 def warn_cut(
     prompt: str, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
 ) -> None:
-    """Warn about a prompt longer than the context: the model sees only its end."""
+    """Warn if a prompt is longer than the context, since the model then sees only its end."""
     length = len(prompt_ids(prompt, tokenizer, tokenizer.vocab_size))
     cut = context_start(length, block_size)
     if cut:
         quoted = prompt if len(prompt) <= QUOTED else f"{prompt[:QUOTED]}..."
         warn(
-            f"the prompt {quoted!r} has {length:,} tokens, model.block_size is {block_size:,}: "
-            f"the model sees the last {length - cut:,}"
+            f"the prompt {quoted!r} has {length:,} tokens but model.block_size is {block_size:,}: "
+            f"the model sees only the last {length - cut:,} tokens"
         )
 
 
 class Continuation:
-    """The text that a model writes after a prompt, as it grows token by token."""
+    """The text that a model generates after a prompt, decoded token by token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.prompt = list(prompt)
         self.ids: list[int] = []
         self.ended = False
-        # of `new_text`: the last ids, from which it decodes, and how much of their text is shown
-        self.window = list(prompt)
-        self.shown = len(tokenizer.decode(self.window))
-        self.whole = [len(self.window)]  # lengths of the window at which no character is cut
-        self.read = 0  # ids that are in the window
+        # state of `new_text`
+        self.window = list(prompt)  # the last ids, which are decoded
+        self.shown = len(tokenizer.decode(self.window))  # characters of the window returned so far
+        self.whole = [len(self.window)]  # lengths of the window that end with a whole character
+        self.read = 0  # number of `ids` added to the window
 
     def add(self, token: int) -> None:
-        """Add a token; end-of-text ends the text, and later tokens are ignored."""
+        """Add a token. The end-of-text token ends the text; later tokens are ignored."""
         self.ended |= token == self.tokenizer.eot_id
         if not self.ended:
             self.ids.append(token)
 
     def text(self) -> str:
-        """Return the whole text, decoded after the prompt: some decoders drop a first space."""
+        """Return the whole text, decoded together with the prompt.
+
+        Without the prompt, some decoders drop a leading space.
+        """
         before = self.tokenizer.decode(self.prompt)
         text = self.tokenizer.decode(self.prompt + self.ids)
         if text.startswith(before):
@@ -119,10 +122,10 @@ class Continuation:
         return self.tokenizer.decode(self.ids)
 
     def new_text(self) -> str:
-        """Return the text that has come since the last call.
+        """Return the text since the last call.
 
-        A character is held back until its last byte is there, or the text has ended. Only the last
-        ids are decoded: the time grows linearly with their number.
+        Holds back an incomplete character until its last byte comes or the text ends. Decodes only
+        the last ids, so the total time is linear in the number of ids.
         """
         pieces = [self.read_token(token) for token in self.ids[self.read :]]
         self.read = len(self.ids)
@@ -133,11 +136,12 @@ class Continuation:
         return "".join(pieces)
 
     def read_token(self, token: int) -> str:
-        """Add a token to the window; returns the text that is shown for it."""
+        """Add a token to the window; return the new text."""
         self.window.append(token)
         text = self.tokenizer.decode(self.window)
         ready = text.rstrip(REPLACEMENT)
-        not_utf8 = len(self.window) - self.whole[-1] >= LONGEST  # whatever follows
+        # after so many tokens, the bytes are not valid UTF-8, and no later byte can complete them
+        not_utf8 = len(self.window) - self.whole[-1] >= LONGEST
         if not_utf8 and len(text) - 1 > len(ready):
             ready = text[:-1]
         piece = ready[self.shown :]
@@ -148,11 +152,11 @@ class Continuation:
         return piece
 
     def shorten_window(self) -> None:
-        """Drop ids that no decoder looks back to, up to the end of a character."""
+        """Drop ids before the last `OVERLAP`, up to the end of a character."""
         if len(self.window) <= 2 * OVERLAP:
             return
-        most = len(self.window) - OVERLAP
-        cut = max((length for length in self.whole if length <= most), default=0)
+        longest_cut = len(self.window) - OVERLAP
+        cut = max((length for length in self.whole if length <= longest_cut), default=0)
         del self.window[:cut]
         self.whole = [length - cut for length in self.whole if length > cut]
         self.shown = len(self.tokenizer.decode(self.window))
@@ -167,10 +171,10 @@ def stream_texts(
     done: Callable[[Tensor], bool] = all_ended,
     before_token: Callable[[], object] = do_nothing,
 ) -> Iterator[list[Continuation]]:
-    """Write `config.num` continuations of `prompt`; yield them after each token, and at the end.
+    """Generate `config.num` continuations of `prompt`; yield them after each token and at the end.
 
-    `generator` is on the device of the model; `done` and `before_token` as in `stream`. Raises
-    `UserError` for a prompt that has no tokens in the model.
+    `generator` is on the device of the model. `done` and `before_token`: see `stream`. Raises
+    `UserError` if the model has no token ids for the prompt.
     """
     start = prompt_ids(prompt, tokenizer, model.vocab_size)
     texts = [Continuation(tokenizer, start) for _ in range(config.num)]
@@ -202,7 +206,7 @@ def write_text(
     done: Callable[[Tensor], bool] = all_ended,
     before_token: Callable[[], object] = do_nothing,
 ) -> list[str]:
-    """Return `config.num` texts: `prompt` and its continuations as in `stream_texts`."""
+    """Return `config.num` texts: `prompt` with each continuation of `stream_texts`."""
     *_, texts = stream_texts(
         model=model,
         tokenizer=tokenizer,
@@ -222,13 +226,13 @@ def sample(
     config: SampleConfig,
     seed: int,
     step: int,
-    beat: Beat = no_beat,
+    on_progress: OnProgress = ignore_progress,
 ) -> str:
     """Generate samples on all ranks and return them as one text; a collective.
 
-    Each rank and prompt has its own seed: the length of one text does not change the others. Under
-    FSDP all ranks generate until the texts of all have ended, as each forward pass all-gathers
-    weights. `beat` is called `max_new_tokens` times for each prompt, however early its texts end.
+    Each rank and prompt has a separate seed, so the length of one text does not change the others.
+    Under FSDP all ranks generate until the texts of all ranks have ended, since each forward pass
+    all-gathers weights. `on_progress` is called exactly `max_new_tokens` times for each prompt.
     """
     generator = torch.Generator(accelerator.device)
     done = all_ended
@@ -237,13 +241,13 @@ def sample(
         def done(ended: Tensor) -> bool:
             return not accelerator.reduce((~ended).sum(), "sum").item()
 
-    beats = 0
+    calls = 0
     total = config.max_new_tokens * len(config.prompts)
 
     def before_token() -> None:
-        nonlocal beats
-        beat(beats, total)
-        beats += 1
+        nonlocal calls
+        on_progress(calls, total)
+        calls += 1
 
     texts: list[str] = []
     for number, prompt in enumerate(config.prompts):
@@ -258,7 +262,7 @@ def sample(
             done=done,
             before_token=before_token,
         )
-        while beats < config.max_new_tokens * (number + 1):
+        while calls < config.max_new_tokens * (number + 1):
             before_token()
     if accelerator.num_processes > 1:
         texts = gather_object(texts)

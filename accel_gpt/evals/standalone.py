@@ -1,6 +1,6 @@
-"""Evaluate a model that is not being trained, for `accel-gpt evaluate` and `eval.only`.
+"""Evaluate a model without training, for `accel-gpt evaluate` and `eval.only`.
 
-Reads the data that a config names. Writes nothing.
+Reads the data that a config names. Writes no files.
 """
 
 import math
@@ -22,7 +22,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.evals.evaluation import open_evaluation
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
-from accel_gpt.evals.validation import Beat, evaluate_source
+from accel_gpt.evals.validation import OnProgress, evaluate_source
 from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main
 from accel_gpt.model.gpt import GPT
@@ -31,15 +31,15 @@ from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
 
-# `hub.load.load_pretrained` and `hub.load.open_initial_weights`, which this room does not import
+# Types of `hub.load.load_pretrained` and `open_initial_weights`; this folder may not import hub/
 LoadCheckpoint = Callable[[str], tuple[GPT, Tokenizer]]
 OpenWeights = Callable[[Config, Corpus, Callable[[str], None]], Callable[[GPT], None]]
-# by the precision of training; fp8 is for training alone
+# precision of training -> precision of evaluation; fp8 is only for training
 EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
     {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 )
 DTYPES = MappingProxyType({"no": "float32", "bf16": "bf16", "fp16": "fp16"})
-BATCH_SIZE = 8  # sequences, if nothing says how many fit; assumption
+BATCH_SIZE = 8  # sequences, if train.micro_batch_size is auto; assumption
 LARGEST_EXPONENT = 700.0  # exp() of more overflows float64
 
 LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
@@ -50,14 +50,14 @@ OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(
 
 
 def start_evaluation(config: Config, run: Path | None) -> Accelerator:
-    """Join the ranks; the device and precision are those of training, the threads all cores.
+    """Join the ranks, with the device and precision of training but not its single thread.
 
-    Without `train.mixed_precision` the precision is that of the last launch of `run`, which
-    `accelerate launch --mixed_precision` may have set. A CPU evaluates a run in fp16 in float32.
+    If `train.mixed_precision` is not set, uses the precision of the last launch of `run`, which
+    `accelerate launch --mixed_precision` may have set. On a CPU, uses float32 instead of fp16.
     """
     precision = config.train.mixed_precision or launched_precision(run)
     train = replace(config.train, mixed_precision=precision)
-    # train.reproducible takes one thread, which training alone needs
+    # train.reproducible sets one thread, which only training needs
     state = join_ranks(replace(config, train=replace(train, reproducible=False)))
     config = resolve_precision(replace(config, train=train))
     on_cpu = state.device.type == "cpu"
@@ -68,14 +68,14 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
 
 
 def launched_precision(run: Path | None) -> Literal["no", "bf16", "fp16"] | None:
-    """Return the precision in which the last launch of a run evaluates; None if not recorded."""
+    """Return the precision for evaluation from the last launch of a run; None if not recorded."""
     if run is None:
         return None
     return EVALUATED_IN.get(str(RunFolder(run).last_launch("mixed_precision")))
 
 
 def with_batch_size(config: Config) -> Config:
-    """Replace `train.micro_batch_size: auto`, which only training finds, by a guess."""
+    """Replace `train.micro_batch_size: auto` by `BATCH_SIZE`: only training resolves auto."""
     if config.train.micro_batch_size != "auto":
         return config
     return replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
@@ -87,10 +87,9 @@ def evaluate_only(
     load_checkpoint: LoadCheckpoint,
     open_weights: OpenWeights,
 ) -> int:
-    """Print the metrics of the newest checkpoint of a run, or of the model of `model.init_from`.
+    """Print the metrics of a run's newest checkpoint, or of the model in `model.init_from`.
 
-    For `eval.only`, after `start_evaluation`. Writes nothing into the folder of the run. Returns
-    the exit code.
+    For `eval.only`. Call `start_evaluation` first. Returns the exit code.
     """
     config = with_batch_size(config)
     out = Path(config.out_dir)
@@ -103,8 +102,8 @@ def evaluate_only(
     else:
         require(
             config.model.init_from != "scratch",
-            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch, so "
-            "there is nothing to evaluate; name a run that has one, or other weights",
+            f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch; set "
+            "out_dir to a run with a checkpoint, or model.init_from to other weights",
         )
         corpus = open_corpus(config)
         tokenizer = corpus.tokenizer
@@ -141,9 +140,10 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Compute the losses and the HellaSwag scores of a model; a collective.
 
-    `config` says on what, and how many sequences fit: `data`, `eval`, `train.micro_batch_size`.
-    `data`: the folder or URL whose val split is evaluated in place of the data of `config`.
-    `name`: the model, in messages. Raises `DataError` for data that has another tokenizer.
+    `config` sets the data, the evaluation and the batch size in `data`, `eval` and
+    `train.micro_batch_size`. If `data` is set, evaluates the val split of this folder or URL
+    instead. `name`: name of the model in messages. Raises `DataError` if the data has another
+    tokenizer.
     """
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
     questions: Questions = ()
@@ -156,7 +156,7 @@ def evaluate_model(
         )
     metrics: dict[str, float] = {}
     with Progress("evaluating", "batches", active=accelerator.is_main_process) as progress:
-        beat = progress.update
+        on_progress = progress.update
         if data is not None:
             metrics |= evaluate_folder(
                 model=model,
@@ -165,19 +165,19 @@ def evaluate_model(
                 accelerator=accelerator,
                 name=name,
                 data=data,
-                beat=beat,
+                on_progress=on_progress,
             )
         elif config.data.train:
             losses_only = replace(config, eval=replace(config.eval, hellaswag=None))
             corpus = open_corpus(losses_only)
             corpus.tokenizer.require_same(tokenizer, "the data", name)
             evaluation = open_evaluation(losses_only, corpus)
-            metrics |= evaluation.metrics(model, accelerator, beat)
+            metrics |= evaluation.metrics(model, accelerator, on_progress)
             if config.eval.whole_at_end:
-                metrics |= evaluation.whole_val_metrics(model, accelerator, beat)
+                metrics |= evaluation.whole_val_metrics(model, accelerator, on_progress)
         if questions:
             batch_size = config.train.micro_batch_sequences
-            metrics |= score_questions(model, questions, accelerator, batch_size, beat)
+            metrics |= score_questions(model, questions, accelerator, batch_size, on_progress)
     return metrics
 
 
@@ -188,7 +188,7 @@ def evaluate_folder(
     accelerator: Accelerator,
     name: str,
     data: str,
-    beat: Beat,
+    on_progress: OnProgress,
 ) -> dict[str, float]:
     """Compute the loss over the val split of the folder or URL `data`; a collective."""
     (source,) = open_sources([Weighted(data)], "val", config.data)
@@ -201,7 +201,7 @@ def evaluate_folder(
         batch_size=config.train.micro_batch_sequences,
         tokenizer=tokenizer,
         document_end=document_end(config.data, tokenizer),
-        beat=beat,
+        on_progress=on_progress,
     )
     return score.metrics("val", source.name)
 
@@ -211,7 +211,7 @@ def evaluate_folder(
 
 @dataclass(frozen=True)
 class Report:
-    """The metrics of a model that was evaluated."""
+    """The metrics of an evaluated model."""
 
     name: str
     step: int | None  # of the checkpoint; None: not a checkpoint
@@ -219,7 +219,7 @@ class Report:
     metrics: Mapping[str, float]
 
     def as_json(self) -> str:
-        """Return one JSON object; null for what is not finite."""
+        """Return one JSON object; values that are not finite become null."""
         content = {
             "model": self.name,
             "step": self.step,
@@ -229,7 +229,7 @@ class Report:
         return strict_json(content) + "\n"
 
     def as_table(self) -> str:
-        """Return the losses as a table with their standard errors, then all other metrics."""
+        """Return a table of the losses with standard errors, followed by all other metrics."""
         title = self.name if self.step is None else f"{self.name}, step {self.step:,}"
         lines = [f"{title}, in {DTYPES[self.precision]}"]
         losses = self.loss_lines()
@@ -260,7 +260,7 @@ class Report:
         return lines
 
     def with_error(self, key: str, source: str = "") -> str:
-        """Return `3.1416 ±0.0123`; "" if there is no such metric."""
+        """Return a metric with its standard error, as `3.1416 ±0.0123`; "" if it is missing."""
         value = self.metrics.get(key + source)
         if value is None:
             return ""

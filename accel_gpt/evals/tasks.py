@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness, for `accel-gpt evaluate RUN --tasks`.
+"""Evaluate an exported model on tasks of lm-evaluation-harness: `accel-gpt evaluate RUN --tasks`.
 
-The harness evaluates an exported model by its own interface to transformers, `HFLM`. Reads the data
-of the tasks from the Hub, from its cache, or from the files that a task names.
+The harness loads the model with `HFLM`, its interface to transformers. Reads the data of the tasks
+from the Hub, from the Hub's cache, or from files that a task names.
 """
 
 import contextlib
@@ -18,24 +18,24 @@ from typing import Any
 
 from accel_gpt.errors import UserError, require
 
-RESAMPLES = 1000  # draws of a bootstrapped standard error: accurate to about 2%
+RESAMPLES = 1000  # for bootstrapped standard errors, which are then accurate to about 2 %
 AUTOCAST = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 
 
 def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
-    """Load tasks, groups and tags of lm-evaluation-harness, and of the folder `path`, by name.
+    """Load tasks, groups and tags by name, from lm-evaluation-harness and the folder `path`.
 
-    Raises `UserError` if lm-eval is not installed, if it does not know a name, if the data of a
-    task cannot be loaded, and for a task that runs code or is not text.
+    Raises `UserError` if lm-eval is not installed, if a name is unknown, or if the data of a task
+    cannot be loaded. Also raises it for a task that runs code or is not text.
     """
     require(
         importlib.util.find_spec("lm_eval") is not None,
-        "tasks need lm-evaluation-harness, which is not installed; "
+        "tasks need lm-evaluation-harness but it is not installed; "
         "pip install 'accel-gpt[lm-eval]'",
     )
     require(
         path is None or Path(path).is_dir(),
-        f"{path} is no folder; give one that holds the YAML files of tasks",
+        f"{path} is not a folder; name a folder with YAML files of tasks",
     )
     from lm_eval.tasks import TaskManager
 
@@ -43,11 +43,11 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
     known = [match for name in names for match in matching_tasks(name, manager)]
     try:
         loaded = manager.load(known)
-    except Exception as error:  # of datasets, the Hub, the network, a task's own code
+    except Exception as error:  # from datasets, the Hub, the network or a task's own code
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"the tasks {', '.join(known)} could not be loaded ({type(error).__name__}: {reason}); "
-            "their data must be on the Hub and reachable, in its cache, or where the YAML file says"
+            "check that the Hub is reachable, or that the files in the tasks' YAML exist"
         ) from error
     for name, task in loaded["tasks"].items():
         check_harmless(name, task)
@@ -63,21 +63,21 @@ def matching_tasks(name: str, manager: Any) -> list[str]:
         return [name]
     if not found:
         near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-        hint = f"the nearest are {', '.join(near)}" if near else "`lm_eval ls tasks` lists them"
+        hint = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists all tasks"
         raise UserError(f"unknown task {name!r}; {hint}")
     return found
 
 
 def check_harmless(name: str, task: Any) -> None:
-    """Raise `UserError` for a task that runs code the model writes, or that is not text."""
+    """Raise `UserError` for a task that runs code from the model, or that is not text."""
     require(
         not getattr(task, "UNSAFE_CODE", False),
-        f"task {name} runs the code that the model writes, which is not done here; export the "
-        "model and ask lm_eval with --confirm_run_unsafe_code, in a place where it does no harm",
+        f"task {name} runs code that the model writes, and accel-gpt does not run it; export the "
+        "model and run lm_eval --confirm_run_unsafe_code in a sandbox",
     )
     require(
         not getattr(task, "MULTIMODAL", False),
-        f"task {name} asks about pictures or sound; the model reads text",
+        f"task {name} has images or audio but the model reads only text; choose another task",
     )
 
 
@@ -89,17 +89,17 @@ def score_tasks(
     device: str,
     precision: str,
 ) -> dict[str, float]:
-    """Evaluate the exported model in `folder`; returns `eval/TASK_METRIC`.
+    """Evaluate the exported model in `folder`; return metrics named `eval/TASK_METRIC`.
 
-    `limit`: the number of questions of each task, from the first; None: all. `precision`: as in
+    `limit`: evaluate only the first questions of each task; None: all. `precision`: a value of
     `Accelerator.mixed_precision`.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval would fork a process per core
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # warns of each question that it cuts
-    with contextlib.redirect_stdout(sys.stderr):  # lm_eval prints what it is doing
+    os.environ["DISABLE_MULTIPROC"] = "1"  # keeps lm_eval from forking a process per core
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each truncated question
+    with contextlib.redirect_stdout(sys.stderr):  # lm_eval prints its progress
         model = HFLM(
             pretrained=str(folder),
             batch_size=batch_size,
@@ -117,9 +117,9 @@ def score_tasks(
 
 
 def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return `eval/TASK_METRIC` of every number in the results of lm_eval.
+    """Return every number in the results of lm_eval as `eval/TASK_METRIC`.
 
-    If a task reads its answers through several filters, the filter is part of the name.
+    If a metric has a filter, the name is `eval/TASK_METRIC_FILTER`.
     """
     found = {}
     for task, values in results["results"].items():

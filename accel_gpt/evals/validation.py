@@ -1,6 +1,6 @@
-"""Compute the loss over fixed tokens of a split: the same tokens at any number of ranks.
+"""Compute the loss over fixed tokens of a split, the same tokens on any number of ranks.
 
-Shapes: B batch, T tokens, S sequences evaluated.
+Shapes: B batch, T tokens, S evaluated sequences, V vocabulary.
 """
 
 import math
@@ -25,13 +25,13 @@ from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.ranks import all_ranks
 
 ValidationBatch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
-# Called before each batch, equally often on all ranks, with the number of batches done and in all.
-# If it raises, it raises on all ranks together.
-Beat = Callable[[int, int], object]
+# Called before each batch with the numbers of completed batches and of all batches, equally often
+# on all ranks. If it raises an error, it must do so on all ranks together.
+OnProgress = Callable[[int, int], object]
 
 
-def no_beat(done: int, total: int) -> None:
-    """Do nothing, if nobody waits for a sign of life."""
+def ignore_progress(done: int, total: int) -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,24 @@ class Score:
     loss_sum: float  # nats
     tokens: int
     bytes: float
-    loss_se: float = math.nan  # standard error of `loss`; NaN for a single sequence
+    loss_se: float = math.nan  # standard error of `loss`; NaN for only one sequence
     bits_per_byte_se: float = math.nan
 
     @property
     def loss(self) -> float:
-        """Return the mean over targets, in nats per token."""
+        """Return the mean loss over targets, in nats per token."""
         return self.loss_sum / self.tokens
 
     @property
     def bits_per_byte(self) -> float:
-        """Return the bits over the UTF-8 bytes of the targets: comparable over tokenizers.
+        """Return the loss in bits per UTF-8 byte of the targets; NaN if the bytes are unknown.
 
-        NaN if the bytes are not known.
+        The value is comparable between tokenizers.
         """
         return self.loss_sum / math.log(2) / (self.bytes or math.nan)
 
     def metrics(self, split: str, source: str | None = None) -> dict[str, float]:
-        """Return the known eval/ metrics of a split, or of one named source of it."""
+        """Return the known eval/ metrics of a split, or of a named source in it."""
         known = {"loss": self.loss}
         if not math.isnan(self.loss_se):
             known["loss_se"] = self.loss_se
@@ -77,12 +77,13 @@ def evaluate_splits(
     corpus: Corpus,
     accelerator: Accelerator,
     batch_size: int,
-    beat: Beat = no_beat,
+    on_progress: OnProgress = ignore_progress,
 ) -> dict[str, float]:
-    """Compute the eval/ metrics of a record, for both splits; a collective.
+    """Compute the eval/ metrics of all splits in `corpus.evaluated`; a collective.
 
-    With several sources the means are weighted by their shares; `eval/val_loss/NAME` is the loss of
-    one. `batch_size`: sequences per rank and forward pass. `beat` is called with each batch.
+    If a split has several sources, its metrics are means weighted by the shares of the sources.
+    `eval/val_loss/NAME` is the loss of one source. `batch_size`: sequences per rank and forward
+    pass.
     """
     metrics: dict[str, float] = {}
     named: dict[str, float] = {}
@@ -96,7 +97,7 @@ def evaluate_splits(
                 batch_size=batch_size,
                 tokenizer=corpus.tokenizer,
                 document_end=corpus.document_end,
-                beat=beat,
+                on_progress=on_progress,
             )
             scores.append(score)
             if split == "val" and source.name:
@@ -107,13 +108,13 @@ def evaluate_splits(
 
 
 def weighted_mean(scores: Sequence[Score], shares: Sequence[float]) -> Score:
-    """Return the score of an average token, the sources weighted by `shares`."""
+    """Return the score of an average token, with sources weighted by `shares`."""
     if len(scores) == 1:
         return scores[0]
     each = list(zip(scores, shares, strict=True))
     bytes_per_token = sum(share * score.bytes / score.tokens for score, share in each)
     loss = sum(share * score.loss for score, share in each)
-    # bytes per token vary little within a source: only the errors of the losses count
+    # ignore the error of bytes per token, which vary little within a source
     error = math.sqrt(sum((share * score.loss_se) ** 2 for score, share in each))
     return Score(
         loss_sum=loss,
@@ -131,11 +132,11 @@ def evaluate_source(
     batch_size: int,
     tokenizer: Tokenizer,
     document_end: int | None,
-    beat: Beat = no_beat,
+    on_progress: OnProgress = ignore_progress,
 ) -> Score:
-    """Score a model on one source, in sequences of its block_size; a collective.
+    """Score a model on one source, in sequences of the model's block_size; a collective.
 
-    `document_end`: the token at which attention and loss end, None: nowhere.
+    `document_end`: the token that ends attention and loss between documents; None: no token.
     """
     split = source.split
     block_size = model.config.block_size
@@ -163,7 +164,7 @@ def evaluate_source(
         accelerator=accelerator,
         token_bytes=token_bytes,
         document_end=document_end,
-        beat=beat,
+        on_progress=on_progress,
     )
     nats, targets, target_bytes = table.sum(axis=0).tolist()
     if not targets:
@@ -178,7 +179,7 @@ def evaluate_source(
 
 
 def check_evaluated(corpus: Corpus, block_size: int) -> None:
-    """Raise `DataError` for a source that cannot be evaluated, before a model is built for it.
+    """Raise `DataError` if a source cannot be evaluated. Called before a model is built.
 
     Reads each source up to its first target.
     """
@@ -188,7 +189,7 @@ def check_evaluated(corpus: Corpus, block_size: int) -> None:
 
 
 def check_targets(source: EvalSplit, block_size: int, document_end: int | None) -> None:
-    """Raise `DataError` unless a source has a target among its evaluated tokens."""
+    """Raise `DataError` unless the evaluated tokens of a source include a target."""
     split = source.split
     for shard, start in eval_sequences(split, block_size, source.tokens).tolist():
         tokens = read_sequence(split, shard, start, block_size)
@@ -198,15 +199,15 @@ def check_targets(source: EvalSplit, block_size: int, document_end: int | None) 
 
 
 def no_targets(split: Split) -> DataError:
-    """Return the error for a split whose targets are all ignored."""
+    """Return the error for a split whose evaluated targets are all ignored."""
     return DataError(
-        f"the {split.name} split of {split.folder} has no token to predict: it holds nothing but "
-        "end-of-text; prepare more text, or set data.document_mask to false"
+        f"the {split.name} split of {split.folder} has no token to predict: its evaluated tokens "
+        "are all end-of-text; prepare more text, or set data.document_mask to false"
     )
 
 
 def read_sequence(split: Split, shard: int, start: int, block_size: int) -> Tokens:
-    """Read one evaluated sequence, its inputs and one token more: at most block_size + 1."""
+    """Read one evaluated sequence: its inputs and one more token, at most block_size + 1."""
     size = min(block_size, int(split.lengths[shard]) - 1 - start)
     return split.read(shard, start, size + 1)
 
@@ -214,15 +215,15 @@ def read_sequence(split: Split, shard: int, start: int, block_size: int) -> Toke
 def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDArray[np.int64]:
     """Return shard and offset (S, 2) of the evaluated sequences, in order, without overlap.
 
-    All sequences of the split, the shorter last one of each shard included, or as many as fit in
-    `tokens`, spread evenly over the split.
+    Returns as many sequences as fit in `tokens` (at least one), spread evenly over the split. If
+    `tokens` is None, returns all, including the shorter last sequence of each shard.
     """
     counts = -(-np.maximum(split.lengths - 1, 0) // block_size)
     total = int(counts.sum())
     if not total:
         raise DataError(
-            f"the {split.name} split of {split.folder} has no two tokens in a row, so it cannot be "
-            "evaluated; prepare more text"
+            f"the {split.name} split of {split.folder} cannot be evaluated: no shard has two "
+            "tokens; prepare more text"
         )
     wanted = total if tokens is None else min(total, max(1, tokens // block_size))
     index = np.arange(wanted, dtype=np.int64) * total // wanted
@@ -238,41 +239,41 @@ def score_sequences(
     accelerator: Accelerator,
     token_bytes: npt.NDArray[np.float64],
     document_end: int | None = None,
-    beat: Beat = no_beat,
+    on_progress: OnProgress = ignore_progress,
 ) -> npt.NDArray[np.float64]:
-    """Compute nats, targets and their bytes (S, 3) of each sequence in `batches`.
+    """Return nats, number of targets and bytes of targets (S, 3) for each sequence in `batches`.
 
-    A collective without random numbers, with the same bits at any number of ranks. All ranks raise
-    an error that `read` raises on any of them.
+    A collective. Uses no random numbers, and returns the same bits on any number of ranks. If
+    `read` raises an error on one rank, all ranks raise an error.
 
-    `read`: the tokens of a sequence, and how many of them, at its end, are targets. `token_bytes`:
-    (V,) UTF-8 bytes of each token.
+    `read` returns the tokens of a sequence, and how many at its end are targets. `token_bytes` (V,)
+    holds the UTF-8 bytes of each token.
     """
-    # whole batches for each rank: a sequence is computed beside the same ones at any world size
+    # each rank takes whole batches, so that a batch is the same at any world size
     world_size = accelerator.num_processes
     device = accelerator.device
     mine = list(batches[accelerator.process_index :: world_size])
     rounds = math.ceil(len(batches) / world_size)
-    if accelerator.distributed_type == DistributedType.FSDP:  # all ranks in each forward pass
+    if accelerator.distributed_type == DistributedType.FSDP:  # a forward pass needs all ranks
         _, B, T = batches[0]
         empty: ValidationBatch = ([], B, T)
         mine += [empty] * (rounds - len(mine))
     table = np.zeros((sum(len(numbers) for numbers, _, _ in batches), 3))
-    # One tensor for all batches. A small tensor kept of each batch lies in memory that the batch
-    # frees, and keeps the C library from reusing it: 33 MB a batch of configs/quickstart.yaml.
+    # One tensor for all batches. Keeping a small tensor of each batch would fragment the memory
+    # that the batch frees: the process then grows by 33 MB per batch of configs/quickstart.yaml.
     losses = torch.zeros(len(table), device=device)
     done = 0  # sequences
     failure: AccelGPTError | None = None
     with evaluating(model):
         for turn in range(rounds):
-            beat(turn, rounds)
-            if turn == len(mine):  # other ranks have one batch more
+            on_progress(turn, rounds)
+            if turn == len(mine):  # other ranks have one more batch
                 break
             numbers, B, T = mine[turn]
             sequences = []
             try:
                 sequences = [read(number) for number in numbers]
-            except AccelGPTError as error:  # raised below, when all ranks have made their batches
+            except AccelGPTError as error:  # raised below, after the last batch of all ranks
                 failure = failure or error
             inputs, targets = collate(sequences, B, T)
             documents = None
@@ -295,7 +296,7 @@ def score_sequences(
     table[own, 0] = losses[:done].cpu().double().numpy()
     if world_size == 1:  # on the CPU: MPS has no float64
         return table
-    # each rank has filled rows of its own, and a number plus zeros is that number
+    # each row is zero on all ranks except one, so the sum is exact
     summed: Tensor = accelerator.reduce(torch.from_numpy(table).to(device), "sum")
     return summed.cpu().numpy()
 
@@ -314,10 +315,11 @@ def collate(
 
 
 def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:
-    """Return the standard error of sum(above) / sum(below), both (S,), of S sequences.
+    """Return the standard error of sum(above) / sum(below) over S sequences, both (S,).
 
-    Cochran, Sampling Techniques, 3rd ed. 1977, section 2.11, without the correction for a finite
-    population; for sequences of equal size the standard deviation over the root of S.
+    Source: Cochran, Sampling Techniques, 3rd ed. 1977, section 2.11, without the correction for a
+    finite population. For sequences of equal size, this is the standard deviation divided by
+    sqrt(S).
     """
     total = below.sum()
     S = len(below)

@@ -1,6 +1,6 @@
-"""Ranks, device, threads and precision of a run; model and optimizer as Accelerate wraps them.
+"""Start the ranks, set the device, threads and precision, and wrap the model with Accelerate.
 
-The engine comes from the accelerate config: one process, DDP or FSDP version 2 (HSDP too).
+The accelerate config sets the engine: one process, DDP, FSDP version 2 or HSDP.
 """
 
 import ctypes
@@ -61,7 +61,8 @@ from accel_gpt.training.support import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The timeout of a collective cannot tell a paused process from one that hangs; assumption
+# Added to the timeout of a collective, so that a paused process is not taken for a hung one;
+# assumption
 LONGEST_PAUSE = timedelta(days=1)
 M_TRIM_THRESHOLD = -1  # glibc, malloc.h
 M_TOP_PAD = -2  # glibc, malloc.h
@@ -74,7 +75,7 @@ M_MMAP_MAX = -4  # glibc, malloc.h
 def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
     """Start the ranks, choose the precision if it is auto, and make the `Accelerator`.
 
-    Returns `config` with the precision that was chosen.
+    Returns `config` with the chosen precision.
     """
     join_ranks(config)
     config = resolve_precision(config)
@@ -84,24 +85,24 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
 def join_ranks(config: Config) -> PartialState:
     """Join the ranks into one process group; set threads and the precision of float32 products.
 
-    Called twice: before the folder of a run is locked, and again by `start_accelerator`, where it
-    changes nothing.
+    The first call comes before the folder of the run is locked. The second, in
+    `start_accelerator`, changes nothing.
 
-    Raises `UserError` for an engine that is not supported, and for processes that do not form one
-    group or differ in config, code or versions: they would train apart.
+    Raises `UserError` if the engine is not supported, if the processes do not form one group, or
+    if they differ in config, code or versions.
     """
     check_accelerate_config()
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    # Accelerator reads use_cpu of the accelerate config, PartialState does not
+    # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     check_devices(cpu)
     state = PartialState(cpu=cpu, timeout=group_timeout(config))
     started = world_size()
     require(
         state.num_processes == started,
-        f"the launcher started {started} processes but Accelerate sees "
+        f"the launcher started {started} processes but Accelerate finds "
         f"{state.num_processes}; start with accelerate launch, torchrun or srun",
     )
     if state.num_processes > 1:
@@ -119,13 +120,13 @@ def set_matmul_precision(train: TrainConfig, device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = train.matmul_precision != "highest"
         return
-    # on a CPU TF32 sends small products, as in attention, through a slow path of oneDNN
+    # on a CPU, TF32 makes oneDNN take a slow path for the small products of attention
     precision = "highest" if train.matmul_precision == "auto" else train.matmul_precision
     torch.set_float32_matmul_precision(precision)
 
 
 def warn_without_gpu() -> None:
-    """Warn if `accelerate launch` is set up for GPUs and this machine shows none."""
+    """Warn if `accelerate launch` is set up for GPUs but PyTorch finds none."""
     if parse_flag_from_env("ACCELERATE_USE_CPU") or torch.accelerator.is_available():
         return
     if is_main() and starts_on_gpus():
@@ -146,17 +147,20 @@ def cpu_threads(train: TrainConfig) -> int:
 
 
 def threads_of_environment(train: TrainConfig) -> int | None:
-    """Return the threads that OMP_NUM_THREADS sets for a run on a CPU; None if the config does."""
+    """Return the threads that OMP_NUM_THREADS sets for a run on a CPU.
+
+    Returns None if it is not set or the config sets them.
+    """
     if train.cpu_threads or train.reproducible:
         return None
     return requested_threads()
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep freed blocks rather than return them to the system.
+    """Make the C library keep freed blocks instead of returning them to the system.
 
-    A training step frees and allocates the same blocks again; mapping each anew costs a page fault
-    per 4 KiB, measured in benchmarks/RESULTS.md. glibc only: mallopt(3).
+    Each training step frees and allocates the same blocks. Mapping a block again costs a page
+    fault per 4 KiB; benchmarks/RESULTS.md has the measurement. glibc only: mallopt(3).
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -169,23 +173,21 @@ def keep_freed_memory() -> None:
 def collective_timeout(config: Config) -> timedelta:
     """Return how long a collective waits for the other ranks.
 
-    The watchdog ends a run that hangs. A collective that a pause interrupts must not fail after it.
+    The timeout is long, since a collective must survive a paused process. The watchdog ends a run
+    that hangs.
     """
     seconds = duration("train.step_timeout", config.train.step_timeout)
     return timedelta(seconds=seconds or 0) + LONGEST_PAUSE
 
 
 def group_timeout(config: Config) -> timedelta:
-    """Return how long any collective may take, before the first step or after it."""
+    """Return the timeout of the process group, for collectives before and after the first step."""
     seconds = duration("train.init_timeout", config.train.init_timeout)
     return max(collective_timeout(config), timedelta(seconds=seconds or 0))
 
 
 def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """Make a gloo process group beside the group of the devices; None for one rank.
-
-    A collective.
-    """
+    """Make a gloo process group for the hosts; return None for one rank. A collective."""
     if accelerator.num_processes == 1:
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout(config))
@@ -196,17 +198,17 @@ def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | 
 
 
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
-    """Make the `Accelerator` of a run, after `join_ranks`, with a precision that is not auto.
+    """Make the `Accelerator` of a run. Call `join_ranks` and `resolve_precision` first.
 
-    Raises `UserError` for an engine, precision or tracker that is not supported.
+    Raises `UserError` if the engine, precision or a tracker is not supported.
     """
     check_trackers(config.log.trackers)
     check_fp8(config)
-    # at every save it logs that tied weights are stored once
+    # this logger repeats at every save that tied weights are stored once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    # twice a step Accelerate would search all of sys.path for this optimizer: 0.25 ms
-    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]  # None bars the import
-    # torch 2.13 has another name for it, which Accelerate 1.15 cannot pass on
+    # Accelerate would search all of sys.path for this optimizer twice a step: 0.25 ms
+    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]  # None blocks the import
+    # torch 2.13 renamed `broadcast_buffers`, and Accelerate 1.15 cannot pass the new name
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         cpu=PartialState().device.type == "cpu",
@@ -231,18 +233,20 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
     if bf16_on_cpu and is_main() and bf16_instructions() is None:
         write_err(
-            "WARNING: mixed_precision is bf16, for which this CPU has no instructions: a step "
+            "WARNING: mixed_precision is bf16 but this CPU has no bf16 instructions: a step "
             "takes several times as long as in float32; set train.mixed_precision to auto or no"
         )
     return accelerator
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:
-    """Set the precision of FSDP version 2; call it before `prepare`.
+    """Set the precision of FSDP version 2. Call this before `prepare`.
 
-    Accelerate must not load weights on rank 0 to send them, as the model is on the meta device.
-    Gradients are reduced, and accumulated over micro-batches, in float32; the loss stays float32
-    and the rotary table is not cast. Accelerate's own policy does all of that in bf16.
+    Gradients are reduced, and accumulated over micro-batches, in float32. The loss and the rotary
+    table stay in float32. Accelerate's own policy uses bf16 for all of these.
+
+    `cpu_ram_efficient_loading` is turned off: it sends weights from rank 0, and the model is on
+    the meta device.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -256,9 +260,9 @@ def set_up_fsdp(accelerator: Accelerator) -> None:
 
 
 def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
-    """Return Accelerate's recipe if fp8 is requested, without all-gathers in fp8.
+    """Return Accelerate's fp8 recipe in a list; the list is empty unless fp8 is requested.
 
-    These would replace the weights by new parameters, which the optimizer does not have.
+    All-gathers stay out of fp8: they would replace the parameters that the optimizer holds.
     """
     if requested_precision(config) != "fp8":
         return []
@@ -273,8 +277,8 @@ def build_model(
 ) -> tuple[GPT, nn.Module, AcceleratedOptimizer]:
     """Build a model with uninitialized weights, and its optimizer.
 
-    Returns the model, the same model as Accelerate wraps it, and the optimizer. Under FSDP the
-    model is sharded on the meta device: no rank allocates more than its shards.
+    Returns the model, the model wrapped by Accelerate, and the optimizer. Under FSDP the model is
+    sharded on the meta device, so that each rank allocates only its shards.
     """
     sharded = accelerator.distributed_type == DistributedType.FSDP
     gpt = GPT.allocate(config.model, vocab_size, "meta" if sharded else "cpu")
@@ -282,21 +286,21 @@ def build_model(
     compiled = config.train.compile is True
     optimizer: torch.optim.Optimizer
     if sharded:
-        # `prepare` finds the sharded parameters of an optimizer by their data pointers, which meta
-        # tensors lack; so it gets a dummy, and the optimizer is made afterwards
+        # `prepare` finds an optimizer's parameters by their data pointers. Meta tensors have none,
+        # so `prepare` gets a dummy optimizer.
         optimizer = torch.optim.SGD(gpt.parameters())
     else:
         mesh = machine_mesh(config, accelerator)
         optimizer = make_optimizer(gpt, config.optim, compiled, mesh)
-    # with a device_placement Accelerate does not look for FSDP's tensors: 0.6 s of start-up
+    # if device_placement is given, Accelerate does not search for DTensors: saves 0.6 s of start-up
     placement = [True, True] if accelerator.distributed_type == DistributedType.NO else None
     model, wrapped = accelerator.prepare(gpt, optimizer, device_placement=placement)
     if sharded:
         gpt.materialize(accelerator.device)
         wrapped.optimizer = make_optimizer(gpt, config.optim, compiled)
     check_parameters(gpt, wrapped)
-    gc.collect()  # all objects of now live to the end: the garbage collector need not search them
-    gc.freeze()
+    gc.collect()
+    gc.freeze()  # these objects live to the end: later collections need not search them
     return gpt, model, wrapped
 
 
@@ -307,14 +311,15 @@ def set_up_model(gpt: GPT, train: TrainConfig) -> None:
     if train.compile is True or torch.cuda.is_available():  # FlexAttention is compiled on CUDA
         use_compile_cache()
     if train.compile is True:
-        gpt.compile()  # in place: no wrapper, the names of the weights stay
+        gpt.compile()  # in place: a wrapper would rename the weights
 
 
 def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None":
-    """Make a mesh of the ranks of this machine, among which Muon shares its matrices under DDP.
+    """Make a mesh of the ranks on this machine. Under DDP, Muon divides its matrices among them.
 
-    A collective. None with `train.reproducible`: a product of fewer matrices at once may round in
-    another way. None if machines have different numbers of ranks.
+    A collective. Returns None for other optimizers, engines, and single ranks. Also returns None
+    with `train.reproducible`, since products of smaller batches may round differently, and if
+    machines have different numbers of ranks.
     """
     ddp = accelerator.distributed_type in REPLICATED
     if config.optim.name != "muon" or config.train.reproducible or not ddp:
@@ -333,9 +338,9 @@ def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UserError` unless the optimizer holds the parameters of `model`, all and no other.
+    """Raise `UserError` unless the optimizer holds exactly the parameters of `model`.
 
-    An engine that replaces parameters without telling the optimizer trains nothing, in silence.
+    If an engine replaces parameters but the optimizer keeps the old ones, nothing is trained.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -344,6 +349,6 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         held == names.keys(),
         f"after accelerator.prepare the optimizer holds {len(names) - len(lost)} of the "
         f"model's {len(names)} parameters ({', '.join(lost[:2])} would never train): this "
-        "combination of engine, precision and versions is not supported; use plain processes "
-        "and train.mixed_precision bf16",
+        "combination of engine, precision and versions is not supported; use DDP and "
+        "train.mixed_precision bf16",
     )

@@ -1,7 +1,7 @@
-"""Anomalous steps: updates whose loss or gradient is not finite, loss spikes, weights that diverge.
+"""Find anomalies: a loss or gradient that is not finite, loss spikes, diverged weights.
 
-Every rank sees the same all-reduced loss and gradient norm, so all ranks skip the same updates. The
-decision is made on the device. Except on MPS, the host waits for it only when a step is logged,
+Every rank reads the same all-reduced loss and gradient norm, so all ranks skip the same updates.
+The device decides. Except on MPS, the host waits for the decision only if the step is logged,
 evaluated, sampled or saved.
 """
 
@@ -18,20 +18,21 @@ from accel_gpt.errors import DivergedError
 from accel_gpt.model.sharding import is_sharded, local_shard
 from accel_gpt.training.support import REPLICATED
 
-SPIKE_WINDOW = 128  # steps; OLMo 2 (2025), whose trainer looks at as many
-NORM_TOLERANCE = 1e-5  # of norms of the same float32 weights on two kinds of processors: assumption
-NAMED = 8  # batches that a message names
+SPIKE_WINDOW = 128  # steps; as in the trainer of OLMo 2 (2025)
+# Relative difference of the norms of equal float32 weights on two kinds of processors; assumption
+NORM_TOLERANCE = 1e-5
+NAMED = 8  # most warnings of one flush, and most ranges in one message
 
 
 class TooManySkippedError(Exception):
-    """So many updates in a row were skipped that the run must roll back."""
+    """Raised after `train.max_skipped` skipped updates in a row: the run must roll back."""
 
 
 class StepGuard:
     """Skips updates that are not finite, detects loss spikes, and counts both.
 
-    `check` runs on the device at every step; `flush` brings the results of the steps since the last
-    flush to the host.
+    `check` runs on the device at every step. `flush` copies the results since the last flush to
+    the host.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
@@ -44,11 +45,11 @@ class StepGuard:
         self.train_loss: float | None = None
 
     def check(self, step: int, sequence: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return 1 if the update `step` must be skipped, else 0, ().
+        """Return a scalar tensor: 1 if the update of `step` must be skipped, else 0.
 
-        Its batch begins at `sequence`. `loss` and `grad_norm` are all-reduced, (). A spike is a
-        loss `spike_sigma` standard deviations above the mean of the window. Before the window is
-        full that mean is NaN, and nothing is a spike.
+        `sequence` is the number of the first sequence in the batch. `loss` and `grad_norm` are
+        all-reduced scalars. A spike is a loss more than `spike_sigma` standard deviations above the
+        mean of the window. Until the window is full, its mean is NaN and no loss is a spike.
         """
         if is_sharded(grad_norm):  # by FSDP
             grad_norm = grad_norm.full_tensor()
@@ -68,10 +69,10 @@ class StepGuard:
         return skip.float()
 
     def flush(self, log: Callable[[str], None]) -> dict[str, float]:
-        """Return the metrics of the last step; warn of the anomalies since the last flush.
+        """Count and log the anomalies since the last flush; return the metrics of the last step.
 
-        Counts them. Waits for the device. Raises `TooManySkippedError` after `train.max_skipped` in
-        a row.
+        Waits for the device. Raises `TooManySkippedError` after `train.max_skipped` skipped updates
+        in a row.
         """
         rows = torch.stack([results for _, _, results in self.pending]).tolist()
         steps = [(step, sequence) for step, sequence, _ in self.pending]
@@ -90,7 +91,7 @@ class StepGuard:
             self.skipped += int(skip)
             self.skipped_in_row = [*self.skipped_in_row, sequence] if skip else []
             if len(self.skipped_in_row) >= self.config.max_skipped:
-                # later steps are left out: what is excluded must not depend on log.every
+                # ignore later steps: the excluded sequences must not depend on log.every
                 raise TooManySkippedError
         self.train_loss = loss if math.isfinite(loss) else None
         return {
@@ -101,7 +102,7 @@ class StepGuard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint holds, as JSON, under the names of `TrainState`."""
+        """Return the state for a checkpoint, as JSON, by the field names of `TrainState`."""
         return {
             "losses": [loss for loss in self.window.tolist() if not math.isnan(loss)],
             "skipped": self.skipped,
@@ -111,7 +112,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict()`; other keys are ignored."""
+        """Load the values of `state_dict()`; ignore other keys."""
         losses = [math.nan] * (SPIKE_WINDOW - len(state["losses"])) + state["losses"]
         self.window = torch.tensor(losses, device=self.window.device)
         self.skipped = state["skipped"]
@@ -121,7 +122,10 @@ class StepGuard:
 
 
 def ranges(starts: list[int], length: int) -> list[list[int]]:
-    """Merge batches of `length` sequences that begin at `starts`, ascending, into [first, end)."""
+    """Return the ranges [first, end) of batches, with adjacent batches merged.
+
+    Each batch has `length` sequences. `starts` holds their first sequences, ascending.
+    """
     merged: list[list[int]] = []
     for start in starts:
         if merged and merged[-1][1] == start:
@@ -132,7 +136,7 @@ def ranges(starts: list[int], length: int) -> list[list[int]]:
 
 
 def format_ranges(spans: list[list[int]]) -> str:
-    """Format the first and the last sequence of ranges: `1,024 to 1,055, 2,048 to 2,079`."""
+    """Format ranges by their first and last sequence: `1,024 to 1,055, 2,048 to 2,079`."""
     named = [f"{first:,} to {end - 1:,}" for first, end in spans[:NAMED]]
     return ", ".join(named) + (", ..." if len(spans) > NAMED else "")
 
@@ -140,26 +144,25 @@ def format_ranges(spans: list[list[int]]) -> str:
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
     """Raise `DivergedError` on all ranks unless all weights are finite; a collective.
 
-    If each rank holds the whole model, the weights must be the same on all. Called before a save:
-    weights that overflowed in an update of finite norm must not be kept.
+    If each rank holds the whole model, the weights must also be the same on all ranks. Called
+    before a save, since an update with a finite norm can make weights overflow.
     """
     weights = list(model.parameters())
-    # after an evaluation FSDP leaves some parameters whole; of the others each rank holds a shard
+    # after an evaluation, FSDP leaves some parameters whole and the others sharded
     local = [local_shard(weight) for weight in weights]
     norms = accelerator.gather(torch.stack(torch._foreach_norm(local))[None])  # (ranks, weights)
     if not torch.isfinite(norms).all():
         raise DivergedError(
             f"after step {step:,} weights are not finite, and were not saved; lower optim.lr, "
-            "lengthen schedule.warmup_steps or use train.mixed_precision bf16; a new launch goes "
-            "on from the last checkpoint, if there is one"
+            "raise schedule.warmup_steps or set train.mixed_precision to bf16; a new launch "
+            "resumes from the last checkpoint, if there is one"
         )
     differs = (norms - norms[0]).abs() > NORM_TOLERANCE * norms[0]
     if accelerator.distributed_type in REPLICATED and differs.any():
         rank, number = differs.nonzero()[0].tolist()
         name = [name for name, _ in model.named_parameters()][number]
         raise DivergedError(
-            f"after step {step:,} the weights of rank {rank} are not those of rank 0 ({name} has "
-            f"norm {norms[rank, number]:.7g}, not {norms[0, number]:.7g}), and were not saved; the "
-            "ranks trained apart: check their machines; a new launch goes on from the last "
-            "checkpoint"
+            f"after step {step:,} the weights of rank {rank} differ from rank 0 ({name} has norm "
+            f"{norms[rank, number]:.7g}, not {norms[0, number]:.7g}), and were not saved; check "
+            "the memory and network of the machines; a new launch resumes from the last checkpoint"
         )

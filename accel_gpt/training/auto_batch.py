@@ -1,8 +1,8 @@
-"""`train.micro_batch_size: auto`: the largest micro-batch that fits, found before training.
+"""Find the largest micro-batch that fits, for `train.micro_batch_size: auto`, before training.
 
-On CUDA each size is tried on the device, on a CPU it is computed by `cost/`. Each rank tries by
-itself, and only then do the ranks compare: none waits for one that ran out of memory. The answer is
-kept in `config.yaml` of the run, and a resume keeps it if it still fits.
+On CUDA, each size is tried on the device. On a CPU, `cost/` computes the memory of each size. No
+rank calls a collective during a trial, so none waits for a rank that ran out of memory. The run's
+`config.yaml` stores the size, and a resumed run keeps the size if it still fits.
 """
 
 import contextlib
@@ -28,27 +28,26 @@ from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.support import REPLICATED
 from accel_gpt.training.terminal import print_line
 
-CUDA_SHARE = 0.94  # of the device for the trial; the rest for NCCL and holes: assumption
-CPU_SHARE = 0.8  # of the memory that is available, for the system and its cache: assumption
+CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption
+CPU_SHARE = 0.8  # of the available memory; the rest is for the system and its cache; assumption
 CGROUPS = Path("/sys/fs/cgroup")  # Linux, version 2
-Fits = Callable[[int], bool]  # whether so many sequences fit this rank
+Fits = Callable[[int], bool]  # whether a micro-batch of this size fits on this rank
 
 
 def resolve_micro_batch_size(
     config: Config, plan: Plan, accelerator: Accelerator, fits: Fits | None = None
 ) -> tuple[Config, Plan]:
-    """Replace `train.micro_batch_size: auto` by the size that was found; a collective.
+    """Replace `train.micro_batch_size: auto` by the largest size that fits; a collective.
 
-    `fits` stands in for the trial of a size on this rank. Raises `UserError` on all ranks if not
-    even one sequence fits.
+    `fits` overrides `make_fits()`. Raises `UserError` on all ranks if not even one sequence fits.
     """
     if config.train.micro_batch_size != "auto":
         return config, plan
     kind = accelerator.distributed_type
     require(
         kind in REPLICATED,
-        f"train.micro_batch_size is auto but the accelerate config asks for {kind.value}, whose "
-        "share of memory a trial on one device does not show; give a number",
+        f"train.micro_batch_size is auto but the accelerate config sets {kind.value}: a trial on "
+        "one device does not show the memory of a shard; set a number",
     )
     world_size = accelerator.num_processes
     sizes = sorted(fitting_sizes(config, world_size))
@@ -60,19 +59,19 @@ def resolve_micro_batch_size(
         reason = f"as in {file}"
     else:
         size = largest_fitting(sizes, fits)
-        reason = "the most that fit"
+        reason = "the largest size that fits"
     config = with_size(config, size)
     plan = make_plan(config, world_size)
     accelerator.gradient_accumulation_steps = plan.accumulation_steps
     sequences = plural(size, "sequence")
-    print_line(config, f"auto     {sequences} a process and micro-step: {reason}")
+    print_line(config, f"auto     {sequences} per process and micro-step: {reason}")
     return config, plan
 
 
 def largest_fitting(sizes: Sequence[int], fits: Fits) -> int:
-    """Return the largest of `sizes`, ascending, that fits all ranks; a collective.
+    """Return the largest of `sizes`, ascending, that fits on all ranks; a collective.
 
-    By bisection: if a size fits, smaller sizes are taken to fit too.
+    Bisects: if a size fits, all smaller sizes are assumed to fit.
     """
     fitting = -1  # index of the largest size known to fit
     too_large = len(sizes)  # index of the smallest size known not to fit
@@ -84,14 +83,17 @@ def largest_fitting(sizes: Sequence[int], fits: Fits) -> int:
             too_large = middle
     require(
         fitting >= 0,
-        "train.micro_batch_size is auto but not even 1 sequence fits the memory; lower "
+        "train.micro_batch_size is auto but not even 1 sequence fits in memory; lower "
         "model.block_size, or set train.activation_checkpointing to blocks",
     )
     return sizes[fitting]
 
 
 def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
-    """Return the trial of a size: on CUDA a step on the device, on a CPU arithmetic."""
+    """Return the function that decides whether a size fits.
+
+    On CUDA it tries a step on the device, on a CPU it computes the memory.
+    """
     if accelerator.device.type == "cuda":
         return lambda size: fits_cuda(with_size(config, size), vocab_size, accelerator)
     available = available_memory()
@@ -111,25 +113,25 @@ def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits
 
 
 def available_memory() -> float:
-    """Return the bytes that this rank may use: its share of the memory that the machine has left.
+    """Return the bytes that this rank may use: its share of the machine's available memory.
 
-    Control groups, as in containers and Slurm jobs, may leave less.
+    Control groups of containers and Slurm jobs lower the available memory.
     """
-    import psutil  # 6 ms, which other runs need not wait for
+    import psutil  # takes 6 ms
 
     available: float = min(psutil.virtual_memory().available, memory_left_by_cgroups())
-    own: float = psutil.Process().memory_info().rss  # the arithmetic counts the imports too
+    own: float = psutil.Process().memory_info().rss  # `footprint` counts this memory too
     return CPU_SHARE * (available / local_world_size() + own)
 
 
 def memory_left_by_cgroups() -> float:
-    """Return the bytes that the limits of this process's control groups leave; inf if none."""
+    """Return the bytes left under the limits of this process's control groups; inf if no limit."""
     left = float("inf")
     with contextlib.suppress(OSError):
         name = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
         own = CGROUPS / name.lstrip("/")
         for folder in (own, *own.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such file, no limit: max
+            with contextlib.suppress(OSError, ValueError):  # no file, or "max": no limit
                 limit = int((folder / "memory.max").read_text())
                 used = int((folder / "memory.current").read_text())
                 left = min(left, limit - used)
@@ -137,8 +139,8 @@ def memory_left_by_cgroups() -> float:
 
 
 def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool:
-    """Try whether a step and an evaluation of `config` run on this device; leave nothing there."""
-    # of the current device: without a launcher, the accelerator's has no index, and is refused
+    """Return whether a step and an evaluation of `config` fit on this device; free their memory."""
+    # without a device argument: it must have an index, and `accelerator.device` may have none
     torch.cuda.set_per_process_memory_fraction(CUDA_SHARE)
     try:
         try_step(config, vocab_size, accelerator)
@@ -153,9 +155,10 @@ def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool
 
 
 def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
-    """Make two micro-steps, an update and an evaluation of a new model, without other ranks.
+    """Make two micro-steps, an update and an evaluation of a new model, on this rank only.
 
-    Not compiled: that would take minutes a size, and a compiled step takes less.
+    The model is not compiled: compiling takes minutes for each size, and a compiled step needs less
+    memory.
     """
     device = accelerator.device
     batch_size = config.train.micro_batch_sequences
@@ -165,7 +168,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     ddp = accelerator.num_processes > 1
     buckets = torch.empty(parameters if ddp else 0, device=device)
-    exact = config.train.reproducible  # the sums of `ExactGradients`
+    exact = config.train.reproducible  # `ExactGradients` holds a float64 sum of each gradient
     sums = torch.empty(parameters if exact else 0, dtype=torch.float64, device=device)
     tokens = torch.zeros((batch_size, config.model.block_size), dtype=torch.long, device=device)
     documents = torch.zeros_like(tokens) if config.data.document_mask else None
@@ -181,4 +184,4 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
         gpt(tokens, tokens, documents=documents, per_sequence=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    del buckets, sums  # held until here
+    del buckets, sums  # must be allocated during the whole trial

@@ -1,19 +1,19 @@
-"""Read a checkpoint: its files, whether it is intact, its state and the shape of its model.
+"""Find and verify a checkpoint; read its state and the config of its model.
 
     step_00001000/
         model.safetensors            the weights
         optimizer.bin, scaler.pt     as Accelerate saves them
         weights_{rank}.safetensors, optimizer_{rank}.safetensors
-                                     under FSDP in their place: the shards of each rank
+                                     the shards of each rank; FSDP runs have these instead
         random_states_{rank}.pkl
         trainer_state.json           `TrainState`
-        model.json                   the model's config and vocabulary
+        model.json                   the model's config and vocabulary size
         tokenizer.json
         manifest.json                written last: size and SHA-256 of each file above
 
-A run names its checkpoints `step_N`. A folder is a checkpoint if its files fit its manifest. All
-pickles are loaded with `weights_only=True`. `saving.py` writes a checkpoint, `tensor_files.py`
-reads its weights, `resume.py` the rest. Needs no torch.
+A run names its checkpoints `step_N`. A folder is a checkpoint if its files match its manifest. All
+pickles are loaded with `weights_only=True`. `saving.py` writes a checkpoint. `tensor_files.py`
+reads the weights, and `resume.py` reads everything else. Needs no torch.
 """
 
 import contextlib
@@ -45,13 +45,12 @@ T = TypeVar("T")
 SAFE_WEIGHTS = "model.safetensors"  # as Accelerate names them
 REQUIRED_FILES = ("model.json", "tokenizer.json", "trainer_state.json")
 WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
-# files that Accelerate or torch might load, and those of them that a checkpoint has
-LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")
+LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")  # by torch
 SAVED = re.compile(
     r"model\.safetensors|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl"
     r"|(weights|optimizer)_\d+\.safetensors"
 )
-FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # in the folder itself, not hidden
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no folder, not hidden
 
 
 # --------------------------------------------------------------------------- find
@@ -65,14 +64,14 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoint(path: Path, which: str = "last") -> Path:
     """Return the folder of a checkpoint: `path` itself, or a checkpoint of the run at `path`.
 
-    `which`: last, best or a step. Raises `UserError` naming the steps that there are.
+    `which`: last, best or a step. Raises `UserError` if there is no such checkpoint.
     """
     if is_checkpoint(path):
         return path
     run = RunFolder(path)
     found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
-    require(path.is_dir(), f"{path} does not exist; give the folder of a run or of a checkpoint")
-    require(bool(found), f"{path} holds no checkpoint; give the folder of a run that saved one")
+    require(path.is_dir(), f"{path} does not exist; name the folder of a run or of a checkpoint")
+    require(bool(found), f"{path} holds no checkpoint; name the folder of a run that saved one")
     if which == "last":
         return found[max(found)]
     wanted = run.best if which == "best" else which
@@ -113,12 +112,11 @@ class SavedModel:
 
 
 def verify(path: Path, model_only: bool = False) -> None:
-    """Raise `CheckpointError` unless the files of a checkpoint are as its manifest lists them.
+    """Raise `CheckpointError` unless the files of a checkpoint match its manifest.
 
-    The step must be that in the folder's name. `model_only`: check only the files of the model. A
-    file that Accelerate or torch might load but no checkpoint has, or that the manifest does not
-    list, is refused too. Links are followed, as the Hub's cache consists of them: the file that is
-    hashed is the one that is read.
+    The step in the state must be the step in the folder's name. Rejects files that torch might load
+    if the manifest does not list them or no checkpoint has them. `model_only`: check only the files
+    of the model. Follows links, since the Hub's cache consists of links.
     """
     listed = read_manifest(path)
     wanted = {}
@@ -136,7 +134,7 @@ def verify(path: Path, model_only: bool = False) -> None:
         for (name, file), digest in zip(wanted.items(), digests, strict=True):
             if digest != file.sha256:
                 raise CheckpointError(
-                    f"{path / name} is damaged: its SHA-256 is not that in the manifest"
+                    f"{path / name} is damaged: its SHA-256 does not match the manifest"
                 )
     if not model_only:
         check_no_other_file(path, listed)
@@ -146,7 +144,7 @@ def verify(path: Path, model_only: bool = False) -> None:
 def read_manifest(path: Path) -> dict[str, SavedFile]:
     """Return the files that the manifest of a checkpoint lists.
 
-    Raises `CheckpointError` if it does not list what every checkpoint has, or files elsewhere.
+    Raises `CheckpointError` if a required file is not listed or a name is not a plain file name.
     """
     manifest = path / "manifest.json"
     listed = read_saved(Manifest, manifest).files
@@ -162,28 +160,31 @@ def read_manifest(path: Path) -> dict[str, SavedFile]:
 
 
 def check_no_other_file(path: Path, listed: Mapping[str, SavedFile]) -> None:
-    """Raise `CheckpointError` if there is a file that might be loaded and was not saved."""
+    """Raise `CheckpointError` if the folder has a loadable file that no save wrote."""
     for file in path.rglob("*"):
         name = file.relative_to(path).as_posix()
         if name.endswith(LOADABLE) and not (name in listed and SAVED.fullmatch(name)):
-            raise CheckpointError(f"{file} is not a file of a checkpoint: it is not loaded")
+            raise CheckpointError(f"{file} is not a file of a checkpoint; move it away")
 
 
 def check_step(path: Path) -> None:
-    """Raise `CheckpointError` if the name of a checkpoint names another step than its state."""
+    """Raise `CheckpointError` if the step in a checkpoint's name differs from its state."""
     named = CHECKPOINT.fullmatch(path.name)
     if named is None:
         return
     step = read_state(path).step
     if step != int(named[1]):
         raise CheckpointError(
-            f"checkpoint {path} holds step {step:,}, not the step in its name: rename it to "
+            f"checkpoint {path} holds step {step:,}, not the step in its name; rename it to "
             f"{step_name(step)} if it belongs to this run"
         )
 
 
 def intact_hint(path: Path) -> str:
-    """Name the newest intact checkpoint before `path` in its run, for an error; "" without one."""
+    """Return the end of an error message: the newest intact checkpoint before `path` in its run.
+
+    Returns "" if there is none.
+    """
     named = CHECKPOINT.fullmatch(path.name)
     if not named or path.parent.name != "checkpoints":
         return ""
@@ -192,23 +193,24 @@ def intact_hint(path: Path) -> str:
     for step in reversed(earlier):
         with contextlib.suppress(AccelGPTError):
             verify(others[step], model_only=True)
-            return f"; step {step:,} of the run is intact; take it with --checkpoint {step}"
+            return f"; step {step:,} of the run is intact; set --checkpoint {step}"
     return ""
 
 
 def check_format(path: Path, content: dict[str, Any]) -> None:
-    """Raise unless this version reads the format that a JSON file of a checkpoint names."""
+    """Raise an error unless this version can read the `format` of a checkpoint's JSON file."""
     found = content.get("format")
     if isinstance(found, int) and found > FORMAT:
         raise NewerFormatError(
-            f"checkpoint {path} has format {found}, this version reads {FORMAT}; update accel_gpt"
+            f"checkpoint {path} has format {found} but this version reads only {FORMAT}; update "
+            "accel_gpt"
         )
     if found != FORMAT:
         raise CheckpointError(f"checkpoint {path} has an unknown format: {found!r}")
 
 
 def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, so that it is neither used nor lost."""
+    """Rename a damaged checkpoint to `.corrupt_NAME_COUNT`, so that it is kept but never used."""
     count = 0
     while path.with_name(f".corrupt_{path.name}_{count}").exists():
         count += 1
@@ -219,7 +221,7 @@ def set_aside(path: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as indented JSON; on disk when this returns."""
+    """Write `value` as indented JSON and sync it to disk."""
     write_file(path, [strict_json(value, indent=1).encode()])
 
 
@@ -239,9 +241,9 @@ def read_state(path: Path) -> TrainState:
 
 
 def read_evaluated(path: Path) -> TrainState:
-    """Read the `TrainState` of a checkpoint, with the evaluation that followed the save.
+    """Read the `TrainState` of a checkpoint; add the evaluation that followed the save.
 
-    The run's metrics.jsonl holds that evaluation; without its record the evaluation is still due.
+    Reads the evaluation from the run's metrics.jsonl. If it has no record, the evaluation is due.
     """
     state = read_state(path)
     if state.awaits_evaluation is None:
@@ -258,28 +260,28 @@ def read_evaluated(path: Path) -> TrainState:
 
 
 def earlier_choice(config: Config, key: str) -> tuple[Any, str]:
-    """Return the value of an option in the run that `config` resumes, and the file that has it.
+    """Return the value of an option in the run that `config` resumes, and the file it is from.
 
-    The value is None if there is no such run, or if an earlier version wrote it. The options with
-    the value `auto` keep what an earlier launch chose.
+    Options set to `auto` keep the value that an earlier launch chose. Returns None and "" if there
+    is no run. The value is also None if the run was written by a version without the option.
     """
     run = RunFolder(config.out_dir)
     if key in run.config:
         return run.config[key], str(run.path / "config.yaml")
-    own = run.checkpoints  # of a run that was restored from its copies
+    own = run.checkpoints  # a run restored from a copy has no config.yaml
     checkpoint = own[max(own)] if own else Path(config.checkpoint.resume)
     if (checkpoint / "trainer_state.json").is_file():
-        with contextlib.suppress(AccelGPTError):  # raised again when the run resumes
+        with contextlib.suppress(AccelGPTError):  # `choose_checkpoint` raises it again
             return read_state(checkpoint).config.get(key), str(checkpoint)
     return None, ""
 
 
 def earlier_precision(config: Config) -> tuple[str, str] | None:
-    """Return the precision of the run that `config` resumes, and the file that has it."""
+    """Return the precision of the run that `config` resumes, and the file it is from."""
     precision, file = earlier_choice(config, "train.mixed_precision")
     if precision in PRECISIONS:
         return precision, file
-    # the launcher set the precision of a run whose config has none
+    # if the config has no precision, the launcher has set it
     run = RunFolder(config.out_dir)
     precision = run.last_launch("mixed_precision")
     if precision in PRECISIONS:
@@ -290,7 +292,7 @@ def earlier_precision(config: Config) -> tuple[str, str] | None:
 def read_states(out_dir: Path) -> dict[int, TrainState]:
     """Read the states of a run's checkpoints by step, ascending.
 
-    Leaves out a checkpoint whose state cannot be read or is of another step than its name.
+    Skips a checkpoint if its state cannot be read or has another step than the folder's name.
     """
     found = {}
     for step, path in RunFolder(out_dir).checkpoints.items():
@@ -302,12 +304,12 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
 
 
 def last_outside_skips(states: Mapping[int, TrainState]) -> int | None:
-    """Return the last step that is not in a row of skipped updates; None if all are in one."""
+    """Return the last step whose update was not skipped; None if there is none."""
     return max((step for step, state in states.items() if not state.skipped_in_row), default=None)
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
-    """Read the config of a checkpoint's model, and its vocabulary."""
+    """Read the config of a checkpoint's model, and its vocabulary size."""
     saved = read_saved(SavedModel, path / "model.json")
     known = {key: value for key, value in saved.config.items() if key in leaves(ModelConfig)}
     try:
@@ -317,5 +319,5 @@ def read_shape(path: Path) -> tuple[ModelConfig, int]:
 
 
 def weight_parts(path: Path) -> list[Path]:
-    """Return the files of a checkpoint that hold the weights: one, or one of each rank."""
+    """Return the files of a checkpoint that hold the weights: one, or one per rank."""
     return sorted(file for file in path.iterdir() if WEIGHTS.fullmatch(file.name))

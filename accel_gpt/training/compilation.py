@@ -1,7 +1,7 @@
-"""torch.compile: the choice that `train.compile: auto` makes, and the cache of compiled code.
+"""Choose whether to use torch.compile, for `train.compile: auto`, and set its cache.
 
-The device, the flags of the processor and the length of the run decide. Rank 0 decides for all
-ranks. Writes compiled code to `~/.cache/accel_gpt/compiled`.
+The choice depends on the device, the flags of the processor and the length of the run. Rank 0
+decides for all ranks. Writes compiled code to `~/.cache/accel_gpt/compiled`.
 """
 
 import os
@@ -27,22 +27,22 @@ from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.terminal import print_line
 
-GPU_MFU = 0.3  # of a step that is not compiled; assumption
+GPU_MFU = 0.3  # without compiling; assumption
 UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
 # FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
 MATRIX_UNIT_FLOPS = 1.2e11
-# Share of a step that compiling saves, and the seconds that it takes. CPU:
-# benchmarks/notes/precision.md. CUDA: nanoGPT's README, 250 ms become 135; the seconds are an
-# assumption.
+# Share of step time that compiling saves, and seconds that compiling takes.
+# CPU: benchmarks/notes/precision.md. CUDA: nanoGPT's README (250 ms become 135 ms a step); the
+# seconds are an assumption.
 COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
 COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def resolve_compile(config: Config, plan: Plan) -> Config:
-    """Replace `train.compile: auto` by true or false, and check that torch.compile works if true.
+    """Replace `train.compile: auto` by true or false; if true, check that torch.compile works.
 
-    A collective. Raises `UserError` if `train.compile` is true and torch.compile does not work.
+    A collective. Raises `UserError` if `train.compile` is true but torch.compile does not work.
     """
     if config.train.compile is False:
         return config
@@ -70,7 +70,7 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
     """Decide whether to compile; return the decision and the reason."""
     device = PartialState().device.type
     if config.train.reproducible:
-        return False, "train.reproducible excludes it"
+        return False, "train.reproducible is set"
     if device not in COMPILE_SECONDS:
         return False, f"torch.compile on {device} has not been measured"
     compiled, file = earlier_choice(config, "train.compile")
@@ -78,22 +78,19 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         return compiled, f"as in {file}"
     matrix_units = requested_precision(config) != "no" and bf16_instructions() == MATRIX_UNITS
     if device == "cpu" and not matrix_units:
-        return False, "it saves little on a CPU without matrix units for bf16"
+        return False, "compiling saves little on a CPU without matrix units for bf16"
     gain = COMPILE_GAIN[device]
     cost = COMPILE_SECONDS[device]
     seconds = estimated_seconds(config, plan)
     reason = (
-        f"it saves about {gain:.0%} of a step and takes about {cost:.0f} s; the run is "
-        f"estimated at {seconds:,.0f} s without"
+        f"compiling saves about {gain:.0%} of a step and takes about {cost:.0f} s; without it the "
+        f"run takes about {seconds:,.0f} s"
     )
     return seconds * gain > cost, reason
 
 
 def estimated_seconds(config: Config, plan: Plan) -> float:
-    """Estimate by arithmetic how many seconds the run takes without compiling.
-
-    For a GPU, or a CPU with matrix units.
-    """
+    """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
     device = PartialState().device
     vocab_size = open_corpus(config).vocab_size
     tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
@@ -111,10 +108,7 @@ def estimated_seconds(config: Config, plan: Plan) -> float:
 
 
 def compiler_error_on_any_machine() -> str | None:
-    """Return the error of torch.compile on one of the machines, None if it works on all.
-
-    A collective.
-    """
+    """Return an error of torch.compile from any machine; None if it works on all. A collective."""
     state = PartialState()
     local = compiler_error(state.device.type) if state.is_local_main_process else None
     errors = [error for error in all_gather(local) if error]
@@ -122,32 +116,33 @@ def compiler_error_on_any_machine() -> str | None:
 
 
 def compiler_error(device: str) -> str | None:
-    """Compile the smallest function on a device; return the error, None if it works."""
+    """Compile a tiny function on a device; return the error, or None if it works."""
     use_compile_cache()
     try:
         with warnings.catch_warnings(action="ignore"):
             torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    except Exception as error:  # what a missing or broken compiler raises has no public class
+    except Exception as error:  # the errors of a missing or broken compiler have no public class
         return first_line(error)
     return None
 
 
 def forget_compiled() -> None:
-    """Drop what torch.compile made for other shapes.
+    """Drop the functions that this process has compiled for other shapes.
 
-    It compiles a function for eight shapes, and a trial or an earlier run of this process has had
-    its own.
+    torch.compile compiles a function for at most eight shapes. A trial or an earlier run of this
+    process may have used some of them.
     """
-    if "torch._dynamo" in sys.modules:  # else there is nothing, and the import takes a second
+    if "torch._dynamo" in sys.modules:  # importing it takes a second
         torch.compiler.reset()
 
 
 def use_compile_cache() -> None:
-    """Set torch's cache of compiled code to a folder of the user, where later launches find it.
+    """Set torch's cache of compiled code to a folder in the user's home, for later launches.
 
-    Not in the run, as the next launch executes it; torch's default in /tmp may be another user's.
-    Does nothing if the environment names a folder, or if there is no home or cache to write to.
-    Raises `UserError` if others can write to the folder.
+    Launches execute this code. The folder is therefore not in the run, which may come from someone
+    else, nor in /tmp, torch's default, which other users can write. Does nothing if the environment
+    sets the folder, or if there is no writable home. Raises `UserError` if other users can write to
+    the folder.
     """
     if CACHE in os.environ:
         return
@@ -156,13 +151,13 @@ def use_compile_cache() -> None:
         folder = home / "accel_gpt" / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # the latter: no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         return
     if not os.access(folder, os.W_OK):
         return
     require(
         found.st_uid == os.geteuid() and not found.st_mode & 0o022,
-        f"{folder}, whose compiled code would be executed, can be written by others; "
-        f"chmod 700 it, or set {CACHE}",
+        f"other users can write to {folder}, and torch.compile would execute code from it; run "
+        f"chmod 700 on it, or set {CACHE} to another folder",
     )
     os.environ[CACHE] = str(folder)

@@ -1,13 +1,13 @@
-"""Copies of checkpoints on another disk, in a store that fsspec writes to, or on the Hub.
+"""Copy checkpoints to another disk, an fsspec URL or the Hub, and restore them from there.
 
     {checkpoint.copy_to}/step_00001000/     the files of a checkpoint, its manifest last
 
-`uploader.py` starts this file as a child process that makes one copy:
+`uploader.py` runs this file as a child process that makes one copy:
 
     python -m accel_gpt.training.copies CHECKPOINT URL KEEP_LAST [--unless_newer]
 
-A run that has no checkpoint resumes from the newest intact copy. A copy without a manifest is
-incomplete and never used. On the Hub, each copy is one commit.
+If a run has no checkpoint, it resumes from the newest intact copy. A copy without a manifest is
+incomplete and is never used. On the Hub, each copy is one commit.
 """
 
 import contextlib
@@ -36,47 +36,49 @@ def main(argv: Sequence[str]) -> int:
         copy_checkpoint(Path(checkpoint), url, int(keep_last), unless_newer=bool(flags))
     except UserError:
         raise
-    except Exception as error:  # of botocore, huggingface_hub, OSError, ...
+    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(reason(error)) from None
     return 0
 
 
 def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, unless_newer: bool) -> None:
-    """Copy a checkpoint, and remove later copies, left by a roll back, and all but `keep_last`.
+    """Copy a checkpoint, then keep only it and the copies before it, at most `keep_last` in all.
 
-    `unless_newer`: do nothing if there is a copy of this step or of a later one.
+    Copies of later steps are left over from before a roll back. `unless_newer`: do nothing if this
+    step or a later one has a complete copy.
     """
     step = int(checkpoint.name.removeprefix("step_"))
     store = CopyStore(url)
     if store.on_hub:
         store.create_repository()
     copied = store.steps()
-    if unless_newer and any(store.is_complete(one) for one in copied if one >= step):
+    if unless_newer and any(store.is_complete(other) for other in copied if other >= step):
         return
-    before = [one for one in copied if one < step]
+    before = [other for other in copied if other < step]
     kept = [*before, step][-keep_last:]
-    former = [one for one in copied if one not in kept]
+    obsolete = [other for other in copied if other not in kept]
     if store.on_hub:
-        store.commit(checkpoint, former)
+        store.commit(checkpoint, obsolete)
         return
     store.write(checkpoint)
-    for one in former:
-        store.remove(one)
+    for other in obsolete:
+        store.remove(other)
 
 
 def restore_newest_copy(config: Config, log: Callable[[str], None]) -> None:
     """Download the newest intact copy for a run that has no checkpoint.
 
-    Raises `UserError` if the store cannot be opened or read, or if checkpoints would be lost there,
-    and `CheckpointError` if all copies are damaged.
+    Raises `UserError` if the store cannot be opened or read, if it lies in `out_dir`, or if it
+    holds copies and `checkpoint.resume` is never. Raises `CheckpointError` if all copies are
+    damaged.
     """
     url = str(config.checkpoint.copy_to)
     store = CopyStore(url)
     if "://" not in url:
-        require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; give a folder")
+        require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
         require(
             not Path(url).resolve().is_relative_to(Path(config.out_dir).resolve()),
-            f"checkpoint.copy_to {url} lies in out_dir {config.out_dir}; give a folder elsewhere",
+            f"checkpoint.copy_to {url} lies in out_dir {config.out_dir}; set a folder elsewhere",
         )
     if RunFolder(config.out_dir).checkpoints:
         return
@@ -84,33 +86,36 @@ def restore_newest_copy(config: Config, log: Callable[[str], None]) -> None:
         steps = store.steps()
         require(
             not steps or config.checkpoint.resume != "never",
-            f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; "
-            "set another, or remove them",
+            f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
+            "another checkpoint.copy_to, or remove the copies",
         )
         complete = [step for step in steps if store.is_complete(step)]
         for step in reversed(complete):
             if store.restore(step, Path(config.out_dir) / "checkpoints", log):
-                log(f"step {step:,} was downloaded from {url}")
+                log(f"downloaded step {step:,} from {url}")
                 return
     except UserError:
         raise
-    except Exception as error:  # of botocore, huggingface_hub, OSError, ...
+    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
     if complete:
         raise CheckpointError(
-            f"all copies in checkpoint.copy_to {url} are damaged; set another one to start from "
-            "scratch"
+            f"all copies in checkpoint.copy_to {url} are damaged; to start from scratch, set "
+            "another checkpoint.copy_to"
         )
 
 
 class CopyStore:
-    """The folder or URL of `checkpoint.copy_to`. Raises `UserError` if its package is missing."""
+    """The folder or URL of `checkpoint.copy_to`.
+
+    Raises `UserError` if the fsspec package for the URL is missing.
+    """
 
     def __init__(self, url: str) -> None:
         system, root = Store(url if "://" in url else str(Path(url).resolve())).system
         self.system = system  # of fsspec
         self.root = root.rstrip("/")
-        # buckets of the Hub have no commits
+        # the Hub's buckets have no commits
         self.on_hub = url.startswith("hf://") and not root.startswith("buckets/")
 
     def path(self, step: int, file: str = "") -> str:
@@ -118,7 +123,7 @@ class CopyStore:
         return f"{self.root}/{step_name(step)}/{file}".rstrip("/")
 
     def steps(self) -> list[int]:
-        """Return the steps of all copies, ascending, incomplete ones too."""
+        """Return the steps of all copies, complete or not, ascending."""
         self.system.invalidate_cache()
         try:
             entries = self.system.ls(self.root, detail=True)
@@ -135,19 +140,19 @@ class CopyStore:
         target = f"{self.root}/{checkpoint.name}"
         manifest = (checkpoint / MANIFEST).read_bytes()
         self.system.makedirs(target, exist_ok=True)
-        if self.system.exists(f"{target}/{MANIFEST}"):  # the step was trained once more
+        if self.system.exists(f"{target}/{MANIFEST}"):  # a copy from before a roll back
             self.system.rm_file(f"{target}/{MANIFEST}")
         for path in sorted(checkpoint.iterdir()):
             if path.name != MANIFEST:
                 fault_point("copy.file")
                 self.system.put_file(str(path), f"{target}/{path.name}")
-        if (checkpoint / MANIFEST).read_bytes() != manifest:  # replaced while it was copied
-            raise UserError(f"{checkpoint} changed while it was copied")
+        if (checkpoint / MANIFEST).read_bytes() != manifest:
+            raise UserError(f"{checkpoint} was replaced during the copy")
         self.system.put_file(str(checkpoint / MANIFEST), f"{target}/{MANIFEST}")
 
     def remove(self, step: int) -> None:
         """Remove a copy, its manifest first."""
-        with contextlib.suppress(FileNotFoundError):  # an incomplete copy
+        with contextlib.suppress(FileNotFoundError):  # an incomplete copy has none
             self.system.rm_file(self.path(step, MANIFEST))
         self.system.rm(self.path(step), recursive=True)
 
@@ -162,7 +167,7 @@ class CopyStore:
         try:
             verify(temporary)
         except CheckpointError as error:
-            log(f"WARNING: {error}; a copy before it is taken")
+            log(f"WARNING: {error}; falling back to an earlier copy")
             shutil.rmtree(temporary)
             return False
         temporary.rename(folder / step_name(step))
@@ -172,7 +177,7 @@ class CopyStore:
     # ----------------------------------------------------------------------- on the Hub
 
     def create_repository(self) -> None:
-        """Create the repository of this store on the Hub, private, unless it exists."""
+        """Create the store's private repository on the Hub if it does not exist."""
         from huggingface_hub import HfApi
 
         prefix, _, rest = self.root.partition("/")
@@ -181,24 +186,24 @@ class CopyStore:
         repo = f"{owner}/{name.partition('@')[0]}"
         HfApi().create_repo(repo, repo_type=repo_type, private=True, exist_ok=True)
 
-    def commit(self, checkpoint: Path, former: Sequence[int]) -> None:
-        """Add a checkpoint and remove the copies of `former` steps, as one commit."""
+    def commit(self, checkpoint: Path, obsolete: Sequence[int]) -> None:
+        """Add a checkpoint and remove the copies of the `obsolete` steps in one commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-        place = self.system.resolve_path(self.root)
-        folder = f"{place.path_in_repo}/" if place.path_in_repo else ""
+        target = self.system.resolve_path(self.root)
+        folder = f"{target.path_in_repo}/" if target.path_in_repo else ""
         operations: list[Any] = []
         for path in sorted(checkpoint.iterdir()):
             operations.append(CommitOperationAdd(f"{folder}{checkpoint.name}/{path.name}", path))
-        for step in former:
+        for step in obsolete:
             copy = f"{folder}{step_name(step)}/"
             operations.append(CommitOperationDelete(copy, is_folder=True))
         HfApi().create_commit(
-            repo_id=place.repo_id,
+            repo_id=target.repo_id,
             operations=operations,
             commit_message=checkpoint.name,
-            repo_type=place.repo_type,
-            revision=place.revision,
+            repo_type=target.repo_type,
+            revision=target.revision,
         )
 
 

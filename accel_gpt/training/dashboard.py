@@ -1,4 +1,4 @@
-"""Run TensorBoard beside a run, in a process that ends with it."""
+"""Serve TensorBoard during a run, in a child process that ends with the run."""
 
 import os
 import re
@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-# serves until standard input ends, as it does however the run ends, also when it is killed;
-# training goes first
+# serves until standard input closes; it closes even if the run is killed. Training has priority.
 SERVE = """
 nice -n 10 "$0" -m tensorboard.main --logdir "$1" --port 0 &
 exec 2>/dev/null
@@ -19,13 +18,13 @@ cat
 kill $!
 wait
 """
-ENDING_SECONDS = 5.0  # after which TensorBoard is killed; assumption
+ENDING_SECONDS = 5.0  # TensorBoard is killed if it takes longer to end; assumption
 
 
 class Dashboard:
-    """Runs TensorBoard on a free port and logs its address when it listens.
+    """Runs TensorBoard on a free port and logs its address.
 
-    Training continues without it if it does not start or ends early.
+    If TensorBoard does not start or ends early, training continues without it.
     """
 
     def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
@@ -40,7 +39,7 @@ class Dashboard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C must reach only the run
         )
         self.thread = threading.Thread(target=self.listen, name="dashboard", daemon=True)
         self.thread.start()
@@ -58,7 +57,7 @@ class Dashboard:
         self.thread.join(ENDING_SECONDS)
 
     def listen(self) -> None:
-        """Log the address, and the end of TensorBoard."""
+        """Log TensorBoard's address, and warn if TensorBoard ends before the run."""
         assert self.process.stderr
         last = "it printed nothing"
         with self.process.stderr as lines:
@@ -69,4 +68,4 @@ class Dashboard:
                 if found:
                     self.log(f"dashboard  {found[1]}")
         if not self.ending:
-            self.log(f"WARNING: the dashboard ended ({last}); training goes on without it")
+            self.log(f"WARNING: the dashboard ended ({last}); training continues without it")

@@ -1,7 +1,7 @@
-"""Gradient accumulation: the micro-batches of a step, and their gradient over all ranks.
+"""Accumulate gradients over the micro-batches of a step and over all ranks.
 
-`Gradients` sums in float32 and all-reduces as DistributedDataParallel or FSDP do, `ExactGradients`
-gives the same bits on any number of ranks (`train.reproducible`). B micro-batch, T tokens.
+`Gradients` sums in float32, and DistributedDataParallel or FSDP all-reduces. `ExactGradients`, for
+`train.reproducible`, gives the same bits on any number of ranks. B micro-batch size, T tokens.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | float]
 
 
 def skip_excluded(loader: Loader, plan: Plan, state: TrainState) -> None:
-    """Advance past the batches that the run excludes: `TrainState.excluded`."""
+    """Advance the loader past the batches in `TrainState.excluded`."""
     length = plan.sequences_per_step
     while any(
         first < state.sequences + length and state.sequences < end for first, end in state.excluded
@@ -39,13 +39,15 @@ def skip_excluded(loader: Loader, plan: Plan, state: TrainState) -> None:
 def micro_batches(
     loader: Loader, accelerator: Accelerator, plan: Plan, document_end: int | None
 ) -> Iterator[Batch]:
-    """Yield (tokens, targets, documents, weight) of each micro-step; the first three (B, T).
+    """Yield (tokens, targets, documents, weight) for each micro-step; the first three are (B, T).
 
-    `weight` scales the mean loss of the micro-batch so that the mean over micro-steps and ranks is
-    the mean over all target tokens of the global batch: 1 where every sequence has as many. With
-    `document_end` targets across document boundaries are ignored; the weight is then the number of
-    targets over their mean number in a micro-batch. That takes one all-reduce a step; nothing waits
-    for it.
+    `weight` scales the mean loss of the micro-batch. With it, the mean over micro-steps and ranks
+    is the mean over all target tokens of the global batch. The weight is 1 if every sequence has
+    the same number of targets.
+
+    With `document_end`, targets across document boundaries are ignored. The weight is then the
+    number of targets divided by the mean number in a micro-batch. This takes one all-reduce a
+    step, and nothing waits for it.
     """
     loader.kept.clear()
     if document_end is None:
@@ -59,7 +61,7 @@ def micro_batches(
         batches.append((tokens, targets, documents, (targets != IGNORE).sum()))
     counts = torch.stack([count for _, _, _, count in batches])
     total = accelerator.reduce(counts.sum(), "sum")
-    # a mean of whole numbers: the same on any number of ranks
+    # `total` is a whole number, so the mean is the same on any number of ranks
     mean = total / (plan.accumulation_steps * plan.world_size)
     divisor = mean + (mean == 0)  # 1 for a batch without targets
     for tokens, targets, documents, count in batches:
@@ -67,10 +69,10 @@ def micro_batches(
 
 
 class Gradients:
-    """Accumulate in float32; DistributedDataParallel or FSDP all-reduce at the last micro-step.
+    """Accumulates in float32; DistributedDataParallel or FSDP all-reduces in the last micro-step.
 
-    Dropout is seeded for each micro-batch by (seed, number of its first sequence): it depends
-    neither on the number of ranks nor on restarts. Seeding takes 0.01 ms.
+    The seed of dropout is derived from the run's seed and the first sequence of the micro-batch, so
+    it does not depend on the number of ranks or on restarts. Seeding takes 0.01 ms.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Gradients:
         self.loss = torch.zeros((), device=accelerator.device)
 
     def micro_step(self, sequence: int) -> AbstractContextManager[None]:
-        """Enclose forward and backward pass of the micro-batch that begins at `sequence`."""
+        """Enclose the forward and backward pass of the micro-batch that begins at `sequence`."""
         self.seed_dropout(sequence)
         context: AbstractContextManager[None] = self.accelerator.accumulate(self.model)
         return context
@@ -91,19 +93,19 @@ class Gradients:
     def seed_dropout(self, sequence: int) -> None:
         """Seed the device's generator for the micro-batch that begins at `sequence`."""
         if self.dropout:
-            kind = self.accelerator.device.type  # torch.manual_seed seeds all kinds, in 0.4 ms
+            kind = self.accelerator.device.type  # torch.manual_seed seeds all devices: 0.4 ms
             device = torch.default_generator if kind == "cpu" else torch.get_device_module(kind)
             device.manual_seed(derive_seed(self.seed, "dropout", sequence))
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a micro-batch's mean loss, and the loss itself, ()."""
+        """Accumulate the scalar `loss`, the mean of a micro-batch, and its gradient."""
         self.accelerator.backward(loss)
         self.loss += loss.detach()
 
     def finish(self) -> Tensor:
-        """Return the mean loss over micro-steps and ranks; `grad` then holds the averaged gradient.
+        """Return the scalar mean loss over micro-steps and ranks.
 
-        In fp16 it is still scaled: `clip` unscales it. The loss is ().
+        Each `Parameter.grad` now holds the mean gradient. In fp16 it is scaled until `clip`.
         """
         loss: Tensor = self.loss / self.accelerator.gradient_accumulation_steps
         self.loss.zero_()
@@ -114,7 +116,7 @@ class Gradients:
     def clip(self, limit: float) -> Tensor:
         """Clip the global gradient norm to `limit` (0: no clipping).
 
-        Returns the norm before clipping, reduced over all ranks, ().
+        Returns the norm over all ranks before clipping, a scalar.
         """
         accelerator = self.accelerator
         parameters = self.model.parameters()
@@ -128,18 +130,22 @@ class Gradients:
 
 
 class ExactGradients(Gradients):
-    """Sum exactly, so that the result does not depend on the order, nor on the number of ranks.
+    """Sums exactly, so that the result depends neither on the order nor on the number of ranks.
 
-    The gradient of each micro-batch is rounded to whole units of 2^-50 and summed in float64, whose
-    53 bits hold whole numbers up to 2^53 units = 8: while the magnitudes summed in an element stay
-    below 8, every sum is exact, in any order. One division by the number of micro-batches and one
-    rounding to float32 follow. Rounding to units costs an element at most 2^-51 a micro-batch;
-    float32 itself keeps no more of gradients above 2^-27. Beyond 8 the sum is plain float64
-    addition, wrong by 2^-53 each time; one float32 result in about 2^29 shows it. The losses are
-    float32 and summed in float64 unrounded: exact for those above 2^-17 while their sum stays below
-    2^13, as a loss of L >= 2^k is a whole number of 2^(k-23).
+    The gradient of each micro-batch is rounded to whole units of 2^-50 and summed in float64. The
+    53 bits of float64 hold whole numbers up to 2^53 units = 8. While the magnitudes summed in an
+    element stay below 8, every sum is exact in any order. The sum is then divided once by the
+    number of micro-batches and rounded once to float32.
 
-    The gradient of one micro-batch still depends on its size, the threads and the processor.
+    Rounding to units changes an element by at most 2^-51 per micro-batch. For gradients above
+    2^-27, float32 itself is no finer. Beyond 8, the sum is plain float64 addition with a relative
+    error of 2^-53 each time. This changes about one float32 result in 2^29.
+
+    The losses are float32 and are summed in float64 without rounding. A loss L >= 2^k is a whole
+    number of 2^(k-23). The sum is exact if each loss is above 2^-17 and the sum below 2^13.
+
+    The gradient of one micro-batch still depends on its size, the number of threads and the
+    processor.
     """
 
     def __init__(
@@ -154,14 +160,14 @@ class ExactGradients(Gradients):
 
     @contextmanager
     def micro_step(self, sequence: int) -> Iterator[None]:
-        """Enclose a micro-batch as `Gradients`; DistributedDataParallel all-reduces nothing."""
+        """Enclose a micro-batch; DistributedDataParallel does not all-reduce."""
         self.seed_dropout(sequence)
         with self.accelerator.accumulate(), self.accelerator.no_sync(self.model):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a micro-batch's mean loss, and the loss itself, ()."""
-        torch.autograd.backward(loss)  # `accelerator.backward` would divide first, and round
+        """Accumulate the scalar `loss`, the mean of a micro-batch, and its gradient."""
+        torch.autograd.backward(loss)  # `accelerator.backward` would first divide, which rounds
         self.loss += loss.detach()
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             if parameter.grad is not None:
@@ -169,13 +175,13 @@ class ExactGradients(Gradients):
                 parameter.grad = None
 
     def finish(self) -> Tensor:
-        """All-reduce the sums and round them into `grad`; returns the mean loss, ()."""
+        """All-reduce the sums and write the means to `grad`; return the scalar mean loss."""
         world = self.accelerator.num_processes
         if world > 1:
             dist.all_reduce(self.sums)
         count: int = self.accelerator.gradient_accumulation_steps * world
         for parameter, part in zip(self.parameters, self.parts, strict=True):
-            mean = part / (count * UNITS)  # the product is exact, UNITS is a power of two
+            mean = part / (count * UNITS)  # the product is exact: UNITS is a power of two
             parameter.grad = mean.to(parameter.dtype).view_as(parameter)
         loss = (self.loss / count).float().squeeze()
         self.sums.zero_()
@@ -183,7 +189,7 @@ class ExactGradients(Gradients):
 
 
 def make_gradients(config: Config, accelerator: Accelerator, model: nn.Module) -> Gradients:
-    """Make the gradients of `model`, as Accelerate wrapped it: exact with `train.reproducible`."""
+    """Make the `Gradients` of a wrapped model; `ExactGradients` with `train.reproducible`."""
     kind = ExactGradients if config.train.reproducible else Gradients
     return kind(
         accelerator=accelerator, model=model, seed=config.seed, dropout=config.model.dropout

@@ -1,4 +1,4 @@
-"""Describe the machine and the code of a run: for run.json, and to compare the ranks."""
+"""Describe the machine and code of a run, for run.json and to compare the ranks."""
 
 import contextlib
 import hashlib
@@ -35,7 +35,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Return the peak memory in 1e9 bytes: of the device's allocator, on a CPU of this process."""
+    """Return the peak memory of this process in GB (1e9 bytes): of the GPU, else of the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
@@ -43,7 +43,7 @@ def memory_gb(device: torch.device) -> float:
 
 
 def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
-    """Return versions, commit and hardware, as JSON."""
+    """Return versions, commit and hardware, as JSON values."""
     return {
         "versions": dict(package_versions()),
         "commit": commit(),
@@ -56,7 +56,7 @@ def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def code_versions() -> dict[str, str]:
-    """Return `package_versions` and the commit, if it is known, for a checkpoint."""
+    """Return the package versions, and the commit if it is known, for a checkpoint."""
     versions = dict(package_versions())
     revision = commit()
     if revision:
@@ -67,12 +67,13 @@ def code_versions() -> dict[str, str]:
 def rank_identity(config: Config) -> dict[str, Any]:
     """Return values that must be the same on all ranks: options, code and versions.
 
-    Options that are `per_machine` may differ. The content of the data is compared when it is open.
+    Leaves out options marked `per_machine`, which may differ. The data is compared later, once it
+    is open.
     """
     package = Path(__file__).resolve().parents[1]
     code = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
-        if file.is_file():  # no dangling link of an editor
+        if file.is_file():  # skip the dangling links of editors
             code.update(str(file.relative_to(package)).encode() + file.read_bytes())
     versions = package_versions()
     shared = {}
@@ -90,7 +91,7 @@ def rank_identity(config: Config) -> dict[str, Any]:
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Return the versions of Python and of the `PACKAGES` that are installed."""
+    """Return the versions of Python and of the installed `PACKAGES`."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -100,9 +101,9 @@ def package_versions() -> Mapping[str, str]:
 
 @cache
 def commit() -> str | None:
-    """Return the commit of this package's source, with `-dirty` if changed.
+    """Return the commit of this package's source, with `-dirty` if files have changed.
 
-    None outside a checkout.
+    Returns None outside a checkout.
     """
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():

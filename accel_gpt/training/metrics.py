@@ -1,7 +1,7 @@
-"""Metrics of a run: `metrics.jsonl` and `metrics.csv`, speed and time.
+"""Write the metrics of a run to `metrics.jsonl` and `metrics.csv`; measure speed and time.
 
-One record a step: `step`, `tokens`, `time` and any of the keys of `COLUMNS`; keys never change
-their meaning. Only rank 0 writes.
+A step has at most one record: `step`, `tokens`, `time` and any keys of `COLUMNS`. The meaning of a
+key never changes. Only rank 0 writes.
 """
 
 import csv
@@ -27,9 +27,9 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.machine import device_name, memory_gb
 from accel_gpt.training.run_folder import RunFolder, is_number
 
-# Columns of metrics.csv, most of them keys of metrics.jsonl; progress in percent of the run.
-# metrics.jsonl also has data/epochs/NAME and eval/val_loss/NAME for mixtures, and data/batch_hash
-# with log.batch_hash.
+# Columns of metrics.csv. `progress` is in percent of the run. All columns except progress,
+# tokens_this_launch and train/perplexity are also keys of metrics.jsonl. metrics.jsonl also has
+# data/epochs/NAME and eval/val_loss/NAME for mixtures, and data/batch_hash with log.batch_hash.
 COLUMNS = (
     "step",
     "progress",
@@ -61,17 +61,17 @@ Record = dict[str, float]
 
 
 class MetricsLog:
-    """The two files of metrics, cut back to the step that a run resumes from."""
+    """The two metrics files, cut back to the step from which the run resumes."""
 
     def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
         self.jsonl = out_dir / "metrics.jsonl"
         self.csv = out_dir / "metrics.csv"
         self.tokens_before = tokens
         self.max_steps = max_steps
-        self.lock = threading.Lock()  # of the thread that saves
-        self.waiting: dict[Path, bytes] = {self.jsonl: b"", self.csv: b""}  # refused by the disk
+        self.lock = threading.Lock()  # the thread that saves calls `sync`
+        self.unwritten: dict[Path, bytes] = {self.jsonl: b"", self.csv: b""}  # while a disk is full
         for path in (self.jsonl, self.csv):
-            require(not path.is_dir(), f"{path} is a folder, expected a file; move it away")
+            require(not path.is_dir(), f"{path} is a folder, not a file; move it away")
         run = RunFolder(out_dir)
         records = [record for record in run.records() if record["step"] <= step]
         rows = [row for row in run.csv_records() if int(row["step"]) <= step]
@@ -85,7 +85,7 @@ class MetricsLog:
     def write(self, record: Record) -> None:
         """Append one record to both files.
 
-        Raises `OSError` on a full disk; the record is then kept and written with a later one.
+        Raises `OSError` if the disk is full; the next call then writes this record too.
         """
         loss = record.get("train/loss")
         row: dict[str, float] = {
@@ -96,26 +96,29 @@ class MetricsLog:
         if loss is not None:
             row["train/perplexity"] = math.exp(min(loss, 700))
         with self.lock:
-            self.waiting[self.jsonl] += as_jsonl([record])
-            self.waiting[self.csv] += as_csv([row], header=False)
-            for path, content in self.waiting.items():
-                if path == self.csv and not path.exists():  # somebody has removed it
+            self.unwritten[self.jsonl] += as_jsonl([record])
+            self.unwritten[self.csv] += as_csv([row], header=False)
+            for path, content in self.unwritten.items():
+                if path == self.csv and not path.exists():  # a user has removed it
                     content = as_csv([]) + content
                 append_all_or_nothing(path, content)
-                self.waiting[path] = b""
+                self.unwritten[path] = b""
 
     def sync(self) -> None:
-        """Force both files to disk: before a checkpoint, which must not know more than they do."""
+        """Sync both files to disk, before a checkpoint of the same step becomes valid.
+
+        Raises `OSError` if a record is not written yet.
+        """
         with self.lock:
-            if any(self.waiting.values()):
+            if any(self.unwritten.values()):
                 raise OSError(errno.ENOSPC, "metrics wait for room", str(self.jsonl))
         for path in (self.jsonl, self.csv):
-            if path.exists():  # unless somebody has removed it
+            if path.exists():  # a user may have removed it
                 sync(path)
 
 
 class Speed:
-    """Computes tokens per second, and MFU if the peak of the device is known."""
+    """Computes tokens per second, and MFU if the device's peak FLOP/s are known."""
 
     def __init__(self, gpt: GPT, plan: Plan, accelerator: Accelerator) -> None:
         self.plan = plan
@@ -128,7 +131,7 @@ class Speed:
         self.peak = peak_flops(device_name(self.device), self.dtype)
 
     def metrics(self, seconds_per_step: float) -> Record:
-        """Return the perf/ keys of a record; MFU as a fraction of the peak of all devices."""
+        """Return the perf/ keys of a record. MFU is a fraction of the peak of all devices."""
         rate = self.plan.tokens_per_step / seconds_per_step
         metrics = {
             "perf/tokens_per_second": rate,
@@ -141,7 +144,7 @@ class Speed:
 
 
 class Stopwatch:
-    """Measures the seconds of the whole run, and of training alone between two log lines."""
+    """Measures the time of the whole run in seconds, and the training time between two laps."""
 
     def __init__(self, device: torch.device, step: int, seconds_before: float) -> None:
         now = time.monotonic()
@@ -149,21 +152,21 @@ class Stopwatch:
         self.first_start = now - seconds_before
         self.launched = now
         self.first_step = step
-        self.step = step  # of the last lap
-        self.since = now  # the last lap
-        self.paused = 0.0  # seconds since the last lap
+        self.step = step  # at the last lap
+        self.since = now  # time of the last lap
+        self.paused = 0.0  # seconds of pauses since the last lap
 
     def elapsed(self) -> float:
-        """Return the seconds of training in all launches."""
+        """Return the seconds of all launches, pauses included."""
         return time.monotonic() - self.first_start
 
     def left(self, step: int, max_steps: int) -> float:
-        """Return the seconds to the end at the pace of this launch, pauses included."""
+        """Estimate the seconds to the end from the pace of this launch, pauses included."""
         pace = (time.monotonic() - self.launched) / max(step - self.first_step, 1)
         return pace * (max_steps - step)
 
     def lap(self, step: int) -> float:
-        """Return the seconds of training per step since the last lap, without pauses."""
+        """Return the seconds per step since the last lap, without pauses; start a new lap."""
         now = time.monotonic()
         seconds = (now - self.since - self.paused) / max(step - self.step, 1)
         self.step = step
@@ -182,12 +185,12 @@ class Stopwatch:
 
 
 def as_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """Format records as the lines of metrics.jsonl; null for values that are not finite."""
+    """Format records as lines of metrics.jsonl; values that are not finite become null."""
     return "".join(f"{strict_json(record)}\n" for record in records).encode()
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:
-    """Format rows of metrics.csv."""
+    """Format rows as lines of metrics.csv."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     if header:
@@ -197,7 +200,7 @@ def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:
 
 
 def append_all_or_nothing(path: Path, content: bytes) -> None:
-    """Append to a file, all or nothing; close it at once so that a reader sees whole lines."""
+    """Append to a file; if the write fails, restore the file's former length."""
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         try:

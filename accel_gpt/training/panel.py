@@ -1,7 +1,7 @@
-"""The live panel of a run on a terminal: the loss curve, a bar, metrics, what is due next.
+"""Draw the live panel of a run: loss curve, progress bar, metrics and what is due next.
 
-Drawn for the current width and height of the terminal; at most `WIDEST` columns. rich, which takes
-20 ms to import, is imported when a panel is made.
+The panel fits the current width of the terminal, at most `WIDEST` columns. rich is imported when a
+panel is made, since the import takes 20 ms.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.padding import Padding
     from rich.text import Text
 
-FORMS: Mapping[str, str] = MappingProxyType(  # of metrics
+FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
     {
         "train/loss": "loss {:.4f}",
         "train/lr": "lr {:.2e}",
@@ -43,11 +43,11 @@ FORMS: Mapping[str, str] = MappingProxyType(  # of metrics
         "eval/hellaswag_acc_norm": "HellaSwag {:.1%}",
     }
 )
-WIDEST = 100  # columns; a terminal that is made narrower then wraps less of what is drawn
+WIDEST = 100  # columns; a narrower panel wraps less if the terminal shrinks
 FRAMES_PER_SECOND = 2
 BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
 CURVE_ROWS = 3
-SMALLEST_LOSS = 1e-3  # of a curve, as its axis is logarithmic
+SMALLEST_LOSS = 1e-3  # smaller losses are drawn as this one, since the axis is logarithmic
 LOSSES = (
     "train/loss",
     "eval/val_loss",
@@ -68,16 +68,16 @@ class Panel:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.losses: list[float] = []
-        self.doing = ""  # besides training
-        self.notice = ""  # that the run is about to stop
+        self.activity = ""  # an evaluation in progress
+        self.notice = ""  # says that the run is about to stop
         self.left: float | None = None  # seconds, at the time `updated`
         self.updated = time.monotonic()
         self.screen = make_screen(self)
         self.stack = contextlib.ExitStack()
-        self.cell: Any = None  # of a notebook, where it is drawn
+        self.cell: Any = None  # the output cell of a notebook
 
     def start(self) -> None:
-        """Draw from now on."""
+        """Start to draw."""
         if in_notebook():
             from IPython.display import display
 
@@ -87,28 +87,28 @@ class Panel:
         self.stack.enter_context(logging_to_stderr())
 
     def stop(self) -> None:
-        """Draw no more; an empty panel does not stay."""
+        """Stop drawing; clear a panel without metrics."""
         if self.cell:
             self.cell.update(self.in_cell())
         self.screen.transient = not self.metrics
-        with contextlib.suppress(OSError):  # of a terminal that is gone
+        with contextlib.suppress(OSError):  # the terminal is gone
             self.stack.close()
 
     def in_cell(self) -> "Padding":
-        """Return this panel as a notebook shows it."""
+        """Return this panel for display in a notebook."""
         from rich.padding import Padding
 
         return Padding(self, 0)
 
     def print(self, text: str) -> None:
-        """Print a line that stays, above the panel."""
+        """Print a line above the panel; the line stays."""
         if self.cell:
             write_err(text)
             return
         self.screen.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def acknowledge(self, text: str) -> None:
-        """Draw at once, and from now on, that the run is about to stop."""
+        """Show at once, and until the end, that the run is about to stop."""
         self.notice = text
         if self.cell:
             write_err(text)
@@ -116,13 +116,13 @@ class Panel:
             self.screen.refresh()
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
-        """Continue at `step`, with the losses of the run until then."""
+        """Set the step and the losses of the run so far."""
         self.step = step
         self.metrics = {}
         self.losses = [loss for loss in losses if math.isfinite(loss)]
 
     def update(self, record: Mapping[str, float], seconds_left: float) -> None:
-        """Show a record from now on; the metrics that it lacks stay."""
+        """Show a new record; keep the former values of metrics that it lacks."""
         self.step = int(record["step"])
         self.metrics |= record
         self.left = seconds_left
@@ -148,9 +148,9 @@ class Panel:
             yield side_by_side(self.due(), width)
 
     def curve(self, width: int) -> Iterable["Text"]:
-        """Yield the loss from the start to now, its highest and lowest value beside it.
+        """Yield the lines of the loss curve, labelled with its highest and lowest value.
 
-        Nothing before there are two values.
+        Yields nothing for fewer than two values.
         """
         points = mean_losses(self.losses, max(width - 9, 1))
         if len(points) < 2:
@@ -160,7 +160,7 @@ class Panel:
             yield one_line((f"{mark:>8} ", "dim"), (line, "cyan"))
 
     def bar(self, width: int) -> "Text":
-        """Return the bar that shows how far the run is."""
+        """Return the progress bar."""
         total = self.plan.max_steps
         left = self.seconds_left()
         line = one_line(("step ", "dim"), (f"{self.step:,}", "bold"), (f"/{total:,} ", "dim"))
@@ -168,12 +168,12 @@ class Panel:
         rest = "left ?" if left is None else f"left {format_clock(left)}"
         room = max(width - len(line) - len(share) - len(rest), 0)
         done = round(room * self.step / total)
-        # two characters: without colors they alone tell how far it is
+        # two different characters, for terminals without colors
         line.append("━" * done, "green").append("─" * (room - done), "dim")
         return line.append(share).append(rest, "dim")
 
     def seconds_left(self) -> float | None:
-        """Return the seconds to the end of the run, as estimated with the last record."""
+        """Return the seconds to the end of the run, estimated at the last record."""
         if self.left is None:
             return None
         return max(self.left + self.updated - time.monotonic(), 0.0)
@@ -182,7 +182,7 @@ class Panel:
         """Return when the next evaluation and the next checkpoint are due."""
         last = self.plan.max_steps
         left = self.seconds_left()
-        lines = [self.doing] if self.doing else []
+        lines = [self.activity] if self.activity else []
         evaluation = next_multiple(self.step, self.config.eval.every, last)
         for name, due in (("evaluation", evaluation), ("save", self.next_save())):
             steps = due - self.step
@@ -193,7 +193,7 @@ class Panel:
         return lines
 
     def next_save(self) -> int:
-        """Return the step of the next checkpoint, which is due by steps or by tokens."""
+        """Return the step of the next checkpoint, by steps or by tokens."""
         save = next_multiple(self.step, self.config.checkpoint.every, self.plan.max_steps)
         every = self.config.checkpoint.every_tokens
         if not every:
@@ -204,9 +204,9 @@ class Panel:
 
 
 def make_screen(panel: Panel) -> "Live":
-    """Make the part of the terminal below all that is printed, where a thread draws `panel`.
+    """Make the area at the bottom of the terminal in which a thread draws `panel`.
 
-    It continues when the terminal is gone.
+    The thread ignores errors of a terminal that is gone.
     """
     from rich.console import Console
     from rich.live import Live
@@ -221,7 +221,7 @@ def make_screen(panel: Panel) -> "Live":
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Send the messages of libraries to `sys.stderr` as it is now: they would tear the panel."""
+    """Send log messages of libraries to the current `sys.stderr`, above the panel."""
     loggers = (logging.root, *logging.root.manager.loggerDict.values())
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     redirected = [
@@ -238,13 +238,19 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def mean_losses(losses: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` means, each of as many losses but the last."""
+    """Return the means of at most `width` groups of consecutive losses.
+
+    All groups have the same size, except that the last may be smaller.
+    """
     size = math.ceil(len(losses) / width) or 1
     return [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
 
 
 def draw_columns(points: Sequence[float], rows: int = CURVE_ROWS) -> list[str]:
-    """Draw columns of blocks as high as the logarithms of `points`, the lowest one eighth."""
+    """Draw `points` as columns of blocks on a logarithmic axis; return the lines.
+
+    The lowest column is one eighth of a row high.
+    """
     logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
     low = min(logs)
     high = max(logs)
@@ -258,12 +264,12 @@ def draw_columns(points: Sequence[float], rows: int = CURVE_ROWS) -> list[str]:
 
 
 def next_multiple(step: int, every: int, last: int) -> int:
-    """Return the first multiple of `every` after `step`; the last step if that is 0 or later."""
+    """Return the first multiple of `every` after `step`, at most `last`; `last` if `every` is 0."""
     return min((step // every + 1) * every, last) if every else last
 
 
 def side_by_side(parts: Sequence[str], width: int) -> "Text":
-    """Put as many of the parts as fit into a line, their numbers bold."""
+    """Join as many parts as fit into one line, with bold numbers."""
     line = ""
     for part in parts:
         longer = f"{line}   {part}" if line else part
@@ -276,7 +282,7 @@ def side_by_side(parts: Sequence[str], width: int) -> "Text":
 
 
 def one_line(*parts: tuple[str, str]) -> "Text":
-    """Make a line of texts with their styles, cut where the terminal ends."""
+    """Make one line of (text, style) parts; crop it at the width of the terminal."""
     from rich.text import Text
 
     return Text.assemble(*parts, no_wrap=True, overflow="crop")

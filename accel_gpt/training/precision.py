@@ -1,7 +1,7 @@
-"""Mixed precision: what the config or the launcher asks for, and the choice that `auto` makes.
+"""Choose the mixed precision, for `train.mixed_precision: auto`.
 
-An earlier launch of the run decides, else the launcher, else the device and the flags of the
-processor. Rank 0 decides for all ranks.
+A resumed run keeps its precision. Otherwise the launcher decides if it sets one, then the device
+and the flags of the processor. Rank 0 decides for all ranks.
 """
 
 from dataclasses import replace
@@ -21,12 +21,12 @@ BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 
 
 def requested_precision(config: Config) -> str:
-    """Return the mixed precision of the config, else of `accelerate launch`, else no."""
+    """Return the mixed precision of the config; if it is not set, of the launcher, default no."""
     return config.train.mixed_precision or launcher_precision()
 
 
 def resolve_precision(config: Config) -> Config:
-    """Replace `train.mixed_precision: auto` by a choice; a collective."""
+    """Replace `train.mixed_precision: auto` by the chosen precision; a collective."""
     if config.train.mixed_precision != "auto":
         return config
     precision, reason = on_main(lambda: choose_precision(config))
@@ -36,7 +36,7 @@ def resolve_precision(config: Config) -> Config:
 
 
 def choose_precision(config: Config) -> tuple[str, str]:
-    """Return the mixed precision, and the reason."""
+    """Return the chosen mixed precision, and the reason."""
     earlier = earlier_precision(config)
     if earlier:
         precision, file = earlier
@@ -63,7 +63,7 @@ def choose_precision_on_gpu(device: torch.device) -> tuple[str, str]:
 
 
 def choose_precision_on_cpu() -> tuple[str, str]:
-    """Choose bf16 if the processor has instructions with which it is faster than float32."""
+    """Choose bf16 if the processor has instructions that make it faster than float32."""
     instructions = bf16_instructions()
     if instructions is None:
         return "no", "this CPU has no bf16 instructions"

@@ -2,8 +2,8 @@
 
 Writes to `profile/` in the folder of the run:
 
-    profile_N.json      the trace of rank N, for ui.perfetto.dev or chrome://tracing
-    memory_N.pickle     on CUDA, the history of allocations, for docs.pytorch.org/memory_viz
+    profile_N.json      trace of rank N, for ui.perfetto.dev or chrome://tracing
+    memory_N.pickle     history of CUDA allocations, for docs.pytorch.org/memory_viz
 """
 
 from collections.abc import Callable, Iterator
@@ -18,19 +18,19 @@ from accelerate.utils import ProfileKwargs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
 
-# Steps before the recorded ones: two in which kernels are chosen and memory is allocated
-# (assumption), one in which the profiler starts.
+# Steps before the recorded ones: two for choosing kernels and allocating memory (assumption), one
+# for starting the profiler.
 STEPS_BEFORE = 3
-MEMORY_EVENTS = 100_000  # of the newest allocations, kept by the CUDA allocator; assumption
+MEMORY_EVENTS = 100_000  # newest events that the CUDA allocator keeps; assumption
 
 
 @contextmanager
 def profile(
     config: Config, accelerator: Accelerator, log: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Profile `train.profile` steps of a launch, or as many as it makes.
+    """Profile `train.profile` steps of a launch, or fewer if the launch ends earlier.
 
-    Yields the function to call after each step. A full disk is a warning.
+    Yields a function to call after each step. If the disk is full, logs a warning.
     """
     folder = Path(config.out_dir) / "profile"
     steps = config.train.profile
@@ -64,7 +64,7 @@ def profile(
 
             def completed() -> None:
                 if cuda and profiler.step_num < STEPS_BEFORE + steps:
-                    torch.cuda.synchronize(accelerator.device)  # kernels end in their own step
+                    torch.cuda.synchronize(accelerator.device)  # count each kernel in its step
                 profiler.step()
 
             yield completed

@@ -1,9 +1,11 @@
-"""Errors and decisions that all ranks of a run share.
+"""Share errors and decisions between all ranks of a run.
 
-What one rank raises inside `all_ranks` is raised on every rank, so that none goes on, or waits in a
-collective, without it. `on_main` runs a function on rank 0 and gives all ranks its result or error.
-`require_all` checks what all ranks know alike. The rank that failed raises its own error and prints
-it. The others raise a `RankError`, a `PeerError` that ends them in silence with the same exit code.
+If one rank raises an error inside `all_ranks`, every rank raises an error. So no rank continues
+alone or waits for the failed rank in a collective. `on_main` runs a function on rank 0 and shares
+the result or error with all ranks. `require_all` checks a condition that is the same on all ranks.
+
+The first failed rank raises its own error and prints it. The others raise a `RankError`, a
+`PeerError` that ends them with the same exit code and no message.
 """
 
 import contextlib
@@ -21,13 +23,13 @@ import torch.distributed as dist
 
 from accel_gpt.errors import AccelGPTError, PeerError, UserError
 
-APPEARS_SECONDS = 2.0  # for which a rank looks for a file of another one; assumption
-SHOWN = 4  # differences that a sentence names
-BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in texts of errors without a class
+APPEARS_SECONDS = 2.0  # how long a rank waits for a file of another rank; assumption
+SHOWN = 4  # most differences that an error lists
+BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in plain `RuntimeError`s of torch
 
 
 class RankError(PeerError):
-    """The error of another rank, which prints it; this rank ends with its exit code, in silence."""
+    """An error that another rank raised and prints. This rank ends with its exit code, silently."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -36,10 +38,11 @@ class RankError(PeerError):
 
 @contextmanager
 def all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on every rank of `group` (None: all ranks) what any rank raises inside; a collective.
+    """Raise an error on every rank of `group` if any rank raises one inside; a collective.
 
-    The first rank that failed raises its own exception, every other rank a `RankError` of the same
-    text. Call no collective inside: the rank that failed would not take part in it.
+    The first failed rank raises its own exception. Every other rank raises a `RankError` with the
+    same text. Call no collective inside: the failed rank would not join it. `group` None: all
+    ranks.
     """
     error: Exception | None = None
     try:
@@ -61,7 +64,7 @@ def all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def on_main(decide: Callable[[], Any]) -> Any:
-    """Return on every rank what `decide` returns on rank 0, or raise its error; a collective."""
+    """Call `decide` on rank 0; return its result or raise its error on all ranks. A collective."""
     decision: Any = None
     with all_ranks():
         if current_rank() == 0:
@@ -70,7 +73,7 @@ def on_main(decide: Callable[[], Any]) -> Any:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return `value` of every rank of `group` (None: all ranks), in their order; a collective."""
+    """Return the `value` of each rank in `group` (None: all ranks), by rank; a collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -79,14 +82,14 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def current_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return the rank of this process in `group` (None: of all ranks)."""
+    """Return the rank of this process in `group` (None: among all ranks)."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserError) -> None:
     """Raise `kind` on rank 0 unless `values` are the same on all ranks; a collective.
 
-    The other ranks leave with its exit code.
+    The other ranks raise a `RankError` with the same exit code.
     """
     main, *others = all_gather(dict(values))
     differences = []
@@ -99,16 +102,16 @@ def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserErro
     more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     text = (
         f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
-        "with the same config, data, code and versions"
+        "processes with the same config, data, code and versions"
     )
     require_all(not differences, text, kind)
 
 
 def require_all(ok: bool, message: str, kind: type[AccelGPTError] = UserError) -> None:
-    """Raise an error on all ranks unless `ok`, which must be the same on all of them.
+    """Raise an error on all ranks unless `ok`. `ok` must be the same on all ranks.
 
-    Rank 0 raises `kind(message)`, the others a `RankError` with its exit code. Ends the process
-    group first.
+    Rank 0 raises `kind(message)`, the others a `RankError` with the same exit code. Destroys the
+    process group first.
     """
     if ok:
         return
@@ -120,13 +123,13 @@ def require_all(ok: bool, message: str, kind: type[AccelGPTError] = UserError) -
 
 
 def end_group() -> None:
-    """Destroy the process group, whose threads may abort a process that ends after the others."""
+    """Destroy the process group: its threads may abort a process that ends after the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def sees_main(folder: Path) -> list[bool]:
-    """Return whether each rank finds in its `folder` a file that rank 0 writes; a collective."""
+    """Return for each rank whether it sees a file that rank 0 writes to `folder`; a collective."""
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,20 +145,20 @@ def sees_main(folder: Path) -> list[bool]:
 
 
 def wait_for_file(path: Path) -> bool:
-    """Return whether `path` exists, perhaps a moment later, as NFS caches the names in a folder."""
+    """Return whether `path` exists within `APPEARS_SECONDS`: NFS caches the names in a folder."""
     end = time.monotonic() + APPEARS_SECONDS
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
         with contextlib.suppress(OSError), os.scandir(path.parent):
-            pass  # to open a folder is to ask the server whether it has changed
+            pass  # opening the folder makes NFS ask the server for changes
     return path.exists()
 
 
 @contextmanager
 def peers(processes: int) -> Iterator[None]:
-    """Turn torch's errors about a rank that has gone into a `PeerError`.
+    """Turn torch's errors about a lost rank into a `PeerError`.
 
-    After a `RankError` leave with its exit code, as another rank prints it.
+    After a `RankError`, exit with its code: another rank prints the error.
     """
     try:
         yield
@@ -170,10 +173,11 @@ def peers(processes: int) -> Iterator[None]:
 
 
 def lost_peer(text: str) -> PeerError:
-    """Return the error of a rank whose peer has gone; `text` is torch's message."""
+    """Return the error for a lost rank; `text` is torch's message."""
     first = text.strip().partition("\n")[0]
-    reason = re.sub(r"^\[[^]]*\] *|\[/[^]]*\] *", "", first).partition(". ")[0]  # no file in C++
+    # without the names of C++ files
+    reason = re.sub(r"^\[[^]]*\] *|\[/[^]]*\] *", "", first).partition(". ")[0]
     return PeerError(
-        f"another process of the run has gone or does not answer ({reason}); its own message "
-        "tells why, and a new launch goes on from the last checkpoint"
+        f"another process of the run has ended or does not answer ({reason}); see its own error "
+        "message; a new launch resumes from the last checkpoint"
     )

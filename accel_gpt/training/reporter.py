@@ -1,4 +1,4 @@
-"""Report a run: run.json, metrics, trackers, samples and terminal, all from the same records.
+"""Report a run to its metrics files, the trackers and the terminal.
 
 Writes `config.yaml`, `run.json`, `metrics.jsonl`, `metrics.csv` and `samples/` in the run's folder.
 """
@@ -38,17 +38,16 @@ from accel_gpt.training.stopping import Watchdog
 from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import Trackers, quiet_tensorboard
 
-LARGE_SHARE = 1 / 5  # of the time between two evaluations
-SHORT_HOURS = 30 / 3600  # an evaluation that is never worth a line; assumption
-LONG_HOURS = 600 / 3600  # an evaluation that is always worth a line; assumption
+# An evaluation gets a warning if it takes LONG_HOURS, or SHORT_HOURS and LARGE_SHARE of the
+# training time between two evaluations; assumptions
+LARGE_SHARE = 1 / 5
+SHORT_HOURS = 30 / 3600
+LONG_HOURS = 600 / 3600
 
 
 @contextmanager
 def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Display]:
-    """Open the terminal of a run, and its dashboard with `log.dashboard`.
-
-    Both end with the context.
-    """
+    """Open the display of a run, and TensorBoard if `log.dashboard` is set; close both at exit."""
     is_main = accelerator.is_main_process
     with Display(is_main, config, plan) as display, contextlib.ExitStack() as stack:
         stack.enter_context(quiet_tensorboard())
@@ -76,22 +75,22 @@ class Reporter:
         self.gpt = gpt
         self.display = display
         self.log = display.log
-        self.check_folder = check_folder  # raises `BusyError` if the run's folder has gone
+        self.check_folder = check_folder  # raises `BusyError` if the run has lost its folder
         self.out_dir = Path(config.out_dir)
         self.speed = Speed(gpt, plan, accelerator)
         self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
         self.metrics: MetricsLog | None = None  # on rank 0
-        self.disk_full = False  # it has refused metrics
-        self.evaluated_tokens = 0  # of each evaluation
+        self.disk_full = False  # the last write failed
+        self.evaluated_tokens = 0  # in each evaluation
         self.evaluations_estimated = False
         self.watch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
-        self.watchdog: Watchdog | None = None  # of the steps
+        self.watchdog: Watchdog | None = None
         self.profile_step: Callable[[], None] | None = None
 
     # ----------------------------------------------------------------------- the launch
 
     def start(self, corpus: Corpus, state: TrainState) -> None:
-        """Record this launch, which resumes at `state`, and print its first lines."""
+        """Record this launch and print its first lines. The launch starts or resumes at `state`."""
         self.check_folder()
         self.evaluated_tokens = corpus.evaluated_tokens
         if self.accelerator.is_main_process:
@@ -102,7 +101,7 @@ class Reporter:
         self.cut_back(state)
 
     def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
-        """Write `config.yaml`, and add this launch to `run.json`."""
+        """Write `config.yaml` and add this launch to `run.json`."""
         tokenizer = corpus.tokenizer
         launch = {
             "step": step,
@@ -127,7 +126,7 @@ class Reporter:
         write_file(self.out_dir / "run.json", [text.encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
-        """Describe model, data, plan and device of the run, for a person."""
+        """Describe the model, data, plan and device of the run."""
         parameters = parameter_counts(self.config.model, corpus.vocab_size)["total"]
         megaflops = self.speed.flops_per_token / 1e6
         plan = self.plan.describe().splitlines()
@@ -141,7 +140,7 @@ class Reporter:
             plan += describe_depth(to_flat(self.config))
         lines = [
             f"model    {self.config.model.preset}, {parameters:,} parameters, "
-            f"{megaflops:,.1f} MFLOP a token",
+            f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.plan),
             *corpus.lines_on_bytes(),
             *(f"plan     {line}" for line in plan),
@@ -163,7 +162,7 @@ class Reporter:
             threads += " (OMP_NUM_THREADS)"
         unknown_peak = ""
         if not self.speed.peak:
-            unknown_peak = f"; no MFU: its {self.speed.dtype} peak is not known"
+            unknown_peak = f"; no MFU: the device's {self.speed.dtype} peak is not known"
         return (
             f"device   {machine['processes']} x {machine['device']}, precision {precision}, "
             f"{threads}{unknown_peak}"
@@ -175,7 +174,7 @@ class Reporter:
         self.cut_back(state)
 
     def cut_back(self, state: TrainState) -> None:
-        """Cut the files of metrics back to `state`; the clock continues from there."""
+        """Remove the records after `state` from the metrics files; set the clock to `state`."""
         if self.accelerator.is_main_process:
             self.metrics = MetricsLog(
                 out_dir=self.out_dir,
@@ -192,36 +191,36 @@ class Reporter:
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Enclose all steps of a launch. `train.profile` records some of them."""
+        """Enclose all steps of a launch; profile some of them if `train.profile` is set."""
         if not self.config.train.profile:
             yield
             return
         with profile(self.config, self.accelerator, self.log) as self.profile_step:
             yield
 
-    def beat(self) -> None:
-        """Note that the run made progress."""
+    def heartbeat(self) -> None:
+        """Tell the watchdog that the run made progress."""
         if self.watchdog:
-            self.watchdog.beat()
+            self.watchdog.heartbeat()
 
     def step_completed(self, step: int) -> None:
         """Note that a step was completed, with everything that was due after it."""
-        self.beat()
+        self.heartbeat()
         self.display.show_step(step)
         if self.profile_step:
             self.profile_step()
 
     def batch_evaluated(self, done: int, total: int) -> None:
-        """Note that `done` batches of an evaluation were computed."""
-        self.beat()
+        """Note that `done` of `total` batches of an evaluation were computed."""
+        self.heartbeat()
         self.display.show_evaluation(done, total)
 
     def step_metrics(self, step: int, loader: Loader) -> Record:
         """Return the speed since the last call, and the hash of the last global batch.
 
-        A collective.
+        A collective if `log.batch_hash` is set.
         """
-        warm = self.watch.step > self.watch.first_step  # a first step warms up, or compiles
+        warm = self.watch.step > self.watch.first_step  # the first step also compiles or warms up
         metrics = self.speed.metrics(self.watch.lap(step))
         if warm and not self.evaluations_estimated:
             self.evaluations_estimated = True
@@ -229,7 +228,7 @@ class Reporter:
         return metrics | self.batch_hash(loader)
 
     def warn_of_evaluations(self, tokens_per_second: float) -> None:
-        """Warn if each evaluation will take long, or a large share of the run."""
+        """Warn if an evaluation takes long, or a large share of the training time."""
         options = self.config.eval
         max_steps = self.plan.max_steps
         steps = min(options.every or max_steps, max_steps)
@@ -238,7 +237,7 @@ class Reporter:
         share = hours / training_hours
         if hours < LONG_HOURS and (hours < SHORT_HOURS or share < LARGE_SHARE):
             return
-        between = f"the {steps:,} steps between two" if steps < max_steps else "all steps"
+        interval = f"the {steps:,} steps between two" if steps < max_steps else "all steps"
         tokens = "whole splits" if options.tokens is None else f"{options.tokens:,}"
         advice = f"lower eval.tokens ({tokens})"
         if options.every:
@@ -246,11 +245,11 @@ class Reporter:
         hellaswag = " without HellaSwag" if options.hellaswag else ""
         self.log(
             f"WARNING: each evaluation takes about {format_hours(hours)}{hellaswag}, {share:.0%} "
-            f"of the time of {between}; {advice}"
+            f"of the time of {interval}; {advice}"
         )
 
     def batch_hash(self, loader: Loader) -> Record:
-        """Return the hash of the last global batch, with `log.batch_hash`; an all-reduce."""
+        """Return the hash of the last global batch if `log.batch_hash` is set, by an all-reduce."""
         if not loader.keep_sequences:
             return {}
         local = torch.tensor(batch_hash(loader.kept), device=self.accelerator.device)
@@ -265,7 +264,7 @@ class Reporter:
         def write() -> None:
             if self.metrics:
                 self.metrics.write(whole)
-            if self.disk_full:  # TensorBoard's writer ends at an error
+            if self.disk_full:  # TensorBoard's writer does not recover from an error
                 self.trackers.reopen(state.step)
             self.accelerator.log(record, step=state.step)
             self.disk_full = False
@@ -275,11 +274,11 @@ class Reporter:
             self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
 
     def samples_path(self, step: int) -> Path:
-        """Return the file of the samples of a step."""
+        """Return the path of the samples of a step."""
         return self.out_dir / "samples" / f"step_{step:08d}.txt"
 
     def write_samples(self, step: int, text: str) -> None:
-        """Write samples to a file and the trackers; print those of the last step."""
+        """Write samples to a file and the trackers; print the samples of the last step."""
         path = self.samples_path(step)
 
         def write() -> None:
@@ -293,14 +292,14 @@ class Reporter:
             self.log(printable(text))
 
     def finish(self) -> None:
-        """Write the last values of the trackers, and close them."""
+        """Write the last values of the trackers and close them."""
         self.write_or_warn(self.trackers.finish)
 
     def write_or_warn(self, write: Callable[[], object]) -> None:
-        """Call `write`; a disk without room does not end a run.
+        """Call `write`. If it raises `OSError`, warn once and continue.
 
-        The metrics are written when the disk has room, the trackers lack what they were sent. There
-        is one warning until then. Raises `BusyError` if the run's folder has gone.
+        On a full disk, metrics are kept and written later; the trackers lose their values. Raises
+        `BusyError` if the run has lost its folder.
         """
         self.check_folder()
         try:
@@ -310,12 +309,12 @@ class Reporter:
                 free = free_bytes(self.out_dir)
                 self.log(
                     f"WARNING: metrics could not be written in {self.out_dir}: "
-                    f"{error.strerror or error} ({free:,} bytes are free); training goes on, and "
-                    "they are written when there is room"
+                    f"{error.strerror or error} ({free:,} bytes are free); training continues and "
+                    "writes them when there is room"
                 )
             self.disk_full = True
 
     def sync(self) -> None:
-        """Force the metrics to disk: before a checkpoint, which must not know more than they do."""
+        """Sync the metrics to disk, before a checkpoint of the same step becomes valid."""
         if self.metrics:
             self.metrics.sync()

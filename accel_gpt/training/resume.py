@@ -1,6 +1,6 @@
-"""Resume a run: choose the checkpoint, check what has changed, restore everything on every rank.
+"""Resume a run: choose a checkpoint, compare its config, restore it on every rank.
 
-What may change from launch to launch is a property of each option: see `Option.resume`.
+Each option says whether it may change between launches: see `Option.resume`.
 """
 
 import math
@@ -45,18 +45,18 @@ from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import moments_of, read_tensors, read_weights
 
-NOT_TOLD = "not told"  # stands for a path in the config of a checkpoint from the Hub
+NOT_TOLD = "not told"  # replaces private paths in the config of a checkpoint on the Hub
 
 
 # --------------------------------------------------------------------------- choose a checkpoint
 
 
 def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None]) -> Path | None:
-    """Choose the checkpoint to resume from, by rank 0 for all; None: start at step 0.
+    """Choose the checkpoint to resume from; None: start at step 0.
 
-    Sets damaged ones aside if an intact one is left, and removes what a killed launch left half
-    written. Raises `UserError` or `CheckpointError` if the run in `out_dir` is not that of `now`.
-    A collective.
+    Rank 0 chooses for all ranks; a collective. Sets damaged checkpoints aside if an intact one is
+    left, and removes incomplete folders of a killed launch. Raises `UserError` or `CheckpointError`
+    if `out_dir` holds another run than `now`.
     """
 
     def choose() -> Path | None:
@@ -65,16 +65,16 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_evaluated(path)
-            # the config of streamed text has "data.train.files" and others in place of "data.train"
+            # the config of streamed text has "data.train.files" and others instead of "data.train"
             known = saved.config.keys() | now.config.keys() | {"data.train"}
             for key in config.checkpoint.allow_change:
-                require(key in known, f"checkpoint.allow_change has {key}, which is no key")
+                require(key in known, f"checkpoint.allow_change has {key}, which is not an option")
             allowed = config.checkpoint.allow_change + length_keys(config, saved)
             check_same_run(path, saved, now, allowed)
             for line in allowed_changes(config, saved, now):
                 log(line)
             if saved.step == make_plan(config, world_size()).max_steps:
-                log(f"{out_dir} is finished: it has trained all of its {saved.step:,} steps")
+                log(f"{out_dir} is finished: it has trained all its {saved.step:,} steps")
             for key, (was, new) in source_changes(vars(saved), vars(now)).items():
                 log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)
@@ -88,44 +88,44 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
 
 
 def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
-    """Check the checkpoint that `checkpoint.resume` names against those of `out_dir`.
+    """Raise `UserError` if `checkpoint.resume` is an older checkpoint of `out_dir`.
 
-    Raises `UserError` if it is an older one of `out_dir`: to train on from there would overwrite
-    the newer ones. Logs that a checkpoint elsewhere is not used once the run has its own.
+    Resuming from it would overwrite the newer ones. If `checkpoint.resume` is elsewhere but the run
+    has its own checkpoints, logs that it is ignored.
     """
     own = RunFolder(out_dir).checkpoints
     if resume in ("auto", "never") or not own:
         return
-    asked = Path(resume).resolve()
+    requested = Path(resume).resolve()
     newest = max(own)
-    if asked == own[newest].resolve():
+    if requested == own[newest].resolve():
         return
-    older = [step for step, path in own.items() if path.resolve() == asked]
+    older = [step for step, path in own.items() if path.resolve() == requested]
     require(
         not older,
-        f"checkpoint.resume is {resume}, step {max(older, default=0):,}, but {out_dir} has newer "
-        f"checkpoints, up to step {newest:,}; to go on from step {max(older, default=0):,}, set "
-        f"another out_dir; to go on from step {newest:,}, leave checkpoint.resume out",
+        f"checkpoint.resume is step {max(older, default=0):,} ({resume}) but {out_dir} has newer "
+        f"checkpoints, up to step {newest:,}; to resume from step {max(older, default=0):,}, set "
+        f"another out_dir; to resume from step {newest:,}, remove checkpoint.resume",
     )
-    log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is not used")
+    log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is ignored")
 
 
 def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
-    """Return the keys of the run's length if they may change without permission, else ().
+    """Return the options for the run's length if they may change without permission, else ().
 
-    They may if every completed step keeps its learning rate. Raises `UserError` for a run that is
-    shorter than what it has trained.
+    They may change if every completed step keeps its learning rate. Raises `UserError` if the run
+    is already longer than the config.
     """
     plan = make_plan(config, world_size())
     require(
         saved.step <= plan.max_steps,
-        f"{config.out_dir} is at step {saved.step:,}, beyond the {plan.max_steps:,} of the config; "
-        "lengthen the run, or set another out_dir",
+        f"{config.out_dir} is at step {saved.step:,} but the config ends at step "
+        f"{plan.max_steps:,}; raise train.max_steps or train.max_tokens, or set another out_dir",
     )
     before = with_length_of(saved, config)
     try:
         plan_before = make_plan(before, world_size())
-    except UserError:  # the schedule of `config` does not fit the old length, or none is known
+    except UserError:  # the old length does not fit the schedule of `config`, or is unknown
         return ()
     for step in range(saved.step):
         if fraction_at(step, config, plan) != fraction_at(step, before, plan_before):
@@ -141,7 +141,7 @@ def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Itera
     try:
         before = with_schedule_of(saved, config)
         rate_before = rate_at(saved.step - 1, before)
-    except UserError:  # a version with other keys
+    except UserError:  # an earlier version with other options
         return
     if rate_before != rate_at(saved.step - 1, config) and 0 < saved.step < plan.max_steps:
         following = rate_at(saved.step, config)
@@ -153,19 +153,19 @@ def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Itera
 
 
 def rate_at(step: int, config: Config) -> float:
-    """Return the learning rate of the update after `step` completed ones."""
+    """Return the learning rate of the update that follows `step` completed updates."""
     return config.optim.lr * fraction_at(step, config, make_plan(config, world_size()))
 
 
 def with_length_of(saved: TrainState, config: Config) -> Config:
-    """Return `config` with the length of the run of a checkpoint."""
+    """Return `config` with the run's length from a checkpoint."""
     steps = saved.config.get("train.max_steps")
     tokens = saved.config.get("train.max_tokens")
     return replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
 
 
 def with_schedule_of(saved: TrainState, config: Config) -> Config:
-    """Return `config` with the length and the learning rates of the run of a checkpoint."""
+    """Return `config` with the run's length and learning rates from a checkpoint."""
     known = to_flat(Config()) | saved.config
     schedule = {}
     for key, value in known.items():
@@ -179,29 +179,34 @@ def with_schedule_of(saved: TrainState, config: Config) -> Config:
 
 
 def find_resume(
-    out_dir: Path, resume: str, log: Callable[[str], None], most: float = math.inf
+    out_dir: Path, resume: str, log: Callable[[str], None], max_step: float = math.inf
 ) -> Path | None:
-    """Find a verified checkpoint up to step `most`, as `checkpoint.resume` asks for it, or None.
+    """Find and verify the checkpoint to resume from, up to `max_step`; None if there is none.
 
-    `auto` takes the newest intact one of the run and sets damaged ones aside with a warning; so
-    does a path, once the run has checkpoints of its own. Raises `CheckpointError` if all are
-    damaged, `UserError` if `never` meets a run or a path holds no checkpoint.
+    `resume` is the value of `checkpoint.resume`. A path is used only if the run has no checkpoints.
+    Otherwise, the newest intact checkpoint is used, and damaged ones are set aside with a warning.
+
+    Raises `CheckpointError` if all checkpoints are damaged. Raises `UserError` if `resume` is never
+    but the run has checkpoints, or if `resume` is not a checkpoint.
     """
     own = RunFolder(out_dir).checkpoints
     if resume == "never":
         if own:
             raise UserError(
                 f"checkpoint.resume is never but {out_dir} holds a run with checkpoints; "
-                "set another out_dir or remove it"
+                "set another out_dir, or remove the folder"
             )
         return None
     if resume != "auto" and not own:
         if not is_checkpoint(Path(resume)):
-            raise UserError(f"checkpoint.resume is {resume}, which is not a checkpoint folder")
+            raise UserError(
+                f"checkpoint.resume {resume} is not a folder of a checkpoint; set auto, never or "
+                "the path of one"
+            )
         verify(Path(resume))
         return Path(resume)
     damaged = []
-    for path in reversed([path for step, path in own.items() if step <= most]):
+    for path in reversed([path for step, path in own.items() if step <= max_step]):
         try:
             verify(path)
         except CheckpointError as error:
@@ -214,8 +219,8 @@ def find_resume(
     if damaged:
         names = ", ".join(path.name for path in damaged)
         raise CheckpointError(
-            f"all checkpoints of {out_dir} are damaged ({names}); set another out_dir to start "
-            "from scratch"
+            f"all checkpoints of {out_dir} are damaged ({names}); to start from scratch, set "
+            "another out_dir"
         )
     return None
 
@@ -225,43 +230,47 @@ def choose_rollback(
 ) -> tuple[Path, list[list[int]]]:
     """Choose the checkpoint to roll back to after too many skipped updates in a row.
 
-    Returns it and all sequences to exclude, as [first, end). Rank 0 chooses for all; a collective.
-    It is the last checkpoint outside a row of skipped updates. One that a signal saved inside the
-    row is passed over, so that the result does not depend on the signal. Later ones are removed, as
-    they count the excluded sequences. Raises `DivergedError` if there is none, or if the run has
-    rolled back to it before: then the batches are not the cause.
+    Returns the checkpoint and the ranges [first, end) of all sequences to exclude. Rank 0 chooses
+    for all ranks; a collective.
+
+    Chooses the last checkpoint whose update was not skipped. A signal may have saved a later one,
+    and the result must not depend on the signal. Removes later checkpoints, since their position
+    includes the excluded sequences.
+
+    Raises `DivergedError` if there is no such checkpoint. Also raises it if the run has rolled back
+    to this checkpoint before, since then the batches are not the cause.
     """
 
     def choose() -> tuple[Path, list[list[int]]]:
         spans = ranges(state.skipped_in_row, plan.sequences_per_step)
-        what = (
-            f"the updates of {len(state.skipped_in_row)} steps in a row were skipped, of sequences "
-            f"{format_ranges(spans)}"
+        problem = (
+            f"the updates of {plural(len(state.skipped_in_row), 'step')} in a row were skipped "
+            f"(sequences {format_ranges(spans)})"
         )
-        advice = "lower optim.lr, lengthen schedule.warmup_steps or use train.mixed_precision bf16"
+        advice = "lower optim.lr, raise schedule.warmup_steps or set train.mixed_precision to bf16"
         out_dir = Path(config.out_dir)
         states = read_states(out_dir)
-        resume = config.checkpoint.resume  # perhaps a path that the run began with
+        resume = config.checkpoint.resume  # may be the path that the run started from
         if resume == "never":
             resume = "auto"
-        most: float = math.inf  # if the run has no checkpoint yet, `resume` may name its first
+        max_step: float = math.inf  # if the run has no checkpoint yet, use the path in `resume`
         if states:
             last = last_outside_skips(states)
-            most = -1 if last is None else last
-        path = find_resume(out_dir, resume, log, most)
+            max_step = -1 if last is None else last
+        path = find_resume(out_dir, resume, log, max_step)
         if path is None:
-            raise DivergedError(f"{what}, and there is no checkpoint to return to; {advice}")
+            raise DivergedError(f"{problem}, and there is no checkpoint to roll back to; {advice}")
         saved = read_evaluated(path)
         reset_best(out_dir, saved)
         if saved.excluded != state.excluded:
             raise DivergedError(
-                f"{what}, after the run had returned to {path} without the sequences "
-                f"{format_ranges(state.excluded)}; look at them, or {advice}"
+                f"{problem}, although the run had rolled back to {path} and excluded the sequences "
+                f"{format_ranges(state.excluded)}; inspect this data, or {advice}"
             )
         for step in states:
             if saved.step < step <= state.step:
                 remove_checkpoint(out_dir / "checkpoints", step)
-        log(f"WARNING: {what}; returning to {path} and going on without them")
+        log(f"WARNING: {problem}; rolling back to {path} and excluding these sequences")
         return path, saved.excluded + spans
 
     path, excluded = on_main(choose)
@@ -269,7 +278,7 @@ def choose_rollback(
 
 
 def reset_best(out_dir: Path, saved: TrainState) -> None:
-    """Let the file `best` name the best step that `saved` knows, or remove it."""
+    """Write the best step of `saved` to the file `best`; remove the file if that step is gone."""
     run = RunFolder(out_dir)
     if run.best in ("", str(saved.best_step)):
         return
@@ -285,52 +294,53 @@ def reset_best(out_dir: Path, saved: TrainState) -> None:
 def check_same_run(
     path: Path, saved: TrainState, now: TrainState, allowed: tuple[str, ...]
 ) -> None:
-    """Raise an error that lists what differs between a checkpoint and the run that resumes it.
+    """Raise an error that lists rejected changes between a checkpoint and the run that resumes it.
 
-    `CheckpointError` if it is another run, `UserError` if all changes could be allowed.
+    Raises `UserError` if `checkpoint.allow_change` could allow all of them, else `CheckpointError`.
     """
     changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
     kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
-    refused = {}
+    rejected = {}
     for key, change in changes.items():
         if kinds[key] == "refuse" or key.partition("[")[0] not in allowed:
-            refused[key] = change
+            rejected[key] = change
     if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        refused["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
+        rejected["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
         kinds["tokenizer"] = "refuse"
-    if not refused:
+    if not rejected:
         return
-    them = "it" if len(refused) == 1 else "them"
-    problem = (
-        f"{path} was made with another config: {format_changes(refused)}; restore {them}, set "
-        "another out_dir"
-    )
-    if any(kinds[key] == "refuse" for key in refused):
-        raise CheckpointError(problem)
-    raise UserError(problem + allow_hint([key.partition("[")[0] for key in refused]))
+    old_values = "the old value" if len(rejected) == 1 else "the old values"
+    problem = f"{path} was made with another config: {format_changes(rejected)}"
+    if any(kinds[key] == "refuse" for key in rejected):
+        raise CheckpointError(f"{problem}; restore {old_values}, or set another out_dir")
+    hint = allow_hint([key.partition("[")[0] for key in rejected])
+    raise UserError(f"{problem}; restore {old_values}, set another out_dir{hint}")
 
 
 def check_same_config(config: Config) -> None:
-    """Raise `UserError` if `out_dir` belongs to a run of another config that has no checkpoint."""
+    """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint."""
     before = RunFolder(config.out_dir).read_config()
     now = to_flat(config)
     changes = config_changes(before, now) if before else {}
-    refused = {}
+    rejected = {}
     for key, change in changes.items():
         if key not in config.checkpoint.allow_change:
-            refused[key] = change
-    if not refused:
+            rejected[key] = change
+    if not rejected:
         return
-    another_run = any(resume_kind(key, before, now) == "refuse" for key in refused)
-    hint = "" if another_run else allow_hint(list(refused))
+    another_run = any(resume_kind(key, before, now) == "refuse" for key in rejected)
+    hint = "" if another_run else allow_hint(list(rejected))
     raise UserError(
-        f"out_dir {config.out_dir} holds a run of another config: {format_changes(refused)}; "
+        f"out_dir {config.out_dir} holds a run with another config: {format_changes(rejected)}; "
         f"set another out_dir{hint}"
     )
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
-    """Return the keys that differ and may not change freely. Data moved with its run is equal."""
+    """Return the options that differ and may not change freely.
+
+    If a run moved and `data.val` moved with it, `data.val` does not differ.
+    """
     out_dirs = (str(before.get("out_dir")), str(now.get("out_dir")))
     changes = {}
     for key, (was, new) in differences(before, now).items():
@@ -350,12 +360,12 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def as_yaml(value: Any) -> Any:
-    """Return a value of the config as YAML writes it."""
+    """Return `value`, or "null" for None."""
     return "null" if value is None else value
 
 
 def allow_hint(keys: list[str]) -> str:
-    """Tell how to accept changes of these keys."""
+    """Return the end of an error message: how to accept changes of these options."""
     keys = list(dict.fromkeys(keys))
     return f", or accept it with --checkpoint.allow_change {','.join(keys)}" if keys else ""
 
@@ -373,17 +383,17 @@ def restore(
 ) -> TrainState:
     """Load weights, optimizer, scaler and random states of a verified checkpoint, on every rank.
 
-    On the same number of ranks, random states are checked. On another number, an unsharded run
-    restores the states of the ranks that have a file. No step depends on random states.
+    If the number of ranks is the same, checks the random states. Otherwise, an unsharded run
+    restores them on the ranks that have a file. No step depends on random states.
 
-    Returns its state with config, versions and world size of `now`. Raises `CheckpointError` naming
-    what is missing or does not fit: `load_state` alone would skip some of it silently.
+    Returns the checkpoint's state with the config, versions and world size of `now`. Raises
+    `CheckpointError` if a value is missing or does not fit; `load_state` skips some silently.
     """
     saved: TrainState = on_main(lambda: read_evaluated(path))
     with all_ranks():
         load_on_this_rank(accelerator, path, saved, now, gpt, optimizer, log)
     state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
-    if not best_step_holds(path, saved, now):
+    if not best_step_is_valid(path, saved, now):
         state.best_step = None
         state.best_val_loss = None
     return state
@@ -398,20 +408,20 @@ def load_on_this_rank(
     optimizer: AcceleratedOptimizer,
     log: Callable[[str], None],
 ) -> None:
-    """Load the files of a checkpoint on this rank; raises `CheckpointError` if one does not fit."""
+    """Load the files of a checkpoint on this rank; raise `CheckpointError` if one does not fit."""
     same_world = saved.world_size == now.world_size
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
     if same_world and not random_states.is_file():
         raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
     scaler = accelerator.scaler
     if scaler is not None and not (path / SCALER_NAME).is_file():
-        log(f"{path} was not trained in fp16: the scale of the loss starts anew")
+        log(f"{path} was not trained in fp16: the loss scale restarts at its initial value")
         accelerator.scaler = None
     sharded = accelerator.distributed_type == DistributedType.FSDP
     try:
         if sharded or not (path / SAFE_WEIGHTS_NAME).is_file():
             load_shards(path, gpt, optimizer)
-            if same_world:  # random states; no scaler, as fp16 does not run under FSDP
+            if same_world:  # load the random states; there is no scaler, as FSDP excludes fp16
                 load_accelerator_state(
                     input_dir=str(path),
                     models=[],
@@ -435,14 +445,14 @@ def load_on_this_rank(
         check_random_states(random_states)
     else:
         count = plural(saved.world_size, "process", "processes")
-        log(f"{path} was trained by {count}, this is {now.world_size}")
+        log(f"{path} was trained by {count}; this run has {now.world_size}")
 
 
-def best_step_holds(path: Path, saved: TrainState, now: TrainState) -> bool:
-    """Return whether the best step that a checkpoint knows is the best of the run that resumes.
+def best_step_is_valid(path: Path, saved: TrainState, now: TrainState) -> bool:
+    """Return whether the best step in a checkpoint is the best step of the run that resumes.
 
-    It is not if the checkpoint is of another folder, if nothing names a best step there and its
-    checkpoint is gone, or if an option that decides what is evaluated has changed.
+    It is not if the checkpoint is from another folder, or if an option of the evaluation changed.
+    With `checkpoint.keep_best`, it is not if both the file `best` and the best checkpoint are gone.
     """
     run = RunFolder(now.config["out_dir"])
     if path.parent.parent.resolve() != run.path.resolve():
@@ -455,18 +465,18 @@ def best_step_holds(path: Path, saved: TrainState, now: TrainState) -> bool:
 
 
 def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-    """Load weights and optimizer as this run shards them, or does not, however they were saved."""
+    """Load weights and optimizer. The checkpoint and this run may each be sharded or not."""
     read_weights(path, gpt)
     files = sorted(path.glob("optimizer_*.safetensors"))
     if files:
         moments = moments_of(gpt, optimizer)
         unknown = read_tensors(files, moments) - moments.keys()
         if unknown:
-            raise CheckpointError(f"it has {min(unknown)}, which another optimizer keeps")
+            raise CheckpointError(f"it has {min(unknown)}, which belongs to another optimizer")
         return
     file = path / f"{OPTIMIZER_NAME}.bin"
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    # numbers, in the order of the groups
+    # the file numbers parameters in the order of the groups
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in zip(numbers, parameters, strict=True):
@@ -480,7 +490,7 @@ def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
 
 
 def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-    """Raise `CheckpointError` unless every parameter has its moments, of its shape."""
+    """Raise `CheckpointError` unless every parameter has all its moments, with its shape."""
     file = path / f"{OPTIMIZER_NAME}.bin"
     names = {id(p): name for name, p in gpt.named_parameters()}
     for group in optimizer.param_groups:
@@ -500,18 +510,18 @@ def check_moments(
     unknown = sorted(state.keys() - expected)
     if unknown:
         raise CheckpointError(
-            f"{file} has {', '.join(unknown)} of {name}, which another optimizer keeps"
+            f"{file} has {', '.join(unknown)} of {name}, which belongs to another optimizer"
         )
     for key, value in state.items():
         if torch.is_tensor(value) and value.dim() and value.shape != parameter.shape:
             raise CheckpointError(
-                f"{file} has {key} of {name} in the shape {tuple(value.shape)}; the parameter has "
-                f"{tuple(parameter.shape)}"
+                f"{file} has {key} of {name} with shape {tuple(value.shape)}, but the parameter "
+                f"has shape {tuple(parameter.shape)}"
             )
 
 
 def check_random_states(path: Path) -> None:
-    """Raise `CheckpointError` unless the random states of this rank are those in the file."""
+    """Raise `CheckpointError` unless this rank has the random states of the file."""
     try:
         restored = torch.equal(torch.get_rng_state(), load(path)["torch_manual_seed"])
     except Exception as error:  # as in `restore`
@@ -519,11 +529,11 @@ def check_random_states(path: Path) -> None:
             f"{path} could not be restored: {describe_load_error(error)}"
         ) from None
     if not restored:
-        raise CheckpointError(f"{path} could not be restored")
+        raise CheckpointError(f"the random states in {path} could not be restored")
 
 
 def first_unreadable_file(path: Path) -> Path:
-    """Return the first file of a checkpoint that cannot be loaded; if all can, the folder."""
+    """Return the first file of a checkpoint that cannot be loaded, or the folder if all can."""
     for file in sorted(path.iterdir()):
         try:
             if file.suffix == ".safetensors":
@@ -536,7 +546,7 @@ def first_unreadable_file(path: Path) -> Path:
 
 
 def describe_load_error(error: Exception) -> str:
-    """Return the first line of an error, without torch's advice to unpickle what it refuses."""
+    """Return the first line of an error, without torch's advice to set `weights_only=False`."""
     if "weights_only" in str(error):
-        return "it holds objects other than tensors and plain values, which are not loaded"
+        return "it holds objects other than tensors and plain values"
     return first_line(error)

@@ -1,16 +1,17 @@
-"""The one reader of a run's folder: launches, config, metrics, samples and checkpoints.
+"""Read the folder of a run: launches, config, metrics, samples and checkpoints.
 
     run.json            {"launches": [{step, command, plan, device, versions, ...}]}, oldest first
-    config.yaml         the config, as the last launch resolved it
-    metrics.jsonl       one record a line: step, tokens, time and any metrics; metrics.csv the same
+    config.yaml         the config of the last launch, with `auto` resolved
+    metrics.jsonl       one record per line: step, tokens, time and metrics
+    metrics.csv         the same records as a table
     samples/            step_00001000.txt
     checkpoints/        step_00001000/
-    .copies/, .upload/  checkpoints that wait for an upload, see `uploader.py`
-    data_files.json     SHA-256, size, time and inode of each data file that was verified
+    .copies/, .upload/  checkpoints that wait for an upload; see `uploader.py`
+    data_files.json     SHA-256, size, time and inode of each verified data file
     best                the step of the best checkpoint
-    .lock               there and held while a process works in the folder
+    .lock               locked while a process works in the folder
 
-What is missing, torn or of another kind is left out. Needs no torch. N: records.
+Skips files and records that are missing, incomplete or malformed. Needs no torch. N: records.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from accel_gpt.errors import AccelGPTError, BusyError, UserError
 from accel_gpt.files import is_at, load_yaml, lock, locked_file
 from accel_gpt.records import load_record_or_none
 
-CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # what `step_name` gives
+CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 
 Floats = npt.NDArray[np.float64]
@@ -52,9 +53,10 @@ class RunRecord:
 
 
 class RunFolder:
-    """A run, read from its folder. A property reads its file once, when it is first used.
+    """A run, read from its folder. A cached property reads its file once, at the first use.
 
-    Read `in_use` before `metrics` where both count: a run that ends in between is then complete.
+    If you need both `in_use` and `metrics`, read `in_use` first: if it is False, the metrics are
+    complete.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -62,22 +64,25 @@ class RunFolder:
 
     @cached_property
     def launches(self) -> tuple[Mapping[str, Any], ...]:
-        """Read the launches in run.json, oldest first, without what is no launch."""
+        """Read the launches in run.json, oldest first; skip malformed ones."""
         record = load_record_or_none(RunRecord, self.path / "run.json")
         found = record.launches if record else []
         return tuple(launch for launch in found if isinstance(launch, dict))
 
     def last_launch(self, *keys: str) -> Any:
-        """Return what the last launch recorded under nested keys ("plan", "max_steps"), or None."""
+        """Return the value of nested `keys` in the last launch, such as "plan", "max_steps".
+
+        Returns None if there is none.
+        """
         value: Any = self.launches[-1] if self.launches else None
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
     def read_config(self) -> dict[str, Any]:
-        """Read the dotted keys of config.yaml, for the folder in which the run lies now.
+        """Read config.yaml by dotted keys, with paths for the run's present folder.
 
-        Returns {} without the file; raises `UserError` if it cannot be read.
+        Returns {} if the file is missing. Raises `UserError` if it cannot be read.
         """
         file = self.path / "config.yaml"
         if not file.exists():
@@ -89,20 +94,20 @@ class RunFolder:
             return to_flat(relocate(content or {}, str(self.path)))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
-                f"{file} cannot be read ({error}); set another out_dir, or remove the file"
+                f"{file} cannot be read ({error}); remove the file, or set another out_dir"
             ) from None
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Read the dotted keys of config.yaml; {} if it is missing or cannot be read."""
+        """Read config.yaml by dotted keys; {} if it is missing or cannot be read."""
         with contextlib.suppress(AccelGPTError):
             return self.read_config()
         return {}
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of metrics.jsonl in the order of the file, each with a numeric `step`.
+        """Yield the records of metrics.jsonl that have a numeric `step`, in the file's order.
 
-        Written by another hand, a record may hold any other key and value.
+        If the file was edited, a record may have any other keys and values.
         """
         for line in whole_lines(self.path / "metrics.jsonl"):
             with contextlib.suppress(ValueError, RecursionError):
@@ -111,14 +116,14 @@ class RunFolder:
                     yield record
 
     def csv_records(self) -> list[dict[str, str]]:
-        """Read the rows of metrics.csv by the names in its header."""
+        """Read the rows of metrics.csv as column name -> text."""
         lines = [line.decode(errors="replace") for line in whole_lines(self.path / "metrics.csv")]
         rows = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
         return [row for row in rows if re.fullmatch("[0-9]{1,15}", row.get("step") or "")]
 
     @cached_property
     def metrics(self) -> "Metrics":
-        """Read the records of metrics.jsonl as columns, by step."""
+        """Read the records of metrics.jsonl as columns, sorted by step."""
         return read_metrics(self.records())
 
     @property
@@ -128,13 +133,13 @@ class RunFolder:
 
     @property
     def max_steps(self) -> int | None:
-        """Return the length of the run as the last launch planned it."""
+        """Return the number of steps that the last launch planned; None if unknown."""
         steps = number(self.last_launch("plan", "max_steps"))
         return int(steps) if steps > 0 else None
 
     @cached_property
     def in_use(self) -> bool:
-        """Return whether a process works in the folder: see `locked`."""
+        """Return whether a process holds the lock of the folder, see `locked`."""
         try:
             lock(self.path / ".lock", wait=False, shared=True).close()
         except BlockingIOError:
@@ -145,7 +150,7 @@ class RunFolder:
 
     @property
     def samples(self) -> Mapping[int, Path]:
-        """Find the files of samples by step, ascending."""
+        """Return the sample files by step, ascending."""
         found = {}
         for path in (self.path / "samples").glob("step_*.txt"):
             match = SAMPLES.fullmatch(path.name)
@@ -154,7 +159,7 @@ class RunFolder:
         return dict(sorted(found.items()))
 
     def sample_texts(self, step: int) -> list[str]:
-        """Read the texts that were sampled at a step of `samples`."""
+        """Read the sampled texts of a step in `samples`."""
         text = self.samples[step].read_bytes().decode(errors="replace").removesuffix("\n")
         texts: list[str] = []
         for part in re.split(r"^(?=--- sample \d+$)", text, flags=re.MULTILINE):
@@ -169,7 +174,7 @@ class RunFolder:
 
     @property
     def best(self) -> str:
-        """Read the file `best`: a step, if nobody has edited it; "" without the file."""
+        """Read the file `best`, which holds a step unless it was edited; "" if it is missing."""
         try:
             return (self.path / "best").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -177,31 +182,31 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """Find the folders of checkpoints by step, ascending; `verify` says if one is intact."""
+        """Return the checkpoint folders by step, ascending, not verified."""
         root = self.path / "checkpoints"
         return {step: root / step_name(step) for step in checkpoint_steps(root)}
 
 
 @dataclass(frozen=True)
 class FolderLock:
-    """The exclusive lock that this process holds on a run's folder."""
+    """An exclusive lock on a run's folder, held by this process."""
 
     folder: Path
     file: TextIO
 
     def check(self) -> None:
-        """Raise `BusyError` unless the lock file is still the one in the folder.
+        """Raise `BusyError` unless the folder still contains the locked file.
 
-        Another process may have removed or renamed the folder, and made a new one. Says nothing if
-        the disk cannot tell: the write that follows does.
+        Another process may have removed, renamed or replaced the folder. Ignores errors of the
+        disk, since the write that follows raises them.
         """
         with contextlib.suppress(OSError):
             if is_at(self.file, self.folder / ".lock"):
                 return
             if not self.folder.exists():
                 raise BusyError(
-                    f"out_dir {self.folder} has gone: it was removed or renamed while the run was "
-                    "training; put it back, or launch again to start anew"
+                    f"out_dir {self.folder} was removed or renamed while the run was training; "
+                    "restore it, or launch again to start from scratch"
                 )
             raise BusyError(
                 f"out_dir {self.folder} is no longer locked by this run: its file .lock was "
@@ -211,9 +216,10 @@ class FolderLock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[FolderLock]:
-    """Hold the exclusive lock of a run's folder, made if missing; the kernel frees it on any exit.
+    """Hold the exclusive lock of a run's folder; create the folder if it is missing.
 
-    Raises `UserError` if the folder cannot be written, `BusyError` if a run is at work in it.
+    The kernel releases the lock at any exit. Raises `UserError` if the folder cannot be written,
+    `BusyError` if another process holds the lock.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -221,7 +227,7 @@ def locked(folder: Path) -> Iterator[FolderLock]:
             file = held.enter_context(locked_file(folder / ".lock", wait=False))
         except BlockingIOError:
             owner = "another process"
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the owner may have removed the file
                 owner = (folder / ".lock").read_text(errors="replace").strip() or owner
             raise BusyError(
                 f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
@@ -237,20 +243,21 @@ def locked(folder: Path) -> Iterator[FolderLock]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The records of a run as columns, by step; `nan` where tokens or seconds are unknown."""
+    """The records of a run as columns, sorted by step; `nan` if tokens or seconds are unknown."""
 
     steps: Floats  # (N,) completed updates, ascending
     tokens: Floats  # (N,)
     seconds: Floats  # (N,) since the run's first start
-    columns: dict[str, tuple[npt.NDArray[np.int64], Floats]]  # key -> records (n,), values (n,)
+    # key -> indices of the n records that have it (n,), their values (n,)
+    columns: dict[str, tuple[npt.NDArray[np.int64], Floats]]
 
     def curve(self, key: str) -> tuple[Floats, Floats]:
-        """Return steps and values (n,) of a key; empty if it was never recorded."""
+        """Return the steps and values of a key, each (n,); empty if it was never recorded."""
         rows, values = self.columns.get(key, (np.zeros(0, np.int64), np.zeros(0)))
         return self.steps[rows], values
 
     def last(self, key: str) -> float | None:
-        """Return the newest value of a key; None if it was never recorded."""
+        """Return the last value of a key; None if it was never recorded."""
         values = self.curve(key)[1]
         return float(values[-1]) if len(values) else None
 
@@ -260,7 +267,10 @@ class Metrics:
 
 
 def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
-    """Sort the finite numbers in `records` into columns, by step; of one step the later is last."""
+    """Collect the finite numbers in `records` as columns, sorted by step.
+
+    The sort is stable: records of the same step keep their order.
+    """
     steps = array("d")
     tokens = array("d")
     seconds = array("d")
@@ -279,7 +289,7 @@ def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
             rows.append(row)
             values.append(value)
     order = np.argsort(np.array(steps), kind="stable")
-    rank = np.argsort(order, kind="stable")  # record -> its index by step
+    rank = np.argsort(order, kind="stable")  # record -> its index in the order of steps
     by_step = {}
     for key, (rows, values) in columns.items():
         index = rank[np.array(rows)]
@@ -295,7 +305,7 @@ def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
 
 
 def interpolated(steps: Floats, clock: Floats) -> Floats:
-    """Interpolate the missing values of `clock` (N,) between the steps that have one."""
+    """Fill missing values of `clock` (N,) by interpolation over the steps."""
     known = np.isfinite(clock)
     if known.all() or not known.any():
         return clock
@@ -303,12 +313,12 @@ def interpolated(steps: Floats, clock: Floats) -> Floats:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value of JSON is a finite number."""
+    """Return whether a JSON value is a finite number."""
     return math.isfinite(number(value))
 
 
 def number(value: object) -> float:
-    """Return a number of JSON as a float; `nan` for anything else."""
+    """Return a JSON number as a float; `nan` for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -318,7 +328,7 @@ def number(value: object) -> float:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that end with a newline; none of a file that cannot be opened."""
+    """Yield the lines of a file that end with a newline; nothing if the file cannot be opened."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -337,6 +347,6 @@ def checkpoint_steps(root: Path) -> list[int]:
 
 
 def steps_in(names: Iterable[str]) -> list[int]:
-    """Return the steps of the names that are those of checkpoint folders, ascending."""
+    """Return the steps in `names`, ascending; skip names that `step_name` cannot return."""
     found = (CHECKPOINT.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in found if match)

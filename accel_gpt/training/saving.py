@@ -1,12 +1,12 @@
-"""Save checkpoints so that a kill at any moment leaves the one before, or the new one, whole.
+"""Save checkpoints. After a kill at any moment, the previous or the new checkpoint is intact.
 
-The training thread calls `accelerator.save_state` into a temporary folder. Under FSDP each rank
-writes its shards there instead. With `checkpoint.async_save` it copies weights and optimizer into
-host memory, and writes only the random states and the scaler of fp16.
+The training thread calls `accelerator.save_state` with a temporary folder. Under FSDP, each rank
+writes its shards there instead. With `checkpoint.async_save`, the training thread copies weights
+and optimizer to host memory, and writes only the random states and the scaler of fp16.
 
-A thread of each rank does the rest, while training goes on. It writes the copies; on rank 0 also
-the files that belong to no rank. Each rank syncs and hashes its own files. After all of them rank 0
-writes the manifest, syncs and renames the folder, and only then prunes older checkpoints.
+A thread on each rank does the rest while training continues. It writes the copies, and on rank 0
+also the files that belong to no rank. Each rank syncs and hashes its own files. When all ranks are
+done, rank 0 writes the manifest, syncs and renames the folder, and then prunes older checkpoints.
 """
 
 import contextlib
@@ -50,24 +50,25 @@ from accel_gpt.training.state import FORMAT, TrainState
 from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
 from accel_gpt.training.uploader import Uploader
 
-RETRY_SECONDS = 60.0  # after a save that failed; assumption
-LAST_TRIES = 3  # of the last checkpoint of a launch
-LAST_PAUSE_SECONDS = 2.0  # between them
+RETRY_SECONDS = 60.0  # pause after a failed save; assumption
+LAST_TRIES = 3  # attempts to save the last checkpoint of a launch
+LAST_PAUSE_SECONDS = 2.0  # between these attempts
 CLOSING_SECONDS = 60.0  # for the save in progress when a run ends with an error
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
-ROOM_SHARE = 1.05  # free bytes beside those of a checkpoint; assumption
-DISK_FULL = ("unexpected pos", "file write failed", "No space left")  # in messages of torch, the OS
-OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # in names of files that each rank writes
+ROOM_SHARE = 1.05  # free bytes to have, per byte of a checkpoint; assumption
+DISK_FULL = ("unexpected pos", "file write failed", "No space left")  # in errors of torch, the OS
+OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # end of the name of a rank's file
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 
 
 class CheckpointWriter:
     """Saves the checkpoints of a run, one at a time.
 
-    `before_publish` is called on rank 0 before a checkpoint becomes valid, and before one is named
-    the best. Each of `uploaders` gets its folder afterwards, before older ones are pruned.
-    `check_folder` raises `BusyError` on rank 0 if the run's folder has gone: nothing is written or
-    removed there then.
+    `before_publish` is called on rank 0 before a checkpoint becomes valid, and before a checkpoint
+    is named the best. Each of `uploaders` gets a new checkpoint before older ones are pruned.
+
+    `check_folder` raises `BusyError` on rank 0 if the run has lost its folder. Then nothing is
+    written or removed there.
     """
 
     def __init__(
@@ -94,17 +95,17 @@ class CheckpointWriter:
         self.snapshot = Snapshot() if config.checkpoint.async_save else None
         self.copies: dict[str, Any] = {}  # file name -> tensors in the snapshot
         self.thread: threading.Thread | None = None
-        self.problem: str | None = None  # why the last save failed, on whichever rank
+        self.problem: str | None = None  # why the last save failed on any rank
         self.failed_at = 0.0
         self.warned: int | None = None  # the step of the last warning
-        self.lost: str | None = None  # what torch reported when another rank was gone
+        self.lost: str | None = None  # torch's error about a lost rank
         self.seconds = 0.0  # of the longest save, from its start until it was published
 
     def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-        """Save the completed `state.step`; a collective. Returns when training may go on.
+        """Save the completed `state.step`; a collective. Returns when training may continue.
 
-        A save that fails is logged. It damages no checkpoint; on a full disk old ones make room.
-        Raises `BusyError` if the run's folder has gone.
+        A failed save is logged and damages no checkpoint. If the disk is full, old checkpoints are
+        removed. Raises `BusyError` if the run has lost its folder, `PeerError` if a rank is lost.
         """
         self.wait()
         if self.lost:
@@ -122,7 +123,7 @@ class CheckpointWriter:
             failed = error
 
         def finish() -> None:
-            self.problem = "its thread ended early"  # in case it does
+            self.problem = "its thread ended early"  # replaced unless the thread raises an error
             self.problem = self.write_and_publish(temporary, fields, gpt, failed)
             self.seconds = max(self.seconds, time.monotonic() - start)
             if self.problem:
@@ -134,9 +135,10 @@ class CheckpointWriter:
         self.thread.start()
 
     def save_last(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-        """Save, wait until the checkpoint is on disk, retry if necessary; a collective.
+        """Save, wait until the checkpoint is on disk, retry if the save fails; a collective.
 
-        Raises `CheckpointError` on all ranks if it cannot be written, `PeerError` if one has gone.
+        Raises `CheckpointError` on all ranks if the checkpoint cannot be written. Raises
+        `PeerError` if a rank is lost.
         """
         for remaining in reversed(range(LAST_TRIES)):
             self.save(state, gpt, optimizer)
@@ -148,19 +150,19 @@ class CheckpointWriter:
             time.sleep(LAST_PAUSE_SECONDS if remaining else 0)
         raise CheckpointError(
             f"the checkpoint of step {state.step:,} could not be written: {self.problem}; "
-            f"{describe_newest(self.out_dir)} before it: make room and launch again"
+            f"{describe_newest(self.out_dir)} before it; free some disk space and launch again"
         )
 
     def wait(self) -> None:
-        """Wait until the save in progress is on disk, or has failed."""
+        """Wait until the save in progress has succeeded or failed."""
         if self.thread:
             self.thread.join()
             self.thread = None
 
     def name_best(self, state: TrainState) -> None:
-        """Name the checkpoint of `state.step`, saved before its evaluation, as the best, and prune.
+        """Name the checkpoint of `state.step` the best, and prune. Called after its evaluation.
 
-        Does nothing if that save has failed, or if the disk refuses the metrics of the step.
+        Does nothing if its save failed, or if the metrics cannot be written.
         """
         self.wait()
         if self.main:
@@ -169,7 +171,7 @@ class CheckpointWriter:
                 name_best_and_prune(self.out_dir, self.config, state.step, state.best_step)
 
     def close(self) -> None:
-        """Wait as a run does that ends with an error: not for ever, as other ranks may be gone."""
+        """Wait for the save in progress, at most `CLOSING_SECONDS`: other ranks may be lost."""
         if self.thread:
             self.thread.join(CLOSING_SECONDS)
 
@@ -179,12 +181,12 @@ class CheckpointWriter:
         return failed and time.monotonic() - self.failed_at > RETRY_SECONDS
 
     def save_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-        """Save, or copy, what the next step of training changes."""
-        folder.parent.mkdir(exist_ok=True)  # not its parents: a folder that has gone stays gone
+        """Save or copy the tensors and random states, which the next step will change."""
+        folder.parent.mkdir(exist_ok=True)  # no parents: do not recreate a run's removed folder
         folder.mkdir(exist_ok=True)
         fault_point("save.begun")
         scaler = self.accelerator.scaler
-        if not self.main:  # every rank would write the same file
+        if not self.main:  # else every rank writes the same file
             self.accelerator.scaler = None
         try:
             if self.snapshot or self.fsdp:
@@ -196,7 +198,7 @@ class CheckpointWriter:
         fault_point("save.filled")
 
     def save_own_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-        """Copy, or write, the tensors of this rank; write its random states and the scaler."""
+        """Copy or write the tensors of this rank; write its random states and the scaler."""
         tensors = self.tensors_by_file(gpt, optimizer)
         if self.snapshot:
             self.copies = self.snapshot.copy(tensors)
@@ -214,7 +216,7 @@ class CheckpointWriter:
         )
 
     def tensors_by_file(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """Return weights and optimizer as this rank writes them: file name -> content."""
+        """Return the weights and optimizer state that this rank writes: file name -> content."""
         weights = weights_of(gpt)
         if self.fsdp:
             rank = self.accelerator.process_index
@@ -233,9 +235,10 @@ class CheckpointWriter:
     def write_and_publish(
         self, folder: Path, fields: dict[str, Any], gpt: GPT, failed: Exception | None
     ) -> str | None:
-        """Write the other files of a checkpoint and publish it; a collective.
+        """Write the remaining files of a checkpoint and publish it; a collective.
 
-        `fields`: those of the `TrainState`. Returns why it failed on any rank, or None.
+        `fields`: the fields of the `TrainState`. `failed`: the error of `save_tensors`, if any.
+        Returns the error message if any rank failed, else None.
         """
         own: Files = {}
         rank = self.accelerator.process_index
@@ -249,7 +252,7 @@ class CheckpointWriter:
                 if self.main:
                     self.write_common_files(folder, fields, gpt)
                 for path in sorted(folder.iterdir()):
-                    being_written = path.name.startswith(".")  # by another rank
+                    being_written = path.name.startswith(".")  # a temporary file of another rank
                     if writer_of(path.name) == rank and not being_written:
                         own[path.name] = seal(path)
             files: Files = {}
@@ -266,12 +269,12 @@ class CheckpointWriter:
                     )
         except AccelGPTError as error:
             return str(error)
-        except RuntimeError as error:  # of the group: another rank has gone
+        except RuntimeError as error:  # of the process group: another rank is lost
             self.lost = str(error)
         return self.lost
 
     def write_common_files(self, folder: Path, fields: dict[str, Any], gpt: GPT) -> None:
-        """Write the files that do not belong to one rank; on rank 0."""
+        """Write the files that belong to no rank; on rank 0."""
         write_json(folder / "trainer_state.json", fields)
         model = {"format": FORMAT, "config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
         write_json(folder / "model.json", model)
@@ -280,10 +283,10 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def phase(self, folder: Path) -> Iterator[None]:
-        """On an error of any rank, remove `folder` and raise an `AccelGPTError` on all ranks.
+        """If any rank raises an error, remove `folder` and raise an `AccelGPTError` on all ranks.
 
-        Removes nothing if the folder of the run has gone. A `RuntimeError` therefore always means
-        a lost rank. A collective.
+        A collective. Removes nothing if the run has lost its folder. Turns every error of a save
+        into a `CheckpointError`, so that a `RuntimeError` always means a lost rank.
         """
         try:
             with all_ranks(self.group):
@@ -294,11 +297,11 @@ class CheckpointWriter:
         except AccelGPTError:
             if self.main and not self.folder_has_gone():
                 shutil.rmtree(folder, ignore_errors=True)
-            all_gather(None, self.group)  # no rank saves there again before it is removed
+            all_gather(None, self.group)  # before a rank saves again, the folder must be removed
             raise
 
     def folder_has_gone(self) -> bool:
-        """Return whether the run's folder is no longer the one that it has locked; on rank 0."""
+        """Return whether the run has lost its locked folder; on rank 0."""
         try:
             self.check_folder()
         except BusyError:
@@ -306,9 +309,9 @@ class CheckpointWriter:
         return False
 
     def follow_up(self, fields: dict[str, Any], needed: int) -> None:
-        """Report the new checkpoint and prune, or warn why there is none; on rank 0.
+        """Report the new checkpoint and prune, or warn that the save failed; on rank 0.
 
-        If the disk lacks room, old checkpoints make room, and the next step is saved.
+        If the disk is full, removes old checkpoints so that the next step can be saved.
         """
         root = self.out_dir / "checkpoints"
         problem = self.problem
@@ -323,21 +326,21 @@ class CheckpointWriter:
                 step=fields["step"],
                 best_step=fields["best_step"],
             )
-        if problem is None or self.lost:  # of a lost rank the training thread reports
+        if problem is None or self.lost:  # the training thread reports a lost rank
             return
         free = free_bytes(self.out_dir)
         removed = []
-        if any(words in problem for words in NO_ROOM):
+        if any(text in problem for text in NO_ROOM):
             quota = os.strerror(errno.EDQUOT) in problem
             removed = make_room(self.out_dir, fields["best_step"], needed, quota)
         if removed:
             steps = ", ".join(f"{step:,}" for step in removed)
-            outcome = f"removed step {steps} to make room, the next step is saved"
-            self.failed_at = -math.inf  # now
-        elif self.warned == fields["step"]:  # it was tried again
+            outcome = f"removed step {steps} to make room; the next step will be saved"
+            self.failed_at = -math.inf  # a retry is due at once
+        elif self.warned == fields["step"]:  # a retry of the same step
             return
         else:
-            outcome = f"training goes on and tries again; {describe_newest(self.out_dir)} so far"
+            outcome = f"training continues and will retry; {describe_newest(self.out_dir)} so far"
         self.warned = fields["step"]
         self.log(
             f"WARNING: the checkpoint of step {fields['step']:,} could not be written in "
@@ -346,18 +349,18 @@ class CheckpointWriter:
 
 
 class Snapshot:
-    """Host memory that tensors are copied into, to be written while training goes on.
+    """Copies of tensors in host memory, which are written to disk while training continues.
 
-    Its buffers are allocated once, pinned if the device is a GPU.
+    The buffers are allocated once, and pinned if the device is a GPU.
     """
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Copy all tensors of nested dictionaries and lists; return the same structure of copies.
+        """Return a copy of nested dictionaries and lists, with all tensors copied to the buffers.
 
-        The copies are complete when this returns.
+        Waits until the copies are complete.
         """
         copies: dict[str, Any] = self.copy_value("", tensors)
         if torch.cuda.is_available():
@@ -365,7 +368,7 @@ class Snapshot:
         return copies
 
     def copy_value(self, key: str, value: Any) -> Any:
-        """Copy every tensor in `value` into the buffer of its key; leave anything else as it is."""
+        """Return `value` with every tensor copied to the buffer of its key."""
         if isinstance(value, dict):
             copies = {}
             for name, inner in value.items():
@@ -384,7 +387,7 @@ class Snapshot:
 
 
 def write_tensors(files: dict[str, Any], folder: Path) -> None:
-    """Write the files that `CheckpointWriter.tensors_by_file` returned."""
+    """Write the files that `CheckpointWriter.tensors_by_file` returns."""
     for name, content in files.items():
         if name.endswith(".safetensors"):
             save_file(filename=folder / name, **content)
@@ -393,7 +396,7 @@ def write_tensors(files: dict[str, Any], folder: Path) -> None:
 
 
 def saved_bytes(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
-    """Return the bytes of the tensors in a checkpoint."""
+    """Return the bytes of the weights and optimizer tensors in a checkpoint."""
     tensors: list[Tensor] = list(gpt.parameters())
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if torch.is_tensor(value)]
@@ -401,9 +404,9 @@ def saved_bytes(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
 
 
 def describe_save_error(error: Exception) -> str:
-    """Return why a save failed. Of a full disk torch only says `unexpected pos 64 vs 0`."""
+    """Return why a save failed. On a full disk, torch reports only `unexpected pos 64 vs 0`."""
     text = str(error) or type(error).__name__
-    if any(words in text for words in DISK_FULL):
+    if any(part in text for part in DISK_FULL):
         return os.strerror(errno.ENOSPC)
     return text
 
@@ -418,7 +421,7 @@ def writer_of(name: str) -> int:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Force a file to disk; return its size and hash."""
+    """Sync a file to disk; return its size and hash."""
     fault_point("file.written", path)
     sync(path)
     fault_point("file.synced", path)
@@ -426,24 +429,24 @@ def seal(path: Path) -> dict[str, Any]:
 
 
 def check_visible(folder: Path, files: Files, world_size: int) -> None:
-    """Raise `CheckpointError` unless this rank sees the files that each rank has written."""
+    """Raise `CheckpointError` unless this rank sees the files of all ranks with their sizes."""
     random_states = {f"random_states_{rank}.pkl" for rank in range(world_size)}
     for name in sorted(files.keys() | random_states):
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if name not in files or size != files[name]["size"]:
             raise CheckpointError(
-                f"{name} of another process is not in {folder}: out_dir must be on a disk that all "
-                "nodes share"
+                f"{name} of another process is not in {folder}; set out_dir to a folder on a disk "
+                "that all nodes share"
             )
 
 
 def publish_checkpoint(
     temporary: Path, final: Path, files: Files, check_folder: Callable[[], None]
 ) -> None:
-    """Write the manifest and rename the folder: from here on the checkpoint is valid.
+    """Write the manifest and rename the folder. The rename makes the checkpoint valid.
 
-    `check_folder` raises if the run's folder is no longer its own.
+    `check_folder` raises `BusyError` if the run has lost its folder.
     """
     fault_point("manifest.due")
     manifest = temporary / "manifest.json"
@@ -454,7 +457,8 @@ def publish_checkpoint(
     if final.exists():
         try:
             verify(final)
-            shutil.rmtree(temporary)  # it was renamed before, perhaps not yet on disk
+            # an earlier save of the step is intact, but its rename may not be on disk yet
+            shutil.rmtree(temporary)
             sync(final.parent)
             return
         except CheckpointError:
@@ -469,12 +473,12 @@ def publish_checkpoint(
 def name_best_and_prune(
     out_dir: Path, config: CheckpointConfig, step: int, best_step: int | None
 ) -> None:
-    """Write the best step into `best`, and remove old checkpoints up to `step`.
+    """Write the best step to the file `best`, and remove old checkpoints up to `step`.
 
-    Keeps the `keep_last` newest, with `keep_best` the best, and the last before a row of skipped
-    updates. Ignores a checkpoint whose step is not the one in its name. If the save of the best
-    step failed, keeps the best one before it. What the disk refuses is tried again after the next
-    save.
+    Keeps the `keep_last` newest checkpoints, the last one whose update was not skipped, and with
+    `keep_best` the best. If the save of the best step failed, keeps the previous best. Ignores
+    checkpoints that `read_states` skips. If a file cannot be written or removed, the next save
+    retries.
     """
     states = {saved: state for saved, state in read_states(out_dir).items() if saved <= step}
     keep = {*list(states)[-config.keep_last :], last_outside_skips(states)}
@@ -490,11 +494,11 @@ def name_best_and_prune(
 
 
 def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) -> list[int]:
-    """Remove the oldest checkpoints until another one of `needed` bytes fits; returns their steps.
+    """Remove the oldest checkpoints until a checkpoint of `needed` bytes fits; return their steps.
 
-    The newest intact one, the best and the last before a row of skipped updates are kept. Nothing
-    is removed if that does not help, or if there is room already. A `quota` does not show in the
-    free bytes of the disk: one checkpoint is removed then.
+    Keeps the newest intact checkpoint, the best, and the last one whose update was not skipped.
+    Removes nothing if there is room already, or if removing would not make enough room. With
+    `quota`, the free bytes of the disk say nothing, so one checkpoint is removed.
     """
     paths = RunFolder(out_dir).checkpoints
     states = read_states(out_dir)
@@ -520,7 +524,7 @@ def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) ->
 
 
 def is_intact(path: Path) -> bool:
-    """Return whether all files of a checkpoint are as its manifest lists them."""
+    """Return whether all files of a checkpoint match its manifest."""
     try:
         verify(path)
     except (AccelGPTError, OSError):
@@ -529,12 +533,12 @@ def is_intact(path: Path) -> bool:
 
 
 def folder_size(path: Path) -> int:
-    """Count the bytes of the files of a checkpoint."""
+    """Return the total bytes of the files in a checkpoint."""
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
 def describe_newest(out_dir: Path) -> str:
-    """Return `step 8 is the newest checkpoint`, or that the run has none."""
+    """Return a clause such as `step 8 is the newest checkpoint`."""
     steps = list(RunFolder(out_dir).checkpoints)
     if not steps:
         return "the run has no checkpoint"
@@ -542,7 +546,7 @@ def describe_newest(out_dir: Path) -> str:
 
 
 def remove_checkpoint(root: Path, step: int) -> None:
-    """Remove a checkpoint; what the disk refuses to delete stays."""
+    """Remove a checkpoint; ignore files that cannot be deleted."""
     trash = root / f".trash_{step_name(step)}"
     with contextlib.suppress(OSError):
         shutil.rmtree(trash, ignore_errors=True)
@@ -553,7 +557,7 @@ def remove_checkpoint(root: Path, step: int) -> None:
 
 
 def remove_debris(root: Path) -> None:
-    """Remove checkpoints that a killed process left half written or half deleted."""
+    """Remove checkpoints that a killed process left partly written or partly removed."""
     for pattern in (".tmp_step_*", ".trash_step_*"):
         for folder in root.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)

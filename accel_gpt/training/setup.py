@@ -1,6 +1,6 @@
-"""Set up a run: its ranks, the lock of its folder, the check of its data, its first state.
+"""Set up a run: join the ranks, lock the folder, verify the data, make the first state.
 
-Writes the lock into the folder of the run, and copies a shipped config into it.
+Writes the lock file into the folder of the run, and copies a shipped config into it.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from accel_gpt.training.terminal import print_line
 def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]:
     """Join the ranks and hold the lock of the run's folder.
 
-    Yields a check that raises `BusyError` on rank 0 if the folder is no longer the locked one.
-    `source`: where `config` was read from. Raises on all ranks what one raises, and `UserError` if
-    the folder is not shared.
+    Yields a check that raises `BusyError` on rank 0 if the run has lost its folder. `source`: the
+    path that `config` was read from. If one rank raises an error, all ranks do. Raises `UserError`
+    if the ranks do not share the folder.
     """
     lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
@@ -59,7 +59,7 @@ def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]
 def restore_from_copy(config: Config) -> None:
     """Download the newest copy in `checkpoint.copy_to` if the run has no checkpoint; a collective.
 
-    Called before the choices of `auto`, which are those of the run.
+    Called before `auto` options are resolved, since a resumed run keeps its values.
     """
     if config.checkpoint.copy_to:
         on_main(lambda: restore_newest_copy(config, lambda text: print_line(config, text)))
@@ -86,36 +86,36 @@ def pin_data(config: Config) -> Config:
 
 
 def do_not_check() -> None:
-    """Stand in for `FolderLock.check` on ranks other than 0, which hold no lock."""
+    """Do nothing: the `FolderLock.check` of ranks that hold no lock."""
 
 
 def report_moved_run(config: Config, source: str) -> None:
-    """Print a line if `source` is the config of a run whose folder was moved or copied since."""
+    """Print a line if `source` is the config of a run whose folder was moved or copied."""
     path = Path(source)
     if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
         return
     written = str(read_yaml(source).get("out_dir", config.out_dir))
     if Path(written).resolve() != path.parent.resolve():
         write_err(
-            f"{source} names out_dir {written}; the run continues in {config.out_dir}, where the "
-            "file lies"
+            f"{source} sets out_dir to {written}; the run continues in {config.out_dir}, the "
+            "folder of the file"
         )
 
 
 def require_shared(folder: Path) -> None:
-    """Raise `UserError` on all ranks unless all see the same `folder`; a collective."""
-    apart = [rank for rank, seen in enumerate(sees_main(folder)) if not seen]
+    """Raise an error on all ranks unless all share `folder`; a collective."""
+    separate = [rank for rank, seen in enumerate(sees_main(folder)) if not seen]
     names = all_gather(os.uname().nodename)
-    first = apart[0] if apart else 0
+    first = separate[0] if separate else 0
     require_all(
-        not apart,
-        f"out_dir {folder} is not shared: rank {first} on {names[first]} does not find there what "
-        f"rank 0 on {names[0]} has written; set out_dir to a folder on a disk that all nodes share",
+        not separate,
+        f"out_dir {folder} is not shared: rank {first} on {names[first]} does not find a file that "
+        f"rank 0 on {names[0]} wrote; set out_dir to a folder on a disk that all nodes share",
     )
 
 
 def verify_data(config: Config, corpus: Corpus, log: Callable[[str], None]) -> DataVerifier:
-    """Start to verify the data files of a run in the background, on one rank of each machine."""
+    """Start to verify the data files in the background, on one rank of each machine."""
     return DataVerifier(
         splits=corpus.splits() if local_rank() == 0 else [],
         vocab_size=corpus.vocab_size,
@@ -128,7 +128,7 @@ def verify_data(config: Config, corpus: Corpus, log: Callable[[str], None]) -> D
 def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
     """Return the state of a run before its first step."""
     flat = to_flat(config)
-    if config.train.reproducible:  # else a resume may change it
+    if config.train.reproducible:  # otherwise the precision may change at a resume
         flat["train.mixed_precision"] = requested_precision(config)
     return TrainState(
         world_size=world_size,

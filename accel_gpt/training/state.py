@@ -1,7 +1,7 @@
-"""What a run remembers besides tensors and random states: `trainer_state.json` of a checkpoint.
+"""Hold the state of a run except tensors and random states: `trainer_state.json` of a checkpoint.
 
-Each owner of state returns its fields from `state_dict()`, by the names below, and gets them back
-in its `load_state_dict()`: the corpus its sources, the step guard its counts.
+The corpus and the step guard return their fields from `state_dict()` under the names below, and
+load them in `load_state_dict()`.
 """
 
 import math
@@ -18,58 +18,60 @@ FORMAT = 1  # of the JSON files of a checkpoint
 
 @dataclass
 class TrainState:
-    """The state of a run after `step` optimizer updates, on every rank alike."""
+    """The state of a run after `step` optimizer updates, the same on every rank."""
 
     FORMER_KEYS: ClassVar = ("text_places",)
-    """An earlier version could train on streamed text."""
+    """Keys of earlier versions, which could train on streamed text."""
 
     step: int = 0  # completed steps, skipped updates included
-    sequences: int = 0  # consumed: the position in the data
+    sequences: int = 0  # sequences read, which is the position in the data
     tokens: int = 0
     # an `option`, so that a damaged file with a negative number is rejected
     seconds: float = option(0.0, "Seconds of training in all launches.", at_least=0)
-    val_loss: float | None = None  # of the last evaluation, nats per token
+    val_loss: float | None = None  # of the last evaluation, in nats per token
     best_val_loss: float | None = None
     best_step: int | None = None
     world_size: int = 1
     # of the corpus
     data_fingerprint: str = ""
-    data_origin: int = 0  # sequence at which this mixture of sources began
-    data_given: dict[str, int] = field(default_factory=dict)  # sequences before it, by fingerprint
+    data_origin: int = 0  # sequence at which the present mixture of sources began
+    # sequences read before `data_origin`, by fingerprint of the source
+    data_given: dict[str, int] = field(default_factory=dict)
     data_sources: list[TrainedSource] = field(default_factory=list)
     data_commits: dict[str, str] = field(default_factory=dict)  # of repositories, by URL
     # of the step guard
-    skipped: int = 0  # updates left out, because they were not finite or a spike
-    skipped_in_row: list[int] = field(default_factory=list)  # first sequences of the last of them
+    skipped: int = 0  # skipped updates: not finite, or a spike
+    # first sequence of each skipped update since the last one that was not skipped
+    skipped_in_row: list[int] = field(default_factory=list)
     spikes: int = 0
-    losses: list[float] = field(default_factory=list)  # the window in which a spike stands out
-    excluded: list[list[int]] = field(default_factory=list)  # sequences left out: [first, end)
+    losses: list[float] = field(default_factory=list)  # the window for detecting spikes
+    excluded: list[list[int]] = field(default_factory=list)  # skipped sequences: [first, end)
     # of the run
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
     train_loss: float | None = None  # of this step
-    # metrics of this step, which wait for its evaluation; None: no evaluation is due
+    # metrics of this step, to be published with its evaluation; None: no evaluation is due
     awaits_evaluation: dict[str, float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
     format: int = FORMAT  # of trainer_state.json
 
     def collect(self, fields: Mapping[str, Any]) -> None:
-        """Copy the fields that an owner of state returned, before a save."""
+        """Set fields from a `state_dict()`, before a save."""
         assert fields.keys() <= vars(self).keys()
         for name, value in fields.items():
             setattr(self, name, value)
 
     @property
     def reported_step(self) -> int:
-        """Return the last step whose record is complete; this one may wait for its evaluation."""
+        """Return the last step with a complete record: the one before, if an evaluation is due."""
         return self.step if self.awaits_evaluation is None else self.step - 1
 
     def note_evaluation(self, val_loss: float) -> bool:
-        """Keep the val loss of this step; returns whether it is the lowest so far."""
+        """Set the val loss of this step; return whether it is the lowest so far."""
         self.awaits_evaluation = None
         self.val_loss = val_loss
         best = math.inf if self.best_val_loss is None else self.best_val_loss
-        is_best = val_loss < best  # false also for a loss that is not a number
+        is_best = val_loss < best  # False for NaN
         if is_best:
             self.best_val_loss = val_loss
             self.best_step = self.step

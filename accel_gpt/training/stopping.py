@@ -1,6 +1,6 @@
-"""Stop a run before its end: signals, a dead launcher, the time limit, a watchdog for hangs.
+"""Stop a run before its end: on signals, a dead launcher, the time limit, or a hang.
 
-`StopSignal` keeps the reason, `agree_to_stop` tells it to all ranks after each step.
+`StopSignal` stores the reason. `agree_to_stop` shares it with all ranks after each step.
 """
 
 import contextlib
@@ -30,32 +30,36 @@ from accel_gpt.training.ranks import all_gather
 from accel_gpt.training.terminal import show_cursor
 from accel_gpt.training.uploader import Uploader
 
-SAME_PRESS_SECONDS = 2.0  # a terminal and the launcher both deliver one Ctrl-C; assumption
+# The terminal and the launcher each deliver the same Ctrl-C, at most so far apart; assumption
+SAME_PRESS_SECONDS = 2.0
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
-LAUNCHER_WORDS = (b"torch", b"accel")  # in the command of one
+LAUNCHER_WORDS = (b"torch", b"accel")  # in a launcher's command line
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
 INIT = "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
-# time to end the processes, kept from the time limit; assumptions
+# Time before the limit that is reserved for ending the processes: the larger of both; assumptions
 RESERVE_SHARE = 0.02  # of the limit
-RESERVE_SECONDS = 1.0  # at least
-CHECKS = 20  # of the watchdog, in the time that is allowed
+RESERVE_SECONDS = 1.0
+CHECKS = 20  # how often the watchdog checks the clock within its limit
 LISTENER_SECONDS = 5.0  # for the thread that receives signals; assumption
-PAUSE_INTERVALS = 4  # between two checks: the process was paused; assumption
+# If two checks are more than this many intervals apart, the process was paused; assumption
+PAUSE_INTERVALS = 4
 
 
 class StopRequested(Exception):
-    """Ends an evaluation or samples on all ranks together: the run must save and stop."""
+    """Raised on all ranks together during an evaluation or samples: the run must save and stop."""
 
 
 class StopSignal:
-    """Keeps the reason to stop until all ranks look for one; a second signal ends the process.
+    """Stores the reason to stop until all ranks check for one; a second signal ends the process.
 
-    A thread receives signals, as the training thread may wait in a collective. The death of the
-    launcher counts as SIGTERM but never as a second signal, as the launcher may have sent one
-    before it died. `time_limit`: seconds from `started`, a reading of `time.monotonic`. While
-    `starting`, nothing has been trained that a save could keep: the first signal ends the process.
+    A thread receives signals, since the training thread may wait in a collective. The death of the
+    launcher counts as SIGTERM. It never counts as a second signal, since the launcher may have sent
+    the first one before it died.
+
+    `time_limit`: seconds from `started`, a value of `time.monotonic`. `starting`: there is nothing
+    to save yet, so the first signal ends the process.
     """
 
     def __init__(
@@ -71,11 +75,11 @@ class StopSignal:
         self.received: str | None = None
         self.first: float | None = None  # time of the first signal
         self.saved = False  # the last checkpoint is on disk
-        self.group = group  # of the hosts; None: one process
+        self.group = group  # the gloo group; None: one process
         self.time_limit = time_limit
         self.started = time.monotonic() if started is None else started
         self.last_check: float | None = None
-        self.longest = 0.0  # seconds between two calls: of a step, or a batch of an evaluation
+        self.longest = 0.0  # seconds between two checks: a step, or a batch of an evaluation
         self.launched = started_by_launcher()
         self.parent = os.getppid()
         self.receiver, self.sender = socket.socketpair()
@@ -88,27 +92,31 @@ class StopSignal:
         os.register_at_fork(after_in_child=restore_signals)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal, which ends a start; a later one ends an interactive session."""
+        """Store the first signal. Before the first step, it ends the process.
+
+        In an interactive session, raise `KeyboardInterrupt` instead, and at a second signal.
+        """
         if self.starting:
             if interactive():
                 raise KeyboardInterrupt
-            self.thread.join(LISTENER_SECONDS)  # it prints a line and ends the process
+            self.thread.join(LISTENER_SECONDS)  # the thread prints a line and ends the process
             raise SystemExit(PREEMPTED)
         if interactive() and self.first and time.monotonic() - self.first > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
 
     def join(self, config: Config, accelerator: Accelerator) -> None:
-        """Set the time limit of a run, and the group of its ranks; a collective."""
+        """Set the time limit and the process group of a run; a collective."""
         self.time_limit = duration("train.time_limit", config.train.time_limit)
         require(
             self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
-            "train.time_limit does not go with --max_restarts, which starts the run again",
+            "train.time_limit does not work with --max_restarts, which restarts a stopped run; "
+            "remove one of them",
         )
         self.group = host_group(config, accelerator)
 
     def listen(self) -> None:
-        """Receive each signal when it arrives."""
+        """Call `receive` for each signal; run by the thread."""
         with self.receiver:
             while received := self.receiver.recv(64):
                 for number in received:
@@ -116,9 +124,9 @@ class StopSignal:
                         self.receive(number)
 
     def receive(self, number: int) -> None:
-        """Acknowledge the first signal; end at once if nothing can be saved, or at a second one.
+        """Acknowledge the first signal. End the process at a second one, or before the first step.
 
-        An interactive session never ends here.
+        Never ends an interactive session; see `handle`.
         """
         now = time.monotonic()
         parent = os.getppid()
@@ -138,7 +146,7 @@ class StopSignal:
             os._exit(PREEMPTED if self.saved else 128 + number)
 
     def acknowledge(self, name: str) -> None:
-        """Print that the signal was received, once, on rank 0."""
+        """Print once, on rank 0, that the signal was received."""
         if self.announce is None or self.announced:
             return
         self.announced = True
@@ -146,9 +154,9 @@ class StopSignal:
         self.announce(f"{name}: saving after this step; {again} to abandon it")
 
     def acknowledge_start(self, name: str) -> None:
-        """Print that the process ends before its first step, on rank 0."""
+        """Print on rank 0 that the process ends before its first step."""
         if rank() == 0 and sys.__stderr__:
-            with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone
                 text = f"{name}: stopped before the first step; launch the same command again"
                 sys.__stderr__.write(f"{text}\n")
                 sys.__stderr__.flush()
@@ -156,20 +164,20 @@ class StopSignal:
     def ignore(self) -> None:
         """Ignore signals from now on.
 
-        One would change the exit code of an interpreter that ends, and the job would not be queued
-        again.
+        A signal while the interpreter ends would change the exit code, and the job would not be
+        requeued.
         """
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
-        self.sender.close()  # which ends the thread
+        self.sender.close()  # ends the thread
         self.thread.join()
 
     def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Return whether any rank has a reason to stop, and whether `other` is true on any rank.
 
-        An all-reduce over gloo, not over the devices. `save_seconds`: the time of a save after the
-        step, which must fit into the time that is left.
+        An all-reduce between the hosts, over gloo. `save_seconds`: the time of a save, which must
+        still fit into the time limit.
         """
         self.note_check()
         out_of_time = self.is_out_of_time(save_seconds)
@@ -178,7 +186,7 @@ class StopSignal:
         if self.group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         number, other_on_any = flags.tolist()
-        self.received = self.received or REASONS[number] or None  # perhaps of another rank
+        self.received = self.received or REASONS[number] or None  # possibly from another rank
         if self.received and self.received != TIME_LIMIT:
             self.acknowledge(self.received)
         return bool(number), bool(other_on_any)
@@ -186,16 +194,17 @@ class StopSignal:
     def check(self, save_seconds: float = 0.0) -> None:
         """Raise `StopRequested` on all ranks if any has a reason to stop; a collective.
 
-        Called before each batch of an evaluation, so that a time limit need not leave room for it.
+        Called before each batch of an evaluation. So the time limit need not include a whole
+        evaluation.
         """
         stopping, _ = self.agree_to_stop(save_seconds=save_seconds)
         if stopping:
             raise StopRequested
 
     def note_check(self) -> None:
-        """Keep the longest time between two checks.
+        """Update the longest time between two checks.
 
-        The first step is not counted: it compiles and allocates.
+        The time before the first check does not count: the first step compiles and allocates.
         """
         now = time.monotonic()
         if self.last_check is not None:
@@ -203,7 +212,7 @@ class StopSignal:
         self.last_check = now
 
     def is_out_of_time(self, save_seconds: float) -> bool:
-        """Return whether twice the longest step and save may not fit into the time that is left."""
+        """Return whether the time left may be too short for twice the longest step and save."""
         if self.time_limit is None:
             return False
         reserve = 2 * (self.longest + save_seconds)
@@ -214,10 +223,10 @@ class StopSignal:
 def finish_uploads(
     uploaders: Iterable[Uploader], accelerator: Accelerator, stop: StopSignal, preempted: bool
 ) -> bool:
-    """Wait for the uploads, and end the process group; returns whether a signal left some.
+    """Wait for the uploads and end the process group; return whether a signal left uploads undone.
 
-    The next launch makes the uploads that are left. If `preempted`, all ranks wait: a launcher ends
-    all as soon as one has left with exit code 75.
+    The next launch makes the remaining uploads. If `preempted`, all ranks wait for rank 0: a
+    launcher ends all processes as soon as one exits with code 75.
     """
 
     def interrupted() -> bool:
@@ -233,7 +242,7 @@ def finish_uploads(
 
 
 def interactive() -> bool:
-    """Return whether this is a Python prompt or a notebook, which an interrupt must not end."""
+    """Return whether this is a Python prompt or a notebook. A signal must not end it."""
     return hasattr(sys, "ps1")
 
 
@@ -245,28 +254,31 @@ def restore_signals() -> None:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel send SIGTERM when the launcher dies, which would leave its processes behind.
+    """Make the kernel send SIGTERM to this process when its launcher dies.
 
-    A process started by a shell outlives it, as under nohup. Linux only: prctl(2).
+    Does nothing if a shell started the process, so that it survives its shell, as under nohup.
+    Linux only: prctl(2).
     """
     if sys.platform != "linux" or not started_by_launcher():
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    first = Path("/proc/1/cmdline")  # in a container, that may be the launcher
+    first = Path("/proc/1/cmdline")  # in a container, process 1 may be the launcher
     if os.getppid() == 1 and not any(word in first.read_bytes() for word in LAUNCHER_WORDS):
-        os.kill(os.getpid(), signal.SIGTERM)  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher died before the call of prctl
 
 
 class Watchdog:
-    """Dumps the stacks of all threads and ends the process after `limit`, as `30m`, without a beat.
+    """Dumps the stacks of all threads and ends the process after `limit` without a heartbeat.
 
-    `limit` None: no limit. `key`: the option that sets `limit`. `problem`: the words for the hang
-    in the message. A thread checks the clock. If the thread itself did not run for several of its
-    intervals, the process was paused (SIGSTOP, Ctrl-Z, a frozen container); a pause does not count.
+    `limit`: a duration such as `30m`; None: no limit. `key`: the option that sets `limit`.
+    `problem`: describes the hang in the message.
 
-    If a hanging call holds the interpreter, the thread cannot run either. faulthandler needs no
-    interpreter and ends the process with exit code 1, but it cannot tell a pause: it waits for the
-    longest pause besides twice the limit. Other ranks end such a run within their own limit.
+    A thread checks the clock. If the thread did not run for several of its intervals, the process
+    was paused (SIGSTOP, Ctrl-Z, a frozen container). A pause does not count.
+
+    If a hanging call holds the GIL, the thread cannot run. faulthandler works without the GIL and
+    ends the process with exit code 1. It cannot detect a pause, so it waits for twice the limit
+    plus the longest pause. Other ranks end such a run within their own limit.
     """
 
     def __init__(
@@ -277,14 +289,15 @@ class Watchdog:
     ) -> None:
         self.seconds = duration(key, limit)
         self.reason = (
-            f"{problem} within {limit} ({key}); it hangs here, or waits for another one that does"
+            f"{problem} within {limit} ({key}); it hangs here, or waits for another process that "
+            "hangs"
         )
         self.last = time.monotonic()
         self.done = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self.beat()
+        self.heartbeat()
         if self.seconds:
             self.thread.start()
         return self
@@ -294,12 +307,12 @@ class Watchdog:
         if self.thread.is_alive():
             self.thread.join()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Note that the run made progress."""
         self.last = time.monotonic()
 
     def watch(self) -> None:
-        """Check the clock until the run ends, or makes no progress."""
+        """Check the clock until the run ends or hangs; run by the thread."""
         assert self.seconds
         stderr = sys.__stderr__ or sys.stderr
         interval = self.seconds / CHECKS

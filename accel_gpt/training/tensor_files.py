@@ -1,9 +1,10 @@
-"""Safetensors files of a checkpoint: full tensors, or the rows that one rank holds.
+"""Lay out and read the safetensors files of a checkpoint: full tensors, or the rows of one rank.
 
-Where a rank's rows begin stands in the header as torch.distributed.checkpoint has it: its
-`HuggingFaceStorageReader` and its consolidation open these files too. It does not write them: its
-writer copies all that a rank holds and needs a collective, and its reader, which also unpickles
-other files, leaves the rows of a missing file as they were.
+The header stores the first row of each part in the format of torch.distributed.checkpoint. So its
+`HuggingFaceStorageReader` and its consolidation can read these files.
+
+torch.distributed.checkpoint is not used here. Its writer copies all tensors of a rank and needs a
+collective. Its reader unpickles other files, and ignores the missing rows of a missing file.
 """
 
 import json
@@ -22,11 +23,11 @@ from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.groups import state_names
 from accel_gpt.training.checkpoint import weight_parts
 
-OFFSETS = "DCP_SHARDING_INFO"  # key of the header
+OFFSETS = "DCP_SHARDING_INFO"  # key in the header
 
 
 def weights_of(gpt: GPT) -> dict[str, Tensor]:
-    """Return the weights by name, tied ones once. FSDP shards again those it left gathered."""
+    """Return the weights by name, tied weights once. FSDP reshards weights left gathered."""
     weights = gpt.state_dict()
     if gpt.config.tie_embeddings:
         del weights["head.weight"]
@@ -34,10 +35,10 @@ def weights_of(gpt: GPT) -> dict[str, Tensor]:
 
 
 def moments_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Tensor]:
-    """Return the state of the optimizer, for example `wte.weight.exp_avg`.
+    """Return the tensors of the optimizer by name, for example `wte.weight.exp_avg`.
 
-    Creates what a parameter lacks of it, as zeros. Call `weights_of` first: it shards again what
-    FSDP left gathered.
+    Creates missing tensors as zeros. Call `weights_of` first: it reshards weights that FSDP left
+    gathered.
     """
     names = {id(p): name for name, p in gpt.named_parameters()}
     moments = {}
@@ -56,8 +57,8 @@ def moments_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Tensor]:
 def rank_content(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Any]:
     """Return the arguments of `safetensors.torch.save_file` for this rank's rows of `tensors`.
 
-    If several ranks hold the same rows, the first of them writes; what is not sharded, `main`
-    writes.
+    If several ranks hold the same rows, the first of these ranks writes them. If a tensor is not
+    sharded, the `main` rank writes it.
     """
     rows = {}
     offsets = {}
@@ -76,7 +77,7 @@ def rank_content(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Any]:
 
 
 def holds_first_copy(tensor: Any) -> bool:
-    """Return whether this rank is the first of those that hold its shard of a DTensor."""
+    """Return whether this rank is the first of the ranks that hold its shard of a DTensor."""
     coordinate = tensor.device_mesh.get_coordinate() or ()
     for index, placement in zip(coordinate, tensor.placements, strict=True):
         if placement.is_replicate() and index != 0:
@@ -86,10 +87,9 @@ def holds_first_copy(tensor: Any) -> bool:
 
 @torch.no_grad()
 def read_tensors(files: Iterable[Path], into: Mapping[str, Tensor]) -> set[str]:
-    """Read into each tensor the rows that this rank holds; return the names in the files.
+    """Read this rank's rows of each tensor in `into`; return the names in the files.
 
-    Raises `CheckpointError` if a tensor, or some of its rows, is in none of the files, or is of
-    another shape.
+    Raises `CheckpointError` if a tensor or some of its rows are missing, or if its shape differs.
     """
     parts: dict[str, list[tuple[int, Any]]] = {}
     for file in files:
@@ -109,7 +109,7 @@ def read_tensors(files: Iterable[Path], into: Mapping[str, Tensor]) -> set[str]:
 
 
 def read_local_rows(name: str, tensor: Tensor, parts: list[tuple[int, Any]]) -> None:
-    """Read this rank's rows of `tensor` from slices of files, each with its first row."""
+    """Read this rank's rows of `tensor` from `parts`: the first row and slice of each file."""
     _, any_part = parts[0]
     part_shape = any_part.get_shape()
     if not tensor.dim() and not part_shape:
@@ -119,12 +119,12 @@ def read_local_rows(name: str, tensor: Tensor, parts: list[tuple[int, Any]]) -> 
     for start, part in parts:
         if part.get_shape():
             rows = max(rows, start + part.get_shape()[0])
-    if name == "wpe.weight":  # a context may be shorter than the file's
+    if name == "wpe.weight":  # the model's context may be shorter than in the file
         rows = min(rows, tensor.shape[0])
     shape = (rows, *part_shape[1:])
     if shape != tuple(tensor.shape):
         raise CheckpointError(
-            f"it has {name} in the shape {shape}; here it is {tuple(tensor.shape)}"
+            f"it has {name} with shape {shape}, but the model needs {tuple(tensor.shape)}"
         )
     local = local_shard(tensor)
     local_start = first_row(tensor)
@@ -138,13 +138,13 @@ def read_local_rows(name: str, tensor: Tensor, parts: list[tuple[int, Any]]) -> 
             local[low - local_start : high - local_start].copy_(read)
             rows_read += high - low
     if rows_read != len(local):
-        raise CheckpointError(f"it lacks {len(local) - rows_read:,} of the rows of {name}")
+        raise CheckpointError(f"it lacks {len(local) - rows_read:,} rows of {name}")
 
 
 def read_weights(path: Path, gpt: GPT) -> None:
-    """Read the weights of a verified checkpoint into `gpt`, whose context may be shorter.
+    """Read the weights of a verified checkpoint into `gpt`; under FSDP only this rank's shards.
 
-    Under FSDP it reads this rank's shards.
+    The context of `gpt` may be shorter than the context of the checkpoint.
     """
     weights = weights_of(gpt)
     files = weight_parts(path)
@@ -153,4 +153,4 @@ def read_weights(path: Path, gpt: GPT) -> None:
         if unknown:
             raise CheckpointError(f"it has {min(unknown)}, which is not in the model")
     except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{files[0]} does not fit: {error}") from None
+        raise CheckpointError(f"{files[0]} does not fit the model: {error}") from None

@@ -1,4 +1,4 @@
-"""Print what a run does: a live panel on a terminal, plain lines elsewhere."""
+"""Show the progress of a run: a live panel on a terminal, plain lines elsewhere."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ from accel_gpt.launcher import is_main
 from accel_gpt.training.panel import FORMS, Panel
 from accel_gpt.training.state import TrainState
 
-SHOW_CURSOR = b"\x1b[?25h\n"  # which a live panel hides
+SHOW_CURSOR = b"\x1b[?25h\n"  # the live panel hides the cursor
 PANEL_ONLY = ("train/skipped", "perf/memory_gb", "perf/step_ms", "tokens")
 
 
 class Display:
     """A live panel on a terminal, plain lines elsewhere.
 
-    Prints on rank 0 alone; with `log.level: warning` warnings alone.
+    Prints only on rank 0. With `log.level: warning`, prints only warnings.
     """
 
     def __init__(self, active: bool, config: Config, plan: Plan) -> None:
@@ -31,7 +31,7 @@ class Display:
         self.plan = plan
         self.verbose = active and config.log.level == "info"
         self.panel: Panel | None = None
-        self.evaluation: Progress | None = None  # of the evaluation under way
+        self.evaluation: Progress | None = None  # of the evaluation in progress
 
     def __enter__(self) -> Self:
         if self.verbose and (can_draw() or in_notebook()):
@@ -48,17 +48,17 @@ class Display:
         """Print a line that stays."""
         if not (self.active and is_shown(self.config, text)):
             return
-        with contextlib.suppress(OSError):  # of a log on a full disk, a terminal that is gone
+        with contextlib.suppress(OSError):  # the disk of a log is full, or the terminal is gone
             if self.panel:
                 self.panel.print(text)
             else:
                 write_err(text)
 
     def acknowledge(self, text: str) -> None:
-        """Print a line at every `log.level`; a panel draws it until the end."""
+        """Print a line at every `log.level`; a panel shows it until the end."""
         if not self.active:
             return
-        with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
             if self.panel:
                 self.panel.acknowledge(text)
             else:
@@ -66,7 +66,7 @@ class Display:
                 sys.stderr.flush()
 
     def show(self, record: Mapping[str, float], seconds_left: float) -> None:
-        """Print or draw the metrics of one record."""
+        """Print or draw the metrics of a record."""
         if self.panel:
             self.panel.update(record, seconds_left)
         if self.panel is None or "eval/val_loss" in record:
@@ -76,46 +76,46 @@ class Display:
             self.log(f"step {record['step']:,}/{self.plan.max_steps:,} | {metrics} | left {left}")
 
     def show_evaluation(self, done: int, total: int) -> None:
-        """Print or draw that `done` batches of an evaluation were computed."""
+        """Print or draw that `done` of `total` batches of an evaluation were computed."""
         if self.evaluation is None:
-            in_lines = self.verbose and self.panel is None
-            self.evaluation = Progress("evaluating", unit="batches", active=in_lines)
+            as_lines = self.verbose and self.panel is None
+            self.evaluation = Progress("evaluating", unit="batches", active=as_lines)
         self.evaluation.update(done, total)
         if self.panel:
-            self.panel.doing = self.evaluation.text()
+            self.panel.activity = self.evaluation.text()
 
     def show_step(self, step: int) -> None:
-        """Draw that a step was completed, with its evaluation."""
+        """Draw a completed step; its evaluation is over."""
         self.evaluation = None
         if self.panel:
             self.panel.step = step
-            self.panel.doing = ""
+            self.panel.activity = ""
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
-        """Continue at a step, with the losses of the run until then."""
+        """Set the step and the losses of the run so far."""
         if self.panel:
             self.panel.resume(step, losses)
 
 
 def is_shown(config: Config, text: str) -> bool:
-    """Return whether `log.level` lets a line be printed."""
+    """Return whether `log.level` allows a line."""
     return config.log.level == "info" or text.startswith("WARNING")
 
 
 def print_line(config: Config, text: str) -> None:
-    """Print a line on rank 0 before a run has its `Display`, if `log.level` lets it."""
+    """Print a line on rank 0 if `log.level` allows it, before the run has its `Display`."""
     if is_main() and is_shown(config, text):
         write_err(text)
 
 
 def show_cursor() -> None:
-    """Show the terminal's cursor again, before a process ends at once."""
+    """Show the terminal's cursor again, before the process ends without cleaning up."""
     if sys.__stderr__ and sys.__stderr__.isatty():
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
 
 
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
-    """Return the last lines of a launch: what the run reached, where it is, what to do next."""
+    """Return the last lines of a launch: the result, the folder of the run and the next steps."""
     out = shlex.quote(config.out_dir)
     spent = format_clock(state.seconds)
     loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
@@ -141,5 +141,5 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
         f"  curves      accel-gpt report {out}\n"
         f"  use it      accel-gpt export {out} --to FOLDER for transformers, or --gguf FILE for "
         "llama.cpp and Ollama\n"
-        f"  go on       the same command with a larger {length}{allow}"
+        f"  train more  the same command with a larger {length}{allow}"
     )

@@ -1,7 +1,7 @@
 """Start Accelerate's trackers, write config and samples to them, group TensorBoard's charts.
 
-A resumed run continues the same run of `wandb` and `trackio`: its name there is kept in
-`tracker_run` in its folder.
+A resumed run continues the same run of `wandb` and `trackio`. The file `tracker_run` in the run's
+folder stores the name of that run.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PROJECT = "accel_gpt"
 
 
 class Trackers:
-    """The trackers of a run; on other ranks than 0 there are none."""
+    """The trackers of a run. Ranks other than 0 have none."""
 
     def __init__(self, accelerator: Accelerator, config: Config, has_mfu: bool) -> None:
         self.accelerator = accelerator
@@ -35,9 +35,9 @@ class Trackers:
         self.charts = chart_groups(config, has_mfu)
 
     def start(self, step: int) -> None:
-        """Start all, to resume from `step`; TensorBoard drops the steps after it.
+        """Start all trackers. TensorBoard drops the steps after `step`, from which the run resumes.
 
-        Raises `UserError` if one fails to start, as wandb without a login.
+        Raises `UserError` if a tracker does not start, for example wandb without a login.
         """
         config = self.config
         accelerator = self.accelerator
@@ -45,12 +45,12 @@ class Trackers:
         if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
             kwargs |= resumable(Path(config.out_dir))
         try:
-            with without_input():  # a tracker that wants a login fails instead of waiting
+            with without_input():  # a tracker without a login must fail, not ask for one
                 accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
-        except Exception as error:  # each package has its own
+        except Exception as error:  # each package has its own error classes
             raise UserError(
-                f"log.trackers is {', '.join(config.log.trackers)}, of which one does not start: "
-                f"{error}"
+                f"a tracker of log.trackers ({', '.join(config.log.trackers)}) did not start: "
+                f"{error}; check its login, or remove it from log.trackers"
             ) from error
         if not accelerator.is_main_process:
             return
@@ -63,25 +63,25 @@ class Trackers:
                 tracker.store_init_configuration(options)
 
     def reopen(self, step: int) -> None:
-        """Open a new file of TensorBoard's curves, which drops the steps from `step` on."""
+        """Open a new TensorBoard file, which drops `step` and all later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         for tracker in self.accelerator.trackers:
             if isinstance(tracker, TensorBoardTracker):
-                with contextlib.suppress(OSError):  # of a full disk: once more
+                with contextlib.suppress(OSError):  # the disk is still full
                     tracker.writer.close()
                 tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=step)
                 self.add_charts(tracker)
 
     def finish(self) -> None:
-        """Write the last values, and close all."""
+        """Write the last values and close all trackers."""
         trackers = self.accelerator.trackers
-        self.accelerator.trackers = []  # also after an error
+        self.accelerator.trackers = []  # even if one of them raises an error
         for tracker in trackers:
             tracker.finish()
 
     def add_charts(self, tracker: TensorBoardTracker) -> None:
-        """Write the groups of charts into a new file of curves."""
+        """Write the groups of charts to a new TensorBoard file."""
         tracker.writer.add_custom_scalars(self.charts)
         tracker.writer.flush()
 
@@ -93,9 +93,9 @@ class Trackers:
 
 
 def resumable(out_dir: Path) -> dict[str, Any]:
-    """Return options with which wandb and trackio continue a run under its name.
+    """Return options that make wandb and trackio resume the run of the same name.
 
-    The name is chosen once. wandb records nothing that it is not given.
+    The first launch chooses the name. wandb records nothing except the values that it is given.
     """
     path = out_dir / "tracker_run"
     if not path.is_file():
@@ -105,7 +105,7 @@ def resumable(out_dir: Path) -> dict[str, Any]:
     wandb_settings = {
         "disable_git": True,
         "save_code": False,
-        "x_disable_meta": True,  # has the command line, too
+        "x_disable_meta": True,  # the metadata would include the command line
         "console": "off",
         "silent": True,
     }
@@ -121,7 +121,7 @@ def resumable(out_dir: Path) -> dict[str, Any]:
 
 @contextmanager
 def without_input() -> Iterator[None]:
-    """Make standard input empty."""
+    """Replace standard input by an empty file."""
     stdin = sys.stdin
     with Path(os.devnull).open() as empty:
         sys.stdin = empty
@@ -133,7 +133,7 @@ def without_input() -> Iterator[None]:
 
 @contextmanager
 def quiet_tensorboard() -> Iterator[None]:
-    """Suppress the traceback of TensorBoard's thread, whose error is raised in its writer."""
+    """Suppress tracebacks from TensorBoard's thread: its writer raises the same error."""
     before = threading.excepthook
 
     def hook(error: threading.ExceptHookArgs) -> None:
@@ -148,7 +148,7 @@ def quiet_tensorboard() -> Iterator[None]:
 
 
 def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
-    """Return TensorBoard's custom scalars: group -> chart -> patterns of the keys of its lines."""
+    """Return TensorBoard's custom scalars: group -> chart -> patterns of the metrics in it."""
     charts = {
         "loss/train and val": ["^train/loss$", "^eval/train_loss$", "^eval/val_loss($|/)"],
         "loss/bits per byte": ["^eval/val_bits_per_byte($|/)"],
@@ -172,5 +172,5 @@ def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]
 
 
 def as_code(text: str) -> str:
-    """Indent `text` so that TensorBoard, which reads Markdown, shows it unchanged."""
+    """Indent `text` as a code block of Markdown, so that TensorBoard shows it unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())

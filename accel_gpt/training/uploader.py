@@ -1,12 +1,12 @@
-"""Upload checkpoints while a run trains, each by a child process of low priority.
+"""Upload checkpoints while a run trains, each in a child process with low priority.
 
-    {out_dir}/.copies/step_00001000/    waits for the place in checkpoint.copy_to
-    {out_dir}/.upload/step_00001000/    waits for the repository in hub.repo_id
+    {out_dir}/.copies/step_00001000/    to be copied to checkpoint.copy_to
+    {out_dir}/.upload/step_00001000/    to be pushed to hub.repo_id
 
-A queue is a folder of hard links: pruning the checkpoints of the run does not remove them, and the
-next launch uploads what a launch leaves. A thread of the training process starts one child after
-another. A failed upload never ends a run. It is logged once and retried after a pause, with the
-next checkpoint and at the end of the run.
+A queue is a folder of hard links, so pruning the run's checkpoints does not remove its files. The
+next launch uploads the checkpoints that a launch leaves in a queue. A thread of the training
+process starts one child after another. A failed upload never ends a run. It is logged once and
+retried after a pause, with the next checkpoint and at the end of the run.
 """
 
 import atexit
@@ -29,55 +29,56 @@ from accel_gpt.launcher import child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, step_name
 
 PAUSE_SECONDS = 60.0  # before a failed upload is retried; assumption
-TRIES = 3  # of what waits at the end of a run
-END_PAUSE_SECONDS = 1.0  # between them, doubled each time; assumption
-PREEMPTED_SECONDS = 60.0  # for copies, when a machine may be taken away; assumption
-MOST_WAITING = 3  # for the Hub; assumption: while it is away for long, the disk must not fill
-STOP_SECONDS = 10.0  # for a child to clean up after SIGTERM
+TRIES = 3  # attempts for each queued checkpoint at the end of a run
+END_PAUSE_SECONDS = 1.0  # between these attempts, doubled each time; assumption
+PREEMPTED_SECONDS = 60.0  # time for copies if the machine is about to be taken away; assumption
+# Most checkpoints that wait for the Hub: if it is offline, the disk must not fill; assumption
+MOST_WAITING = 3
+STOP_SECONDS = 10.0  # time for a child to clean up after SIGTERM
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where checkpoints are uploaded to, which of them, and by which command."""
+    """A destination for checkpoints: which ones are uploaded, and by which command."""
 
     queue: str
-    """Name of the queue in the folder of the run."""
-    place: str
-    """Name in messages."""
+    """Name of the queue's folder in the folder of the run."""
+    label: str
+    """Name of the destination in messages."""
     module: str
-    """Module that the child runs."""
+    """Module that the child process runs."""
     argv: Callable[[Path, bool], list[str]]
-    """Arguments of the child for a checkpoint, and for one that an earlier launch has saved."""
+    """Return the child's arguments for a checkpoint. True: an earlier launch saved it."""
     priority: Literal["low", "idle"]
     most_waiting: int
-    """Number of checkpoints that wait; older ones are dropped."""
+    """Most checkpoints in the queue; older ones are dropped."""
     preempted_seconds: float
-    """Time for the upload of the last checkpoint after a signal."""
+    """Time for uploads after a signal, in seconds."""
     final_step: int | None = None
-    """Step that is uploaded when the run ends, with its last metrics and samples."""
+    """Step that is uploaded only when the run ends, with its last metrics and samples."""
     only_final: bool = False
-    """Upload no other step."""
+    """Whether to upload only `final_step`."""
     by_hand: str = ""
-    """Command that uploads what is left, for the end of a message."""
+    """How to upload the remaining checkpoints with a command: the end of a message."""
 
 
 def copy_target(config: Config) -> Target:
-    """Return the target of `checkpoint.copy_to`: the newest checkpoint, whole."""
+    """Return the target of `checkpoint.copy_to`: the newest checkpoint, with all its files."""
     url = str(config.checkpoint.copy_to)
 
     def argv(checkpoint: Path, resumed: bool) -> list[str]:
-        words = [str(checkpoint), url, str(config.checkpoint.keep_last)]
+        arguments = [str(checkpoint), url, str(config.checkpoint.keep_last)]
         if resumed:
-            words.append("--unless_newer")
-        return words
+            arguments.append("--unless_newer")
+        return arguments
 
     return Target(
         queue=".copies",
-        place=url,
+        label=url,
         module="accel_gpt.training.copies",
         argv=argv,
-        # on two busy cores a copy of 50 MB takes 2 s, with low priority 9 s, on idle time 32 s;
-        # the machine may vanish
+        # on two busy cores a copy of 50 MB takes 2 s at normal, 9 s at low, 32 s at idle priority;
+        # idle is too slow for a machine that may be taken away
         priority="low",
         most_waiting=1,
         preempted_seconds=PREEMPTED_SECONDS,
@@ -95,13 +96,13 @@ def hub_target(config: Config, final_step: int) -> Target:
         "license": hub.license,
         "data_license": hub.data_license,
     }
-    words = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    arguments = [f"--{key}={value}" for key, value in options.items() if value is not None]
     return Target(
         queue=".upload",
-        place=f"hf://{hub.repo_id}",
+        label=f"hf://{hub.repo_id}",
         module="accel_gpt.cli",
-        argv=lambda checkpoint, _: ["push", str(checkpoint), *words],
-        priority="idle",  # with niceness 19 a push cost a step 12 % on two busy cores
+        argv=lambda checkpoint, _: ["push", str(checkpoint), *arguments],
+        priority="idle",  # even at niceness 19, a push made steps 12 % slower on two busy cores
         most_waiting=MOST_WAITING,
         preempted_seconds=0.0,
         final_step=final_step,
@@ -111,11 +112,11 @@ def hub_target(config: Config, final_step: int) -> Target:
 
 
 def open_uploaders(config: Config, final_step: int, log: Callable[[str], None]) -> list["Uploader"]:
-    """Start the uploaders that a config asks for; on rank 0. Call `finish` of each at the end."""
+    """Start the uploaders of a config, on rank 0. Call `finish` of each at the end of the run."""
     uploaders = []
     if config.checkpoint.copy_to:
         own = RunFolder(config.out_dir).checkpoints
-        resumed = own[max(own)] if own else None  # its copy may have failed
+        resumed = own[max(own)] if own else None  # the last launch may have failed to copy it
         uploaders.append(Uploader(copy_target(config), config.out_dir, log, resumed))
     if config.hub.push != "never":
         uploaders.append(Uploader(hub_target(config, final_step), config.out_dir, log))
@@ -125,7 +126,8 @@ def open_uploaders(config: Config, final_step: int, log: Callable[[str], None]) 
 class Uploader:
     """Uploads the checkpoints of a run to a target, one after another.
 
-    `resumed`: a checkpoint of an earlier launch, uploaded unless the target has one as new.
+    `resumed`: the newest checkpoint of an earlier launch. It is uploaded unless the target has this
+    step or a later one.
     """
 
     def __init__(
@@ -138,35 +140,35 @@ class Uploader:
         self.target = target
         self.log = log
         self.folder = Path(out_dir) / target.queue
-        self.changing = threading.Lock()  # held while what waits and `newest` change together
+        self.changing = threading.Lock()  # held while the queue and `newest` change together
         self.wake = threading.Event()
         self.ending = False
         self.stopped = False
         self.failing = False  # the last upload failed
         self.process: subprocess.Popen[str] | None = None
-        self.current: int | None = None  # step that is being uploaded
+        self.current: int | None = None  # step of the upload in progress
         self.resumed: int | None = None  # step of `resumed`
         self.folder.mkdir(parents=True, exist_ok=True)
-        for pattern in (".step_*", ".trash_*"):  # of a killed launch
+        for pattern in (".step_*", ".trash_*"):  # incomplete folders of a killed launch
             for partial in self.folder.glob(pattern):
                 shutil.rmtree(partial, ignore_errors=True)
-        self.newest = max(self.waiting(), default=0)  # step that was saved last
+        self.newest = max(self.waiting(), default=0)  # step of the last save
         if resumed:
             self.on_checkpoint(resumed)
             self.resumed = self.newest
-        self.wake.set()  # for what an earlier launch left
+        self.wake.set()  # upload the checkpoints that an earlier launch left
         self.thread = threading.Thread(target=self.run, name=f"uploads {target.queue}", daemon=True)
         self.thread.start()
         atexit.register(self.stop)  # also if the run ends with an error
 
     def waiting(self) -> list[int]:
-        """Return the steps that are not uploaded yet, ascending."""
+        """Return the steps in the queue, ascending."""
         return checkpoint_steps(self.folder)
 
     def on_checkpoint(self, checkpoint: Path) -> None:
         """Queue a new checkpoint.
 
-        Drops checkpoints from before a roll back, and the oldest ones if too many wait.
+        Drops later steps, left from before a roll back, and the oldest steps if too many wait.
         """
         step = int(checkpoint.name.removeprefix("step_"))
         if self.target.only_final and step != self.target.final_step:
@@ -176,20 +178,22 @@ class Uploader:
         try:
             link_tree(checkpoint, partial)
             with self.changing:
-                if queued.exists():  # the same step, trained once more
+                if queued.exists():  # the same step from before a roll back
                     remove_queued(queued)
                 partial.rename(queued)
                 self.newest = step
                 self.resumed = None
-        except OSError as error:  # shutil.Error is one
+        except OSError as error:  # or shutil.Error, its subclass
             shutil.rmtree(partial, ignore_errors=True)
-            self.log(f"WARNING: {checkpoint.name} cannot wait for {self.target.place}: {error}")
+            self.log(
+                f"WARNING: {checkpoint.name} cannot be queued for {self.target.label}: {error}"
+            )
             return
         self.trim()
         self.wake.set()
 
     def trim(self) -> None:
-        """Drop what need not be uploaded any more, but for the checkpoint under way."""
+        """Drop checkpoints that need no upload any more, except the one being uploaded."""
         with self.changing:
             waiting = self.waiting()
             valid = [step for step in waiting if step <= self.newest]
@@ -198,22 +202,22 @@ class Uploader:
                     continue
                 if step in valid and self.target.most_waiting > 1:
                     self.log(
-                        f"WARNING: step {step:,} will not be uploaded to {self.target.place}: more "
+                        f"WARNING: step {step:,} will not be uploaded to {self.target.label}: more "
                         f"than {self.target.most_waiting} checkpoints wait"
                     )
                 remove_queued(self.folder / step_name(step))
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until what waits is uploaded or has failed `TRIES` times, or until `interrupted`.
+        """Wait until the queue is empty, uploads have failed `TRIES` times, or `interrupted()`.
 
-        If that came before, waits for `preempted_seconds` of the target. Returns whether an
-        interrupt left something, which the next launch uploads.
+        If `interrupted()` is true at the call, waits for the target's `preempted_seconds` instead.
+        Returns whether an interrupt left checkpoints for the next launch.
         """
         preempted = interrupted()
         seconds = self.target.preempted_seconds if preempted else math.inf
         end = time.monotonic() + seconds
         if self.waiting() and seconds:
-            self.log(f"waiting for uploads to {self.target.place}; Ctrl-C postpones them")
+            self.log(f"waiting for uploads to {self.target.label}; Ctrl-C postpones them")
         self.ending = True
         self.wake.set()
         while self.thread.is_alive() and time.monotonic() < end:
@@ -227,7 +231,7 @@ class Uploader:
         if left:
             steps = ", ".join(f"{step:,}" for step in left)
             self.log(
-                f"WARNING: not uploaded to {self.target.place}: step {steps}; launch the same "
+                f"WARNING: not uploaded to {self.target.label}: step {steps}; launch the same "
                 f"command again{self.target.by_hand}"
             )
         elif not self.thread.is_alive():
@@ -235,7 +239,7 @@ class Uploader:
         return cut_short and bool(left)
 
     def stop(self) -> None:
-        """End the upload under way; the next launch starts it again."""
+        """Stop the upload in progress; the next launch restarts it."""
         self.stopped = True
         self.ending = True
         self.wake.set()
@@ -247,10 +251,10 @@ class Uploader:
     # ----------------------------------------------------------------------- the thread
 
     def run(self) -> None:
-        """Upload what waits whenever a checkpoint comes, until `finish` or `stop`.
+        """Upload queued checkpoints until `finish` or `stop`; run by the thread.
 
-        A child inherits the lock and holds it while it lives: if a launch is killed, the next one
-        waits for the end of its child.
+        A child inherits the lock and holds it until it ends. So if a launch is killed, the next
+        launch waits for the child.
         """
         with lock(self.folder / ".lock") as held:
             for partial in self.folder.glob(".push_*"):
@@ -273,9 +277,9 @@ class Uploader:
                     self.wake.set()
 
     def upload(self, step: int, lock_file: int) -> None:
-        """Upload one checkpoint and take it from the queue."""
+        """Upload one checkpoint; if this succeeds, remove it from the queue."""
         folder = self.folder / step_name(step)
-        place = self.target.place
+        label = self.target.label
         self.current = step
         queued = folder_id(folder)
         try:
@@ -284,20 +288,20 @@ class Uploader:
             error = str(problem)
         self.process = None
         self.current = None
-        if queued is None or folder_id(folder) != queued:  # dropped, or replaced meanwhile
+        if queued is None or folder_id(folder) != queued:  # dropped or replaced during the upload
             return
         if error is None:
             remove_queued(folder)
             self.failing = False
-            self.log(f"step {step:,} is uploaded to {place}")
+            self.log(f"uploaded step {step:,} to {label}")
         elif not self.stopped and not self.failing:
             self.failing = True
             self.log(
-                f"WARNING: upload of step {step:,} to {place} failed: {error}; it will be retried"
+                f"WARNING: upload of step {step:,} to {label} failed: {error}; it will be retried"
             )
 
     def run_upload(self, folder: Path, lock_file: int, resumed: bool) -> str | None:
-        """Run the child for a checkpoint in the queue; return its error."""
+        """Upload a queued checkpoint in a child process; return its error, or None."""
         with (self.folder / "output.log").open("w+b") as output:
             self.process = launch_child(
                 self.target.argv(folder, resumed),
@@ -305,11 +309,11 @@ class Uploader:
                 environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=output,
-                own_group=True,  # a Ctrl-C is for the training
+                own_group=True,  # Ctrl-C must reach only the training
                 priority=self.target.priority,
                 pass_fds=(lock_file,),
             )
-            if self.stopped:  # meanwhile
+            if self.stopped:  # while the child started
                 self.process.terminate()
             code = self.process.wait()
             output.seek(0)
@@ -318,7 +322,7 @@ class Uploader:
 
 
 def remove_queued(folder: Path) -> None:
-    """Remove a checkpoint from a queue, at once for those who read the queue."""
+    """Remove a checkpoint from a queue. A rename makes it vanish at once for readers."""
     trash = folder.with_name(f".trash_{folder.name}")
     shutil.rmtree(trash, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -327,7 +331,7 @@ def remove_queued(folder: Path) -> None:
 
 
 def folder_id(folder: Path) -> int | None:
-    """Return the inode of a folder, None if it does not exist."""
+    """Return the inode of a folder; None if it does not exist."""
     try:
         return os.stat(folder).st_ino
     except FileNotFoundError:

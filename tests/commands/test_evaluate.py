@@ -256,7 +256,7 @@ def test_eval_only_prints_the_metrics_and_changes_no_file(
 
     elsewhere = ["--out_dir", str(tmp_path / "new"), "--eval.only"]
     assert launch(small_run(*elsewhere)) == 2
-    assert "model.init_from is scratch, so there is nothing" in capsys.readouterr().err
+    assert "model.init_from is scratch; set out_dir" in capsys.readouterr().err
     assert launch(small_run(*elsewhere, "--model.init_from", str(trained))) == 0
     shown = capsys.readouterr().out
     assert "step 0" in shown

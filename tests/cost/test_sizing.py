@@ -57,7 +57,7 @@ def test_the_answer_divides_the_step_and_is_kept(
     assert config.train.micro_batch_size == plan.micro_batch_size == 4
     assert plan.accumulation_steps == accelerator.gradient_accumulation_steps == 3
     assert set(tried) <= {1, 2, 3, 4, 6, 12}
-    line = "4 sequences a process and micro-step: the most that fit"
+    line = "4 sequences per process and micro-step: the largest size that fits"
     assert line in capsys.readouterr().err
 
     def again(limit: int) -> int:
@@ -195,4 +195,4 @@ def test_two_gloo_processes_of_which_one_runs_out_of_memory(
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 2", "1 2 2"]
-    assert done.stderr.count("the most that fit") == 1
+    assert done.stderr.count("the largest size that fits") == 1

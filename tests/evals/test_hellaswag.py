@@ -158,7 +158,7 @@ def test_a_line_that_is_not_a_question_is_named(tmp_path: Path, file: Path) -> N
         '{"ctx": "a': "Invalid control character",
         '{"ctx": "\xe9"}': "can't decode byte 0xe9",
     }
-    lines[json.dumps({**good, "endings": ["x" * 99, "y"]})] = "an ending of 100 tokens"
+    lines[json.dumps({**good, "endings": ["x" * 99, "y"]})] = "an ending has 100 tokens"
     for line, message in lines.items():
         path.write_text(f"{json.dumps(good)}\n\n{line}\n", encoding="latin-1")
         with pytest.raises(DataError, match=f"bad.jsonl line 3: .*{message}"):

@@ -20,7 +20,9 @@ from tests.model.test_generate import VOCAB, make, run, seeded
 
 Arguments = Callable[..., list[str]]
 LONG = "the king of a land far by the sea went to war"  # 45 bytes
-NOTE = "the prompt 'the king of a land far by the sea went t...' has 45 tokens, model.block_size is"
+NOTE = (
+    "the prompt 'the king of a land far by the sea went t...' has 45 tokens but model.block_size is"
+)
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
@@ -44,11 +46,11 @@ def test_a_cut_prompt_is_said_once_in_training(
     assert launch(small_run(*prompts, "--train.max_steps", "6", "--sample.every", "2")) == 0
     shown = capsys.readouterr().err
     assert shown.count("the model sees") == 1
-    assert f"{NOTE} 32: the model sees the last 29" in shown
+    assert f"{NOTE} 32: the model sees only the last 29 tokens" in shown
     text = (tmp_path / "run" / "samples" / "step_00000002.txt").read_text()
     assert text.count(LONG) == 4  # the text shows all of it
     assert run_here(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG]) == 0
-    assert capsys.readouterr().err == f"{NOTE} 32: the model sees the last 29\n"
+    assert capsys.readouterr().err == f"{NOTE} 32: the model sees only the last 29 tokens\n"
     assert run_here(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG[:32]]) == 0
     assert capsys.readouterr().err == ""
 
@@ -60,7 +62,7 @@ def test_only_what_is_sampled_is_said() -> None:
     check_prompts(config, BytesTokenizer(), 45, said.append)
     assert said == []
     check_prompts(config, BytesTokenizer(), 44, said.append)
-    assert said == [f"{NOTE} 44: the model sees the last 23"]
+    assert said == [f"{NOTE} 44: the model sees only the last 23 tokens"]
 
 
 def test_each_process_writes_another_text() -> None:

@@ -91,7 +91,7 @@ def test_under_fsdp_every_rank_does_as_many_batches(corpus: Path, model: GPT) ->
     for rank in range(3):
         part, beats = Member(rank, 3, [], None), list[int]()  # type: ignore[arg-type]
         part.distributed_type, part.reduce = DistributedType.FSDP, lambda value, _: value  # type: ignore[method-assign]
-        parts.append(score(model, split, part, beat=lambda *_, beats=beats: beats.append(1)))
+        parts.append(score(model, split, part, on_progress=lambda *_, beats=beats: beats.append(1)))
         counts.append(len(beats))
     assert len(set(counts)) == 1
     assert sum(p.tokens for p in parts) == alone.tokens
@@ -111,10 +111,10 @@ def test_nothing_is_kept_of_a_batch(corpus: Path, model: GPT) -> None:
     """A tensor kept of each would grow the memory on a CPU: see `score_sequences`."""
     alive: list[int] = []
 
-    def beat(*_: int) -> None:
+    def on_progress(*_: int) -> None:
         alive.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
 
-    score(model, open_split(corpus, "val"), Accelerator(cpu=True), beat=beat)
+    score(model, open_split(corpus, "val"), Accelerator(cpu=True), on_progress=on_progress)
     assert len(alive) > 4
     assert alive[-1] == alive[1]
 
@@ -259,7 +259,7 @@ def test_names_and_folders_of_val_sets(small_run: Arguments) -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "sentence"),
     [
-        ([5], [], "the val split of {} has no two tokens in a row"),
+        ([5], [], "the val split of {} cannot be evaluated"),
         ([256] * 3000, ["--data.document_mask"], "the val split of {} has no token to predict"),
         (None, [], "{} has no"),
     ],

@@ -58,7 +58,7 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert "No space left on device (it needs" in answer.outputs[0]  # and not torch's words
     for step in (8, 10, 12):  # it went on to the end
         assert answer.outputs[0].count(f"WARNING: the checkpoint of step {step} could") == 1
-    assert "step 6 is the newest checkpoint before it: make room and" in answer.outputs[0]
+    assert "step 6 is the newest checkpoint before it; free some disk space" in answer.outputs[0]
     assert checkpoint_names(left) == ["step_00000006"]
     verify(newest(left))
     assert debris(left) == []
@@ -78,7 +78,7 @@ def test_old_checkpoints_make_room_for_new_ones(
     )  # fmt: skip
     left = after / "run"
     assert answer.codes == [0], answer.outputs
-    assert "removed step 1 to make room, the next step is saved" in answer.outputs[0]
+    assert "removed step 1 to make room; the next step will be saved" in answer.outputs[0]
     assert answer.outputs[0].count("WARNING: the checkpoint of step") >= 2
     assert {"step_00000006", "step_00000012"} <= set(checkpoint_names(left))
     assert_same(left, whole)

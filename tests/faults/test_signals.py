@@ -226,7 +226,7 @@ def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
     launch.send(number, 0)
     until(lambda: launch.poll() or launch.codes[0] is not None, 8)
     assert launch.wait() == [128 + number, 70]
-    assert "another process of the run has gone" in launch.shown(1)
+    assert "another process of the run has ended" in launch.shown(1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -366,7 +366,7 @@ def test_a_process_that_fails_takes_the_other_along(
     assert (codes[rank], codes[1 - rank]) == (code, 70)
     assert ("Input/output error" in launch.shown(rank)) == (code == 1)
     survivor = launch.shown(1 - rank)
-    assert survivor.count("error: another process of the run has gone") == 1
+    assert survivor.count("error: another process of the run has ended") == 1
     assert "Traceback" not in survivor
 
 

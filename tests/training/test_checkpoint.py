@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_names_the_intact_one_before_it(
         assert run_here(dispatch, command) == 4
         said = capsys.readouterr().err
         assert file in said
-        assert "step 8 of the run is intact; take it with --checkpoint 8" in said
+        assert "step 8 of the run is intact; set --checkpoint 8" in said
     assert run_here(dispatch, ["sample", str(run), "--checkpoint", "8"]) == 0
     before = run / "checkpoints" / "step_00000008" / "model.safetensors"
     before.write_bytes(before.read_bytes()[:-9])
@@ -163,7 +163,7 @@ def test_a_state_of_format_1_is_read(tmp_path: Path) -> None:
 def test_newer_format_is_refused(run: Path) -> None:
     path = run / "checkpoints" / "step_00000012" / "manifest.json"
     path.write_text(json.dumps({"format": 99, "files": {}}))
-    with pytest.raises(NewerFormatError, match="has format 99, this version reads 1"):
+    with pytest.raises(NewerFormatError, match="has format 99 but this version reads only 1"):
         find_resume(run, "auto", lambda _: None)
     assert path.exists()  # not damaged, not set aside
 

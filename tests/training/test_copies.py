@@ -164,8 +164,8 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     shutil.rmtree(tmp_path / "run")
     assert run_here(train.main, own) == 0
     said = capsys.readouterr().err
-    assert "truncated; a copy before it is taken" in said
-    assert "step 4 was downloaded from" in said
+    assert "truncated; falling back to an earlier copy" in said
+    assert "downloaded step 4 from" in said
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     verify(place / "step_00000012")
     for checkpoint in place.iterdir():
@@ -353,8 +353,8 @@ def test_a_place_that_cannot_be_written_harms_nothing(
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("file", "copy_to file is a file; give a folder"),
-        ("run/checkpoints", "lies in out_dir run; give a folder elsewhere"),
+        ("file", "copy_to file is a file; set a folder"),
+        ("run/checkpoints", "lies in out_dir run; set a folder elsewhere"),
         ("other", "resume is never but checkpoint.copy_to other holds copies of a run"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_dashboard_that_does_not_start_is_a_warning(
     said: list[str] = []
     with Dashboard(tmp_path / "curves", said.append):
         soon(lambda: said)
-    assert said == [f"WARNING: the dashboard ended {told}; training goes on without it"]
+    assert said == [f"WARNING: the dashboard ended {told}; training continues without it"]
 
 
 @pytest.mark.parametrize(("code", "ending"), [("", 0), ("signal.signal(15, signal.SIG_IGN)", -9)])

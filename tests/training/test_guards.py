@@ -39,7 +39,7 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
 
 
 def test_lost_peers_are_told_and_other_errors_are_left_alone() -> None:
-    with pytest.raises(PeerError, match=r"has gone or does not answer .*closed by peer"), peers(2):
+    with pytest.raises(PeerError, match=r"has ended or does not answer .*closed by peer"), peers(2):
         raise RuntimeError("[gloo/pair.cc:5] Connection closed by peer [127.0.0.1]")
     with pytest.raises(PeerError), peers(2):
         raise dist.DistNetworkError("the store is gone")
@@ -56,7 +56,9 @@ def test_lost_peers_are_told_and_other_errors_are_left_alone() -> None:
 def test_ranks_that_differ_leave_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [{"optim.lr": 0.1, "torch": "2.13"}] * 2 + [{"optim.lr": 0.2, "torch": "2.13"}]
     monkeypatch.setattr(ranks, "all_gather", lambda _: every)
-    message = r"differ: optim\.lr is 0\.1 on rank 0 and 0\.2 on rank 2; start all with the same"
+    message = (
+        r"differ: optim\.lr is 0\.1 on rank 0 and 0\.2 on rank 2; start all processes with the same"
+    )
     with pytest.raises(DataError, match=message):
         require_same(every[0], DataError)
     monkeypatch.setattr(ranks, "current_rank", lambda: 1)
@@ -139,7 +141,7 @@ sys.exit(run_main(train.main, sys.argv[1:]))
         ("machine.__file__ = '/other/run/machine.py'", 2, "the code of accel_gpt (SHA-256) is"),
         ("machine.package_versions = lambda: {'torch': '2.0'}", 2, "and 2.0 on rank 1"),
         ("sys.argv += ['--data.train', 'other']", 3, "the fingerprint of the training data is"),
-        ("train.update = update", 5, "after step 8 the weights of rank 1 are not those of rank 0"),
+        ("train.update = update", 5, "after step 8 the weights of rank 1 differ from rank 0"),
     ],
     ids=["config", "code", "versions", "data", "weights"],
 )

@@ -17,7 +17,7 @@ from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, locked
 from tests.conftest import QUIET, launch
 
 Arguments = Callable[..., list[str]]
-GONE = "has gone: it was removed or renamed while the run was training"
+GONE = "was removed or renamed while the run was training"
 TAKEN = "is no longer locked by this run: its file .lock was removed or replaced"
 
 

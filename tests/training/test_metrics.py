@@ -104,5 +104,5 @@ def test_a_nan_of_an_earlier_version_becomes_null(tmp_path: Path) -> None:
 
 def test_a_folder_in_the_place_of_the_metrics_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").mkdir()
-    with pytest.raises(UserError, match="is a folder, expected a file"):
+    with pytest.raises(UserError, match="is a folder, not a file"):
         MetricsLog(tmp_path, 0, 0, 10)

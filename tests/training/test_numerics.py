@@ -95,8 +95,8 @@ def test_too_many_in_a_row_return_and_leave_the_batches_out(
     assert launch(small_run(*own)) == 0
     run = tmp_path / "run"
     said = capsys.readouterr().err
-    assert "the updates of 2 steps in a row were skipped, of sequences 40 to 55" in said
-    assert "step_00000004 and going on without them" in said
+    assert "the updates of 2 steps in a row were skipped (sequences 40 to 55)" in said
+    assert "step_00000004 and excluding these sequences" in said
     lines = records(run)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert [line["train/skipped"] for line in lines] == [0] * 5 + [1] * 7  # 56 to 63: one alone
@@ -119,8 +119,8 @@ def test_a_fault_that_is_not_in_the_batches_ends_the_run_and_names_them(
     options = small_run(*QUIET, "--train.max_skipped", "3")
     assert launch(options) == 5
     said = capsys.readouterr().err
-    assert "of sequences 64 to 87, after the run had returned to" in said
-    assert "without the sequences 40 to 63; look at them, or lower optim.lr" in said
+    assert "(sequences 64 to 87), although the run had rolled back to" in said
+    assert "excluded the sequences 40 to 63; inspect this data, or lower optim.lr" in said
     kept = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert kept == ["step_00000004"]
 
@@ -146,7 +146,7 @@ def test_a_run_with_no_checkpoint_before_the_skipped_steps_ends(
     poison(monkeypatch, lambda state: True)
     every = ["--train.max_skipped", "5", "--checkpoint.every", "2", "--log.every", "20"]
     assert launch(small_run(*QUIET, *every)) == 5
-    assert "there is no checkpoint to return to" in capsys.readouterr().err
+    assert "there is no checkpoint to roll back to" in capsys.readouterr().err
     assert checkpoint_steps(tmp_path / "run" / "checkpoints")
 
 
@@ -211,7 +211,7 @@ def test_weights_that_differ_between_ranks_are_refused_on_all() -> None:
         return together(2, work)
 
     for said in check(DistributedType.MULTI_CPU, 1.01):
-        assert "after step 7 the weights of rank 1 are not those of rank 0" in said
+        assert "after step 7 the weights of rank 1 differ from rank 0" in said
         assert "weight has norm 2.453589, not 2.44949), and were not saved" in said
     assert check(DistributedType.FSDP, 1.01) == ["", ""]
     assert check(DistributedType.MULTI_GPU, 1 + 1e-6) == ["", ""]

@@ -27,7 +27,7 @@ def test_launches_and_config(tmp_path: Path) -> None:
     for broken in ("- a\n", "7: x\n", "a: ["):
         (tmp_path / "config.yaml").write_text(broken)
         assert RunFolder(tmp_path).config == {}
-        with pytest.raises(UserError, match="set another out_dir, or remove the file"):
+        with pytest.raises(UserError, match="remove the file, or set another out_dir"):
             RunFolder(tmp_path).read_config()
 
 

@@ -90,7 +90,7 @@ def test_a_limit_is_refused_where_the_launcher_would_start_the_run_again(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert run_here(train.main, small_run("--train.time_limit", "1h")) == 2
-    assert "train.time_limit does not go with --max_restarts" in capsys.readouterr().err
+    assert "train.time_limit does not work with --max_restarts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ with Watchdog("1s") as watchdog:
     for number in range(20):
         print(number, flush=True)
         time.sleep(0.1)
-        watchdog.beat()
+        watchdog.heartbeat()
     print("hangs", flush=True)
     time.sleep(float(sys.argv[1]))
 """

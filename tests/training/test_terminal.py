@@ -358,7 +358,7 @@ def test_an_evaluation_is_shown(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     config, panel = make()
-    panel.doing = "evaluating: 3 of 64 batches"
+    panel.activity = "evaluating: 3 of 64 batches"
     assert "evaluating: 3 of 64 batches   evaluation in" in "\n".join(drawn(panel, 100))
     display = Display(True, config, make_plan(config, 1))
     display.show_evaluation(0, 64)
@@ -381,7 +381,7 @@ def test_an_evaluation_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
 
     def shown(done: int, total: int) -> str:
         display.show_evaluation(done, total)
-        return panel.doing
+        return panel.activity
 
     assert shown(0, 64) == "evaluating: 0 of 64 batches"
     now = 104.0
@@ -397,7 +397,7 @@ def test_an_acknowledged_signal_stays_in_the_panel(capsys: pytest.CaptureFixture
     config, panel = make()
     assert text not in "\n".join(drawn(panel, 100))
     panel.acknowledge(text)
-    panel.doing = "evaluating: batch 3 of 64"
+    panel.activity = "evaluating: batch 3 of 64"
     assert text in "\n".join(drawn(panel, 100))
     Display(False, config, make_plan(config, 1)).acknowledge(text)  # of another rank
     assert capsys.readouterr().err == ""

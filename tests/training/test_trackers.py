@@ -121,7 +121,7 @@ def test_a_tracker_that_does_not_start_is_one_sentence(
     monkeypatch.setattr(stub, "init", refuse)
     assert launch(small_run(*SHORT[:4], "--log.trackers", "trackio")) == 2
     told = capfd.readouterr().err.splitlines()[-1]
-    assert told == "error: log.trackers is trackio, of which one does not start: 'no key'"
+    assert told.startswith("error: a tracker of log.trackers (trackio) did not start: 'no key'; ")
 
 
 @pytest.mark.parametrize("metrics_too", [True, pytest.param(False, marks=pytest.mark.slow)])

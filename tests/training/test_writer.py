@@ -177,7 +177,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     said = capsys.readouterr().err
     assert "WARNING: the checkpoint of step 8 could not be written in" in said
     assert ("No space left" if error == "enospc" else "Input/output error") in said
-    assert re.search(r"it needs [\d,]+ bytes, [\d,]+ are free\); training goes on", said)
+    assert re.search(r"it needs [\d,]+ bytes, [\d,]+ are free\); training continues", said)
     root = tmp_path / "run" / "checkpoints"
     kept = [4, 8, 12] if point == "renamed" else [4, 12]  # it is valid once it has its name
     assert f"step {kept[-2]} is the newest checkpoint so far" in said
@@ -230,7 +230,7 @@ def test_a_disk_without_room_for_all_that_keep_last_asks_for_keeps_fewer(
     assert launch(small_run(*QUIET, *own)) == 0
     said = capsys.readouterr().err
     assert "WARNING: the checkpoint of step 9 could not be written in" in said
-    assert "100 are free); removed step 3 to make room, the next step is saved" in said
+    assert "100 are free); removed step 3 to make room; the next step will be saved" in said
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [6, 10, 12]
 
 
@@ -280,8 +280,8 @@ def test_every_save_that_fails_is_told(
     said = capsys.readouterr().err
     for step in (4, 8, 12):
         assert said.count(f"WARNING: the checkpoint of step {step} could not be written") == 1
-    assert "training goes on and tries again; the run has no checkpoint so far" in said
-    assert "the run has no checkpoint before it: make room and launch again" in said
+    assert "training continues and will retry; the run has no checkpoint so far" in said
+    assert "the run has no checkpoint before it; free some disk space and launch again" in said
     assert "intact" not in said
 
 
@@ -298,7 +298,9 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     said = capsys.readouterr().err
     assert said.count("WARNING: the checkpoint of step 12 could not be written") == 1
     assert "error: the checkpoint of step 12 could not be written: No space left on dev" in said
-    assert "step 8 is the newest checkpoint before it: make room and launch again" in said
+    assert (
+        "step 8 is the newest checkpoint before it; free some disk space and launch again" in said
+    )
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
 
 

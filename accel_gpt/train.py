@@ -290,7 +290,7 @@ def update(run: Training) -> None:
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
-    loss = run.gradients.finish()  # all-reduced mean; the gradient is one too
+    loss = run.gradients.finish()  # all-reduced mean, like the gradient
     grad_norm = run.gradients.clip(run.config.optim.grad_clip)
     run.optimizer.optimizer.skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
     run.optimizer.step()

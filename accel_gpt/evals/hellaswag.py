@@ -116,7 +116,7 @@ def parse_question(record: Any) -> tuple[str, list[str], int]:
             return query, [remove_artifacts(ending) for ending in endings], label
     raise ValueError(
         "not a question; expected an object with the texts ctx_a, ctx_b and activity_label (or "
-        "ctx), `endings`, a list of texts, and `label`, the number of the correct ending, from 0"
+        "ctx), the list of texts `endings`, and `label`, the correct ending's number from 0"
     )
 
 

@@ -23,7 +23,7 @@ OVERLAP = 16  # tokens decoded together with a new one; assumption: no decoder l
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
-    """Return whether samples are due at a completed step. They are due at the last one.
+    """Return whether samples are due at a completed step. Samples of the last step are due.
 
     The i-th interval between samples is `every * growth**i` steps, rounded. `every` 0: never. The
     function is pure, so there is no state to save.

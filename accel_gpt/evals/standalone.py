@@ -52,8 +52,8 @@ OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(
 def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     """Join the ranks, with the device and precision of training but not its single thread.
 
-    If `train.mixed_precision` is not set, uses the precision of the last launch of `run`, which
-    `accelerate launch --mixed_precision` may have set. On a CPU, uses float32 instead of fp16.
+    If `train.mixed_precision` is not set, uses the recorded precision of the last launch of `run`,
+    as `accelerate launch` may have set it. On a CPU, uses float32 instead of fp16.
     """
     precision = config.train.mixed_precision or launched_precision(run)
     train = replace(config.train, mixed_precision=precision)

@@ -18,7 +18,7 @@ from typing import Any
 
 from accel_gpt.errors import UserError, require
 
-RESAMPLES = 1000  # for bootstrapped standard errors, which are then accurate to about 2 %
+RESAMPLES = 1000  # makes bootstrapped standard errors accurate to about 2 %
 AUTOCAST = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 
 

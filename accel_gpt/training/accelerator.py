@@ -61,7 +61,7 @@ from accel_gpt.training.support import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Added to the timeout of a collective, so that a paused process is not taken for a hung one;
+# Added to the timeout of a collective, so that it does not expire while a process is paused;
 # assumption
 LONGEST_PAUSE = timedelta(days=1)
 M_TRIM_THRESHOLD = -1  # glibc, malloc.h

@@ -41,7 +41,7 @@ class StepGuard:
         self.pending: list[tuple[int, int, Tensor]] = []  # step, first sequence, results (4,)
         self.skipped = 0
         self.spikes = 0
-        self.skipped_in_row: list[int] = []  # first sequence of each update since the last good one
+        self.skipped_in_row: list[int] = []  # first sequence of each update in the row
         self.train_loss: float | None = None
 
     def check(self, step: int, sequence: int, loss: Tensor, grad_norm: Tensor) -> Tensor:

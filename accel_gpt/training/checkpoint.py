@@ -71,7 +71,7 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     run = RunFolder(path)
     found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
     require(path.is_dir(), f"{path} does not exist; name the folder of a run or of a checkpoint")
-    require(bool(found), f"{path} holds no checkpoint; name the folder of a run that saved one")
+    require(bool(found), f"{path} holds no checkpoint; name the folder of a run with checkpoints")
     if which == "last":
         return found[max(found)]
     wanted = run.best if which == "best" else which
@@ -129,7 +129,7 @@ def verify(path: Path, model_only: bool = False) -> None:
         size = (path / name).stat().st_size
         if size != file.size:
             raise CheckpointError(f"{path / name} has {size:,} bytes, not {file.size:,}: truncated")
-    with ThreadPoolExecutor() as pool:  # one core a file
+    with ThreadPoolExecutor() as pool:  # hash files in parallel
         digests = pool.map(sha256, [path / name for name in wanted])
         for (name, file), digest in zip(wanted.items(), digests, strict=True):
             if digest != file.sha256:
@@ -155,7 +155,7 @@ def read_manifest(path: Path) -> dict[str, SavedFile]:
         raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS}")
     for name in listed:
         if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{manifest} lists {name[:100]!r}, which is not a file name")
+            raise CheckpointError(f"{manifest} lists {name[:100]!r} but it is not a file name")
     return listed
 
 

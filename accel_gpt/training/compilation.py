@@ -139,10 +139,11 @@ def forget_compiled() -> None:
 def use_compile_cache() -> None:
     """Set torch's cache of compiled code to a folder in the user's home, for later launches.
 
-    Launches execute this code. The folder is therefore not in the run, which may come from someone
-    else, nor in /tmp, torch's default, which other users can write. Does nothing if the environment
-    sets the folder, or if there is no writable home. Raises `UserError` if other users can write to
-    the folder.
+    Launches execute this code, so the folder must be safe. The folder of a run may come from
+    someone else. Torch's default is in /tmp, where other users can write.
+
+    Does nothing if the environment sets the folder, or if there is no writable home. Raises
+    `UserError` if other users can write to the folder.
     """
     if CACHE in os.environ:
         return

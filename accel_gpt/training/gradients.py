@@ -71,8 +71,8 @@ def micro_batches(
 class Gradients:
     """Accumulates in float32; DistributedDataParallel or FSDP all-reduces in the last micro-step.
 
-    The seed of dropout is derived from the run's seed and the first sequence of the micro-batch, so
-    it does not depend on the number of ranks or on restarts. Seeding takes 0.01 ms.
+    The seed of dropout is derived from the run's seed and the first sequence of the micro-batch.
+    Dropout therefore does not depend on the number of ranks or on restarts. Seeding takes 0.01 ms.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ def code_versions() -> dict[str, str]:
 def rank_identity(config: Config) -> dict[str, Any]:
     """Return values that must be the same on all ranks: options, code and versions.
 
-    Leaves out options marked `per_machine`, which may differ. The data is compared later, once it
-    is open.
+    Leaves out options marked `per_machine`: they may differ. The data is compared later, once it is
+    open.
     """
     package = Path(__file__).resolve().parents[1]
     code = hashlib.sha256()

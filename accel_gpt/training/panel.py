@@ -47,7 +47,7 @@ WIDEST = 100  # columns; a narrower panel wraps less if the terminal shrinks
 FRAMES_PER_SECOND = 2
 BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
 CURVE_ROWS = 3
-SMALLEST_LOSS = 1e-3  # smaller losses are drawn as this one, since the axis is logarithmic
+SMALLEST_LOSS = 1e-3  # smaller losses are drawn as this value, since the axis is logarithmic
 LOSSES = (
     "train/loss",
     "eval/val_loss",

@@ -1,7 +1,7 @@
 """Choose the mixed precision, for `train.mixed_precision: auto`.
 
-A resumed run keeps its precision. Otherwise the launcher decides if it sets one, then the device
-and the flags of the processor. Rank 0 decides for all ranks.
+A resumed run keeps its precision. Otherwise, a precision that the launcher sets is used. If there
+is none, the device and the flags of the processor decide. Rank 0 decides for all ranks.
 """
 
 from dataclasses import replace

@@ -68,7 +68,7 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             # the config of streamed text has "data.train.files" and others instead of "data.train"
             known = saved.config.keys() | now.config.keys() | {"data.train"}
             for key in config.checkpoint.allow_change:
-                require(key in known, f"checkpoint.allow_change has {key}, which is not an option")
+                require(key in known, f"checkpoint.allow_change has {key} but it is not an option")
             allowed = config.checkpoint.allow_change + length_keys(config, saved)
             check_same_run(path, saved, now, allowed)
             for line in allowed_changes(config, saved, now):
@@ -201,7 +201,7 @@ def find_resume(
         if not is_checkpoint(Path(resume)):
             raise UserError(
                 f"checkpoint.resume {resume} is not a folder of a checkpoint; set auto, never or "
-                "the path of one"
+                "the folder of a checkpoint"
             )
         verify(Path(resume))
         return Path(resume)
@@ -233,9 +233,9 @@ def choose_rollback(
     Returns the checkpoint and the ranges [first, end) of all sequences to exclude. Rank 0 chooses
     for all ranks; a collective.
 
-    Chooses the last checkpoint whose update was not skipped. A signal may have saved a later one,
-    and the result must not depend on the signal. Removes later checkpoints, since their position
-    includes the excluded sequences.
+    Chooses the last checkpoint whose update was not skipped. A signal may have saved a later
+    checkpoint, but the result must not depend on the signal. Removes later checkpoints, since their
+    position includes the excluded sequences.
 
     Raises `DivergedError` if there is no such checkpoint. Also raises it if the run has rolled back
     to this checkpoint before, since then the batches are not the cause.
@@ -421,7 +421,7 @@ def load_on_this_rank(
     try:
         if sharded or not (path / SAFE_WEIGHTS_NAME).is_file():
             load_shards(path, gpt, optimizer)
-            if same_world:  # load the random states; there is no scaler, as FSDP excludes fp16
+            if same_world:  # load the random states; FSDP excludes fp16, so there is no scaler
                 load_accelerator_state(
                     input_dir=str(path),
                     models=[],
@@ -472,7 +472,7 @@ def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
         moments = moments_of(gpt, optimizer)
         unknown = read_tensors(files, moments) - moments.keys()
         if unknown:
-            raise CheckpointError(f"it has {min(unknown)}, which belongs to another optimizer")
+            raise CheckpointError(f"it has {min(unknown)}, unknown to this optimizer")
         return
     file = path / f"{OPTIMIZER_NAME}.bin"
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -510,7 +510,7 @@ def check_moments(
     unknown = sorted(state.keys() - expected)
     if unknown:
         raise CheckpointError(
-            f"{file} has {', '.join(unknown)} of {name}, which belongs to another optimizer"
+            f"{file} has {', '.join(unknown)} of {name}, unknown to this optimizer"
         )
     for key, value in state.items():
         if torch.is_tensor(value) and value.dim() and value.shape != parameter.shape:

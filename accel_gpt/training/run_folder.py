@@ -174,7 +174,7 @@ class RunFolder:
 
     @property
     def best(self) -> str:
-        """Read the file `best`, which holds a step unless it was edited; "" if it is missing."""
+        """Read the file `best`: a step, unless a user edited it. Returns "" if it is missing."""
         try:
             return (self.path / "best").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:

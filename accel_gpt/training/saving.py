@@ -181,12 +181,12 @@ class CheckpointWriter:
         return failed and time.monotonic() - self.failed_at > RETRY_SECONDS
 
     def save_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
-        """Save or copy the tensors and random states, which the next step will change."""
+        """Save or copy the tensors and random states before the next step changes them."""
         folder.parent.mkdir(exist_ok=True)  # no parents: do not recreate a run's removed folder
         folder.mkdir(exist_ok=True)
         fault_point("save.begun")
         scaler = self.accelerator.scaler
-        if not self.main:  # else every rank writes the same file
+        if not self.main:  # only rank 0 writes the scaler
             self.accelerator.scaler = None
         try:
             if self.snapshot or self.fsdp:
@@ -349,7 +349,7 @@ class CheckpointWriter:
 
 
 class Snapshot:
-    """Copies of tensors in host memory, which are written to disk while training continues.
+    """Copies of tensors in host memory, to write to disk while training continues.
 
     The buffers are allocated once, and pinned if the device is a GPU.
     """
@@ -475,8 +475,8 @@ def name_best_and_prune(
 ) -> None:
     """Write the best step to the file `best`, and remove old checkpoints up to `step`.
 
-    Keeps the `keep_last` newest checkpoints, the last one whose update was not skipped, and with
-    `keep_best` the best. If the save of the best step failed, keeps the previous best. Ignores
+    Keeps the `keep_last` newest checkpoints, the last checkpoint whose update was not skipped, and
+    with `keep_best` the best. If the save of the best step failed, keeps the previous best. Ignores
     checkpoints that `read_states` skips. If a file cannot be written or removed, the next save
     retries.
     """
@@ -496,9 +496,9 @@ def name_best_and_prune(
 def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) -> list[int]:
     """Remove the oldest checkpoints until a checkpoint of `needed` bytes fits; return their steps.
 
-    Keeps the newest intact checkpoint, the best, and the last one whose update was not skipped.
-    Removes nothing if there is room already, or if removing would not make enough room. With
-    `quota`, the free bytes of the disk say nothing, so one checkpoint is removed.
+    Keeps the newest intact checkpoint, the best, and the last checkpoint whose update was not
+    skipped. Removes nothing if there is room already, or if removing would not make enough room.
+    If a `quota` is exceeded, the disk's free bytes do not show it, so removes one checkpoint.
     """
     paths = RunFolder(out_dir).checkpoints
     states = read_states(out_dir)

@@ -21,10 +21,10 @@ class TrainState:
     """The state of a run after `step` optimizer updates, the same on every rank."""
 
     FORMER_KEYS: ClassVar = ("text_places",)
-    """Keys of earlier versions, which could train on streamed text."""
+    """Keys that earlier versions wrote for training on streamed text."""
 
     step: int = 0  # completed steps, skipped updates included
-    sequences: int = 0  # sequences read, which is the position in the data
+    sequences: int = 0  # sequences read so far: the position in the data
     tokens: int = 0
     # an `option`, so that a damaged file with a negative number is rejected
     seconds: float = option(0.0, "Seconds of training in all launches.", at_least=0)
@@ -41,7 +41,7 @@ class TrainState:
     data_commits: dict[str, str] = field(default_factory=dict)  # of repositories, by URL
     # of the step guard
     skipped: int = 0  # skipped updates: not finite, or a spike
-    # first sequence of each skipped update since the last one that was not skipped
+    # first sequence of each skipped update in the current row
     skipped_in_row: list[int] = field(default_factory=list)
     spikes: int = 0
     losses: list[float] = field(default_factory=list)  # the window for detecting spikes
@@ -63,7 +63,7 @@ class TrainState:
 
     @property
     def reported_step(self) -> int:
-        """Return the last step with a complete record: the one before, if an evaluation is due."""
+        """Return the last step with a complete record: `step - 1` if an evaluation is due."""
         return self.step if self.awaits_evaluation is None else self.step - 1
 
     def note_evaluation(self, val_loss: float) -> bool:

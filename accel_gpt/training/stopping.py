@@ -56,7 +56,7 @@ class StopSignal:
 
     A thread receives signals, since the training thread may wait in a collective. The death of the
     launcher counts as SIGTERM. It never counts as a second signal, since the launcher may have sent
-    the first one before it died.
+    a signal before it died.
 
     `time_limit`: seconds from `started`, a value of `time.monotonic`. `starting`: there is nothing
     to save yet, so the first signal ends the process.
@@ -110,8 +110,8 @@ class StopSignal:
         self.time_limit = duration("train.time_limit", config.train.time_limit)
         require(
             self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
-            "train.time_limit does not work with --max_restarts, which restarts a stopped run; "
-            "remove one of them",
+            "train.time_limit does not work with --max_restarts: the launcher restarts a stopped "
+            "run; remove one of the two options",
         )
         self.group = host_group(config, accelerator)
 
@@ -124,7 +124,7 @@ class StopSignal:
                         self.receive(number)
 
     def receive(self, number: int) -> None:
-        """Acknowledge the first signal. End the process at a second one, or before the first step.
+        """Acknowledge the first signal; end the process at a second one or before the first step.
 
         Never ends an interactive session; see `handle`.
         """
@@ -176,8 +176,8 @@ class StopSignal:
     def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Return whether any rank has a reason to stop, and whether `other` is true on any rank.
 
-        An all-reduce between the hosts, over gloo. `save_seconds`: the time of a save, which must
-        still fit into the time limit.
+        An all-reduce between the hosts, over gloo. `save_seconds`: reserve this time for a save
+        before the time limit.
         """
         self.note_check()
         out_of_time = self.is_out_of_time(save_seconds)
@@ -256,8 +256,8 @@ def restore_signals() -> None:
 def die_with_launcher() -> None:
     """Make the kernel send SIGTERM to this process when its launcher dies.
 
-    Does nothing if a shell started the process, so that it survives its shell, as under nohup.
-    Linux only: prctl(2).
+    Does nothing if a shell started the process, since nohup must keep it alive. Linux only:
+    prctl(2).
     """
     if sys.platform != "linux" or not started_by_launcher():
         return

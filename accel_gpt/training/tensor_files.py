@@ -151,6 +151,6 @@ def read_weights(path: Path, gpt: GPT) -> None:
     try:
         unknown = read_tensors(files, weights) - weights.keys()
         if unknown:
-            raise CheckpointError(f"it has {min(unknown)}, which is not in the model")
+            raise CheckpointError(f"it has {min(unknown)}, unknown to the model")
     except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{files[0]} does not fit the model: {error}") from None

@@ -45,7 +45,7 @@ class Trackers:
         if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
             kwargs |= resumable(Path(config.out_dir))
         try:
-            with without_input():  # a tracker without a login must fail, not ask for one
+            with without_input():  # a tracker without a login must fail, not ask for a password
                 accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
         except Exception as error:  # each package has its own error classes
             raise UserError(
@@ -63,7 +63,7 @@ class Trackers:
                 tracker.store_init_configuration(options)
 
     def reopen(self, step: int) -> None:
-        """Open a new TensorBoard file, which drops `step` and all later steps."""
+        """Open a new TensorBoard file. It makes TensorBoard drop `step` and all later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         for tracker in self.accelerator.trackers:

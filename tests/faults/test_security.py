@@ -227,7 +227,7 @@ def test_nothing_is_unpickled_nor_executed_while_a_run_is_taken_up(
 )
 def test_names_of_a_manifest_stay_in_its_folder(checkpoint: Path, name: str) -> None:
     fit(checkpoint, name, b"x")
-    with pytest.raises(CheckpointError, match="which is not a file name"):
+    with pytest.raises(CheckpointError, match="but it is not a file name"):
         verify(checkpoint)
     assert run_here(cli.dispatch, ["inspect", str(checkpoint)]) == 4
 

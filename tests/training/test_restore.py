@@ -233,7 +233,7 @@ def test_a_key_to_allow_must_be_one(
 ) -> None:
     assert launch(small_run("--train.stop_at", "4")) == 0
     assert launch(small_run("--checkpoint.allow_change", "optim.lr,sed")) == 2
-    assert "checkpoint.allow_change has sed, which is not an option" in capsys.readouterr().err
+    assert "checkpoint.allow_change has sed but it is not an option" in capsys.readouterr().err
 
 
 def test_the_best_loss_so_far_is_that_of_the_same_text(

@@ -122,7 +122,7 @@ def test_the_command_prints_the_metrics_of_tasks(
     assert accuracy * 3 == pytest.approx(round(accuracy * 3))
     assert records(run) == before
     assert run_here(cli.dispatch, [*command, "local_piga"]) == 2
-    assert "error: unknown task 'local_piga'; the nearest are local_piqa" in capfd.readouterr().err
+    assert "error: unknown task 'local_piga'; did you mean local_piqa?" in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------- mistakes

@@ -123,7 +123,7 @@ def test_two_processes_end_when_their_folder_is_renamed(
     renaming.join()
     assert answer.codes[0] == 6, answer.outputs
     assert answer.codes[1] in (6, 70), answer.outputs
-    assert f"out_dir {run} has gone" in answer.outputs[0]
+    assert f"out_dir {run} was removed or renamed" in answer.outputs[0]
     assert not run.exists()
     finish(server, [str(moved / "config.yaml")], 2)
     assert_whole(moved)

@@ -226,7 +226,11 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
 @pytest.mark.parametrize(
     ("name", "error", "warning"),
     [
-        ("link_tree", OSError(28, "No space left"), f"step_00000004 cannot wait for hf://{REPO}: "),
+        (
+            "link_tree",
+            OSError(28, "No space left"),
+            f"step_00000004 cannot be queued for hf://{REPO}: ",
+        ),
         (
             "launch_child",
             OSError(11, "Unavailable"),

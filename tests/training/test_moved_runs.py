@@ -42,7 +42,7 @@ def test_a_moved_run_is_evaluated_and_resumed_from_another_folder(
     assert "moved, step 4" in capsys.readouterr().out
     assert launch(["moved/config.yaml", *LONGER]) == 0
     said = capsys.readouterr().err
-    assert "moved/config.yaml names out_dir runs/a; the run continues in moved, where" in said
+    assert "moved/config.yaml sets out_dir to runs/a; the run continues in moved," in said
     assert "from step 4 (moved/checkpoints/step_00000004)" in said
     assert RunFolder(run).step == 6
     assert sorted(path.name for path in tmp_path.glob("*")) == [
@@ -57,7 +57,7 @@ def test_the_config_of_a_copied_run_trains_the_copy(
 ) -> None:
     shutil.copytree("runs/a", "runs/b")
     assert launch(["runs/b/config.yaml", *LONGER]) == 0
-    assert "names out_dir runs/a; the run continues in runs/b" in capsys.readouterr().err
+    assert "sets out_dir to runs/a; the run continues in runs/b" in capsys.readouterr().err
     assert (RunFolder("runs/a").step, RunFolder("runs/b").step) == (4, 6)
     assert RunFolder("runs/b").config["data.train"] == "runs/b/data"
 

@@ -24,6 +24,7 @@ OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # on a CPU; o
 # of a path that a user gave: not to be opened, too long, below a file
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+INTERRUPTED = "interrupted"
 LINE_SECONDS = 10.0  # between two lines of progress
 BAR_SECONDS = 0.2  # between two drawings of a bar
 LONGEST_SECONDS = 1e12  # that a clock shows; a `timedelta` holds no 1e14
@@ -255,6 +256,18 @@ def format_hours(hours: float) -> str:
 # --------------------------------------------------------------------------- the end of a process
 
 
+def exit_while_importing() -> None:
+    """Let Ctrl-C end this process with one sentence until `run_main` begins."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may ignore it
+        signal.signal(signal.SIGINT, exit_at_once)
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    """Handle a signal before anything was begun."""
+    os.write(2, INTERRUPTED.encode() + b"\n")
+    os._exit(128 + number)
+
+
 def exit_on_sigterm() -> None:
     """Let SIGTERM end this process as an error does, so that temporary files are removed."""
 
@@ -283,6 +296,8 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     A user's mistake, a full disk, or a path that cannot be opened becomes one sentence on stderr.
     """
     open_closed_streams()
+    if signal.getsignal(signal.SIGINT) is exit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main(argv)
     except AccelGPTError as error:
@@ -311,5 +326,5 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
             raise
         return UserError.exit_code
     except KeyboardInterrupt:
-        write_err("interrupted")
+        write_err(INTERRUPTED)
         return 130

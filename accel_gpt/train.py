@@ -18,6 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accel_gpt.console import exit_while_importing, run_main
+
+if __name__ == "__main__":
+    exit_while_importing()  # the libraries below take seconds
+
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -25,7 +30,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.console import run_main
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.verify import DataVerifier

@@ -18,15 +18,15 @@ from typing import TextIO
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
+from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
+from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, launch_child, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select_files
 from accel_gpt.training.ranks import all_gather, all_ranks, end_group, sees_main, wait_for_file
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # SIGINT reaches the child too
+from accel_gpt.training.stopping import interactive
 
 
 def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
@@ -125,16 +125,25 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
 def exiting_on_signals() -> Iterator[None]:
     """Let a signal raise `SystemExit` rather than reach the handlers of `StopSignal`.
 
-    These would end this process and leave its child.
+    These would end this process and leave its child. An interrupt of an interactive session raises
+    `KeyboardInterrupt`.
     """
+    received: list[str] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and interactive():
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number).name)
         sys.exit(PREEMPTED)
 
     wakeup = signal.set_wakeup_fd(-1)
-    handlers = {number: signal.signal(number, leave) for number in STOP_SIGNALS}
+    handlers = {number: signal.signal(number, leave) for number in SIGNALS}
     try:
         yield
+    except SystemExit:
+        if received and is_main():
+            write_err(f"{received[0]}: stopped the preparation; launch the same command again")
+        raise
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -154,6 +163,7 @@ def start_prepare(
         secret=json.dumps(settings, ensure_ascii=False),
         stdin=None,  # it may be the text
         stdout=stdout,
+        own_group=settings["path"] != "-",  # only this process answers a Ctrl-C
     )
 
 

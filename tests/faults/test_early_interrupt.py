@@ -1,0 +1,64 @@
+"""Ctrl-C before the first step: one sentence and an exit code, while libraries load and data is
+prepared; nothing is left behind.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launches import until
+from tests.test_launch import MARK, PLAIN, TRAIN, marked
+
+Arguments = Callable[..., list[str]]
+pytestmark = pytest.mark.slow
+
+
+def start(argv: list[str], folder: Path, mark: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, TRAIN, *argv],
+        cwd=folder,
+        env={**PLAIN, MARK: mark},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_while_torch_is_imported(small_run: Arguments, tmp_path: Path) -> None:
+    process = start(small_run(), tmp_path, "importing")
+    libraries = Path(f"/proc/{process.pid}/maps")
+    until(lambda: "libtorch" in libraries.read_text())
+    os.killpg(process.pid, signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert (process.returncode, shown) == (130, "interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_data_is_prepared(
+    number: signal.Signals, small_run: Arguments, tmp_path: Path
+) -> None:
+    mark = f"preparing {number.name}"
+    options = ["--data.train", "data", "--data.prepare.source", "text"]
+    options += ["--data.prepare.path", "text"]
+    (tmp_path / "text").mkdir()
+    for part in range(4):
+        (tmp_path / "text" / f"{part}.txt").write_text("some words of a text\n" * 400_000)
+    process = start(small_run(*options), tmp_path, mark)
+    until(lambda: len(marked(mark)) > 1)
+    os.killpg(process.pid, number)
+    signalled = time.monotonic()
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert f"{number.name}: stopped the preparation; launch the same command again" in shown
+    assert "Traceback" not in shown
+    assert "interrupted" not in shown
+    assert time.monotonic() - signalled < 5  # it waited so long for a thread that heard nothing
+    assert not marked(mark)

@@ -39,6 +39,7 @@ import numpy.typing as npt
 from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.parse import changed_keys
+from accel_gpt.config.plan import plural
 from accel_gpt.console import Progress, table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.index import INDEX, read_index
@@ -219,11 +220,11 @@ def read_split(
     if split.eot_id is not None:
         documents = int(counts[split.eot_id])
     expected = total([shard.documents for shard in split.shards])
-    both_known = documents is not None and expected is not None
-    if not problems and both_known and documents != expected:
+    if documents is not None and expected is not None and documents != expected and not problems:
         problems.append(
-            f"the {split.name} split of {split.folder} has {documents:,} end-of-text tokens,"
-            f" but its index says {expected:,} documents; prepare the data again"
+            f"the {split.name} split of {split.folder} has "
+            f"{plural(documents, 'end-of-text token')}, but its index says "
+            f"{plural(expected, 'document')}; prepare the data again"
         )
     utf8_bytes = None
     if tokenizer.bytes_add_up:
@@ -434,8 +435,9 @@ def newest_lines(entry: dict[str, Any]) -> list[str]:
         config.append(f"{title:<11}{key} {json.dumps(value)}")
     return [
         f"model      {model['preset']}, {entry['parameters']['total']:,} parameters: "
-        f"{model['n_layer']} layers, {model['n_head']} heads, {model['n_embd']} channels, "
-        f"block size {model['block_size']}, vocabulary {entry['vocab_size']:,}",
+        f"{plural(model['n_layer'], 'layer')}, {plural(model['n_head'], 'head')}, "
+        f"{model['n_embd']} channels, block size {model['block_size']}, "
+        f"vocabulary {entry['vocab_size']:,}",
         f"data       {data['train']}, fingerprint {data['fingerprint'][:12]}",
         f"tokenizer  {tokenizer['kind'] or 'unknown'}, fingerprint {tokenizer['fingerprint'][:12]}",
         *config,

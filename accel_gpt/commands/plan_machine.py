@@ -7,6 +7,7 @@ from typing import Any
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import read_yaml
+from accel_gpt.config.plan import plural
 from accel_gpt.cost.cluster import Network
 from accel_gpt.cost.devices import (
     DEVICES,
@@ -37,7 +38,7 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     require(
         isinstance(replicas, int) and replicas > 0 and devices % replicas == 0,
         f"dp_replicate_size in {options.config_file} is {replicas!r}; it must divide the "
-        f"{devices} devices",
+        f"number of devices, {devices}",
     )
     precision, source = planned_precision(config, launch, options.config_file, options.gpu)
     require(
@@ -138,8 +139,8 @@ def planned_nodes(options: PlanCommand, launch: Mapping[str, Any]) -> tuple[int,
         nodes = 1
     require(
         devices == nodes * (each or devices // nodes),
-        f"{devices} devices are not {nodes} nodes of {each or 'equal size'}; give two of --gpus, "
-        "--nodes and --gpus_per_node",
+        f"{plural(devices, 'device')} cannot be {plural(nodes, 'node')} of "
+        f"{each or 'equal size'}; give two of --gpus, --nodes and --gpus_per_node",
     )
     return nodes, devices
 

@@ -219,7 +219,7 @@ class Trial:
         sizes = ", ".join(str(size) for size in sorted(set(self.world_sizes)))
         processes = "process" if sizes == "1" else "processes"
         text = (
-            f"{plural(self.runs, 'run')} of {self.options.steps} steps with "
+            f"{plural(self.runs, 'run')} of {plural(self.options.steps, 'step')} with "
             f"{plural(self.kills, 'kill')}, compared with one never stopped; "
             f"{len(self.world_sizes)} launches on {sizes} {processes}, "
             f"{sum(self.seconds):.0f} s\n\n"

@@ -53,8 +53,8 @@ class Plan:
         return (
             f"{self.tokens_per_step:,} tokens a step = {batch} x {self.block_size:,} tokens "
             f"x {micro} x {processes}\n"
-            f"{self.max_steps * self.tokens_per_step:,} tokens in all = {self.max_steps:,} steps, "
-            f"{self.warmup_steps:,} of them warm-up"
+            f"{self.max_steps * self.tokens_per_step:,} tokens in all = "
+            f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up"
         )
 
 
@@ -76,7 +76,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     if schedule.name != "constant":
         require(
             warmup < max_steps,
-            f"the warm-up takes {warmup:,} steps but the run only {max_steps:,}; "
+            f"the warm-up takes {plural(warmup, 'step')} but the run only {max_steps:,}; "
             "shorten schedule.warmup_steps or lengthen the run",
         )
     decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
@@ -85,8 +85,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
         decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     require(
         schedule.name != "wsd" or warmup + decay <= max_steps,
-        f"the warm-up takes {warmup:,} steps and the decay {decay:,}, more than the {max_steps:,} "
-        "of the run; shorten schedule.decay_steps",
+        f"the warm-up takes {plural(warmup, 'step')} and the decay {decay:,}, more than the "
+        f"{max_steps:,} of the run; shorten schedule.decay_steps",
     )
     return Plan(
         world_size=world_size,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.plan import plural
 from accel_gpt.console import Progress, write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.shards import token_dtype
@@ -129,9 +130,9 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
     if min(tokens.values()) < 2:
         shutil.rmtree(folder)
         raise UserError(
-            f"there is too little text to train on: {tokens['train']} tokens for train and "
-            f"{tokens['val']} for val, expected at least 2 each; give more text, or another "
-            f"data.prepare.val_fraction than {config.val_fraction}"
+            f"there is too little text to train on: {plural(tokens['train'], 'token')} "
+            f"for train and {tokens['val']} for val, expected at least 2 each; give more text, "
+            f"or another data.prepare.val_fraction than {config.val_fraction}"
         )
     sync(folder)
     counts = work.counts() if config.skip_invalid else {}
@@ -178,8 +179,8 @@ def summary(index: Index) -> str:
     skipped = index.prepared.get("skipped")
     left_out = "" if skipped is None else f", {skipped:,} invalid skipped"
     return (
-        f"{count} shards, {total:,} tokens ({each}), {utf8_bytes / max(1, total):.2f} bytes per "
-        f"token{left_out}"
+        f"{plural(count, 'shard')}, {total:,} tokens ({each}), "
+        f"{utf8_bytes / max(1, total):.2f} bytes per token{left_out}"
     )
 
 

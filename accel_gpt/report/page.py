@@ -259,9 +259,11 @@ def describe_model(run: NamedRun) -> str:
     parameters = run.last_launch("model", "parameters")
     if isinstance(parameters, int):
         parts.append(f"{parameters:,} parameters")
+    for key, noun in (("model.n_layer", "layer"), ("model.n_head", "head")):
+        count = run.config.get(key)
+        if isinstance(count, int):
+            parts.append(plural(count, noun))
     for key, form in (
-        ("model.n_layer", "{} layers"),
-        ("model.n_head", "{} heads"),
         ("model.n_embd", "{} channels"),
         ("model.block_size", "context {}"),
     ):

@@ -31,7 +31,7 @@ from torch import nn
 
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.console import write_err
 from accel_gpt.cost.devices import bf16_instructions
 from accel_gpt.errors import require
@@ -102,7 +102,7 @@ def join_ranks(config: Config) -> PartialState:
     started = world_size()
     require(
         state.num_processes == started,
-        f"the launcher started {started} processes but Accelerate finds "
+        f"the launcher started {plural(started, 'process', 'processes')} but Accelerate finds "
         f"{state.num_processes}; start with accelerate launch, torchrun or srun",
     )
     if state.num_processes > 1:

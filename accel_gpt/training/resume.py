@@ -74,7 +74,7 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             for line in allowed_changes(config, saved, now):
                 log(line)
             if saved.step == make_plan(config, world_size()).max_steps:
-                log(f"{out_dir} is finished: it has trained all its {saved.step:,} steps")
+                log(f"{out_dir} is finished after {plural(saved.step, 'step')}")
             for key, (was, new) in source_changes(vars(saved), vars(now)).items():
                 log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.console import Progress, can_draw, format_clock, in_notebook, write_err
 from accel_gpt.launcher import is_main
 from accel_gpt.training.panel import FORMS, Panel
@@ -135,7 +135,7 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
     if config.schedule.name != "constant":
         allow = f" and --checkpoint.allow_change {length}"
     return (
-        f"{state.step:,} steps, {state.tokens:,} tokens in {spent}{loss}\n"
+        f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}\n"
         f"  run         {out} ({files})\n"
         f'  try         accel-gpt sample {out} --prompt "..."\n'
         f"  curves      accel-gpt report {out}\n"

@@ -51,7 +51,7 @@ def test_two_processes_reach_the_losses_of_one(
     finish([*TORCHRUN, TRAIN, *small_run(*alike, "--out_dir", str(one))], tmp_path)
     shown = finish([*launcher, TRAIN, *small_run(*alike, "--out_dir", str(two))], tmp_path)
     assert "x 2 micro-steps x 2 processes" in shown
-    assert shown.count("tokens a step") == 1  # one process speaks
+    assert shown.count("tokens per step") == 1  # one process speaks
     for alone, shared in zip(records(one), records(two), strict=True):
         assert alone.keys() == shared.keys()
         assert list(shared.values()) == pytest.approx(list(alone.values()), abs=1e-5)

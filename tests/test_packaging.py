@@ -154,7 +154,7 @@ def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         (["plan", "gpt2_24m"], "did you mean gpt2_124m or gpt2_774m or gpt2_350m?"),
         (["verify-resume", "quickstrt.yaml"], "did you mean quickstart?"),
-        (["prepare", "quickstart"], "shipped are fineweb_edu_10bt, openwebtext"),
+        (["prepare", "quickstart"], "try one of fineweb_edu_10bt, openwebtext"),
         (["train", "mine"], "did you mean mine.yaml?"),
     ],
 )

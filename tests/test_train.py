@@ -128,7 +128,7 @@ def test_run_learns_and_leaves_what_the_contract_names(
     launches = json.loads((run / "run.json").read_text())["launches"]
     assert launches[0]["plan"]["max_steps"] == 12
     shown = capsys.readouterr().err
-    assert "256 tokens a step = 4 sequences x 32 tokens x 2 micro-steps x 1 process" in shown
+    assert "256 tokens per step = 4 sequences x 32 tokens x 2 micro-steps x 1 process" in shown
     assert "no MFU" in shown
     assert "accel-gpt sample" in shown
 

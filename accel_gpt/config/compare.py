@@ -1,4 +1,4 @@
-"""Compare two configs, given as values by dotted key, by what each option says of itself."""
+"""Compare two configs, each a mapping from dotted keys to values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,14 @@ from accel_gpt.config.parse import to_flat
 from accel_gpt.config.removed import REMOVED
 
 Differences = dict[str, tuple[Any, Any]]  # key -> (before, now)
-UNKNOWN = Option("", resume="ask")  # of a key that another version wrote
+UNKNOWN = Option("", resume="ask")  # for a key that only another version has
 
 
 def option_of(key: str) -> Option:
-    """Return what is known of a key, or of the key that it belongs to.
+    """Return the `Option` of a key.
 
-    `data.val.web` and `data.train[web]` belong to `data.val` and `data.train`.
+    A key inside an option belongs to that option: `data.val.web` belongs to `data.val`, and
+    `data.train[web]` to `data.train`.
     """
     known = all_options(Config)
     name = key.partition("[")[0]
@@ -25,10 +26,10 @@ def option_of(key: str) -> Option:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
-    """Return the keys whose values differ.
+    """Return the keys whose values differ, with both values.
 
-    A key that `before` lacks, because an earlier version wrote it, had its default. A key that
-    this version no longer has is ignored.
+    An earlier version may have written `before`. Keys that it lacks have their defaults; keys that
+    no longer exist are ignored.
     """
     kept = {key: value for key, value in before.items() if key not in REMOVED}
     known = to_flat(Config()) | kept
@@ -40,7 +41,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Difference
 
 
 def resume_kind(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Resume:
-    """Return what a resume does with another value of `key`: see `Option.resume`."""
+    """Return what a resume does if the value of `key` has changed; see `Option.resume`."""
     one = option_of(key)
     if one.exact and now.get("train.reproducible"):
         return "ask"
@@ -51,6 +52,6 @@ def resume_kind(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def has_rate_groups(config: Mapping[str, Any]) -> bool:
-    """Return whether a config has learning rates that make groups of the optimizer."""
+    """Return whether a config sets a learning rate that needs its own parameter group."""
     keys = [key for key, one in all_options(Config).items() if one.null_is_another_run]
     return any(config.get(key) is not None for key in keys)

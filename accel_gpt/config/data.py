@@ -1,4 +1,4 @@
-"""The options of the data: what is trained on, in which order, and how it is prepared. No torch."""
+"""Define the options of the data, its order and its preparation. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ class PrepareConfig(
 
     source: SourceKind | None = option(
         None,
-        "Kind of the text in path or dataset. null: nothing is prepared, the folder must exist. "
-        "auto: the kind with the most bytes in path, by the endings of its files; any other ending "
-        "is text.",
+        "Kind of the text. null: nothing is prepared, so the data folder must exist. stdlib: the "
+        "source code of Python's standard library. auto: the kind with the most bytes in path, by "
+        "file extension; an unknown extension counts as text.",
         essential=True,
     )
     path: str | None = option(
         None,
-        "File, folder, glob, http(s) URL, or - for standard input; for text, jsonl, parquet and "
-        "arrow.",
+        "File, folder, glob, http(s) URL, or - for standard input. Used by text, jsonl, parquet, "
+        "arrow and auto.",
         published="name",
     )
     dataset: str | None = option(
         None,
-        "Id of a Hub dataset, for source dataset. It is streamed, never downloaded whole.",
+        "Id of a Hub dataset, used by source dataset. It is streamed, not downloaded as a whole.",
         published="name",
     )
     dataset_config: str | None = option(
@@ -47,7 +47,7 @@ class PrepareConfig(
     )
     text_field: str = option(
         "text",
-        "Name of the column that holds the text; for jsonl, parquet, arrow and dataset.",
+        "Name of the column with the text. Used by jsonl, parquet, arrow and dataset.",
         published="name",
     )
     tokenizer: str = option(
@@ -59,29 +59,29 @@ class PrepareConfig(
     )
     vocab_size: int = option(
         4096,
-        "Vocabulary size of a trained bpe, including the end-of-text token; a small text reaches "
-        "less.",
+        "Vocabulary size of a trained bpe, including the end-of-text token. A small text may give "
+        "fewer tokens.",
         essential=True,
     )
     sample_bytes: int = option(
         1_000_000_000,
-        "UTF-8 bytes of text, spread over the source, on which a bpe is trained.",
+        "Bytes of UTF-8 text on which a bpe is trained, spread over the source.",
         above=0,
     )
     val_fraction: float = option(
         0.1,
-        "Share of the text held out for validation, 0 to 1: whole documents, or the end of each "
-        "text if there are few documents.",
+        "Share of the text held out for validation, 0 to 1. It consists of whole documents, or of "
+        "the end of each text if there are few documents.",
         above=0,
         below=1,
     )
     keep_crlf: bool = option(
         False,
-        "Keep the line ends of Windows (CR LF). false: they become LF.",
+        "Keep Windows line ends (CR LF). false: convert them to LF.",
     )
     skip_invalid: bool = option(
         False,
-        "Skip and count documents that cannot be decoded, instead of stopping at the first.",
+        "Skip and count documents that cannot be decoded. false: stop at the first one.",
     )
     shard_tokens: int = option(
         100_000_000,
@@ -105,7 +105,7 @@ class PrepareConfig(
         if self.source == "stdlib":
             require(
                 not (self.path or self.dataset),
-                f"data.prepare.source is stdlib but {self.path or self.dataset} is given as well; "
+                f"data.prepare.source is stdlib, but {self.path or self.dataset} is given as well; "
                 "set data.prepare.source to text, jsonl, parquet, arrow or dataset",
             )
         elif self.source == "dataset":
@@ -131,7 +131,7 @@ class Weighted(Section, prefix="data.train."):
     )
     weight: float = option(
         1.0,
-        "Share of the sequences, relative to the others.",
+        "Share of the sequences, relative to the weights of the other sources.",
         above=0,
     )
 
@@ -155,52 +155,55 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     text: str | None = option(
         None,
-        "Your own text instead of data.train: a file, folder, glob or URL. It is prepared in the "
-        "folder data of out_dir, with the settings of data.prepare.",
+        "Your own text instead of data.train: a file, folder, glob or URL. It is prepared in "
+        "out_dir/data with the options of data.prepare.",
         essential=True,
     )
     val: str | Mapping[str, str] | None = option(
         None,
-        "Folder whose val split is evaluated, or several by name: {web: data/web, code: "
+        "Folder whose val split is evaluated, or several folders by name: {web: data/web, code: "
         "data/code}. null: the val splits of data.train.",
         validation=True,
         per_machine=True,
     )
     tokenizer: str | None = option(
         None,
-        "Tokenizer of data that does not name one (shards of other projects): gpt2, bytes, the "
-        "path of a tokenizer.json, or a Hub id (user/name).",
+        "Tokenizer of data that does not name one, such as shards of other projects: gpt2, bytes, "
+        "the path of a tokenizer.json, or a Hub id (user/name).",
         resume="free",
         per_machine=True,
     )
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = option(
         "global",
-        "global: a new permutation of all sequences each epoch. groups: shards in random order, a "
-        "permutation of the sequences of each shuffle_group shards. shards: shards in random "
-        "order, each read in order. none: in order. replacement: random crops, as in nanoGPT.",
+        "Order of the sequences. global: a new permutation of all sequences each epoch. groups: "
+        "shards in random order, with the sequences of every shuffle_group shards permuted "
+        "together. shards: shards in random order, each read in order. none: all in order. "
+        "replacement: random crops, as in nanoGPT.",
         resume="refuse",
     )
     shuffle_group: int = option(
         8,
-        "Number of shards in a group, for shuffle groups. The cache of a URL must hold two groups.",
+        "Number of shards in a group if shuffle is groups. If data.train is a URL, the cache needs "
+        "room for two groups.",
         above=0,
         resume="refuse",
     )
     document_mask: bool = option(
         False,
-        "End attention, loss and positions at document boundaries. false: a sequence is one text.",
+        "End attention, loss and positions at document boundaries. false: treat a sequence as one "
+        "text.",
     )
     cache_dir: str | None = option(
         None,
-        "Folder in which shards of a URL are cached. null: the cache of the Hub (HF_HUB_CACHE) for "
-        "hf://, ~/.cache/accel_gpt/shards for others.",
+        "Folder that caches the shards of a URL. null: the Hub's cache (HF_HUB_CACHE) for hf://, "
+        "~/.cache/accel_gpt/shards for other URLs.",
         resume="free",
         per_machine=True,
     )
     cache_gb: float = option(
         50.0,
-        "Size limit of the cached shards that training downloads, in units of 1e9 bytes. Shards "
-        "that have been read are evicted first.",
+        "Size limit of the shards that training caches, in GB (1e9 bytes). Shards that have been "
+        "read are evicted first.",
         above=0,
         resume="free",
         per_machine=True,
@@ -218,5 +221,5 @@ class DataConfig(Section, prefix="data.", published=True):
 
     @property
     def folder(self) -> str | None:
-        """The one folder that `prepare` may make; None for mixtures."""
+        """The data folder that `data.prepare` may make; None for a mixture."""
         return self.train if isinstance(self.train, str) else None

@@ -1,8 +1,8 @@
 """Derive options from `model.depth`, if the config does not set them. No torch.
 
-Rules and reference values are those of nanochat (Karpathy 2025-26, scripts/base_train.py) and of
-modded-nanogpt's track 3 (Jordan and others 2026, start 36); docs/explanation/fast.md has them as a
-table. The reference is depth 12 with batches of 2^19 tokens, for which these values were found.
+The rules and reference values come from nanochat (Karpathy 2025-26, scripts/base_train.py) and
+modded-nanogpt's track 3 (Jordan and others 2026, start 36). docs/explanation/fast.md shows them as
+a table. They were found at the reference: depth 12 and batches of 2^19 tokens.
 
 Legend: N parameters of blocks and head, D tokens of the run, B tokens of a step.
 """
@@ -19,17 +19,16 @@ from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.files import read_json
 
-HEAD_DIM = 128  # channels of a head; as nanochat
-CHANNELS_PER_LAYER = 64  # as nanochat
-# The size at which nanochat and modded-nanogpt found these values
+HEAD_DIM = 128  # channels of a head; nanochat
+CHANNELS_PER_LAYER = 64  # nanochat
 REFERENCE_DEPTH = 12
 REFERENCE_WIDTH = 768  # channels
 REFERENCE_BATCH = 2**19  # tokens
-TOKENS_PER_PARAMETER = 10.5  # of N; nanochat dev/LOG.md, January 2026
+TOKENS_PER_PARAMETER = 10.5  # D / N; nanochat dev/LOG.md, January 2026
 BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch grows as D^0.383
 MUON_LR = 0.025  # modded-nanogpt, track 3
 MUON_DECAY = 0.05  # modded-nanogpt, track 3
-EMBEDDING_LR = 0.7  # for a table drawn with standard deviation 1
+EMBEDDING_LR = 0.7  # for an embedding with an initial standard deviation of 1
 HEAD_LR = 0.004
 MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
 WARMUP = 40  # steps
@@ -39,7 +38,7 @@ MICRO_BATCH = 16  # sequences, unless a step has fewer
 KINDS: Mapping[str, Any] = MappingProxyType(
     {"model.preset": "fast", "optim.name": "muon", "schedule.name": "wsd"}
 )
-# of the recipe's optimizer, the same at every depth
+# Options of the optimizer that are the same at every depth
 RECIPE: Mapping[str, Any] = MappingProxyType(
     {
         "optim.beta1": 0.8,
@@ -55,15 +54,15 @@ KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes"
 
 
 def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that `model.depth` sets and `config` lacks or has as null, by dotted key.
+    """Return the options that follow from `model.depth`, unless `config` sets them.
 
-    Raises `UserError` if the shape comes from other weights.
+    Keys are dotted; null counts as not set. Raises `UserError` if `model.init_from` sets the shape.
     """
     start = config.get("model.init_from", "scratch")
     require(
         start == "scratch",
-        f"model.depth is {config['model.depth']} but model.init_from is {start}, which brings its "
-        "shape; leave model.depth out",
+        f"model.depth is {config['model.depth']} but the weights of model.init_from {start} set "
+        "the shape; leave model.depth out",
     )
     full = {**KINDS, **config}
     for key, value in PRESETS[full["model.preset"]].items():
@@ -73,7 +72,7 @@ def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rules(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options that follow from the depth, and from what `given` sets."""
+    """Compute all options that follow from the depth and from the other options in `given`."""
     depth = int(given["model.depth"])
     found: dict[str, Any] = dict(KINDS)
 
@@ -107,8 +106,8 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     if not value("train.max_steps"):
         found["train.max_tokens"] = steps * B
         steps = max(1, -(-value("train.max_tokens") // B))
-    by_hand = value("schedule.decay_steps") or value("schedule.decay_tokens")
-    if value("schedule.name") == "wsd" and not by_hand:
+    decay_is_set = value("schedule.decay_steps") or value("schedule.decay_tokens")
+    if value("schedule.name") == "wsd" and not decay_is_set:
         found["schedule.decay_share"] = COOLDOWN
     if not value("schedule.warmup_tokens"):
         found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
@@ -118,26 +117,27 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def width(depth: int) -> int:
-    """Return the channels of a depth, whole heads."""
+    """Compute the channels (n_embd) at a depth, rounded up to whole heads."""
     return -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
 
 
 def learning_rates(value: Any, B: int, ratio: float, steps: int) -> dict[str, Any]:
-    """Return the learning rates and weight decays of the `fast` recipe.
+    """Compute the options of the optimizer in the `fast` recipe.
 
-    `ratio` is D over the reference's D.
+    `ratio` is N divided by N of the reference. It is also the ratio of D, as D / N is constant.
 
-    All learning rates grow as the square root of B (Malladi et al. 2022 for Adam; for Muon an
-    assumption of nanochat's). AdamW's shrink as the square root of the width. The weight decay
-    keeps B / (lr decay D), the epochs that weights remember (Wang & Aitchison 2024, arXiv
-    2405.13698). The embedding is normalised at once, so only lr over its initial spread counts.
+    All learning rates grow with the square root of B (Malladi et al. 2022 for Adam; for Muon,
+    nanochat assumes it). The learning rates of AdamW also shrink with the square root of the width.
+    The weight decay of Muon keeps B / (lr decay D) constant, the epochs over which weights average
+    their updates (Wang & Aitchison 2024, arXiv 2405.13698). The model normalizes the embedding, so
+    its learning rate is relative to its initial standard deviation.
     """
     by_batch = math.sqrt(B / REFERENCE_BATCH)
     by_width = math.sqrt(REFERENCE_WIDTH / value("model.n_embd"))
     found = dict(RECIPE)
     found["optim.lr"] = rounded(HEAD_LR * by_batch * by_width)
-    spread = value("model.init_std") or ModelConfig.init_std
-    found["optim.embedding_lr"] = rounded(EMBEDDING_LR * spread * by_batch * by_width)
+    init_std = value("model.init_std") or ModelConfig.init_std
+    found["optim.embedding_lr"] = rounded(EMBEDDING_LR * init_std * by_batch * by_width)
     if (value("optim.muon_scale") or RECIPE["optim.muon_scale"]) == "original":
         found["optim.muon_lr"] = rounded(MUON_LR * by_batch)
     found["optim.muon_weight_decay"] = rounded(MUON_DECAY * by_batch / ratio)
@@ -152,9 +152,9 @@ def rounded(number: float) -> float:
 
 
 def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Return N: the parameters of the blocks' matrices, and of the head, tied or not.
+    """Compute N: the parameters of the matrices of the blocks, and of the head, tied or not.
 
-    They give the cleanest scaling laws (nanochat dev/LOG.md, January 2026).
+    Scaling laws fit best in this count (nanochat dev/LOG.md, January 2026).
     """
     heads = (2 * model.n_head + 2 * model.kv_heads) * model.head_size
     mlp = (3 if model.mlp == "swiglu" else 2) * model.hidden_size
@@ -162,7 +162,10 @@ def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def vocabulary(given: Mapping[str, Any]) -> int:
-    """Return the vocabulary size that the config sets or implies; `UserError` if it does not."""
+    """Return the vocabulary size that the config sets or implies.
+
+    Raises `UserError` if the size is unknown.
+    """
     tokenizer = given.get("data.tokenizer")
     if tokenizer is None and given.get("data.prepare.source"):
         tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
@@ -173,18 +176,19 @@ def vocabulary(given: Mapping[str, Any]) -> int:
         or prepared_vocabulary(given.get("data.train"))
         or file_vocabulary(str(tokenizer))
     )
+    subject = f"the size of tokenizer {tokenizer}" if tokenizer else "its size"
     require(
         size is not None,
-        f"model.depth is {given['model.depth']}, and the batch follows from it and the vocabulary, "
-        f"but the vocabulary of tokenizer {tokenizer} is not known; set model.vocab_size",
+        f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
+        f"{subject} is unknown; set model.vocab_size",
     )
     return int(size or 0)
 
 
 def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
-    """Return the vocabulary size of a named tokenizer; None if the name does not tell it.
+    """Return the vocabulary size of the tokenizer `name`; None if the name is not enough.
 
-    A bpe has the `trained` size.
+    `trained` is the size of a bpe trained on the text.
     """
     if name == "bpe":
         return trained
@@ -192,7 +196,10 @@ def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
 
 
 def file_vocabulary(name: str) -> int | None:
-    """Return the vocabulary size of a tokenizer.json, at a path or of a Hub id in the cache."""
+    """Return the vocabulary size of a tokenizer.json; None if there is none.
+
+    `name` is a file, a folder, or a Hub id that is in the local cache.
+    """
     path: Any = Path(name, "tokenizer.json") if Path(name).is_dir() else name
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if not Path(name).exists() and "/" in name:
@@ -208,7 +215,7 @@ def file_vocabulary(name: str) -> int | None:
 
 
 def prepared_vocabulary(train: Any) -> int | None:
-    """Return the vocabulary size of the first folder in `data.train`, if it is prepared."""
+    """Return the vocabulary size of the first folder in `data.train`; None if unknown."""
     folder: Any = train
     if isinstance(train, tuple | list) and train:
         folder = train[0]
@@ -223,15 +230,15 @@ def prepared_vocabulary(train: Any) -> int | None:
 
 
 def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
-    """Say in a line for each section which options follow from the depth, and which are set.
+    """List which options follow from the depth and which are overridden, one line a section.
 
-    `flat` is a resolved config by dotted keys. Empty without a depth.
+    `flat` is a resolved config by dotted keys. Returns no lines if `model.depth` is null.
     """
     if flat.get("model.depth") is None:
         return []
     derived = rules(flat)
-    followed: dict[str, list[str]] = {}  # section -> options that have the derived value
-    overridden: dict[str, list[str]] = {}  # section -> options that have another
+    followed: dict[str, list[str]] = {}  # section -> options with the derived value
+    overridden: dict[str, list[str]] = {}  # section -> options with another value
     for key in sorted(derived):
         section, _, name = key.partition(".")
         followed.setdefault(section, [])
@@ -239,16 +246,16 @@ def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
         found = followed if flat[key] == derived[key] else overridden
         found[section].append(f"{name} {format_value(flat[key])}")
     lines = []
-    for section, words in followed.items():
-        line = f"depth {flat['model.depth']} sets {section}: {', '.join(words) or 'nothing'}"
+    for section, settings in followed.items():
+        line = f"depth {flat['model.depth']} sets {section}: {', '.join(settings) or 'nothing'}"
         if overridden[section]:
-            line += f"; set over it: {', '.join(overridden[section])}"
+            line += f"; overridden: {', '.join(overridden[section])}"
         lines.append(line)
     return lines
 
 
 def format_value(value: Any) -> str:
-    """Format a value as in YAML, floats with six digits."""
+    """Format a value as in YAML, and a float with six digits."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, bool):

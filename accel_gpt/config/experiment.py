@@ -1,6 +1,6 @@
-"""Every option of an experiment with its unit and its checks, as frozen dataclasses. No torch.
+"""Define every option of an experiment as frozen dataclasses, with units and checks. No torch.
 
-`parse.py` fills them from a YAML file and the command line.
+`parse.py` builds them from a YAML file and the command line.
 """
 
 import re
@@ -46,32 +46,32 @@ class TrainConfig(
     )
     max_tokens: int | None = option(
         None,
-        "Number of tokens in the run. Set this or max_steps. For N epochs: N times the train "
-        "tokens, which the first lines of a run print.",
+        "Number of tokens in the run. Set this or max_steps. For N epochs, set N times the number "
+        "of train tokens; the first lines of a run print this number.",
         above=0,
     )
     stop_at: int | None = option(
         None,
-        "Step after which this launch evaluates, saves and stops; a later launch without it "
-        "continues to the end of the run, on the same schedule. null: the last step of the run.",
+        "Step after which this launch evaluates, saves and stops. A later launch without stop_at "
+        "continues on the same schedule. null: the last step of the run.",
         above=0,
         resume="free",
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = option(
         None,
-        "null: the value in the config file of `accelerate launch`, or no without one. no, or "
-        "fp32: float32. auto: the precision of an earlier launch of the run, else bf16, fp16 or "
-        "fp8 if `accelerate launch` asks for it, else bf16 if the device is faster in it, else no. "
-        "fp8: matrix products in torchao's float8, the rest in bf16; needs compute capability 8.9 "
-        "and torchao.",
+        "Precision of the computation. no or fp32: float32. fp8: matrix products in torchao's "
+        "float8, the rest in bf16; needs torchao and compute capability 8.9. null: the precision "
+        "that `accelerate launch` sets, or no. auto: the precision of an earlier launch of this "
+        "run. If there is none, bf16, fp16 or fp8 if `accelerate launch` sets it. Otherwise bf16 "
+        "if the device is faster in it, or no.",
         essential=True,
         resume="free",
         exact=True,
     )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = option(
         "auto",
-        "How float32 matrix products are computed: highest is IEEE float32, high is TF32, medium "
-        "is bfloat16, if the device has it; on CUDA it is high. auto: high on CUDA, highest "
+        "Precision of float32 matrix products. highest: IEEE float32. high: TF32. medium: bfloat16 "
+        "if the device supports it; on CUDA the same as high. auto: high on CUDA, highest "
         "elsewhere.",
         resume="free",
         exact=True,
@@ -87,21 +87,21 @@ class TrainConfig(
     activation_checkpointing: Literal["none", "blocks"] = option(
         "none",
         "blocks: store only the input of each block and recompute the rest in the backward pass. "
-        "Takes a quarter to a third more computation and a fraction of the memory.",
+        "This takes a quarter to a third more computation and a fraction of the memory.",
         resume="free",
     )
     sync_each_batch: bool = option(
         False,
-        "Reduce gradients after every micro-batch. Under FSDP a rank then holds its share of the "
-        "gradients, not all of them at 4 bytes a parameter; each micro-batch then costs a "
-        "reduce-scatter.",
+        "Reduce gradients after every micro-batch. Under FSDP, this costs a reduce-scatter per "
+        "micro-batch. Each rank then holds only its share of the gradients, instead of all "
+        "gradients at 4 bytes per parameter.",
         resume="free",
     )
     cpu_threads: int | None = option(
         None,
-        "Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores, "
-        "divided among the processes of the machine. With reproducible 1, since kernels split "
-        "their sums by threads.",
+        "Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores divided "
+        "among the processes of the machine. With reproducible, null is 1, since the number of "
+        "threads changes the order of sums in kernels.",
         above=0,
         at_most=4096,
         resume="free",
@@ -110,22 +110,23 @@ class TrainConfig(
     )
     reproducible: bool = option(
         False,
-        "Make weights and losses bit-identical at any number of processes, on CPUs of one kind, by "
-        "summing gradients in float64. Costs 8 bytes of memory per parameter and twice the "
-        "all-reduce traffic. Not with fp16, FSDP or train.compile.",
+        "Make weights and losses bit-identical for any number of processes on the same kind of "
+        "CPU. Gradients are summed in float64, which costs 8 bytes of memory per parameter and "
+        "twice the all-reduce traffic. Does not support fp16, fp8, FSDP, MPS or train.compile.",
     )
     max_skipped: int = option(
         20,
-        "Number of steps in a row that may be skipped, because the loss or gradient is not finite "
-        "or, with skip_spikes, a spike. With that many, the run rolls back to the checkpoint "
-        "before them and leaves those batches out, when a step is next logged, evaluated, sampled "
-        "or saved. The second time at the same place, the run ends.",
+        "Number of skipped steps in a row that makes the run roll back to the last checkpoint "
+        "before them and exclude their batches. A step is skipped if its loss or gradient is not "
+        "finite, or if skip_spikes is true and its loss is a spike. The roll back happens when a "
+        "step is next logged, evaluated, sampled or saved. A second roll back to the same "
+        "checkpoint ends the run with an error.",
         above=0,
     )
     spike_sigma: float = option(
         6.0,
-        "A loss this many standard deviations above the mean of the last 128 losses is reported as "
-        "a spike. 0: never.",
+        "Report a loss as a spike if it is this many standard deviations above the mean of the "
+        "last 128 losses. 0: never.",
         at_least=0,
     )
     skip_spikes: bool = option(
@@ -147,20 +148,20 @@ class TrainConfig(
     )
     step_timeout: str | None = option(
         "30m",
-        "End a process that completes nothing for this long, and print the stacks of its threads. "
-        "The time that all processes are paused does not count, up to a day.",
+        "If a process makes no progress for this long, print the stacks of its threads and end it. "
+        "Time during which all processes are paused does not count, up to a day.",
         resume="free",
     )
     init_timeout: str | None = option(
         "15m",
-        "Time limit of each stage before the first step: meeting the other processes, starting the "
-        "device, opening data, model and checkpoint. Preparing the data may take any time.",
+        "Time limit of each stage before the first step: connecting the processes, starting the "
+        "device, and opening data, model and checkpoint. Data preparation has no limit.",
         resume="free",
     )
 
     @property
     def micro_batch_sequences(self) -> int:
-        """micro_batch_size as a number: 1 if it is auto and not found yet."""
+        """micro_batch_size as a number; 1 if it is auto and not resolved yet."""
         if self.micro_batch_size == "auto":
             return 1
         return self.micro_batch_size
@@ -170,8 +171,8 @@ class TrainConfig(
             duration(f"train.{name}", getattr(self, name))
         require(
             not (self.reproducible and self.compile is True),
-            "train.reproducible and train.compile are both true, but each number of processes "
-            "compiles other kernels; set one of the two",
+            "train.reproducible and train.compile are both true, but compiled kernels differ with "
+            "the number of processes; set one of them to false",
         )
 
 
@@ -218,8 +219,8 @@ class ScheduleConfig(
     )
     min_lr: float = option(
         0.0,
-        "Learning rate after the last step of the decay. That step itself has a little more, as "
-        "the first step of the decay has the peak.",
+        "Learning rate after the decay. The first step of the decay has the peak learning rate, so "
+        "the last step is slightly above min_lr.",
         at_least=0,
         essential=True,
     )
@@ -227,7 +228,7 @@ class ScheduleConfig(
 
 @dataclass(frozen=True)
 class EvalConfig(Section, prefix="eval.", published=True):
-    """Validation loss on fixed tokens, HellaSwag."""
+    """Validation loss on fixed tokens, and HellaSwag."""
 
     every: int = option(
         500,
@@ -238,8 +239,8 @@ class EvalConfig(Section, prefix="eval.", published=True):
     )
     tokens: int | None = option(
         1_048_576,
-        "Number of tokens to evaluate in each split and each named val set, the same ones every "
-        "time. null: all.",
+        "Number of tokens to evaluate in each split and each named val set. Every evaluation uses "
+        "the same tokens. null: all tokens.",
         above=0,
         validation=True,
     )
@@ -256,14 +257,14 @@ class EvalConfig(Section, prefix="eval.", published=True):
     hellaswag: str | None = option(
         None,
         "Evaluate HellaSwag during training, from a JSONL file in the original format or a Hub "
-        "dataset such as Rowan/hellaswag. null: do not.",
+        "dataset such as Rowan/hellaswag. null: off.",
         resume="free",
         per_machine=True,
         published="name",
     )
     hellaswag_limit: int | None = option(
         None,
-        "Number of HellaSwag questions to use, from the first. null: all.",
+        "Number of HellaSwag questions to use, from the start of the data set. null: all.",
         above=0,
         resume="free",
     )
@@ -271,8 +272,8 @@ class EvalConfig(Section, prefix="eval.", published=True):
     def _check(self) -> None:
         require(
             not self.whole_at_end or self.tokens is not None,
-            "eval.whole_at_end is true but eval.tokens is null, which evaluates the whole split "
-            "every time; set one of the two",
+            "eval.whole_at_end is true, but eval.tokens is null and already evaluates the whole "
+            "split every time; set eval.tokens, or set eval.whole_at_end to false",
         )
 
 
@@ -323,7 +324,7 @@ class SampleConfig(Section, prefix="sample.", resume="free", published=True):
     )
 
     def _check(self) -> None:
-        self.require(self.growth >= 1, "growth", "it must be 1 (regular) or more")
+        self.require(self.growth >= 1, "growth", "it must be at least 1 (a constant interval)")
 
 
 @dataclass(frozen=True)
@@ -343,8 +344,8 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     keep_last: int = option(
         2,
-        "Number of newest checkpoints to keep. With only one, nothing is left to resume from if it "
-        "is damaged. A disk that has no room for so many keeps fewer.",
+        "Number of newest checkpoints to keep. With 1, the run cannot resume if this checkpoint is "
+        "damaged. If the disk is full, fewer are kept.",
         above=0,
     )
     async_save: bool = option(
@@ -355,20 +356,22 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     keep_best: bool = option(
         True,
-        "Keep the checkpoint with the lowest val loss, and save it if no save was due.",
+        "Keep the checkpoint with the lowest val loss. A new lowest val loss saves a checkpoint "
+        "even if none is due.",
     )
     resume: str = option(
         "auto",
-        "auto: resume from the newest checkpoint in out_dir. never: start anew. Or a checkpoint to "
-        "resume from if out_dir has none: its folder, or hf://user/name@step-1000, pushed with "
-        "hub.include_state. An older checkpoint of out_dir itself is refused: set another out_dir.",
+        "auto: resume from the newest checkpoint in out_dir. never: start a new run; an error if "
+        "out_dir has checkpoints. A folder, or hf://user/name@step-1000 pushed with "
+        "hub.include_state: resume from this checkpoint if out_dir has none. To resume from an "
+        "older checkpoint of out_dir, also set another out_dir.",
         per_machine=True,
     )
     copy_to: str | None = option(
         None,
         "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run or "
-        "hf://user/name. Each new checkpoint is copied there while training continues. A run "
-        "that has no checkpoints resumes from there.",
+        "hf://user/name. Each new checkpoint is copied there while training continues. If out_dir "
+        "has no checkpoints, the run resumes from the newest copy.",
     )
     allow_change: tuple[str, ...] = option(
         (),
@@ -400,15 +403,15 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
     )
     batch_hash: bool = option(
         False,
-        "Also log data/batch_hash, a hash of the tokens of each step, the same at any number of "
-        "processes.",
+        "Also log data/batch_hash, a hash of the tokens of each step. It does not depend on the "
+        "number of processes.",
     )
 
     def _check(self) -> None:
         require(
             not self.dashboard or "tensorboard" in self.trackers,
             f"log.dashboard is true but log.trackers has {', '.join(self.trackers) or 'nothing'}; "
-            "add tensorboard, whose curves it shows",
+            "add tensorboard to log.trackers",
         )
 
 
@@ -440,7 +443,7 @@ class HubConfig(Section, prefix="hub.", resume="free"):
     )
     license: str | None = option(
         None,
-        "Licence of the weights, by its identifier on the Hub: apache-2.0, mit, cc-by-4.0, ...",
+        "Licence of the weights, as an identifier of the Hub: apache-2.0, mit, cc-by-4.0, ...",
     )
     data_license: str | None = option(
         None,
@@ -500,13 +503,17 @@ class Config(Section):
     hub: HubConfig = field(default_factory=HubConfig)
 
     def _check(self) -> None:
-        require(bool(self.out_dir.strip()), f"out_dir is {self.out_dir!r}; name the run's folder")
+        require(
+            bool(self.out_dir.strip()),
+            f"out_dir is {self.out_dir!r}; set it to the folder of the run",
+        )
         require(
             not self.out_dir.startswith("-"),
-            f"out_dir is {self.out_dir}, which commands read as an option; choose a name that does "
-            "not begin with -",
+            f"out_dir is {self.out_dir}, but commands read a word with - as an option; choose a "
+            "name that does not begin with -",
         )
         require(
             self.schedule.min_lr <= self.optim.lr,
-            f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}",
+            f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}; "
+            "lower schedule.min_lr",
         )

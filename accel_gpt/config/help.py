@@ -1,4 +1,4 @@
-"""Format the help of a command: the options of a dataclass, as argparse lays them out."""
+"""Format the help of a command from the options of a dataclass, in the layout of argparse."""
 
 import argparse
 import dataclasses
@@ -19,10 +19,10 @@ NAMES: Mapping[Any, str] = MappingProxyType(
 
 
 def format_help(cls: type, prog: str, essential: bool = False) -> str:
-    """Return the help of `prog`, whose options are the fields of `cls`.
+    """Format the help of `prog`, whose options are the fields of `cls`.
 
     A field that is a dataclass is a section, with options `--section.key`.
-    `essential`: show the essential options only.
+    `essential`: show only the essential options.
     """
     words = [prog]
     hints = field_types(cls)
@@ -40,7 +40,7 @@ def format_help(cls: type, prog: str, essential: bool = False) -> str:
         ),
         add_help=False,
     )
-    sections: list[tuple[str, Any]] = [("", cls)]  # of sections within sections, the outer first
+    sections: list[tuple[str, Any]] = [("", cls)]  # outer sections come before inner ones
     for prefix, section in sections:
         title = "options"
         if prefix:
@@ -55,9 +55,9 @@ def format_help(cls: type, prog: str, essential: bool = False) -> str:
 def add_options(
     parser: argparse.ArgumentParser, title: str, cls: type, prefix: str, essential: bool
 ) -> None:
-    """Add the options of one section to a group of `parser`, and positional ones to `parser`.
+    """Add the options of one section to a group of `parser`, and positional options to `parser`.
 
-    `essential`: add the essential options only.
+    `essential`: add only the essential options.
     """
     group = parser.add_argument_group(title)
     hints = field_types(cls)
@@ -78,7 +78,7 @@ def add_options(
 
 
 def typed(value: Any) -> str:
-    """Return a default as it is typed on the command line."""
+    """Format a default as it is typed on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(typed, value)) or "[]"
     if value is None or isinstance(value, bool):
@@ -87,7 +87,7 @@ def typed(value: Any) -> str:
 
 
 def value_name(hint: Any) -> str:
-    """Return the word that stands for the value of an option in its help."""
+    """Return the placeholder for the value of an option."""
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:

@@ -1,6 +1,6 @@
-"""Write a config as its own manual: every key with its description, as YAML.
+"""Write a config as commented YAML: every key with its description.
 
-docs/reference/keys.md is made of the same descriptions.
+docs/reference/keys.md is generated from the same descriptions.
 """
 
 import textwrap
@@ -28,8 +28,8 @@ WIDTH = 96  # characters of a line of comments
 def named_config(words: Sequence[str], inherit: Inherit = dict) -> Config:
     """Load the config that `[NAME] [--section.key value ...]` names.
 
-    NAME is a YAML file, the folder of a run, a shipped config or a preset of the model; without it
-    all keys have their defaults.
+    NAME is a YAML file, the folder of a run, a shipped config or a preset of the model. Without
+    NAME, all keys have their defaults.
     """
     options = list(words)
     values: dict[str, Any] = {}
@@ -45,13 +45,13 @@ def named_config(words: Sequence[str], inherit: Inherit = dict) -> Config:
 
 
 def commented_yaml(config: Config) -> str:
-    """Return every key of `config` with its description, and the default that it replaces."""
+    """Format `config` as YAML. A comment describes each key, with its default if it is changed."""
     lines = section_lines(config, Config(), to_plain(config))
     return "".join(f"{line}\n" for line in lines)
 
 
 def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of one section, whose values are also in `plain`."""
+    """Yield the lines of one section; `plain` holds the values as YAML types."""
     kind: Any = type(section)
     for name, hint in field_types(kind).items():
         value = getattr(section, name)
@@ -70,13 +70,13 @@ def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Itera
 
 
 def dump(value: Any) -> str:
-    """Format `value` as YAML in one line, unless it is a text of several."""
+    """Format `value` as YAML, in one line unless it is a text with line ends."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").strip()
 
 
 def comment(text: str) -> list[str]:
-    """Format `text` as lines of comments."""
+    """Format `text` as comment lines."""
     return textwrap.wrap(
         text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
     )
@@ -89,5 +89,5 @@ def indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 def title(kind: type) -> str:
-    """Return the first line of a docstring."""
+    """Return the first line of the docstring of a class."""
     return (kind.__doc__ or "").partition("\n")[0]

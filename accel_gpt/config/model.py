@@ -1,4 +1,4 @@
-"""The options of the model, with units and checks, and the presets. No torch."""
+"""Define the options and presets of the model. No torch."""
 
 import types
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
 
     preset: Literal["gpt2", "llama", "qwen3", "fast"] = option(
         "gpt2",
-        "Model family, which sets the defaults of the keys below. Each of them can be overridden.",
+        "Model family. It sets the defaults of the keys below; you can override each of them.",
         essential=True,
         matched=False,
     )
     depth: int | None = option(
         None,
-        "Number of blocks of the fast recipe. Width, heads, batch size, length, learning rates and "
-        "schedule follow from it if they are not set (docs/explanation/fast.md). "
-        "null: nothing follows.",
+        "Number of blocks in the fast recipe. Width, heads, batch size, length, learning rates and "
+        "schedule follow from it unless they are set (docs/explanation/fast.md). null: nothing "
+        "follows from the depth.",
         above=0,
         at_most=2**14,
         essential=True,
@@ -34,9 +34,9 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     init_from: str = option(
         "scratch",
-        "Initial weights: scratch, or a run or checkpoint of accel_gpt, a folder written by "
-        "transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). Shape and "
-        "tokenizer come with the weights; dropout, rope_ keys and block_size can be overridden.",
+        "Initial weights: scratch, a run or checkpoint of accel_gpt, a folder written by "
+        "transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). The weights set "
+        "shape and tokenizer; you can override dropout, rope_ keys and block_size.",
         essential=True,
         resume="start",
         per_machine=True,
@@ -91,7 +91,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     vocab_size: int | None = option(
         None,
-        "Vocabulary size. null: the tokenizer's. Padded to a multiple of 64 in the weights.",
+        "Vocabulary size. null: the size of the tokenizer. The weights pad it to a multiple of 64.",
         above=0,
         at_most=2**31,
         matched=False,
@@ -109,7 +109,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     position: Literal["learned", "rope"] = option(
         "learned",
-        "Learned position embeddings, or rotary ones (RoPE).",
+        "learned: position embeddings. rope: rotary positions (RoPE).",
     )
     norm: Literal["layernorm", "rmsnorm"] = option(
         "layernorm",
@@ -146,7 +146,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     logit_softcap: float | None = option(
         None,
-        "Limit logits to plus and minus this value by a tanh. null: no limit.",
+        "Limit the size of logits to this value with a tanh. null: no limit.",
         above=0,
     )
     rope_theta: float = option(
@@ -157,8 +157,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
-        "Scaling of rotary positions for contexts longer than in the first training: linear "
-        "divides positions by rope_factor, llama3 and yarn divide low frequencies only.",
+        "Scaling of rotary positions for contexts longer than in pretraining. linear: divide all "
+        "positions by rope_factor. llama3 and yarn: divide only low frequencies.",
         inherited="default",
     )
     rope_factor: float = option(
@@ -229,28 +229,28 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         check_divisible("n_head", self.n_head, "n_kv_head", self.kv_heads)
         require(
             self.position != "rope" or self.head_size % 2 == 0,
-            f"a head has {self.head_size} channels, but with model.position rope their number "
-            "must be even; set model.head_dim or model.n_embd",
+            f"a head has {self.head_size} channels, but model.position rope needs an even number; "
+            "set model.head_dim or model.n_embd",
         )
         self.require(
             self.rope_high_freq_factor > self.rope_low_freq_factor,
             "rope_high_freq_factor",
-            f"it must be above rope_low_freq_factor {self.rope_low_freq_factor}",
+            f"it must be above model.rope_low_freq_factor {self.rope_low_freq_factor}",
         )
 
     @property
     def head_size(self) -> int:
-        """Channels of one head."""
+        """Number of channels in one head."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.n_kv_head or self.n_head
 
     @property
     def hidden_size(self) -> int:
-        """Hidden channels of the MLP."""
+        """Number of hidden channels in the MLP."""
         if self.mlp_hidden:
             return self.mlp_hidden
         if self.mlp != "swiglu":
@@ -259,7 +259,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
 
 
 def check_divisible(name: str, value: int, divisor_name: str, divisor: int) -> None:
-    """Raise `UserError`, with the nearest values that fit, unless `divisor` divides `value`."""
+    """Unless `divisor` divides `value`, raise `UserError` with the nearest values that fit."""
     below = value // divisor * divisor
     above = below + divisor
     nearest = f"{below} or {above}" if below else f"{above}"
@@ -286,8 +286,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
         "llama": LLAMA,
         # Qwen3 technical report 2025, section 2, and the configuration of its 0.6B model
         "qwen3": {**LLAMA, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6},
-        # NanoChat in transformers: norms without weights, also of queries, keys and embeddings,
-        # squared ReLU, logits capped at 15; zeros at the start as in nanochat's gpt.py, 2025
+        # NanoChat in transformers: norms without weights, which also normalize queries, keys and
+        # embeddings; squared ReLU; logits capped at 15. zero_init is from nanochat's gpt.py, 2025
         "fast": {
             "bias": False,
             "position": "rope",

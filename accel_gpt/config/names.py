@@ -1,19 +1,19 @@
-"""The option names of nanoGPT, llm.c and Hugging Face's Trainer, each with the key here.
+"""Map the option names of nanoGPT, llm.c and Hugging Face's Trainer to keys of this package.
 
-An unknown key is answered from these tables. docs/how-to/from-nanogpt.md and
+The error for an unknown key uses these tables. docs/how-to/from-nanogpt.md and
 docs/how-to/from-hf-trainer.md show them.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-# A value is a key, or a sentence that says what to do; tests check every key in both.
+# A value is a key, or a sentence that says what to do. Tests check that the keys in both exist.
 
 NANOGPT: Mapping[str, str] = MappingProxyType(
     {
         "always_save_checkpoint": "for False, set checkpoint.every to 0: only the best and the "
         "last checkpoint are saved",
-        "backend": "no key is needed: Accelerate takes nccl on GPUs and gloo on CPUs",
+        "backend": "no key is needed: Accelerate uses nccl on GPUs and gloo on CPUs",
         "batch_size": "train.micro_batch_size",
         "beta1": "optim.beta1",
         "beta2": "optim.beta2",
@@ -96,8 +96,7 @@ LLM_C: Mapping[str, str] = MappingProxyType(
         "model": "set model.preset for a new model, model.init_from for existing weights",
         "num_iterations": "train.max_steps",
         "output_dir": "out_dir",
-        "overfit_single_batch": "no key does it; accel-gpt train CONFIG --smoke tries a config in "
-        "four steps",
+        "overfit_single_batch": "to try a config in four steps, run accel-gpt train CONFIG --smoke",
         "recompute": "set train.activation_checkpointing to blocks",
         "sample_every": "sample.every",
         "sequence_length": "model.block_size",
@@ -121,16 +120,16 @@ FSDP = "set FSDP in the accelerate config, as configs/accelerate/fsdp2_8.yaml do
 DDP = "no key is needed: the training loop sets up DDP itself"
 LIGER = "Liger kernels are not supported; train.compile fuses kernels"
 LOADER = "no key is needed: token shards are memory-mapped and read ahead"
-INDUCTOR = "train.compile always takes the default inductor backend and mode"
+INDUCTOR = "train.compile always uses the inductor backend in its default mode"
 BEST = "checkpoint.keep_best keeps the checkpoint with the lowest val loss"
-NO_METRICS = "no key is needed: evaluation measures the loss and its derived values only"
+NO_METRICS = "no key is needed: evaluation measures only the loss and values derived from it"
 UPLOAD = "set hub.push to end or every_checkpoint"
 OPTIMIZER = "set optim.name to adamw or muon"
 PRETRAINED = "set model.init_from to the Hub id or folder"
 NEW_SHAPE = "set model.preset and the other keys of model, such as model.n_layer"
 OWN_TEXT = "set data.text to your own file or folder of text"
 HUB_TEXT = "set data.prepare.source to dataset and data.prepare.dataset to the Hub id"
-SIZE_LIMIT = "no key limits the text; set train.max_steps or train.max_tokens"
+SIZE_LIMIT = "to train on less text, set train.max_steps or train.max_tokens"
 ONE_LENGTH = "no key is needed: all sequences have model.block_size tokens"
 TRACKIO = "set log.trackers to trackio; spaces are set up with the trackio package itself"
 UNUSED = "no key is needed: the option has no use in pretraining a GPT"
@@ -183,7 +182,7 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "eval_accumulation_steps": "no key is needed: evaluation keeps no logits",
         "eval_delay": EVALUATION,
         "eval_do_concat_batches": NO_METRICS,
-        "eval_on_start": "no key does it; accel-gpt evaluate measures any model",
+        "eval_on_start": "to evaluate a model before training, run accel-gpt evaluate",
         "eval_steps": "eval.every",
         "eval_strategy": EVALUATION,
         "eval_use_gather_object": NO_METRICS,
@@ -202,11 +201,11 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "hub_always_push": UPLOAD,
         "hub_model_id": "hub.repo_id",
         "hub_private_repo": "hub.private",
-        "hub_revision": "no key does it: uploads go to the main branch, with a tag for each step",
+        "hub_revision": "uploads always go to the main branch, with a tag for each step",
         "hub_strategy": UPLOAD,
         "hub_token": "log in with hf auth login, or set HF_TOKEN in the environment",
-        "ignore_data_skip": "no key is needed: a resumed run continues at its place in the data "
-        "at once",
+        "ignore_data_skip": "no key is needed: a resumed run finds its position in the data at "
+        "once",
         "include_for_metrics": NO_METRICS,
         "include_num_input_tokens_seen": "no key is needed: metrics always hold the tokens",
         "include_tokens_per_second": "no key is needed: metrics always hold tokens per second",
@@ -216,7 +215,7 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "learning_rate": "optim.lr",
         "length_column_name": ONE_LENGTH,
         "liger_kernel_config": LIGER,
-        "load_best_model_at_end": BEST + "; accel-gpt export RUN --checkpoint best exports it",
+        "load_best_model_at_end": BEST + "; export it with accel-gpt export RUN --checkpoint best",
         "local_rank": "the launcher sets it: start with accelerate launch or torchrun",
         "log_level": "log.level",
         "log_level_replica": "no key is needed: only rank 0 prints",
@@ -248,9 +247,9 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "optim_target_modules": OPTIMIZER,
         "output_dir": "out_dir",
         "overwrite_output_dir": "set another out_dir, or remove the folder; a launch resumes the "
-        "run that it finds",
+        "run in out_dir",
         "parallelism_config": FSDP,
-        "per_device_eval_batch_size": "no key is needed: evaluation takes train.micro_batch_size",
+        "per_device_eval_batch_size": "no key is needed: evaluation uses train.micro_batch_size",
         "per_device_train_batch_size": "train.micro_batch_size",
         "per_gpu_train_batch_size": "train.micro_batch_size",
         "prediction_loss_only": NO_METRICS,
@@ -274,8 +273,8 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "save_total_limit": "checkpoint.keep_last",
         "seed": "seed",
         "skip_memory_metrics": "no key is needed: perf/memory_gb is always logged",
-        "streaming": "set data.prepare.source to dataset: preparing streams the data set",
-        "tf32": "set train.matmul_precision to high for TF32, to highest without it",
+        "streaming": "set data.prepare.source to dataset, which streams from the Hub",
+        "tf32": "set train.matmul_precision to high for TF32, or to highest for float32",
         "token": "log in with hf auth login, or set HF_TOKEN in the environment",
         "tokenizer_name": "data.prepare.tokenizer",
         "torch_compile": "train.compile",
@@ -303,7 +302,7 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Words that are tried as the name of a section or as a key of its own.
+# Words that users try as the name of a section, or as a key outside a section
 SECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "checkpointing": "checkpoint",

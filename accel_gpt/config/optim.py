@@ -1,4 +1,4 @@
-"""The options of the optimizer, with units and checks. No torch."""
+"""Define the options of the optimizer. No torch."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 from accel_gpt.config.options import Section, option, own_options
 from accel_gpt.errors import UserError
 
-MUON_LR = 0.02  # Jordan et al. 2024, for the original scale
+MUON_LR = 0.02  # Jordan et al. 2024, with muon_scale original
 STACK = 2**24
-"""Elements of a rank that Muon updates at once, unless one weight has more: 64 MiB in float32, so
-that what an update needs besides its state does not grow with the number of blocks."""
+"""Elements that Muon updates at once on a rank: 64 MiB in float32. A single weight may have more.
+This keeps the temporary memory of an update independent of the number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class OptimConfig(Section, prefix="optim.", published=True):
 
     name: Literal["adamw", "muon"] = option(
         "adamw",
-        "adamw, or muon: Muon (Jordan et al. 2024) for the matrices of attention and MLP, AdamW "
-        "for embeddings, head and vectors.",
+        "adamw: AdamW. muon: Muon (Jordan et al. 2024) for the matrices of attention and MLP, and "
+        "AdamW for embeddings, head and vectors.",
         resume="refuse",
     )
     lr: float = option(
@@ -30,13 +30,14 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     embedding_lr: float | None = option(
         None,
-        "Peak learning rate of the embeddings, and of a head that shares their weights. null: lr.",
+        "Peak learning rate of the embeddings, and of the head if it shares their weights. "
+        "null: lr.",
         above=0,
         null_is_another_run=True,
     )
     head_lr: float | None = option(
         None,
-        "Peak learning rate of an output head with its own weights. null: lr.",
+        "Peak learning rate of an output head that does not share weights. null: lr.",
         above=0,
         null_is_another_run=True,
     )
@@ -71,15 +72,15 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     muon_lr: float | None = option(
         None,
-        "Peak learning rate of Muon, on the same schedule. null: lr, or with muon_scale original "
-        "0.02.",
+        "Peak learning rate of Muon, on the same schedule as lr. null: 0.02 if muon_scale is "
+        "original, else lr.",
         above=0,
         optimizer="muon",
     )
     muon_scale: Literal["match_rms_adamw", "original"] = option(
         "match_rms_adamw",
-        "Factor on muon_lr by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, "
-        "columns)), which makes updates as large as AdamW's (Liu et al. 2025). original: "
+        "Factor on muon_lr that depends on the shape of a matrix. match_rms_adamw: 0.2 "
+        "sqrt(max(rows, columns)), for updates as large as AdamW's (Liu et al. 2025). original: "
         "sqrt(max(1, rows / columns)).",
         optimizer="muon",
     )
@@ -98,19 +99,19 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     muon_momentum_warmup: int = option(
         0,
-        "Number of steps in which the momentum rises from 0.85 to muon_momentum. 0: none.",
+        "Number of steps in which the momentum rises from 0.85 to muon_momentum. 0: no warm-up.",
         at_least=0,
         optimizer="muon",
     )
     muon_cautious_decay: bool = option(
         False,
-        "Decay a weight only where Muon's update also makes it smaller (Chen et al. 2025).",
+        "Decay a weight only if Muon's update also makes it smaller (Chen et al. 2025).",
         optimizer="muon",
     )
 
     @property
     def muon_peak(self) -> float:
-        """Peak learning rate of Muon: muon_lr, or its default."""
+        """Peak learning rate of Muon: muon_lr or its default."""
         if self.muon_lr:
             return self.muon_lr
         return MUON_LR if self.muon_scale == "original" else self.lr

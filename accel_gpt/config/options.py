@@ -1,10 +1,10 @@
-"""Describe an option once: default, text, bounds, and how a resume, a rank or a ladder treats it.
+"""Declare an option once: default, help text, bounds, and its rules for resumes, ranks and ladders.
 
     class TrainConfig(Section, prefix="train."):
         max_steps: int | None = option(None, "Number of optimizer steps in the run.", above=0)
 
 Help, docs/reference/keys.md, `--dump_config`, the checks of bounds and every comparison of two
-configs read these descriptions; no other list says what options mean.
+configs read these declarations. There is no second list of options.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ Resume = Literal["free", "start", "ask", "refuse"]
 Inherited = Literal["always", "default", "never"]
 Published = bool | Literal["name"]
 Groups = tuple[tuple[str, ...], ...]
-REQUIRED: Any = dataclasses.MISSING  # the default of an option that must be given
-LONGEST_SECONDS = 1000 * 86_400.0  # of a time limit: 1,000 days
+REQUIRED: Any = dataclasses.MISSING  # the default of a required option
+LONGEST_SECONDS = 1000 * 86_400.0  # largest time limit: 1,000 days
 
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option besides its name, type and default."""
+    """The description and rules of an option. Its field holds the name, type and default."""
 
     description: str
     above: float | None = None
@@ -37,38 +37,41 @@ class Option:
     below: float | None = None
     at_most: float | None = None
     positional: bool = False
-    """A command takes it as a word without a name."""
+    """The command line gives the value without `--name`."""
     essential: bool = False
     """`--help` shows it; `--help-all` shows every option."""
     resume: Resume | None = None
-    """What a resume does with another value than the checkpoint's. free: take it, as it does not
-    change what is computed. start: take it, as it acts before the first step only. ask: require
-    checkpoint.allow_change. refuse: it is another run. None: as the section says."""
+    """What a resume does if the value differs from the checkpoint's. free: accept the new value,
+    since it does not change the result. start: accept it, since it acts only before the first step.
+    ask: accept it only if checkpoint.allow_change lists the key. refuse: raise an error. None: the
+    default of the section."""
     exact: bool = False
-    """It decides the bits that train.reproducible promises, so a resume changes it only with
-    checkpoint.allow_change then."""
+    """The value changes the bits of the result. With train.reproducible, a resume therefore accepts
+    a new value only if checkpoint.allow_change lists the key."""
     null_is_another_run: bool = False
-    """Whether it is null decides the groups of the optimizer."""
+    """The value gives the optimizer other parameter groups unless it is null. A resume cannot
+    change the groups."""
     validation: bool = False
-    """It decides what the val loss measures: after a change the best checkpoint starts anew."""
+    """The value changes what the val loss measures. After a change, a resume forgets the best val
+    loss."""
     size: bool = False
-    """It is a size of the model, which differs from rung to rung of a ladder."""
+    """The value is a size of the model. It differs between the rungs of a ladder."""
     per_machine: bool = False
     """Ranks on different machines may have different values."""
     inherited: Inherited = "always"
-    """What an option of the model takes from the weights of model.init_from. always: another value
-    is an error. default: the config may set another value. never: weights do not tell it."""
+    """Whether the weights of model.init_from set an option of the model. always: another value in
+    the config is an error. default: the config may override it. never: the weights do not set
+    it."""
     matched: bool = True
-    """A reference curve is shown beside runs that have the same value."""
+    """A report shows a reference curve only for runs with the same value."""
     optimizer: str | None = None
-    """It takes effect with this optim.name only, and may be set with no other."""
+    """The only optim.name that uses the option; with another one, setting it is an error."""
     published: Published | None = None
-    """What of the value a model card shows. True: a number, a switch or one of the choices that its
-    type lists. name: also the last part of a path, URL or id. False: nothing. None: as the section
-    says."""
+    """How much of the value a model card shows. True: a number, a truth value or a choice. name:
+    also the last part of a path, URL or id. False: nothing. None: the default of the section."""
 
     def problem(self, value: object) -> str | None:
-        """Return the bound that a number breaks, as `it must be above 0`, or None."""
+        """Return what a number violates, such as `it must be above 0`; None if it is valid."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         bounds = [
@@ -77,10 +80,10 @@ class Option:
             ("below", self.below, self.below is None or value < self.below),
             ("at most", self.at_most, self.at_most is None or value <= self.at_most),
         ]
-        words = [f"{word} {limit:,}" for word, limit, _ in bounds if limit is not None]
-        if not words or (math.isfinite(value) and all(holds for *_, holds in bounds)):
+        limits = [f"{word} {limit:,}" for word, limit, _ in bounds if limit is not None]
+        if not limits or (math.isfinite(value) and all(holds for *_, holds in bounds)):
             return None
-        return f"it must be {' and '.join(words)}"
+        return f"it must be {' and '.join(limits)}"
 
 
 def option(
@@ -104,7 +107,7 @@ def option(
     optimizer: str | None = None,
     published: Published | None = None,
 ) -> Any:
-    """Return a dataclass field with its description; see `Option`."""
+    """Return a dataclass field for an option; `Option` documents the arguments."""
     described = Option(
         description=description,
         above=above,
@@ -128,22 +131,22 @@ def option(
 
 
 def same_option(section: Any, name: str) -> Any:
-    """Return a dataclass field with the default and description of an option of `section`."""
+    """Return a dataclass field that copies an option of `section`."""
     (field,) = [field for field in dataclasses.fields(section) if field.name == name]
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def internal(default: Any) -> Any:
-    """Return a dataclass field that is no option: a command fills it."""
+    """Return a dataclass field that is not an option; the command sets it itself."""
     return dataclasses.field(default=default, kw_only=True, metadata={"internal": True})
 
 
 class Section:
-    """Base of a class of options, which checks their bounds.
+    """Base class for a section of options; checks their values.
 
-    `prefix` stands before the names in messages. At most one of each group in `exclusive` may be
-    set. `resume`, `per_machine` and `published` of the class statement hold for options that do not
-    say it themselves. Raises `UserError` that names the option and its value.
+    Messages show `prefix` before the name of an option. At most one option of each group in
+    `exclusive` may be set. The class arguments `resume`, `per_machine` and `published` are the
+    defaults of the section. Raises `UserError` with the option and its value.
     """
 
     prefix: ClassVar[str] = ""
@@ -186,19 +189,19 @@ class Section:
         self._check()
 
     def _check(self) -> None:
-        """Raise `UserError` if options do not fit together; a class with more checks overrides it.
+        """Raise `UserError` if options contradict each other; subclasses override this.
 
-        Called once the bounds of all options hold.
+        Called after the bounds of each option are checked.
         """
 
     def require(self, ok: bool, name: str, problem: str) -> None:
-        """Raise `UserError`, with the option `name`, its value and the `problem`, unless `ok`."""
+        """Unless `ok`, raise `UserError` with the option `name`, its value and the `problem`."""
         require(ok, f"{self.prefix}{name} is {getattr(self, name)}; {problem}")
 
 
 @functools.cache
 def field_types(cls: Any) -> Mapping[str, Any]:
-    """Map the name of each field of a dataclass, without the `internal` ones, to its type."""
+    """Map the name of each field of a dataclass to its type, without `internal` fields."""
     hints = typing.get_type_hints(cls)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -209,7 +212,7 @@ def field_types(cls: Any) -> Mapping[str, Any]:
 
 @functools.cache
 def own_options(cls: Any) -> Mapping[str, Option]:
-    """Map the name of each option of a class, without those of its sections, to what is known."""
+    """Map the name of each option of a class to its `Option`, without the options of sections."""
     found: dict[str, Option] = {}
     for field in dataclasses.fields(cls):
         if "option" in field.metadata:
@@ -219,9 +222,9 @@ def own_options(cls: Any) -> Mapping[str, Option]:
 
 @functools.cache
 def all_options(cls: type) -> Mapping[str, Option]:
-    """Map the dotted key of each option, those of sections included, to what is known of it.
+    """Map the dotted key of each option to its `Option`, with the options of sections.
 
-    `resume`, `per_machine` and `published` are filled in from the section.
+    The defaults of the section replace `resume`, `per_machine` and `published` if they are not set.
     """
     found: dict[str, Option] = {}
     kinds = field_types(cls)
@@ -244,7 +247,7 @@ def all_options(cls: type) -> Mapping[str, Option]:
 
 
 def duration(name: str, text: str | None) -> float | None:
-    """Return the seconds of a time such as `3h50m`, `90s` or plain `90`; None for None."""
+    """Convert a time such as `3h50m`, `90s` or `90` to seconds; None for None."""
     if text is None:
         return None
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
@@ -254,6 +257,6 @@ def duration(name: str, text: str | None) -> float | None:
         seconds = days * 86_400 + hours * 3_600 + minutes * 60 + rest
     require(
         0 < seconds <= LONGEST_SECONDS,
-        f"{name} is {text!r:.60}; write a time above 0 as 3h50m, 30m or 90s, at most 1000d",
+        f"{name} is {text!r:.60}; write a time above 0 and at most 1000d, such as 3h50m or 90s",
     )
     return seconds

@@ -1,4 +1,4 @@
-"""Parse YAML and command lines into dataclasses, with the same conversions and the same errors."""
+"""Parse YAML files and command lines into dataclasses. Both use the same conversions and checks."""
 
 import dataclasses
 import difflib
@@ -31,9 +31,9 @@ T = TypeVar("T")
 Inherit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 SCHEME = r"[A-Za-z][\w+.-]*://"
-# user:password@; and a single user in a web address, as that is an access token
+# user:password@ in any URL, and user@ in a web address, where the user is an access token
 PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
-# parameters by which URLs are signed
+# query parameters of signed URLs
 SIGNATURE = re.compile(
     rf"{SCHEME}\S*[?&](sig|[\w-]*(?:signature|token|secret|password|credential|key|keyid))=\S*",
     re.IGNORECASE,
@@ -41,12 +41,13 @@ SIGNATURE = re.compile(
 
 
 def load_config(argv: Sequence[str], prog: str, inherit: Inherit = dict) -> Config:
-    """Parse `CONFIG --section.key value ...`; CONFIG is a YAML file or the name of a shipped one.
+    """Parse `CONFIG --section.key value ...`. CONFIG is a YAML file or the name of a shipped one.
 
-    Precedence: defaults < preset < depth < `model.init_from` < file < command line; but a depth
-    on the command line goes before the shape in the file. `inherit` maps the keys that are set to
-    the keys that `model.init_from` brings. Raises `UserError` for a missing file, an unknown key,
-    a wrong type or an impossible value.
+    Precedence, from low to high: defaults, preset, depth, `model.init_from`, file, command line.
+    One exception: a depth on the command line overrides the sizes in the file. `inherit` maps the
+    keys that are set to the keys that `model.init_from` adds.
+
+    Raises `UserError` for a missing file, an unknown key, a wrong type or an invalid value.
     """
     words = list(argv)
     path = ""
@@ -65,7 +66,7 @@ def load_config(argv: Sequence[str], prog: str, inherit: Inherit = dict) -> Conf
 
 
 def config_of(given: Mapping[str, Any], inherit: Inherit = dict) -> Config:
-    """Return the config in which the keys of `given` are set."""
+    """Build the config in which the dotted keys of `given` are set; see `load_config`."""
     values = dict(given)
     if values.get("model.init_from", "scratch") != "scratch":
         values.update(inherit(values))
@@ -77,15 +78,15 @@ def config_of(given: Mapping[str, Any], inherit: Inherit = dict) -> Config:
 
 
 def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """Parse the options of a command into its dataclass `cls`; positional fields come first."""
+    """Parse the options of a command into its dataclass `cls`."""
     show_help_if_asked(cls, argv, prog)
     return build(cls, dict(read_options(cls, argv)))
 
 
 def parse_with_keys(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[str]]:
-    """Parse the options of a command that also sets keys of a config.
+    """Parse the options of a command that also accepts keys of a config.
 
-    Returns its dataclass `cls`, and the words of all options that `cls` does not have.
+    Returns the options in the dataclass `cls`, and the words of all other options.
     """
     show_help_if_asked(cls, argv, prog)
     keys: list[str] = []
@@ -93,11 +94,11 @@ def parse_with_keys(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, li
 
 
 def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Map the keys that the YAML file at `path` and, over it, the options in `argv` set.
+    """Read the keys that the YAML file at `path` sets, overridden by the options in `argv`.
 
-    If only one of several keys may be set, as of train.max_steps and train.max_tokens, an option
-    replaces all that the file sets. The config.yaml of a run means the run in the folder where it
-    lies now.
+    If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
+    replaces all keys of the group in the file. If the file is the config.yaml of a run that was
+    moved, its paths are updated.
     """
     content = read_yaml(path)
     require(isinstance(content, dict), f"{path} holds no keys; see configs/ for examples")
@@ -114,22 +115,26 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that `data.text` stands for; among `options`, it replaces keys of a file.
+    """Return the keys that replace `data.text`.
 
-    Raises `UserError` if data are named twice, or if a text stands in the place of a data folder.
+    In `options`, `data.text` overrides the data keys of the file. Raises `UserError` if it is set
+    together with another data key, or if data.train is a file instead of a folder.
     """
     text = values.get("data.text")
     train = values.get("data.train")
     if text is None:
         require(
             not (isinstance(train, str) and Path(train).is_file()),
-            f"data.train is {train}, a file; expected a folder of token shards; to train on its "
-            f"text write --data.text {shlex.quote(str(train))} instead of --data.train",
+            f"data.train is {train}, a file, but must be a folder of token shards; to train on the "
+            f"text of the file, use --data.text {shlex.quote(str(train))} instead of --data.train",
         )
         return {}
     given = options if "data.text" in options else values
     for key in ("data.train", "data.prepare.path", "data.prepare.dataset"):
-        require(not given.get(key), f"data.text is {text} and {key} is {given.get(key)}; give one")
+        require(
+            not given.get(key),
+            f"data.text is {text} and {key} is {given.get(key)}; set one of them",
+        )
     found = {
         "data.text": None,
         "data.train": own_text_folder(values.get("out_dir", Config.out_dir)),
@@ -144,20 +149,20 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
 
 
 def own_text_folder(out_dir: str) -> str:
-    """Return the folder in which the text that `data.text` names is prepared."""
+    """Return the folder for the prepared text of `data.text`."""
     return str(Path(out_dir, "data"))
 
 
 def read_yaml(path: str) -> Any:
-    """Read a YAML file; an empty file is an empty mapping."""
+    """Read a YAML file; returns an empty mapping for an empty file."""
     try:
         return load_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
-        reason = f"fails: {error}"
+        reason = f"cannot be read: {error}"
         if isinstance(error, FileNotFoundError):
             reason = "does not exist"
         elif isinstance(error, IsADirectoryError):
-            reason = f"is a folder; a run's is {path.rstrip('/')}/config.yaml"
+            reason = f"is a folder; if it is a run, give {path.rstrip('/')}/config.yaml"
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
@@ -167,15 +172,14 @@ def read_yaml(path: str) -> Any:
 
 
 def is_config_of_run(path: str | Path) -> bool:
-    """Return whether a file is the config.yaml that a run has written into its folder."""
+    """Return whether a file is the config.yaml in the folder of a run."""
     return Path(path).name == "config.yaml" and Path(path).with_name("run.json").is_file()
 
 
 def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
-    """Return a run's config, nested, for the folder `out_dir` in which the run lies now.
+    """Update the paths in a run's nested config to the folder `out_dir` that now holds the run.
 
-    Data folders inside the run's folder move with it: their paths begin with the `out_dir` in
-    `config`, as both are relative to the folder in which the run was launched.
+    Paths of data inside the run's folder begin with the old `out_dir`, so they are updated too.
     """
     before = config.get("out_dir")
     data = config.get("data")
@@ -190,7 +194,7 @@ def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
 
 
 def relocated(value: Any, before: str, after: str) -> Any:
-    """Return `value`, paths in the folder `before` replaced by paths in the folder `after`."""
+    """Replace paths in the folder `before` by paths in the folder `after`, also inside `value`."""
     if isinstance(value, Mapping):
         return {key: relocated(inner, before, after) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -208,7 +212,7 @@ def relocated(value: Any, before: str, after: str) -> Any:
 
 
 def is_section(hint: Any) -> bool:
-    """Return whether a type is a dataclass, whose fields are keys below its own."""
+    """Return whether a type is a dataclass, and so a section of keys."""
     return dataclasses.is_dataclass(hint)
 
 
@@ -216,7 +220,7 @@ def is_section(hint: Any) -> bool:
 def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
     """Map the dotted key of every field, nested dataclasses included, to its type.
 
-    A field that would be a word of Python ends with an underscore, its key does not.
+    If a key is a keyword of Python, the name of its field ends with an underscore.
     """
     found: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
@@ -240,7 +244,7 @@ def sections(cls: type) -> frozenset[str]:
 
 
 def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
-    """Yield the groups of dotted keys in which at most one may be set."""
+    """Yield the groups of dotted keys of which at most one may be set."""
     for group in getattr(cls, "exclusive", ()):
         yield [prefix + name for name in group]
     for name, hint in field_types(cls).items():
@@ -249,7 +253,7 @@ def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
 
 
 def check_key(cls: type, key: str, where: str) -> Any:
-    """Return the type of a key, or raise `UserError` that says in one line what to write."""
+    """Return the type of a key; raises `UserError` with advice for an unknown key."""
     known = leaves(cls)
     if key not in known:
         raise UserError(f"unknown key {key} {where}; {advice_on_key(cls, key)}")
@@ -257,10 +261,10 @@ def check_key(cls: type, key: str, where: str) -> Any:
 
 
 def advice_on_key(cls: type, key: str) -> str:
-    """Say what to write in place of an unknown key.
+    """Return advice on what to use instead of an unknown key.
 
-    The name of another trainer (see `names.py`) comes first, then the same name in another section,
-    then the nearest name.
+    Looks for an option of another trainer (`names.py`), then for the same name in another section,
+    then for similar names.
     """
     known = leaves(cls)
     last = key.rpartition(".")[2]
@@ -288,7 +292,7 @@ def advice_on_key(cls: type, key: str) -> str:
 
 
 def answer_of_names(cls: type, name: str) -> str:
-    """Say what to write in place of another trainer's `name`; "" if nothing is known about it."""
+    """Return advice on an option of another trainer; "" if the tables do not have it."""
     answer = NAMES.get(name, "")
     if answer in leaves(cls) or answer in sections(cls):
         return f"did you mean {answer}?"
@@ -298,7 +302,7 @@ def answer_of_names(cls: type, name: str) -> str:
 def flatten(
     cls: type, values: Mapping[str, Any], where: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield checked and converted (dotted key, value) pairs of a nested mapping."""
+    """Yield the dotted keys of a nested mapping with their values, checked and converted."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if is_removed(getattr(cls, "prefix", "") + key, value, where):
@@ -308,7 +312,7 @@ def flatten(
         elif value is not None:
             require(
                 isinstance(value, Mapping),
-                f"{key} {where} is {value!r}, but it is a section; set its keys",
+                f"{key} {where} is {value!r}, but {key} is a section; set its keys",
             )
             yield from flatten(cls, value, where, f"{key}.")
 
@@ -316,14 +320,14 @@ def flatten(
 def read_options(
     cls: type, argv: Sequence[str], others: list[str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield checked and converted (key, value) pairs of `VALUE --key value --key=value --flag`.
+    """Yield the keys of `VALUE --key value --key=value --flag` with their converted values.
 
-    Unknown keys raise `UserError`; with `others` they are appended to it, with their values.
+    Unknown keys raise `UserError`. If `others` is given, they and their values are appended to it.
     """
     words = list(argv)
     known = leaves(cls)
     positional = [name for name, one in own_options(cls).items() if one.positional]
-    several: list[str] = []  # of a positional option that takes several words
+    several: list[str] = []  # words of a positional option that takes several
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
@@ -363,7 +367,10 @@ def read_options(
 
 
 def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: bool = False) -> None:
-    """Print the help of the options of `cls`, or of the essential ones, and exit."""
+    """If `argv` asks for help, print the options of `cls` and exit.
+
+    `essential`: print only the essential options.
+    """
     if {"-h", "--help", "--help-all"} & set(argv):
         write_out(format_help(cls, prog, essential))
         sys.exit(0)
@@ -373,16 +380,16 @@ def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: boo
 
 
 def alternatives(hint: Any) -> list[Any]:
-    """Return the types of a union without null, or the one type."""
+    """Return the types in a union, without None; a list of `hint` if it is no union."""
     if get_origin(hint) not in (types.UnionType, Union):
         return [hint]
     return [option for option in get_args(hint) if option is not type(None)]
 
 
 def parse_text(key: str, text: str, hint: Any) -> Any:
-    """Return the YAML value that a word of the command line stands for, of the type `hint`.
+    """Parse a word of the command line into the YAML value for the type `hint`.
 
-    Lists and mappings are written as in YAML; a list of words also as `a,b`.
+    The word may hold a list or mapping in YAML. A list may also be written as `a,b`.
     """
     origins = {get_origin(option) for option in alternatives(hint)}
     if text.startswith(("[", "{")) and origins & {tuple, Mapping}:
@@ -390,7 +397,7 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
             return load_yaml(text)
         except ValueError:
             raise UserError(
-                f"{key} is {text!r}, not valid YAML; check its brackets and quotes"
+                f"{key} is {text!r}, which is not valid YAML; check its brackets and quotes"
             ) from None
     if origins == {tuple}:
         return [word.strip() for word in text.split(",")]
@@ -398,28 +405,28 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert `value`, of YAML or of the command line, to the type `hint`; raises `UserError`."""
-    option = fitting(value, hint)
+    """Convert a value from YAML or the command line to the type `hint`; raises `UserError`."""
+    option = choose_type(value, hint)
     try:
         return to_type(key, value, option)
     except UserError:
         raise
     except OverflowError:
         raise UserError(
-            f"{key} is {value!r:.60}; expected a finite number, up to {LARGEST_NUMBER:,}"
+            f"{key} is {value!r:.60}; expected a finite number up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
-        sentence = removed_value(key, value)
-        if sentence:
-            raise UserError(sentence) from None
-        words = describe_type(hint if option in (int, bool) else option)
-        raise UserError(f"{key} is {value!r:.200}; expected {words}") from None
+        removed = removed_value(key, value)
+        if removed:
+            raise UserError(removed) from None
+        expected = describe_type(hint if option in (int, bool) else option)
+        raise UserError(f"{key} is {value!r:.200}; expected {expected}") from None
 
 
 def to_type(key: str, value: Any, hint: Any) -> Any:
     """Convert `value` to the type `hint`.
 
-    Raises `KeyError`, `TypeError`, `ValueError` or `OverflowError` if it is of another type.
+    Raises `KeyError`, `TypeError`, `ValueError` or `OverflowError` if the value does not fit.
     """
     if isinstance(value, str):
         check_string(key, value)
@@ -427,7 +434,7 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
         choices = {choice: choice for choice in get_args(hint)}
         if value is False:  # YAML 1.1 reads an unquoted no as false
             value = "no"
-        if value == "fp32" and value not in choices:  # Accelerate calls it no
+        if value == "fp32" and value not in choices:  # Accelerate's name for fp32 is no
             value = "no"
         return choices[value]
     if is_section(hint):
@@ -456,9 +463,9 @@ def to_type(key: str, value: Any, hint: Any) -> Any:
 
 
 def check_string(key: str, text: str) -> None:
-    """Raise `UserError` if a text is not UTF-8, or is a URL that holds credentials.
+    """Raise `UserError` if a text is not UTF-8, or is a URL with credentials.
 
-    Configs and commands are recorded and sent to trackers, so credentials must not be in them.
+    Configs and commands are recorded and sent to trackers, so they must not contain credentials.
     """
     check_utf8(key, text)
     found = ""
@@ -469,7 +476,7 @@ def check_string(key: str, text: str) -> None:
         found = f"the credential {signature[1]}"
     require(
         not found,
-        f"{key} is a URL with {found} in it; remove credentials from the URL and set them in the "
+        f"{key} is a URL with {found}; remove the credentials from the URL and set them in the "
         "environment",
     )
 
@@ -477,23 +484,23 @@ def check_string(key: str, text: str) -> None:
 def check_utf8(key: str, text: str) -> None:
     """Raise `UserError` if a text, such as a path, holds bytes that are not UTF-8.
 
-    Configs, indexes and records are UTF-8, so they could not name the path again.
+    Configs, indexes and records are UTF-8, so they cannot store such a path.
     """
-    # YAML writes an emoji as a pair of surrogates; a single one stands for a byte that is not UTF-8
+    # YAML may write an emoji as two surrogates. A single one is a byte that is not UTF-8.
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     try:
         joined.encode()
     except UnicodeEncodeError:
         shown = joined.encode("utf-8", "backslashreplace").decode().replace("\\udc", "\\x")
         raise UserError(
-            f"{key} is {shown}, which is not UTF-8; use UTF-8: rename the file or folder"
+            f"{key} is {shown}, which is not UTF-8; rename the file or folder"
         ) from None
 
 
-def fitting(value: Any, hint: Any) -> Any:
-    """Return the type in a union that `value` has the shape of; `hint` if it has the shape of none.
+def choose_type(value: Any, hint: Any) -> Any:
+    """Choose the type in the union `hint` that fits `value`; `hint` if none fits.
 
-    The last type of a union goes first.
+    The last type of the union is tried first.
     """
     if type(None) in get_args(hint) and value in (None, "null", "None", "none"):
         return type(None)
@@ -507,7 +514,7 @@ def fitting(value: Any, hint: Any) -> Any:
 
 
 def has_shape(value: Any, hint: Any) -> bool:
-    """Return whether `value` may become the type `hint`, one of several."""
+    """Return whether the structure of `value` fits the type `hint` of a union."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is Mapping:
@@ -518,7 +525,7 @@ def has_shape(value: Any, hint: Any) -> bool:
 
 
 def to_scalar(value: Any, hint: Any) -> Any:
-    """Convert `value` to a number, a text or a truth value; raises the errors of `to_type`."""
+    """Convert `value` to a number, a text or a truth value; raises like `to_type`."""
     if hint is bool:
         return {"true": True, "false": False}[str(value).lower()]
     if isinstance(value, bool | dict | list | None):
@@ -562,7 +569,7 @@ def describe_type(hint: Any) -> str:
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass from dotted keys; every other field keeps its default."""
+    """Build a dataclass from dotted keys; other fields keep their defaults."""
     fields: dict[str, Any] = {}
     kind: Any = cls
     for name, hint in field_types(kind).items():
@@ -579,12 +586,12 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Make a dataclass from a nested mapping, as YAML has it; raises `UserError`."""
+    """Build a dataclass from a nested mapping; raises `UserError` for invalid keys and values."""
     return build(cls, dict(flatten(cls, values, where)))
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """Convert a dataclass to nested mappings, without `internal` fields; tuples to lists."""
+    """Convert a dataclass to nested mappings without `internal` fields, and tuples to lists."""
     plain = dataclasses.asdict(config, dict_factory=dict_with_lists)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -596,7 +603,7 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 
 def dict_with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary, its tuples converted to lists, as YAML and JSON have them."""
+    """Build a dictionary, with lists in place of tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
 
 
@@ -625,14 +632,14 @@ def to_nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `config`, by dotted key, that are not the defaults of its preset."""
+    """Return the dotted keys of `config` whose values differ from the defaults of its preset."""
     preset = PRESETS.get(str(config.get("model.preset")), {})
     default = to_flat(Config()) | {f"model.{key}": value for key, value in preset.items()}
     return {key: value for key, value in config.items() if default.get(key) != value}
 
 
 def to_yaml(config: Any) -> str:
-    """Write a config as YAML that `load_config` reads back to an equal one."""
-    # if PyYAML has libyaml, its dumper writes the same text in a fifth of the time
+    """Format a config as YAML; `load_config` reads an equal config from it."""
+    # the dumper of libyaml writes the same text in a fifth of the time, but PyYAML may lack it
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return yaml.dump(to_plain(config), Dumper=dumper, sort_keys=False, allow_unicode=True)

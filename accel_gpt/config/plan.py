@@ -7,13 +7,14 @@ from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
 LENGTH = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
-LARGEST_HINT = 4096  # sequences of a micro-batch that an error proposes; assumption
-WSD_DECAY_SHARE = 0.2  # of all steps; assumption, within the 10-20 % of Hägele et al. 2024, fig. 5
+LARGEST_HINT = 4096  # largest micro-batch, in sequences, that an error suggests; assumption
+# Share of all steps; assumption, within the 10 to 20% of Hägele et al. 2024, figure 5
+WSD_DECAY_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Batch and length of a run, all derived."""
+    """The batch and length of a run."""
 
     world_size: int
     micro_batch_size: int  # sequences; see `micro_batch`
@@ -40,21 +41,29 @@ class Plan:
         return self.sequences_per_step * self.block_size
 
     def micro_step_starts(self, rank: int, position: int) -> range:
-        """Return the first sequence of each micro-step of `rank`, in a step from `position` on."""
+        """Return the number of the first sequence in each micro-step of `rank`.
+
+        `position` is the number of the first sequence of the step.
+        """
         start = position + rank * self.micro_batch_size
         end = position + self.sequences_per_step
         return range(start, end, self.micro_batch_size * self.world_size)
 
     def describe(self) -> str:
-        """Spell out the arithmetic of the run, for its first lines."""
+        """Format the arithmetic of batch and length, for the first lines of the run."""
         batch = plural(self.micro_batch_size, "sequence")
         micro = plural(self.accumulation_steps, "micro-step")
         processes = plural(self.world_size, "process", "processes")
         return (
-            f"{self.tokens_per_step:,} tokens a step = {batch} x {self.block_size:,} tokens "
+            f"{self.tokens_per_step:,} tokens per step = {batch} x {self.block_size:,} tokens "
             f"x {micro} x {processes}\n"
+<<<<<<< HEAD
             f"{self.max_steps * self.tokens_per_step:,} tokens in all = "
             f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up"
+=======
+            f"{self.max_steps * self.tokens_per_step:,} tokens in total = "
+            f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up"
+>>>>>>> 3d8dbf8 (config: every help text, error and docstring reads once)
         )
 
 
@@ -64,7 +73,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
-    """Derive the plan; raises `UserError` if the numbers do not fit together."""
+    """Derive the plan; raises `UserError` if options contradict each other."""
     train = config.train
     schedule = config.schedule
     require(
@@ -76,8 +85,13 @@ def make_plan(config: Config, world_size: int) -> Plan:
     if schedule.name != "constant":
         require(
             warmup < max_steps,
+<<<<<<< HEAD
             f"the warm-up takes {plural(warmup, 'step')} but the run only {max_steps:,}; "
             "shorten schedule.warmup_steps or lengthen the run",
+=======
+            f"the warm-up takes {plural(warmup, 'step')} but the run has only {max_steps:,}; "
+            "reduce schedule.warmup_steps or make the run longer",
+>>>>>>> 3d8dbf8 (config: every help text, error and docstring reads once)
         )
     decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
     if not decay:
@@ -85,8 +99,13 @@ def make_plan(config: Config, world_size: int) -> Plan:
         decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     require(
         schedule.name != "wsd" or warmup + decay <= max_steps,
+<<<<<<< HEAD
         f"the warm-up takes {plural(warmup, 'step')} and the decay {decay:,}, more than the "
         f"{max_steps:,} of the run; shorten schedule.decay_steps",
+=======
+        f"the warm-up takes {plural(warmup, 'step')} and the decay {decay:,}, but the run has only "
+        f"{max_steps:,}; reduce schedule.decay_steps",
+>>>>>>> 3d8dbf8 (config: every help text, error and docstring reads once)
     )
     return Plan(
         world_size=world_size,
@@ -101,9 +120,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
 
 
 def shorten(config: Config, steps: int) -> Config:
-    """Return `config` as a run of `steps` steps that logs each and saves often.
+    """Return a copy of `config` for a run of `steps` steps that logs every step and saves often.
 
-    It makes no samples, and neither uploads nor copies its checkpoints.
+    The run generates no samples, and neither uploads nor copies its checkpoints.
     """
     tokens_per_step = config.train.tokens_per_step
     schedule = config.schedule
@@ -133,14 +152,15 @@ def shorten(config: Config, steps: int) -> Config:
 
 
 def in_steps(tokens: int | None, tokens_per_step: int) -> int:
-    """Return the number of steps that cover `tokens`, rounded up; 0 for none."""
+    """Convert tokens to steps, rounded up; 0 for None."""
     return math.ceil((tokens or 0) / tokens_per_step)
 
 
 def micro_batch(config: Config, world_size: int) -> int:
-    """Return the sequences of a micro-batch of one of `world_size` processes.
+    """Return the number of sequences in a micro-batch, for `world_size` processes.
 
-    With train.reproducible it is the option: the bits of the run depend on it.
+    With train.reproducible, this is always `train.micro_batch_size`, since the bits of the run
+    depend on it.
     """
     if config.train.reproducible:
         return config.train.micro_batch_sequences
@@ -148,9 +168,10 @@ def micro_batch(config: Config, world_size: int) -> int:
 
 
 def shared_micro_batch(config: Config, world_size: int) -> int:
-    """Return the largest divisor of `train.micro_batch_size` that divides the step of a process.
+    """Return the largest divisor of `train.micro_batch_size` that divides a process's sequences.
 
-    It is the option itself if that divides, or if the option does not fit one process either.
+    Returns `train.micro_batch_size` unchanged if it does not divide the sequences of a step, or if
+    the processes cannot share these sequences equally.
     """
     asked = config.train.micro_batch_sequences
     sequences, rest = divmod(config.train.tokens_per_step, config.model.block_size)
@@ -160,7 +181,10 @@ def shared_micro_batch(config: Config, world_size: int) -> int:
 
 
 def accumulation(config: Config, world_size: int) -> int:
-    """Return the micro-steps of a step; raises `UserError` with sizes that divide it."""
+    """Compute the number of micro-steps per step.
+
+    Raises `UserError` with sizes that fit if the number is not whole.
+    """
     total = config.train.tokens_per_step
     micro = micro_batch(config, world_size)
     block = config.model.block_size
@@ -171,16 +195,16 @@ def accumulation(config: Config, world_size: int) -> int:
     nearest = f"{below:,} or {below + unit:,}" if below else f"{below + unit:,}"
     fitting = micro_batch_sizes(total, block, world_size, near=micro)
     if fitting:
-        nearest += f", or train.micro_batch_size one of {', '.join(map(str, fitting))}"
+        nearest += f", or train.micro_batch_size {', '.join(map(str, fitting))}"
     raise UserError(
-        f"train.tokens_per_step is {total:,}, not a multiple of {plural(micro, 'sequence')} x "
+        f"train.tokens_per_step ({total:,}) must be a multiple of {plural(micro, 'sequence')} x "
         f"{plural(block, 'token')} x {plural(world_size, 'process', 'processes')} = {unit:,}; "
-        f"nearest: {nearest}"
+        f"try {nearest}"
     )
 
 
 def micro_batch_sizes(total: int, block: int, world_size: int, near: int) -> list[int]:
-    """Return the four micro-batch sizes nearest to `near` that divide a step of `total` tokens."""
+    """Return up to four micro-batch sizes that divide a step of `total` tokens, nearest first."""
     if total % block != 0:
         return []
     sequences = total // block

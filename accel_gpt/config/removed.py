@@ -1,7 +1,7 @@
-"""Options that earlier versions had, with what to use in their place.
+"""List the options that earlier versions had, with advice on what to use instead.
 
-A `config.yaml` written by an earlier version still holds them. There the old default is ignored;
-any other value, and the option on the command line, is an error that gives the advice.
+A `config.yaml` that an earlier version wrote still holds them. The old default is ignored there.
+Any other value raises an error with the advice, and so does the option on the command line.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from accel_gpt.errors import UserError
 
 
 class Removed(NamedTuple):
-    """An option that is gone."""
+    """An option that no longer exists."""
 
     default: Any
     advice: str
@@ -27,8 +27,8 @@ SAVE_AS_SAFETENSORS = (
 )
 DEDUPLICATE_FIRST = "drop duplicates with datatrove before you prepare the text"
 PREPARE_SHARES = (
-    "prepare a share of the files on each machine, each into another folder, and list the "
-    "folders in data.train"
+    "prepare a share of the files on each machine, into a separate folder, and list the folders in "
+    "data.train"
 )
 COMPARE_BITS_PER_BYTE = "tokenize the text with accel-gpt prepare and compare bits per byte"
 AFTER_TRAINING = "run accel-gpt evaluate RUN --tasks TASK,... after the training"
@@ -66,7 +66,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "dedupe": DEDUPLICATE_FIRST,
         "loss_on": FINETUNE_WITH_TRL,
         "measure": "measure the speed of this machine with accel-gpt bench CONFIG",
-        "merge": "list the folders in data.train, which trains on a mixture of them",
+        "merge": "list the folders in data.train to train on a mixture of them",
         "rank": PREPARE_SHARES,
         "world": PREPARE_SHARES,
         "csv": "metrics.csv in the folder of each run has the metrics",
@@ -76,27 +76,27 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Values of options, by the last part of the key and the value
+# Values that no longer exist: the key maps the last part of an option's key and the value
 REMOVED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("source", "shards"): "name the folder of shards in data.train, which reads the formats of "
-        "other projects as they are; a folder that was made from shards needs no source",
+        ("source", "shards"): "set data.train to the folder of shards, which may be in the format "
+        "of another project, and leave data.prepare.source out",
     }
 )
-# A mapping in data.train with one of these keys named text to tokenize while training.
+# Earlier versions tokenized text while training if data.train was a mapping with one of these keys.
 STREAMED_KEYS = frozenset({"streaming", "dataset"})
 STREAMED_TEXT = (
     "data.train streams text, but text is no longer tokenized while training; prepare it with "
-    "data.prepare (its source dataset streams the Hub), or name remote token shards in data.train "
+    "data.prepare (source dataset streams from the Hub), or set data.train to remote token shards "
     "(hf://, s3://, https://)"
 )
 REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
-    {"config": "compare files that accel-gpt train --dump_config CONFIG writes with diff"}
+    {"config": "write both configs with accel-gpt train --dump_config and compare them with diff"}
 )
 
 
 def removed_value(key: str, value: object) -> str | None:
-    """Return the sentence about a value of `key` that earlier versions had, None for others."""
+    """Return an error message if only earlier versions had this value of `key`, else None."""
     if key == "data.train" and isinstance(value, Mapping) and value.keys() & STREAMED_KEYS:
         return STREAMED_TEXT
     advice = REMOVED_VALUES.get((key.rpartition(".")[2], str(value)))
@@ -104,9 +104,9 @@ def removed_value(key: str, value: object) -> str | None:
 
 
 def is_removed(key: str, value: object, where: str) -> bool:
-    """Return whether `key` is a removed option that still has its old default.
+    """Return whether `key` is a removed option with its old default.
 
-    Raises `UserError` with what to use instead if it has another value.
+    Raises `UserError` with advice if a removed option has another value.
     """
     removed = REMOVED.get(key)
     if removed is None:
@@ -117,7 +117,7 @@ def is_removed(key: str, value: object, where: str) -> bool:
 
 
 def check_not_removed(option: str) -> None:
-    """Raise `UserError` with what to use instead if earlier versions had an option."""
+    """Raise `UserError` with advice if only earlier versions had the option."""
     if option in REMOVED:
         raise UserError(f"--{option} no longer exists; {REMOVED[option].advice}")
     if option in REMOVED_OPTIONS:

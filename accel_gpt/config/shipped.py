@@ -1,6 +1,6 @@
-"""The configs that ship with the package: where they are, and the file that a user's word names.
+"""Find the configs that ship with the package.
 
-A checkout has `configs/` at its top and a link to it inside the package, as it is once installed.
+They are in the folder `configs` of the installed package. In a checkout, this is a link.
 """
 
 import difflib
@@ -16,19 +16,20 @@ def shipped_folder() -> Path:
     return (Path(__file__).parents[1] / "configs").resolve()
 
 
-def shipped_configs(room: str = "") -> Mapping[str, Path]:
-    """Map the name of each shipped config to its file; `room` is a folder among them, as `data`."""
-    files = sorted((shipped_folder() / room).glob("*.yaml"))
+def shipped_configs(folder: str = "") -> Mapping[str, Path]:
+    """Map the name of each shipped config to its file, for a folder inside the shipped folder."""
+    files = sorted((shipped_folder() / folder).glob("*.yaml"))
     return {path.stem: path for path in files}
 
 
-def resolve_config(word: str, room: str = "") -> Path:
-    """Return the file that `word` names: one at that path, else the shipped config of that name.
+def resolve_config(word: str, folder: str = "") -> Path:
+    """Return the config file at the path `word`, or else the shipped config with that name.
 
-    Raises `UserError`, with the nearest names, if there is neither.
+    `folder` is a folder inside the shipped folder. Raises `UserError` with similar names if there
+    is no such config.
     """
     path = Path(word)
-    shipped = shipped_configs(room)
+    shipped = shipped_configs(folder)
     name = word.removesuffix(".yaml")
     if path.exists() and not (path.is_dir() and name in shipped):
         return path
@@ -37,12 +38,12 @@ def resolve_config(word: str, room: str = "") -> Path:
     beside = {other.stem: str(other) for other in path.parent.glob("*.yaml")}
     known = dict(zip(shipped, shipped, strict=True)) | beside
     near = [known[stem] for stem in difflib.get_close_matches(path.stem, known, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"shipped are {', '.join(shipped)}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"try one of {', '.join(shipped)}"
     raise UserError(f"config file {word} does not exist; {hint}")
 
 
 def copy_shipped(word: str, folder: Path) -> None:
-    """Copy the config into the folder of a run, if `word` names a shipped one and no path."""
+    """Copy the config that `word` names into the folder of a run if it is a shipped config."""
     path = resolve_config(word)
     if path in shipped_configs().values():
         write_file(folder / path.name, [path.read_bytes()])

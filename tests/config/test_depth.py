@@ -109,7 +109,7 @@ def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
     assert describe_depth(to_flat(Config())) == []
     lines = describe_depth(to_flat(load(*GPT2, "--model.n_head", 12)))
     assert lines[0] == (
-        "depth 12 sets model: n_embd 768, n_layer 12, preset fast; set over it: n_head 12"
+        "depth 12 sets model: n_embd 768, n_layer 12, preset fast; overridden: n_head 12"
     )
     assert "muon_lr 0.025" in lines[1]
 
@@ -117,9 +117,9 @@ def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data.tokenizer", "mine.json"], "tokenizer mine.json is not known"),
-        ([], "tokenizer None is not known"),
-        (["--model.init_from", "gpt2"], "model.init_from is gpt2, which brings its shape"),
+        (["--data.tokenizer", "mine.json"], "tokenizer mine.json is unknown"),
+        ([], "but its size is unknown"),
+        (["--model.init_from", "gpt2"], "the weights of model.init_from gpt2 set the shape"),
         (["--model.depth", "0"], "model.depth is 0"),
     ],
 )

@@ -150,7 +150,9 @@ def test_missing_config_file_names_the_nearest(config_file: str) -> None:
     with pytest.raises(UserError, match=r"does not exist; did you mean .*small\.yaml\?"):
         load(config_file.replace("small", "smal"))
     folder = str(Path(config_file).parent)
-    with pytest.raises(UserError, match=f"{folder} is a folder; a run's is {folder}/config.yaml"):
+    with pytest.raises(
+        UserError, match=f"{folder} is a folder; if it is a run, give {folder}/config.yaml"
+    ):
         load(folder)
 
 

@@ -24,7 +24,7 @@ def test_half_a_million_tokens_are_spelled_out() -> None:
     plan = make_plan(config(tokens_per_step=524_288, micro_batch_size=16), world_size=4)
     assert plan.accumulation_steps == 8
     assert plan.describe().startswith(
-        "524,288 tokens a step = 16 sequences x 1,024 tokens x 8 micro-steps x 4 processes"
+        "524,288 tokens per step = 16 sequences x 1,024 tokens x 8 micro-steps x 4 processes"
     )
 
 
@@ -56,13 +56,15 @@ def test_micro_steps_of_all_processes_number_the_sequences_of_a_step(
 def test_indivisible_batch_names_the_nearest_that_fit() -> None:
     with pytest.raises(UserError) as error:
         make_plan(config(tokens_per_step=524_288, micro_batch_size=12), world_size=1)
-    assert "524,288, not a multiple of 12 sequences x 1,024 tokens x 1 process" in str(error.value)
+    assert "(524,288) must be a multiple of 12 sequences x 1,024 tokens x 1 process" in str(
+        error.value
+    )
     assert "516,096 or 528,384" in str(error.value)
-    assert "micro_batch_size one of 8, 16, 4" in str(error.value)
+    assert "micro_batch_size 8, 16, 4" in str(error.value)
 
 
 def test_batch_below_one_window_names_the_smallest() -> None:
-    with pytest.raises(UserError, match="nearest: 1,024"):
+    with pytest.raises(UserError, match="try 1,024"):
         make_plan(config(tokens_per_step=100, micro_batch_size=1), world_size=1)
 
 

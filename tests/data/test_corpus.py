@@ -174,7 +174,7 @@ def test_neither_the_scale_of_weights_nor_the_order_of_sources_matters(
         ("[{path: DATA1, weight: 0.1234567}, {path: DATA2}]", "repeat only after"),
         ("[DATA1, DATA2]", "expected a list of {path, weight}"),
         ("{dataset: a/b, streaming: true}", r"no longer tokenized while training; prepare it with"),
-        ("{streaming: true, path: DATA1}", r"remote token shards in data.train \(hf://, s3://"),
+        ("{streaming: true, path: DATA1}", r"set data.train to remote token shards \(hf://, s3://"),
         ("{path: DATA1, weight: 1}", "expected text or a list of {path, weight}"),
         ("[{path: DATA1, weight: .inf}]", "weight is inf; expected a finite number"),
         ("[{path: DATA1", "not valid YAML"),

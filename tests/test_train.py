@@ -327,7 +327,7 @@ def test_speed_counts_training_alone(
     ("options", "code", "message"),
     [
         (["--data.train", ""], 2, "data.train is empty"),
-        (["--train.micro_batch_size", "3"], 2, "not a multiple of 3 sequences"),
+        (["--train.micro_batch_size", "3"], 2, "must be a multiple of 3 sequences"),
         (["--checkpoint.resume", "nowhere"], 2, "is not a folder of a checkpoint"),
         (["--model.init_from", "./nowhere"], 2, "nowhere is neither a folder nor a repository"),
         (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; choose from"),

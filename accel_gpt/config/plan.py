@@ -57,13 +57,8 @@ class Plan:
         return (
             f"{self.tokens_per_step:,} tokens per step = {batch} x {self.block_size:,} tokens "
             f"x {micro} x {processes}\n"
-<<<<<<< HEAD
-            f"{self.max_steps * self.tokens_per_step:,} tokens in all = "
-            f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up"
-=======
             f"{self.max_steps * self.tokens_per_step:,} tokens in total = "
             f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up"
->>>>>>> 3d8dbf8 (config: every help text, error and docstring reads once)
         )
 
 
@@ -85,13 +80,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
     if schedule.name != "constant":
         require(
             warmup < max_steps,
-<<<<<<< HEAD
-            f"the warm-up takes {plural(warmup, 'step')} but the run only {max_steps:,}; "
-            "shorten schedule.warmup_steps or lengthen the run",
-=======
             f"the warm-up takes {plural(warmup, 'step')} but the run has only {max_steps:,}; "
             "reduce schedule.warmup_steps or make the run longer",
->>>>>>> 3d8dbf8 (config: every help text, error and docstring reads once)
         )
     decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
     if not decay:
@@ -99,13 +89,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
         decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     require(
         schedule.name != "wsd" or warmup + decay <= max_steps,
-<<<<<<< HEAD
-        f"the warm-up takes {plural(warmup, 'step')} and the decay {decay:,}, more than the "
-        f"{max_steps:,} of the run; shorten schedule.decay_steps",
-=======
         f"the warm-up takes {plural(warmup, 'step')} and the decay {decay:,}, but the run has only "
         f"{max_steps:,}; reduce schedule.decay_steps",
->>>>>>> 3d8dbf8 (config: every help text, error and docstring reads once)
     )
     return Plan(
         world_size=world_size,

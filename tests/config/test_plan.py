@@ -123,7 +123,9 @@ def test_micro_batch_of_a_reproducible_run_stays() -> None:
 
 def test_a_step_that_no_micro_batch_shares_is_an_error() -> None:
     twelve = config(tokens_per_step=12 * 1024, micro_batch_size=12)
-    with pytest.raises(UserError, match="must be a multiple of 12 sequences x 1,024 tokens x 8 proc"):
+    with pytest.raises(
+        UserError, match="must be a multiple of 12 sequences x 1,024 tokens x 8 proc"
+    ):
         make_plan(twelve, world_size=8)
 
 

@@ -105,11 +105,11 @@ def commit() -> str | None:
 
     Returns None outside a checkout.
     """
-    here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists():
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
         return None
     try:
-        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return None

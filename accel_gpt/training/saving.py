@@ -295,12 +295,12 @@ class CheckpointWriter:
                 except Exception as error:
                     raise CheckpointError(describe_save_error(error)) from error
         except AccelGPTError:
-            if self.main and not self.folder_has_gone():
+            if self.main and not self.has_lost_folder():
                 shutil.rmtree(folder, ignore_errors=True)
             all_gather(None, self.group)  # before a rank saves again, the folder must be removed
             raise
 
-    def folder_has_gone(self) -> bool:
+    def has_lost_folder(self) -> bool:
         """Return whether the run has lost its locked folder; on rank 0."""
         try:
             self.check_folder()
@@ -315,7 +315,7 @@ class CheckpointWriter:
         """
         root = self.out_dir / "checkpoints"
         problem = self.problem
-        if self.folder_has_gone():  # the training thread ends the run
+        if self.has_lost_folder():  # the training thread ends the run
             return
         if problem is None:
             for uploader in self.uploaders:

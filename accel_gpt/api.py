@@ -1,6 +1,6 @@
 """The Python interface: `accel_gpt.run`, the `Run` that it returns, and `accel_gpt.load`.
 
-Each does what its command does, through the same options, and raises what the command would print.
+Each takes the options of its command, and raises the error that the command would print.
 """
 
 import json
@@ -48,29 +48,29 @@ class Run:
 
     @property
     def metrics(self) -> "DataFrame":
-        """Records of metrics.jsonl, a row each, by step; NaN if a record lacks a metric."""
+        """One row per record of metrics.jsonl, indexed by step; NaN if a record lacks a metric."""
         from pandas import DataFrame
 
         (run,) = open_runs([str(self.path)])
         return DataFrame(list(run.records()) or {"step": []}).set_index("step")
 
     def sample(self, prompt: str = "", **options: object) -> list[str]:
-        """Continue a prompt; `options` of `accel-gpt sample`: num, temperature, seed, ..."""
+        """Continue a prompt. `options` as for `accel-gpt sample`: num, temperature, seed, ..."""
         require(isinstance(prompt, str), f"the prompt is {prompt!r}; expected text")
-        words = to_words({"prompt": prompt, **options})
-        return continue_prompt(SampleCommand.parse([str(self.path), *words]))
+        arguments = to_arguments({"prompt": prompt, **options})
+        return continue_prompt(SampleCommand.parse([str(self.path), *arguments]))
 
     def evaluate(self, **options: object) -> dict[str, float]:
-        """Measure the model; `options` of `accel-gpt evaluate`: data, tokens, hellaswag, ..."""
-        words = [str(self.path), *to_words(options)]
-        with as_command(["evaluate", *words]):
-            report = evaluate_named(EvaluateCommand.parse(words))
+        """Evaluate the model. `options` as for `accel-gpt evaluate`: data, tokens, ..."""
+        arguments = [str(self.path), *to_arguments(options)]
+        with as_command(["evaluate", *arguments]):
+            report = evaluate_named(EvaluateCommand.parse(arguments))
         return dict(report.metrics)
 
     def export(self, to: str | Path, **options: object) -> Path:
-        """Write a folder that transformers opens, proven equal; `options` of `accel-gpt export`."""
-        words = to_words({"to": to, **options})
-        export_model(ExportCommand.parse([str(self.path), *words]))
+        """Write a folder for transformers, and verify it. `options` as for `accel-gpt export`."""
+        arguments = to_arguments({"to": to, **options})
+        export_model(ExportCommand.parse([str(self.path), *arguments]))
         return Path(to)
 
     def _repr_png_(self) -> bytes:
@@ -85,7 +85,7 @@ def load(
 ) -> tuple[GPT, Tokenizer]:
     """Load the model, in evaluation mode, and the tokenizer of a run, a folder or a Hub id.
 
-    `checkpoint`, of a run: last, best, or a step.
+    `checkpoint` selects a checkpoint of a run: last, best, or a step.
     """
     return load_pretrained(str(name), str(checkpoint), device=device)
 
@@ -95,21 +95,21 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
 
     `config`: a YAML file or the name of a shipped one. `options`: {"section.key": value}, or
     {"section": {"key": value}}. `processes`: if more than one, torchrun starts them. An interrupt
-    saves the run and returns it. Raises `UserError` for a mistake, other classes of
-    accel_gpt/errors.py for other failures.
+    saves the run and returns it. Raises `UserError` for a mistake, and another class of
+    accel_gpt/errors.py for any other failure.
     """
     require(
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
     )
     join_slurm_step()
-    words = [str(config), *to_words(flatten_sections(options or {}))]
-    parsed = load_config(words, "accel_gpt.run", inherit)
+    arguments = [str(config), *to_arguments(flatten_sections(options or {}))]
+    parsed = load_config(arguments, "accel_gpt.run", inherit)
     trained = Run(Path(parsed.out_dir))
     if processes > 1:
-        train_processes(words, processes)
+        train_processes(arguments, processes)
     else:
-        with as_command(["train", *words]):
+        with as_command(["train", *arguments]):
             launch(parsed, str(config))
     if in_notebook() and is_main() and not parsed.eval.only:
         from IPython.display import display
@@ -118,13 +118,12 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     return trained
 
 
-def train_processes(words: list[str], processes: int) -> None:
-    """Train in new processes, as this one may have used its device.
+def train_processes(arguments: list[str], processes: int) -> None:
+    """Train in new processes, since this process may already use its device.
 
-    An interrupt reaches all of them: they save and stop, as at the time limit. Raises `PeerError`
-    if one fails.
+    An interrupt reaches all of them; they save and stop. Raises `PeerError` if one fails.
     """
-    with launch_child(["train", *words], processes=processes) as process:
+    with launch_child(["train", *arguments], processes=processes) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:
@@ -135,9 +134,9 @@ def train_processes(words: list[str], processes: int) -> None:
 
 
 def flatten_sections(options: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Convert options whose sections are mappings, as in a YAML file, to dotted keys.
+    """Flatten nested sections, as in a YAML file, to dotted keys.
 
-    A mapping that is itself the value of an option stays one. Raises `UserError` for an option that
+    A mapping stays a mapping if it is the value of an option. Raises `UserError` for an option that
     is given twice, and for a section that is not a mapping.
     """
     flat: dict[str, object] = {}
@@ -157,23 +156,23 @@ def flatten_sections(options: Mapping[str, object], prefix: str = "") -> dict[st
     return flat
 
 
-def to_words(options: Mapping[str, object]) -> list[str]:
-    """Write `options` as words of a command line."""
-    words = []
+def to_arguments(options: Mapping[str, object]) -> list[str]:
+    """Convert `options` to command-line arguments."""
+    arguments = []
     for key, value in options.items():
         if value is None or isinstance(value, bool | list | tuple | dict):
-            words.append(f"--{key}={json.dumps(value, default=str)}")
+            arguments.append(f"--{key}={json.dumps(value, default=str)}")
         else:
-            words.append(f"--{key}={value}")
-    return words
+            arguments.append(f"--{key}={value}")
+    return arguments
 
 
 @contextmanager
-def as_command(words: list[str]) -> Iterator[None]:
-    """Run a command, which `words` name, in this process.
+def as_command(arguments: list[str]) -> Iterator[None]:
+    """Run the body as the command `accel-gpt ARGUMENTS` in this process.
 
-    A command leaves what ends with its process: signal handlers, environment variables, the state
-    of torch and of Accelerate. Afterwards they are as before.
+    Afterwards, restore what a command changes for its process: signal handlers, environment
+    variables, the state of torch and Accelerate.
     """
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
@@ -181,11 +180,13 @@ def as_command(words: list[str]) -> Iterator[None]:
     environment = dict(os.environ)
     deterministic = torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
-    sys.argv = ["accel-gpt", *words]  # what run.json records
+    sys.argv = ["accel-gpt", *arguments]  # what run.json records
     try:
         yield
     except SystemExit as error:
-        raise UserError(f"accel-gpt {words[0]} ended with code {error.code}; see above") from None
+        raise UserError(
+            f"accel-gpt {arguments[0]} ended with code {error.code}; see above"
+        ) from None
     finally:
         sys.argv = argv
         signal.set_wakeup_fd(wakeup)

@@ -29,15 +29,15 @@ def dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("help", "-h", "--help"):
         write_out(overview(COMMANDS))
         return 0
-    name, *words = argv
+    name, *arguments = argv
     if name in REMOVED_COMMANDS:
         raise UserError(f"accel-gpt {name} no longer exists; {REMOVED_COMMANDS[name]}")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
-    options = COMMANDS[name].parse(words)
-    # the command line is checked above; only now torch may be imported
+    options = COMMANDS[name].parse(arguments)
+    # the command line is valid, so the slow import of torch is worth it
     command = importlib.import_module(f"accel_gpt.commands.{options.module()}")
     return int(command.run(options))
 

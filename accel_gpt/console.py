@@ -20,30 +20,29 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
-OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # on a CPU; on CUDA
-# of a path that a user gave: not to be opened, too long, below a file
+OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # the messages of CPU and CUDA
+# errors of a path that the user gave: no permission, read-only, too long, parent is a file
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED = "interrupted"
 LINE_SECONDS = 10.0  # between two lines of progress
 BAR_SECONDS = 0.2  # between two drawings of a bar
-LONGEST_SECONDS = 1e12  # that a clock shows; a `timedelta` holds no 1e14
-SHORTEST_PACE_SECONDS = 1.0  # a time left is estimated from no less; assumption
+LONGEST_SECONDS = 1e12  # longest time that a clock shows; `timedelta` overflows at 1e14
+SHORTEST_PACE_SECONDS = 1.0  # shortest time from which a pace is estimated; assumption
 
 
 # --------------------------------------------------------------------------- streams
 
 
 def printable(text: str) -> str:
-    """Escape control characters in the text of a model: a terminal obeys them."""
+    """Escape control characters, so that the text of a model cannot control the terminal."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def open_closed_streams() -> None:
-    """Redirect standard streams that the caller closed, as `2>&-`, to /dev/null.
+    """Redirect standard streams that the caller closed, as with `2>&-`, to /dev/null.
 
-    Else the next file that is opened would get the number of one, and with it all that libraries
-    write there.
+    Otherwise the next opened file gets descriptor 0, 1 or 2, and libraries print into it.
     """
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -58,7 +57,7 @@ def write_out(text: str) -> None:
 
 
 def write_err(text: str) -> None:
-    """Write a line to standard error, beside the output."""
+    """Write a line to standard error."""
     sys.stderr.write(f"{text}\n")
 
 
@@ -77,11 +76,11 @@ def in_notebook() -> bool:
 
 
 class Progress:
-    """Shows on standard error how far a task is: a bar on a terminal, elsewhere a line every 10 s.
+    """Shows the progress of a task on standard error: a bar on a terminal, else a line every 10 s.
 
-    `unit`: the plural noun of the counts; `bytes` are shown in MB with their pace. `total` None:
-    not known. `done`: the count at the start. `bar` False: lines on a terminal too. The clock
-    starts at the first count, and anew when the count falls back, as in the next part of a task.
+    `unit`: the plural noun of the counts; `bytes` are shown in MB and MB/s. `total` None: unknown.
+    `done`: the count at the start. `bar` False: print lines on a terminal too. The clock restarts
+    if the count falls back to its start or below, as in the next part of a task.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Progress:
     def close(self) -> None:
         """Remove the bar."""
         if self.bar:
-            with contextlib.suppress(OSError):  # of a terminal that is gone
+            with contextlib.suppress(OSError):  # the terminal is gone
                 self.bar.stop()
             self.bar = None
 
@@ -122,7 +121,7 @@ class Progress:
         self.update(self.done + amount, self.total)
 
     def update(self, done: int, total: int | None) -> None:
-        """Set the count and the total; show them if the last time is long enough ago."""
+        """Set the count and the total, and refresh the display."""
         self.done = done
         self.total = total
         if done <= self.first:
@@ -131,14 +130,14 @@ class Progress:
         self.refresh()
 
     def refresh(self) -> None:
-        """Show the progress, unless it was shown just before."""
+        """Show the progress, at most once per interval."""
         if not self.active:
             return
         now = time.monotonic()
         if now - self.shown < (BAR_SECONDS if self.drawn else LINE_SECONDS):
             return
         self.shown = now
-        with contextlib.suppress(OSError):  # of a log on a full disk, a terminal that is gone
+        with contextlib.suppress(OSError):  # the disk is full, or the terminal is gone
             if self.drawn:
                 self.draw()
             else:
@@ -158,7 +157,7 @@ class Progress:
                 TextColumn("{task.fields[details]}", markup=False),
                 console=Console(stderr=True),
                 auto_refresh=False,  # no thread: `prepare` forks
-                redirect_stdout=sys.stdout.isatty(),  # else it would leave its file
+                redirect_stdout=sys.stdout.isatty(),  # a stdout that goes to a file stays there
                 transient=True,
             )
             self.bar.add_task("", details="")
@@ -178,7 +177,7 @@ class Progress:
         return f"{self.task}: {self.details()}"
 
     def details(self) -> str:
-        """Return the counts, the pace of bytes and the time left, or spent if no total is known."""
+        """Return counts, pace of bytes, and time left; the time spent if the total is unknown."""
         spent = time.monotonic() - self.started
         pace = (self.done - self.first) / max(spent, SHORTEST_PACE_SECONDS)  # per second
         if self.unit == "bytes":
@@ -197,7 +196,7 @@ class Progress:
 
 @contextlib.contextmanager
 def ticking(progress: Progress, seconds: float = 1.0) -> Iterator[None]:
-    """Refresh `progress` from a thread, while a library works that reports nothing."""
+    """Refresh `progress` from a thread, while a library call reports no progress."""
     done = threading.Event()
 
     def tick() -> None:
@@ -220,7 +219,7 @@ def ticking(progress: Progress, seconds: float = 1.0) -> Iterator[None]:
 def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
     """Format `rows` of cells as lines; an empty row is an empty line.
 
-    Each of `columns` is `<` or `>`, its alignment, and a minimum width: `<12`.
+    Each of `columns` holds an alignment, `<` or `>`, and a minimum width: `<12`.
     """
     specs = []
     for number, column in enumerate(columns):
@@ -269,7 +268,7 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Let SIGTERM end this process as an error does, so that temporary files are removed."""
+    """Raise `SystemExit` on SIGTERM, so that temporary files are removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -279,13 +278,13 @@ def exit_on_sigterm() -> None:
 
 
 def note_failure(text: str) -> None:
-    """Give torch's launcher the reason why this process ends.
+    """Report to torchrun why this process fails.
 
-    The launcher prints the reason of the earliest failure last, below its own traceback.
+    torchrun prints the reason of the earliest failure last, below its own traceback.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        before_others = int(time.time()) - 1  # the launcher dates in seconds those without a reason
+        before_others = int(time.time()) - 1  # torchrun dates other failures in whole seconds
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": text, "timestamp": before_others}, file)
 
@@ -306,15 +305,15 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         write_err(f"{process}error: {error}")
         note_failure(f"error: {error}")
         return error.exit_code
-    except (MemoryError, RuntimeError) as error:  # torch raises the second where malloc fails
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if malloc fails
         if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
             raise
         write_err(
             f"error: out of memory ({first_line(error)[-120:]}); lower the model's "
-            "size, train.micro_batch_size or sample.num: accel-gpt plan shows what they take"
+            "size, train.micro_batch_size or sample.num; accel-gpt plan shows the memory they need"
         )
         return UserError.exit_code
-    except BrokenPipeError:  # the reader of our output has enough, as `| head`
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

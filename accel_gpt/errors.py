@@ -1,4 +1,4 @@
-"""What can go wrong, with the exit code that scripts see."""
+"""The expected errors and their exit codes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ class AccelGPTError(Exception):
 
 
 class UserError(AccelGPTError, ValueError):
-    """A user's mistake; the message shows what is wrong, the value, and what would be right."""
+    """A user's mistake; the message names the problem, the value and the fix."""
 
 
 class DataError(UserError):
@@ -27,7 +27,7 @@ class CheckpointError(AccelGPTError, ValueError):
 
 
 class NewerFormatError(AccelGPTError):
-    """A checkpoint that a later version wrote: not damaged, and not to be set aside."""
+    """A checkpoint that a later version wrote. It is intact, so it is not set aside."""
 
     exit_code = 4
 
@@ -39,7 +39,7 @@ class DivergedError(AccelGPTError):
 
 
 class BusyError(AccelGPTError):
-    """Another process works in the output folder, or the folder has gone."""
+    """Another process uses the output folder, or the folder is gone."""
 
     exit_code = 6
 
@@ -51,7 +51,7 @@ class PeerError(AccelGPTError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 300 characters, or its class if it has none."""
+    """Return the first line of an error's message, at most 300 characters; its class if empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

@@ -1,12 +1,12 @@
-"""Reading and writing files: whole or not at all, locked; fault points for tests.
+"""Read, write and lock files; fault points for tests.
 
     ACCEL_GPT_FAULT="manifest.written=kill"     at the fault point of that name, the first time
     ACCEL_GPT_FAULT="*:17=half"                 at the 17th fault point of the writer, any name
     ACCEL_GPT_FAULT_LOG=points.txt              append the name of each fault point, one a line
 
-Actions: kill; half (truncate the current file to half, then kill); enospc and eio (the `OSError` of
-a full and of a broken disk); sleep (2 s); hang. `NAME:N+=ACTION` acts from the N-th time on.
-`step`, `evaluation` (a batch) and `sample` (a token) count by their names only: their order
+Actions: kill; half (truncate the current file to half, then kill); enospc and eio (`OSError` as on
+a full or broken disk); sleep (2 s); hang. `NAME:N+=ACTION` acts from the N-th time on.
+`*` and the log leave out `step`, `evaluation` (a batch) and `sample` (a token): their order
 relative to the writer varies.
 """
 
@@ -41,7 +41,7 @@ HANG_SECONDS = 3600.0  # of the fault action hang
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
-    """Write a file completely or not at all. Returns its SHA-256 in hex."""
+    """Write a file completely or not at all; return its SHA-256 in hex."""
     temporary = path.with_name(f"{path.name}.tmp")
     hasher = hashlib.sha256()
     with temporary.open("wb", buffering=0) as file:
@@ -83,7 +83,7 @@ def write_all(file: io.FileIO, data: memoryview) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hash a file. Returns hex."""
+    """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -98,7 +98,7 @@ def sync(path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder; 0 if the disk does not tell."""
+    """Return the free bytes on the disk of a folder; 0 if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -106,12 +106,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def link_tree(folder: Path, to: Path) -> None:
-    """Copy a folder, by hard links where the file system has them."""
+    """Copy a folder, with hard links if the file system supports them."""
     shutil.copytree(folder, to, copy_function=link)
 
 
 def link(source: str, target: str) -> None:
-    """Copy a file, by a hard link where the file system has them."""
+    """Copy a file, as a hard link if the file system supports it."""
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -119,10 +119,11 @@ def link(source: str, target: str) -> None:
 
 
 def lock(path: Path, wait: bool = True, shared: bool = False, notice: str = "") -> TextIO:
-    """Lock the file `path`, created if missing unless `shared`; closing what is returned unlocks.
+    """Lock the file `path` and return it open; closing it releases the lock.
 
-    The kernel unlocks it too when the process ends. If another process holds it: prints `notice`
-    on stderr and waits, or raises `BlockingIOError` if not `wait`.
+    A missing file is created, unless `shared`. The kernel releases the lock when the process ends.
+    If another process holds the lock, prints `notice` on stderr and waits. If not `wait`, raises
+    `BlockingIOError` instead.
     """
     flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -135,7 +136,7 @@ def lock(path: Path, wait: bool = True, shared: bool = False, notice: str = "") 
             raise
         if shared or is_at(file, path):
             return file
-        file.close()  # the process that held it has removed it, see `locked_file`
+        file.close()  # the previous holder removed the file, see `locked_file`
 
 
 def lock_opened(file: TextIO, kind: int, wait: bool, notice: str) -> None:
@@ -162,7 +163,7 @@ def locked_file(path: Path, wait: bool = True, notice: str = "") -> Iterator[Tex
 
 
 def is_at(file: TextIO, path: Path) -> bool:
-    """Whether `path` names the open `file`, and no other or none."""
+    """Return whether `path` still names the open `file`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -193,16 +194,16 @@ def read_json(path: str | Path) -> Any:
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """Load YAML without executing code; a key that stands in a mapping twice is an error."""
+    """Load YAML without executing code; a duplicate key in a mapping is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping. YAML's own loader drops the first of two equal keys."""
+        """Build a mapping. The base class would keep only the last of two equal keys."""
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                problem = f"{key.value} stands there twice"
+                problem = f"{key.value} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -218,14 +219,14 @@ def load_yaml(text: str) -> Any:
         problem = getattr(error, "problem", None) or "not YAML"
         raise ValueError(f"{line}{problem}") from None
     except (KeyError, AttributeError, TypeError, OverflowError) as error:  # !!bool x, !!timestamp x
-        raise ValueError(f"a value is not what its tag says ({error})") from None
+        raise ValueError(f"a value does not match its tag ({error})") from None
 
 
 # --------------------------------------------------------------------------- faults, for tests
 
 
 def fault_point(name: str, path: Path | None = None) -> None:
-    """Fail here, with the file `path`, if the environment asks for it; see the module."""
+    """Inject a fault here if the environment requests it; see the module. `path`: current file."""
     requested = os.environ.get("ACCEL_GPT_FAULT")
     log = os.environ.get("ACCEL_GPT_FAULT_LOG")
     if log and name not in BESIDE_WRITER:
@@ -249,7 +250,7 @@ def fault_point(name: str, path: Path | None = None) -> None:
 
 @cache
 def fault_counts() -> Counter[str]:
-    """How often this process reached each requested fault point."""
+    """Return how often this process reached each requested fault point."""
     return Counter()
 
 

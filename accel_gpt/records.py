@@ -1,4 +1,4 @@
-"""Read JSON files into dataclasses: where index, manifest and state are checked, once.
+"""Read JSON files into dataclasses, and check every field.
 
     @dataclass(frozen=True)
     class SavedFile:
@@ -11,12 +11,11 @@
 
     manifest = load_record(Manifest, path, error=CheckpointError)
 
-Keys, types and bounds of every field are checked. An error names file, key, value and what is
-expected. Bounds are those of `config.options.option`; an integer without bounds is a count, from 0
-to 2^53. A float may be an integer in the file, and stays one; without bounds it may be NaN or
-infinite. `Any` stands for any value. A class lists keys that earlier versions wrote, and that are
-ignored, in `FORMER_KEYS`; with `OPEN = True` it ignores every unknown key, as in files that others
-write too.
+An error names file, key, value and expected type or bounds. `config.options.option` sets the bounds
+of a field. An integer without bounds is a count, from 0 to 2^53. A float may be an integer in the
+file, and stays one; without bounds it may be NaN or infinite. `Any` accepts any value. Keys of
+earlier versions, listed in `FORMER_KEYS`, are ignored. With `OPEN = True` a class ignores every
+unknown key, as in files that other programs write too.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ EXPECTED: Mapping[Any, str] = types.MappingProxyType(
 
 
 class MismatchError(ValueError):
-    """A value at `keys` is not what its field asks for."""
+    """The value at `keys` does not fit its field."""
 
     def __init__(self, problem: str, keys: tuple[str | int, ...] = ()) -> None:
         super().__init__(problem)
@@ -59,12 +58,12 @@ class MismatchError(ValueError):
     def __str__(self) -> str:
         path = ""
         for key in self.keys:
-            # on one line, whatever characters a key has
+            # keeps line breaks in a key out of the message
             path += f"[{key}]" if isinstance(key, int) else f".{json.dumps(key)[1:-1][:100]}"
         return f"{path.removeprefix('.') or 'it'} {self.problem}"
 
     def inside(self, key: str | int) -> "MismatchError":
-        """Return this error for the object or list around the value, which holds it at `key`."""
+        """Return this error for the object or list that holds the value at `key`."""
         return MismatchError(self.problem, (key, *self.keys))
 
 
@@ -74,12 +73,12 @@ def load_record(
     error: type[AccelGPTError],
     advice: str = "",
 ) -> T:
-    """Read a JSON file into `kind`; raise `error`, with `advice` at its end, if it does not fit."""
+    """Read a JSON file into `kind`; if it does not fit, raise `error` with `advice` at its end."""
     return parse_record(kind, read_object(path, error, advice), path, error, advice)
 
 
 def load_record_or_none(kind: type[T], path: Path) -> T | None:
-    """Read a JSON file that can be made again into `kind`; None if it is missing or damaged."""
+    """Read a JSON file into `kind`; return None if it is missing or damaged."""
     try:
         found: T = read_value(kind, read_json(path))
     except (OSError, ValueError):
@@ -97,7 +96,9 @@ def read_object(path: Path, error: type[AccelGPTError], advice: str = "") -> dic
     except ValueError as problem:
         raise error(f"{path} is not valid JSON ({problem}){ending}") from None
     if not isinstance(content, dict):
-        raise error(f"{path} is damaged: it holds {shown(content)}, expected an object{ending}")
+        raise error(
+            f"{path} is damaged: it holds {short_json(content)}, expected an object{ending}"
+        )
     return content
 
 
@@ -108,7 +109,7 @@ def parse_record(
     error: type[AccelGPTError],
     advice: str = "",
 ) -> T:
-    """Convert the object that the file `path` holds to `kind`; see `load_record`."""
+    """Convert the `content` of the file `path` to `kind`; see `load_record`."""
     try:
         found: T = read_value(kind, content)
     except MismatchError as problem:
@@ -121,7 +122,7 @@ def parse_record(
 
 
 def read_value(hint: Any, value: Any, bounds: Option | None = None) -> Any:
-    """Return a value of JSON as the type `hint`; raise `MismatchError`."""
+    """Convert a JSON value to the type `hint`; raise `MismatchError` if it does not fit."""
     kind, item, optional = parts_of(hint)
     if kind is Any or (optional and value is None):
         return value
@@ -129,7 +130,7 @@ def read_value(hint: Any, value: Any, bounds: Option | None = None) -> Any:
         return read_fields(kind, value)
     whole = kind is float and type(value) is int and abs(value) <= sys.float_info.max
     if type(value) is not kind and not whole:
-        raise MismatchError(f"is {shown(value)}, expected {EXPECTED[kind]}")
+        raise MismatchError(f"is {short_json(value)}, expected {EXPECTED[kind]}")
     if kind is list:
         return [read_item(item, one, index) for index, one in enumerate(value)]
     if kind is dict:
@@ -138,12 +139,12 @@ def read_value(hint: Any, value: Any, bounds: Option | None = None) -> Any:
         return value
     problem = (bounds or COUNT).problem(value)
     if problem:
-        raise MismatchError(f"is {shown(value)}; {problem}")
+        raise MismatchError(f"is {short_json(value)}; {problem}")
     return value
 
 
 def read_item(hint: Any, value: Any, key: str | int, bounds: Option | None = None) -> Any:
-    """Return the value at `key` of an object or a list as the type `hint`."""
+    """Convert the value at `key` of an object or a list to the type `hint`."""
     try:
         return read_value(hint, value, bounds)
     except MismatchError as error:
@@ -151,9 +152,9 @@ def read_item(hint: Any, value: Any, key: str | int, bounds: Option | None = Non
 
 
 def read_fields(kind: Any, value: Any) -> Any:
-    """Return an object of JSON as the dataclass `kind`; raise `MismatchError`."""
+    """Convert a JSON object to the dataclass `kind`; raise `MismatchError` if it does not fit."""
     if type(value) is not dict:
-        raise MismatchError(f"is {shown(value)}, expected an object")
+        raise MismatchError(f"is {short_json(value)}, expected an object")
     hints = field_types(kind)
     unknown = value.keys() - hints.keys() - set(getattr(kind, "FORMER_KEYS", ()))
     if unknown and not getattr(kind, "OPEN", False):
@@ -196,7 +197,7 @@ def required_fields(kind: Any) -> frozenset[str]:
 
 @functools.cache
 def field_bounds(kind: Any) -> Mapping[str, Option]:
-    """Return the bounds of the fields of a dataclass that have some; see the module."""
+    """Return the bounds of each field that has bounds; see the module."""
     hints = field_types(kind)
     found = {}
     for name, bounds in own_options(kind).items():
@@ -209,8 +210,8 @@ def field_bounds(kind: Any) -> Mapping[str, Option]:
     return found
 
 
-def shown(value: Any) -> str:
-    """Return a value of JSON, shortened, for an error."""
+def short_json(value: Any) -> str:
+    """Return a JSON value, shortened, for an error."""
     if isinstance(value, list | dict):
         return EXPECTED[type(value)]
     return json.dumps(value)[:100]

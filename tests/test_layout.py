@@ -54,7 +54,7 @@ UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "code", "runpy"}
 UNSAFE_ATTRIBUTES = {
     *("yaml.load", "yaml.full_load", "yaml.unsafe_load"),
-    *("yaml.safe_load", "yaml.Loader"),  # `files.load_yaml` refuses a key that stands there twice
+    *("yaml.safe_load", "yaml.Loader"),  # `files.load_yaml` rejects duplicate keys
     *("sys.path", "os.system", "os.popen", "torch.hub", "subprocess.getoutput"),
     *("torch.distributed.checkpoint", "torch.package"),
 }

@@ -1,7 +1,7 @@
-"""`accel-gpt bench CONFIG`: tokens/s, MFU and memory of a config, the hours of its whole run.
+"""`accel-gpt bench CONFIG`: measure tokens/s, MFU and memory of a config, and the hours of its run.
 
-Runs `train.update` in a temporary folder, without evaluation, samples, checkpoints and trackers,
-and measures where a step's time goes.
+Runs `train.update` in a temporary folder, without evaluations, samples, checkpoints or trackers.
+Measures where a step's time goes.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def bench(options: BenchCommand) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
     config = options.loaded
     die_with_launcher()
-    measured = step_alone(config)
+    measured = steps_only(config)
     run_steps = make_plan(measured, 1).max_steps
     steps = max(run_steps, options.warmup + options.steps + options.parts)
     with peers(world_size()), tempfile.TemporaryDirectory() as out:
@@ -74,7 +74,7 @@ def bench(options: BenchCommand) -> Report | None:
         )
         plan = make_plan(measured, world_size())
         join_ranks(measured)
-        ensure_data(config, stdout=sys.stderr)  # the report alone goes to standard output
+        ensure_data(config, stdout=sys.stderr)  # standard output takes only the report
         measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
         measured = resolve_compile(measured, plan)
@@ -87,8 +87,8 @@ def bench(options: BenchCommand) -> Report | None:
     return report if is_main() else None
 
 
-def step_alone(config: Config) -> Config:
-    """Return a config that does nothing but the training steps of `config`."""
+def steps_only(config: Config) -> Config:
+    """Return `config` with evaluation, samples, saves, trackers and pushes switched off."""
     return replace(
         config,
         train=replace(config.train, profile=0),
@@ -114,9 +114,9 @@ def step_alone(config: Config) -> Config:
 
 
 def whole_run(config: Config, run: Training, steps: int, tokens_per_second: float) -> Report:
-    """Return the hours of the whole run of `config`, `steps` steps, at the measured speed.
+    """Return the hours that all `steps` steps of `config` take at the measured speed.
 
-    Evaluations are counted; saves, samples and HellaSwag are not.
+    Includes evaluations; excludes saves, samples and HellaSwag.
     """
     evaluated = evaluation_count(config, steps) * run.corpus.evaluated_tokens
     if config.eval.whole_at_end:
@@ -131,7 +131,7 @@ def whole_run(config: Config, run: Training, steps: int, tokens_per_second: floa
 
 
 def measure_steps(options: BenchCommand, run: Training) -> Report:
-    """Warm up, time whole steps, then the parts of further ones."""
+    """Warm up, time whole steps, then time the parts of further steps."""
 
     def step() -> None:
         train.update(run)
@@ -183,7 +183,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that `work` takes, the device included."""
+    """Return the seconds that `work` takes, including its work on the device."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -192,7 +192,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds_of_each(step: Callable[[], None], device: torch.device, steps: int) -> list[float]:
-    """Return the seconds of each of `steps` steps in a row; on CUDA nothing waits between them."""
+    """Return the seconds of each of `steps` steps; on CUDA, without waiting between steps."""
     if device.type != "cuda":
         return [timed(step, device) for _ in range(steps)]
     marks: list[Any] = [
@@ -209,7 +209,7 @@ def seconds_of_each(step: Callable[[], None], device: torch.device, steps: int) 
 
 
 class TimedLoader:
-    """The loader of a run, with another function in place of its `__next__`."""
+    """Wraps the loader of a run and replaces its `__next__`."""
 
     def __init__(self, loader: Any, next_batch: Callable[[], Any]) -> None:
         self.loader = loader
@@ -223,9 +223,9 @@ class TimedLoader:
 
 
 def part_seconds(run: Training, steps: int) -> dict[str, float]:
-    """Return mean seconds of each part of a step, and of the rest, over `steps` steps of a run.
+    """Return the mean seconds of each part of a step, and of the rest, over `steps` steps.
 
-    Each part is waited for: the objects of `run` get methods that do so.
+    Replaces methods of the objects of `run`, so that each part waits for the device.
     """
     seconds = dict.fromkeys(PARTS, 0.0)
     device = run.accelerator.device
@@ -245,7 +245,7 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
         train.update(observed)
 
     data, forward, backward, optimizer = PARTS
-    observed: Any = copy.copy(run)  # `run` keeps its loader, which is closed
+    observed: Any = copy.copy(run)  # `run` keeps its own loader, which `bench` closes
     observed.loader = TimedLoader(run.loader, part(data, run.loader.__next__))
     observed.model = part(forward, run.model)
     observed.gradients.backward = part(backward, run.gradients.backward)
@@ -258,9 +258,9 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
 
 
 def compare_precisions(options: BenchCommand) -> str:
-    """Return the speed in float32 and bf16, compiled or not, each measured in its own process.
+    """Measure float32 and bf16, compiled or not, each in its own process.
 
-    A table, or with `--json` one object.
+    Returns a table, or one JSON object with `--json`.
     """
     require(world_size() == 1, "--compare measures one process; start it without a launcher")
     reports: dict[str, Report] = {}
@@ -279,20 +279,20 @@ def compare_precisions(options: BenchCommand) -> str:
             rows.append((name, f"error: {report['error']}", ""))
             continue
         speed = f"{report['tokens_per_second']:,.0f} tokens/s"
-        first = f"the first {report['first_step_seconds']:.1f} s"
+        first = f"the first step {report['first_step_seconds']:.1f} s"
         rows.append((name, speed, f"{report['step_ms']:,.1f} ms a step, {first}"))
     return table(rows, "<18", ">12", ">10")
 
 
 def report_of_process(options: BenchCommand, precision: str, compiled: bool) -> Report:
     """Return what `accel-gpt bench --json` prints in another process, or its error."""
-    words = ["bench", options.config, *options.keys, "--json"]
-    words += ["--warmup", str(options.warmup)]
-    words += ["--steps", str(options.steps)]
-    words += ["--parts", "0"]
-    words += ["--train.mixed_precision", precision]
-    words += ["--train.compile", "true" if compiled else "false"]
-    done = run_child(words, capture=True)
+    arguments = ["bench", options.config, *options.keys, "--json"]
+    arguments += ["--warmup", str(options.warmup)]
+    arguments += ["--steps", str(options.steps)]
+    arguments += ["--parts", "0"]
+    arguments += ["--train.mixed_precision", precision]
+    arguments += ["--train.compile", "true" if compiled else "false"]
+    done = run_child(arguments, capture=True)
     if done.returncode:
         return {"error": child_error(done.stderr, done.returncode)}
     return dict(json.loads(done.stdout))
@@ -304,7 +304,7 @@ def bench_text(report: Report) -> str:
     work = f"{report['flops_per_token'] / 1e6:,.1f} MFLOP"
     speed = f"{report['tokens_per_second']:,.0f} tokens/s"
     low, high = report["tokens_per_second_quartiles"]
-    reached = f"not known: no {report['dtype']} peak of this device is kept"
+    reached = f"unknown: accel-gpt has no {report['dtype']} peak for this device"
     if report["mfu"] is not None:
         peak = f"{report['peak_flops'] / 1e12:,.1f} TFLOP/s of {report['dtype']}"
         reached = f"{report['mfu']:.1%} = {speed} x {work} / ({report['processes']} x {peak})"
@@ -323,17 +323,17 @@ def bench_text(report: Report) -> str:
     share = report["evaluation_hours"] / report["run_hours"]
     hours = (
         f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}, "
-        f"{share:.0%} of it evaluations; without saves, samples and HellaSwag"
+        f"including {share:.0%} for evaluations; excludes saves, samples and HellaSwag"
     )
     rows = [
         ("model", f"{report['parameters']:,} parameters, {work} a token"),
         ("step", step),
         ("device", device),
-        ("speed", f"{speed}, {median}; middle half {low:,.0f} to {high:,.0f}"),
+        ("speed", f"{speed}, {median}; quartiles {low:,.0f} to {high:,.0f}"),
         ("", f"{report['step_ms']:,.1f} ms a step; {first}"),
         ("run", hours),
         ("MFU", reached),
-        ("memory", f"{report['memory_gb']:.2f} GB at most, of the {report['memory_of']}"),
+        ("memory", f"peak {report['memory_gb']:.2f} GB, of the {report['memory_of']}"),
     ]
     text = table(rows, "<9", "<")
     parts = report["parts_ms"]
@@ -341,7 +341,9 @@ def bench_text(report: Report) -> str:
         return text
     whole = sum(parts.values())
     further = plural(report["parts_steps"], "further step")
-    text += f"\nwhere a step's time goes ({further}, each waited for: {whole:,.1f} ms)\n"
+    text += (
+        f"\nwhere a step's time goes ({further}, waiting after each part: {whole:,.1f} ms a step)\n"
+    )
     shares = []
     for name, spent in parts.items():
         shares.append((f"  {name}", f"{spent / whole:.1%}", f"{spent:,.2f} ms"))

@@ -41,7 +41,7 @@ def run(options: EvaluateCommand) -> int:
 
 
 def evaluate_named(options: EvaluateCommand) -> Report:
-    """Find, load and evaluate the model that the options name; a collective."""
+    """Find, load and evaluate the model that the options name; all ranks must call it."""
     with peers(world_size()):
         source = find_pretrained(options.run, options.checkpoint)
         run = run_of(source)
@@ -62,7 +62,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
             with tempfile.TemporaryDirectory() as folder:
                 exported = Path(folder, "model")
                 exported.mkdir()
-                # without the autocast that the evaluation put around its forward()
+                # remove the autocast that the evaluation put around forward()
                 own = accelerator.unwrap_model(model, keep_fp32_wrapper=False).cpu()
                 write_model(own, tokenizer, source, exported, dtype="fp32")
                 metrics |= score_tasks(
@@ -79,7 +79,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
 
 
 def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) -> list[Any]:
-    """Open the tasks of the options, if any, before anything is computed.
+    """Open the tasks that the options name, if any.
 
     Raises `UserError` if lm-evaluation-harness cannot evaluate the model on them.
     """
@@ -87,8 +87,8 @@ def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) ->
         return []
     require_all(
         world_size() == 1,
-        f"tasks run in one process, not in {world_size()}; start without a launcher, or export "
-        "the model and run accelerate launch -m lm_eval --model hf on the folder",
+        f"tasks need a single process, but there are {world_size()}; start without a launcher, or "
+        "export the model and run accelerate launch -m lm_eval --model hf on the folder",
     )
     require(
         tokenizer.eot_id is not None,
@@ -110,15 +110,15 @@ def run_of(source: Pretrained) -> Path | None:
 
 
 def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | None) -> Config:
-    """Return the config of the run's last launch, or a default one, with the options over it.
+    """Return the config of the run's last launch, or a default config, overridden by the options.
 
-    For data without a tokenizer the model's is used. Raises `UserError` if there is nothing to
-    evaluate on.
+    Data without a tokenizer uses the tokenizer of the model. Raises `UserError` if the options and
+    the run name nothing to evaluate on.
     """
     require(
         bool(run or options.data or options.hellaswag or options.tasks),
-        f"{options.run} is no run, so its val data is not known; give --data, --hellaswag or "
-        "--tasks",
+        f"{options.run} is not the folder of a run, so its val data is unknown; give --data, "
+        "--hellaswag or --tasks",
     )
     if run:
         config = with_batch_size(load_config([str(run / "config.yaml")], "accel-gpt evaluate"))
@@ -145,12 +145,12 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
 
 
 def require_data(config: Config) -> None:
-    """Raise `UserError` if a data folder of a run is not there, with the option that names it."""
+    """Raise `UserError` if a data folder of the run is missing."""
     if not config.data.train:
         return
     for source in train_paths(config.data):
         require(
             is_url(source.path) or Path(source.path).exists(),
             f"data.train {source.path} of the run does not exist; name the data with --data "
-            "FOLDER, or start the command in the folder in which the run was launched",
+            "FOLDER, or run the command in the folder where the run was launched",
         )

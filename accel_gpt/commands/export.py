@@ -1,4 +1,4 @@
-"""`accel-gpt export RUN`: a model as a folder for transformers, or as a file for llama.cpp."""
+"""`accel-gpt export RUN`: write a model as a folder for transformers, or a file for llama.cpp."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -12,14 +12,14 @@ SAME_DTYPES = MappingProxyType({"f32": "fp32", "f16": "fp16"})  # llama.cpp's na
 
 
 def run(options: ExportCommand) -> int:
-    """Write the model; exit code 4 if transformers or llama.cpp computes something else."""
+    """Write the model; exit code 4 if transformers or llama.cpp computes other logits."""
     exit_on_sigterm()
     write_out(export_model(options))
     return 0
 
 
 def export_model(options: ExportCommand) -> str:
-    """Write the folder or file; return what it holds, in words."""
+    """Write the folder or file; return a description of it."""
     dtype = SAME_DTYPES.get(options.dtype, options.dtype)
     if options.gguf:
         return export_gguf(

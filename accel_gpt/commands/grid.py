@@ -1,4 +1,4 @@
-"""The combinations of values that `accel-gpt sweep` trains, from its command line."""
+"""Parse the command line of `accel-gpt sweep` into combinations of values."""
 
 import itertools
 import math
@@ -16,20 +16,20 @@ MOST_RUNS = 1000
 
 @dataclass(frozen=True)
 class Grid:
-    """What the keys of a sweep say: `--optim.lr 1e-3,3e-3 --seed 1,2`."""
+    """The parsed keys of a sweep: `--optim.lr 1e-3,3e-3 --seed 1,2`."""
 
     out_dir: str | None
-    fixed: tuple[str, ...]  # keys with one value, as words of a command line
+    fixed: tuple[str, ...]  # keys with one value, as command-line arguments
     swept: Mapping[str, list[str]]  # keys with several values
     settings: list[list[dict[str, str]]]  # the values of each run, grouped by setting
 
 
-def read_grid(words: Sequence[str], count: int | None) -> Grid:
-    """Read the keys of a sweep; `count` settings are drawn from all combinations, if not None.
+def read_grid(arguments: Sequence[str], count: int | None) -> Grid:
+    """Read the keys of a sweep; if `count` is given, draw that many settings at random.
 
-    Raises `UserError` if no key has several values, or a key cannot have one of them.
+    Raises `UserError` if no key has several values, or if a value is invalid.
     """
-    given = read_words(words)
+    given = read_arguments(arguments)
     out_dir = given.pop("out_dir", None)
     fixed = []
     swept = {}
@@ -48,10 +48,10 @@ def read_grid(words: Sequence[str], count: int | None) -> Grid:
     )
 
 
-def read_words(words: Sequence[str]) -> dict[str, str]:
-    """Map the key of each option in `--key text`, `--key=text` and `--flag` to its text."""
+def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Map keys to texts, from `--key text`, `--key=text` and `--flag`."""
     given: dict[str, str] = {}
-    rest = [*words]
+    rest = [*arguments]
     while rest:
         key, equals, text = rest.pop(0)[2:].partition("=")
         if not equals:
@@ -62,9 +62,9 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
 
 
 def split_values(key: str, text: str) -> list[str]:
-    """Return the values that a text lists; one if the comma belongs to a list or a mapping.
+    """Split a comma-separated text into values; the text of a list or a mapping is one value.
 
-    Raises `UserError` for an unknown key, and for a value that the key cannot have.
+    Raises `UserError` for an unknown key, and for an invalid value.
     """
     hint = check_key(Config, key, "on the command line")
     structured = [get_origin(kind) in (tuple, Mapping) for kind in alternatives(hint)]
@@ -73,7 +73,7 @@ def split_values(key: str, text: str) -> list[str]:
         values = [text]
     converted = {repr([*read_options(Config, [f"--{key}={value}"])]) for value in values}
     require(
-        len(converted) == len(values), f"{key} is {text}, which lists a value twice; list it once"
+        len(converted) == len(values), f"{key} is {text}, but a value is listed twice; list it once"
     )
     return values
 
@@ -93,8 +93,8 @@ def draw_settings(swept: Mapping[str, list[str]], count: int | None) -> list[lis
     runs = (count or total) * len(seeds)
     require(
         runs <= MOST_RUNS,
-        f"these are {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or draw some with "
-        "--random 50",
+        f"the values make {runs:,} runs, but a sweep has at most {MOST_RUNS:,}; list fewer "
+        "values, or draw some with --random 50",
     )
     chosen = set(random.Random(0).sample(range(total), count or total))
     settings = []

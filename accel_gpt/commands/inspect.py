@@ -1,26 +1,26 @@
 """`accel-gpt inspect PATH`: verify data, a run or a checkpoint. Changes nothing there.
 
-With --json it prints one object; null: not known. Of data of any project, or behind a URL:
+With --json it prints one object; null means unknown. For data of any project, local or at a URL:
 
     kind "data", path, problems [one sentence each]
     tokenizer {kind, fingerprint}, vocab_size, eot_id, dtype (of the stored ids)
     prepared {...}             how it was made, as dataset.json says
     splits {name: {fingerprint, shards, tokens, documents, bytes, bytes_per_token,
         windows [decoded text], read}}
-    read                       what reading every shard found; null with --quick:
+    read                       result of reading every shard; null with --quick:
         {tokens, documents (end-of-text tokens), bytes, bytes_per_token, largest_id,
          sha256 {equal, different, unknown} (shards), file_bytes, seconds}
 
-Of a run or a checkpoint:
+For a run or a checkpoint:
 
     kind "run" or "checkpoint", path, problems [one sentence each]
     best                       name of the run's best checkpoint
     checkpoints [{name, intact (null: not verified, with --quick), step, tokens, seconds,
         train_loss, val_loss, best_val_loss, best_step, world_size, parameters {part: count, total,
         total_unpadded}, model {the fields of ModelConfig}, vocab_size, data {train, fingerprint},
-        tokenizer {kind, fingerprint}, changed {key of the config: value, where it is not the
-        default}, versions {python, package: version, commit}}], by step; of one whose files cannot
-        be read: name, intact
+        tokenizer {kind, fingerprint}, changed {key of the config: value that is not the default},
+        versions {python, package: version, commit}}], by step; an unreadable checkpoint has only
+        name and intact
 """
 
 import json
@@ -58,9 +58,13 @@ from accel_gpt.training.checkpoint import (
 )
 from accel_gpt.training.run_folder import RunFolder, step_name
 
-MARKS = ("checkpoints", "manifest.json", "trainer_state.json")  # of a run or a checkpoint
-KEPT_SHARDS = 2  # shards behind a URL that are kept: the one being read and the next
-COUNTED_TOKENS = 1 << 20  # at once
+MARKS = (
+    "checkpoints",
+    "manifest.json",
+    "trainer_state.json",
+)  # files or folders of a run or a checkpoint
+KEPT_SHARDS = 2  # remote shards that are kept: the current one and the next
+COUNTED_TOKENS = 1 << 20  # tokens counted at once
 STATES = MappingProxyType({True: "intact", False: "DAMAGED", None: "not verified"})
 
 
@@ -95,15 +99,15 @@ def run(options: InspectCommand) -> int:
 def inspect_data(
     path: str, data: DataConfig, quick: bool, windows: int, block_size: int
 ) -> dict[str, Any]:
-    """Report on the data at `path`, see the module; `quick`: read no shard.
+    """Return the report on the data at `path`, see the module; `quick` reads no shard.
 
-    The first `windows` sequences of `block_size` tokens of each split are decoded. Raises
-    `UserError` if the path does not exist or its tokenizer is not known, `DataError` if no split
-    can be opened; all other problems are listed in `problems`.
+    Decodes the first `windows` sequences of `block_size` tokens of each split. Raises `UserError`
+    if the path does not exist or its tokenizer is unknown, `DataError` if no split can be opened.
+    `problems` lists all other problems.
     """
     expected = "give a data folder or its URL, or the folder of a run or of a checkpoint"
     if Path(path).is_file():
-        expected += f"; accel-gpt prepare {shlex.quote(path)} makes a data folder of a text"
+        expected += f"; to make a data folder of a text, run accel-gpt prepare {shlex.quote(path)}"
     require(is_url(path) or Path(path).is_dir(), f"{path} {describe_path(path)}; {expected}")
     folder = open_folder(path, data)
     opened: list[tuple[Split, Tokenizer]] = []
@@ -147,7 +151,7 @@ def inspect_data(
 
 
 def describe_split(split: Split) -> dict[str, Any]:
-    """Return what is known of a split without reading it."""
+    """Describe a split without reading its shards."""
     utf8_bytes = total([shard.bytes for shard in split.shards])
     return {
         "fingerprint": split.fingerprint,
@@ -162,13 +166,13 @@ def describe_split(split: Split) -> dict[str, Any]:
 
 
 def total(values: Sequence[int | None]) -> int | None:
-    """Return the sum of `values`; None if one is not known."""
+    """Return the sum of `values`; None if a value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def ratio(part: int | None, whole: int) -> float | None:
-    """Return the quotient of two numbers; None if it is not known."""
+    """Return `part / whole`; None if it is unknown."""
     if part is None or not whole:
         return None
     return part / whole
@@ -186,10 +190,12 @@ def first_texts(split: Split, tokenizer: Tokenizer, windows: int, block_size: in
 def read_split(
     split: Split, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read every shard once; returns what they hold, and what is wrong with them."""
+    """Read every shard once; return the totals and a list of problems."""
     start = time.monotonic()
     problems: list[str] = []
-    counts = np.zeros(split.vocab_size + 1, np.int64)  # of each token; the last: ids beyond
+    counts = np.zeros(
+        split.vocab_size + 1, np.int64
+    )  # by token id; the last counts ids outside the vocabulary
     hashes = {"equal": 0, "different": 0, "unknown": 0}
     tokens = 0
     largest = -1
@@ -246,7 +252,7 @@ def read_split(
 def count_tokens(
     split: Split, number: int, counts: npt.NDArray[np.int64], progress: Progress
 ) -> int:
-    """Add the tokens of a shard to `counts`, by id; returns the largest id."""
+    """Add the tokens of a shard to `counts`, by id; return the largest id."""
     next_shards = range(number + 1, min(number + KEPT_SHARDS, len(split.shards)))
     split.prefetch([number], next_shards)
     length = split.shards[number].tokens
@@ -285,7 +291,7 @@ def data_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def prepared_text(prepared: object) -> str:
-    """Say how data was made, as dataset.json has it."""
+    """Describe how the data was prepared, from dataset.json."""
     if not isinstance(prepared, Mapping):
         return "unknown"
     words = [f"{key} {value}" for key, value in prepared.items() if value not in (None, "")]
@@ -293,7 +299,7 @@ def prepared_text(prepared: object) -> str:
 
 
 def read_text(read: Mapping[str, Any]) -> str:
-    """Say what reading the shards of a split found."""
+    """Format the result of reading the shards of a split."""
     hashes = ", ".join(f"{count} {what}" for what, count in read["sha256"].items() if count)
     megabytes = read["file_bytes"] / 1e6
     speed = megabytes / max(read["seconds"], 1e-9)
@@ -317,7 +323,7 @@ def number_text(value: float | None) -> str:
 
 
 def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
-    """Report on the run or checkpoint at `path`, see the module; `quick`: verify no hash.
+    """Return the report on the run or checkpoint at `path`, see the module; `quick` hashes no file.
 
     Raises `UserError` if it holds no checkpoint.
     """
@@ -335,7 +341,7 @@ def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
         if run.best.isdecimal():
             best = step_name(int(run.best))
             if best not in [folder.name for folder in folders]:
-                problems.append(f"the best checkpoint, {best}, is not there")
+                problems.append(f"the best checkpoint, {best}, is missing")
     checkpoints = [inspect_checkpoint(folder, quick, problems) for folder in folders]
     return {
         "kind": kind,
@@ -347,7 +353,7 @@ def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
 
 
 def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str, Any]:
-    """Return the entry of one checkpoint; adds what is wrong with it to `problems`."""
+    """Return the entry of one checkpoint; append its problems to `problems`."""
     entry: dict[str, Any] = {"name": path.resolve().name, "intact": None}
     if not quick:
         sys.stderr.write(f"verifying {path}\n")
@@ -366,7 +372,7 @@ def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint says of itself."""
+    """Read the state, model, data and versions of a checkpoint."""
     state = read_evaluated(path)
     config, vocab_size = read_shape(path)
     try:
@@ -396,7 +402,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def run_lines(report: dict[str, Any]) -> list[str]:
-    """Format the report of `inspect_run` for people, with model, data and config of the newest."""
+    """Format the report of `inspect_run` for people, with details of the newest checkpoint."""
     losses = ["train loss", "val loss", "best val loss"]
     rows = [["checkpoint", "state", "step", "tokens", "seconds", *losses, "at step", ""]]
     newest: list[str] = []

@@ -1,6 +1,6 @@
 r"""`accel-gpt sample RUN --interactive`: continue prompts typed on a terminal, token by token.
 
-In a prompt, `\n` (a backslash and an n) is a line end and `\\` a backslash.
+In a prompt, `\n` (a backslash and an n) is a line break and `\\` a backslash.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from accel_gpt.model.gpt import GPT
 
 PROMPT = "> "
 USAGE = (
-    r"Type a text to continue (\n in it is a line end, \\ a backslash) or nothing to start a "
-    "document; Ctrl-C stops a text, Ctrl-D leaves.\n"
+    r"Type a prompt (\n is a line break, \\ a backslash), or press Enter to start a document. "
+    "Ctrl-C stops a text, Ctrl-D exits.\n"
 )
 
 
@@ -34,20 +34,20 @@ def interact(
 ) -> None:
     """Write `config.num` continuations of each prompt, until the input ends.
 
-    An empty prompt is the start of a document. Ctrl-C stops the text that is being written, and
-    leaves if there is none. `warn` gets a line for a prompt that exceeds the context.
+    An empty prompt starts a document. Ctrl-C stops the text that is being written; at the prompt it
+    exits. If a prompt exceeds the context, `warn` gets a line.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history
     show(USAGE)
-    one = replace(config, num=1)  # a text at a time
+    one = replace(config, num=1)  # one sample at a time
     while True:
         try:
             line = input(PROMPT)
         except (EOFError, KeyboardInterrupt):
             break
         except UnicodeDecodeError as error:
-            show(f"a prompt is not valid {error.encoding} ({error.reason}); convert it\n")
+            show(f"the prompt is not valid {error.encoding} ({error.reason}); convert it\n")
             continue
         prompt = unescape(line)
         try:
@@ -65,7 +65,7 @@ def interact(
 
 
 def unescape(line: str) -> str:
-    r"""Replace `\n` by a line end and `\\` by a backslash."""
+    r"""Replace `\n` by a line break and `\\` by a backslash."""
 
     def replacement(found: re.Match[str]) -> str:
         return "\n" if found[1] == "n" else "\\"

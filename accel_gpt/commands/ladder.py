@@ -1,4 +1,4 @@
-"""`accel-gpt ladder CONFIG --depths 1,2,3`: train small sizes, fit how the loss falls with size.
+"""`accel-gpt ladder CONFIG --depths 1,2,3`: train small sizes, fit a law of the loss.
 
 Each rung is an ordinary run in its own folder. Writes ladder.json, which `accel-gpt plan --ladder`
 reads, and report.html. docs/explanation/ladder.md describes the law.
@@ -64,17 +64,19 @@ class Rung:
 def run(options: LadderCommand) -> int:
     """Train the rungs, fit the law, write ladder.json, the page and a table; 1 if a rung failed.
 
-    Rungs that give no law are written without one; then raises `UserError`, which says what to add.
+    If the rungs give no law, writes their table and page without one, then raises `UserError` with
+    the rungs to add.
     """
     given = dict(options.given)
     base = options.base
     out = Path(options.out or f"{base.out_dir.rstrip('/')}_ladder")
-    if base.data.train == str(Path(base.out_dir, "data")):  # of data.text: not in another run
+    if base.data.train == str(Path(base.out_dir, "data")):
+        # prepared from data.text, once for all rungs
         given["data.train"] = str(out / "data")
     # the sizes of all rungs follow from the vocabulary of the data
     ensure_data(config_of(given | {"out_dir": str(out)}))
     rungs = all_rungs(options, given, out)
-    law_terms([rung.size for rung in rungs])  # raises before any is trained
+    law_terms([rung.size for rung in rungs])  # raises before training if they cannot give a law
     for rung in rungs:
         check_rung(rung, RunFolder(out / rung.name))
     runs_to_train = [series_run(rung.name, out, rung.config, rung.steps) for rung in rungs]
@@ -119,7 +121,7 @@ def all_rungs(options: LadderCommand, given: Mapping[str, Any], out: Path) -> li
 
 
 def make_rung(given: Mapping[str, Any], depth: int, ratio: float, seed: int | None = None) -> Rung:
-    """Make the rung of a depth and a ratio, of the config in which `given` is set."""
+    """Make the rung of a depth and a ratio from the keys in `given`."""
     config = config_at(given, depth, max_steps=1, seed=seed)
     vocab_size, _ = vocabulary_size(config, None)
     tokens_per_step = config.train.tokens_per_step
@@ -131,11 +133,11 @@ def make_rung(given: Mapping[str, Any], depth: int, ratio: float, seed: int | No
 
 
 def check_rung(rung: Rung, run: RunFolder) -> None:
-    """Raise `UserError` if the folder of a rung holds a run of another config."""
+    """Raise `UserError` if the folder of a rung holds a run with another config."""
     for key, (now, then) in recipe_differences(rung.config, run.read_config()).items():
         raise UserError(
-            f"the rung {run.path} was trained with {key} {then}, and this ladder has {now}; rungs "
-            "differ only in depth and length: set it to the same value, or give another --out"
+            f"the rung {run.path} was trained with {key} {then}, but this ladder has {now}; set "
+            "it to the same value, or give another --out"
         )
 
 
@@ -149,9 +151,9 @@ def fit_ladder(
     runs: Mapping[str, RunFolder],
     failures: Mapping[str, str],
 ) -> Ladder:
-    """Fit the law of the rungs that have not diverged.
+    """Fit the law to the rungs that have not diverged.
 
-    Raises `NoLawError` if they give none, `UserError` if they read different data.
+    Raises `NoLawError` if they give no law, `UserError` if they read different data.
     """
     trained = [rung for rung in rungs if rung.name not in failures]
     data = shared_data(trained, runs)
@@ -167,11 +169,12 @@ def fit_ladder(
         write_err(f"left out: {line}")
     if len(rows) < FEWEST:
         problem = (
-            f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, and a law takes {FEWEST}"
+            f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, but a law needs {FEWEST}"
         )
         if left_out:
             problem += (
-                f" ({left_out[0]}); mend what was left out, or give other --depths or --ratios"
+                f" ({left_out[0]}); fix the rungs that were left out, or give other --depths or "
+                "--ratios"
             )
         raise NoLawError(problem, remedy=bool(left_out))
     sizes = [Size(*(row[name] for name in SIZES)) for row in rows]
@@ -207,14 +210,14 @@ def shared_data(rungs: Sequence[Rung], runs: Mapping[str, RunFolder]) -> dict[st
         for name, value in found.items():
             require(
                 data.setdefault(name, value) == value,
-                f"the rungs have different data: {name} of {rung.name} is {value}, of the smaller "
-                f"ones {data[name]}; train them on the same, in another --out",
+                f"the rungs have different data: {name} of {rung.name} is {value}, but "
+                f"{data[name]} in smaller rungs; train all rungs on the same data in another --out",
             )
     return data
 
 
 def ladder_keys(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that all rungs share, as JSON has them."""
+    """Return the keys that all rungs share, as JSON values."""
     varied = {*shape_keys(1), *LENGTH, "out_dir"}
     found = {}
     for key, value in given.items():
@@ -224,7 +227,7 @@ def ladder_keys(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rung_row(rung: Rung, run: RunFolder) -> dict[str, Any]:
-    """Return the entry of a rung in ladder.json, without what another launch of it would change."""
+    """Return the entry of a rung in ladder.json; launching the rung again does not change it."""
     last = run.metrics.last
     return {
         "name": rung.name,
@@ -249,7 +252,7 @@ def ladder_rows(ladder: Ladder) -> Sequence[tuple[str, ...]]:
 
 
 def measured_cells(rung: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a rung under `MEASURED`; empty if it recorded nothing."""
+    """Return the cells of a rung under `MEASURED`; values that are not recorded are empty."""
     loss = rung["loss"]
     bits = rung["bits_per_byte"]
     return (
@@ -263,7 +266,7 @@ def measured_cells(rung: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def ladder_lines(ladder: Ladder) -> list[str]:
-    """Write the law in words."""
+    """Describe the law as lines of text."""
     formula = "E + A / C^a"
     if len(ladder.law.sizes) > 1:
         formula = "E + A / N^a + B / D^b"
@@ -272,8 +275,8 @@ def ladder_lines(ladder: Ladder) -> list[str]:
         values.append(f"{name} {value:.3g} ({low:.3g} to {high:.3g})")
     return [
         f"loss = {formula}: {', '.join(values)}; {LEVEL:.0%} intervals",
-        f"a run lies {ladder.law.noise:.2%} around the law (standard deviation); on other text of "
-        f"the kind its loss has a standard error of {ladder.windows:.2%}",
+        f"runs deviate from the law by {ladder.law.noise:.2%} (standard deviation); on other text "
+        f"of the same kind the loss has a standard error of {ladder.windows:.2%}",
         *(f"left out: {line}" for line in ladder.left_out),
     ]
 
@@ -309,7 +312,7 @@ def write_rungs(
 
 
 def write_without_law(rungs: Sequence[Rung], runs: Mapping[str, RunFolder], out: Path) -> None:
-    """Print and write the rungs that give no law: what each trained, and the loss it reached."""
+    """Print the table of rungs that give no law, and write it to report.html."""
     rows: list[tuple[str, ...]] = [MEASURED]
     for rung in rungs:
         rows.append(measured_cells(rung_row(rung, runs[rung.name])))
@@ -328,9 +331,10 @@ def write_without_law(rungs: Sequence[Rung], runs: Mapping[str, RunFolder], out:
 
 
 def rungs_to_add(rungs: Sequence[Rung], error: NoLawError) -> str:
-    """Say which rungs may give a law beside rungs that give none.
+    """Suggest the rungs to add if the present ones give no law.
 
-    Deeper ones if longer ones are no better, as then the size limits the loss; else longer ones.
+    If longer rungs are no better, the size limits the loss: suggest deeper rungs. Else suggest
+    longer rungs.
     """
     depths = sorted({rung.depth for rung in rungs})
     ratios = sorted({rung.ratio for rung in rungs})
@@ -343,6 +347,6 @@ def rungs_to_add(rungs: Sequence[Rung], error: NoLawError) -> str:
         while len(rungs) + len(depths) * len(ratios) < FEWEST_FOR_TWO:
             ratios.append(2 * ratios[-1])
     return (
-        f"add rungs that are {kind}: --depths {','.join(map(str, depths))} "
-        f"--ratios {','.join(f'{ratio:g}' for ratio in ratios)}, with the rest of the command"
+        f"add {kind} rungs: repeat the command with --depths {','.join(map(str, depths))} "
+        f"--ratios {','.join(f'{ratio:g}' for ratio in ratios)}"
     )

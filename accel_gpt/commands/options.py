@@ -1,8 +1,8 @@
 """The options of every command, and the check of its command line.
 
-`cli.py` parses with these classes and imports the command afterwards, so that `--help` and a
-mistake cost no import of torch. A class lists the options as fields; other fields, made with
-`internal`, hold what `parse` makes of the command line.
+`cli.py` parses the command line with these classes and imports the command afterwards, so that
+`--help` and mistakes need no torch. The fields of a class are its options. Fields made with
+`internal` hold results of `parse`.
 """
 
 import contextlib
@@ -62,11 +62,11 @@ class KeysCommand(Command):
         "YAML file, or name of a shipped config, as for train.",
         positional=True,
     )
-    keys: tuple[str, ...] = internal(())  # words of the command line
+    keys: tuple[str, ...] = internal(())  # arguments that set keys of the config
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
-        """Parse the options; all other words are keys of the config."""
+        """Parse the options; all other arguments set keys of the config."""
         options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
         return replace(options, keys=tuple(keys))
 
@@ -81,8 +81,8 @@ class ConfigCommand(KeysCommand):
     def parse(cls, argv: Sequence[str]) -> Self:
         """Parse the options and load the config."""
         options = super().parse(argv)
-        words = [options.config, *options.keys]
-        return replace(options, loaded=load_config(words, f"accel-gpt {cls.name}", inherit))
+        arguments = [options.config, *options.keys]
+        return replace(options, loaded=load_config(arguments, f"accel-gpt {cls.name}", inherit))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TrainCommand(Command):
     """Train as a config says; its options are the keys of `Config`."""
 
     name: ClassVar[str] = "train"
-    summary: ClassVar[str] = "train a GPT as a config says, or go on with its run"
+    summary: ClassVar[str] = "train a GPT from a config, or resume its run"
 
     config: str = internal("")
     loaded: Config = internal(Config())
@@ -98,12 +98,12 @@ class TrainCommand(Command):
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "TrainCommand":
         """Load the config; `--smoke` and `--dump_config` ask for another command."""
-        words = [word for word in argv if word not in ("--smoke", "--dump_config")]
+        arguments = [argument for argument in argv if argument not in ("--smoke", "--dump_config")]
         if "--dump_config" in argv:
-            return DumpConfigCommand(loaded=named_config(words, inherit))
+            return DumpConfigCommand(loaded=named_config(arguments, inherit))
         kind = SmokeCommand if "--smoke" in argv else TrainCommand
-        loaded = load_config(words, "accel-gpt train", inherit)
-        return kind(config=words[0], loaded=loaded)
+        loaded = load_config(arguments, "accel-gpt train", inherit)
+        return kind(config=arguments[0], loaded=loaded)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class DumpConfigCommand(TrainCommand):
 class PrepareCommand(PrepareConfig, Command):
     """Turn text into token shards; if it is stopped, the same command resumes.
 
-    PATH is as --path. RECIPE, a YAML file or the name of a shipped one, holds any of these options
-    as `key: value`; options on the command line override it. Examples:
+    PATH is short for --path. RECIPE is a YAML file or the name of a shipped one. It holds any of
+    these options as `key: value`; options on the command line override it. Examples:
       accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
       accel-gpt prepare fineweb_edu_10bt --workers 8
       accel-gpt prepare --path crawl.jsonl --tokenizer gpt2 --out data/crawl
@@ -136,12 +136,12 @@ class PrepareCommand(PrepareConfig, Command):
 
     source: SourceKind | None = option(
         None,
-        "Kind of what path or dataset holds. null or auto: the kind by the endings of the files "
-        "in path, dataset with --dataset, else stdlib, the library of this Python.",
+        "Kind of the source. null or auto: from the file endings in path; dataset with --dataset; "
+        "else stdlib, the standard library of this Python.",
     )
     out: str = option(
         "",
-        "Folder to make. empty: data/<name of path, or source>_<tokenizer>.",
+        "Folder to create. empty: data/<name of path, or source>_<tokenizer>.",
     )
     from_config: bool = internal(False)  # a run prepares its data
 
@@ -155,31 +155,38 @@ class PrepareCommand(PrepareConfig, Command):
 
 def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
     """Parse `[PATH|RECIPE] --key value ...`."""
-    words = list(argv)
-    named = bool(words) and (words[0] == "-" or not words[0].startswith("-"))
-    word = words.pop(0) if named else None
-    if word is None or {"-h", "--help"} & set(words):
-        return parse_command(PrepareCommand, words, "accel-gpt prepare [PATH|RECIPE]")
-    if is_text_path(word):
-        twice = any(option.partition("=")[0] == "--path" for option in words)
-        require(not twice, f"both the path {word} and --path are given; give one")
-        return parse_command(PrepareCommand, ["--path", word, *words], "accel-gpt prepare PATH")
-    check_utf8("RECIPE", word)
-    values = read_values(PrepareCommand, str(resolve_config(word, "data")), words)
+    arguments = list(argv)
+    named = bool(arguments) and (arguments[0] == "-" or not arguments[0].startswith("-"))
+    argument = arguments.pop(0) if named else None
+    if argument is None or {"-h", "--help"} & set(arguments):
+        return parse_command(PrepareCommand, arguments, "accel-gpt prepare [PATH|RECIPE]")
+    if is_text_path(argument):
+        twice = any(option.partition("=")[0] == "--path" for option in arguments)
+        require(not twice, f"both the path {argument} and --path are given; give one")
+        return parse_command(
+            PrepareCommand, ["--path", argument, *arguments], "accel-gpt prepare PATH"
+        )
+    check_utf8("RECIPE", argument)
+    values = read_values(PrepareCommand, str(resolve_config(argument, "data")), arguments)
     return build(PrepareCommand, values)
 
 
-def is_text_path(word: str) -> bool:
-    """Return whether a word names text: a file, folder, glob or URL, and no recipe."""
-    shipped = word in shipped_configs("data") and not Path(word).is_file()
-    if shipped or word.endswith((".yaml", ".yml")) or is_pipe(word):
+def is_text_path(argument: str) -> bool:
+    """Return whether an argument names text (a file, folder, glob or URL) instead of a recipe."""
+    shipped = argument in shipped_configs("data") and not Path(argument).is_file()
+    if shipped or argument.endswith((".yaml", ".yml")) or is_pipe(argument):
         return False
-    return Path(word).expanduser().exists() or word == "-" or is_url(word) or has_magic(word)
+    return (
+        Path(argument).expanduser().exists()
+        or argument == "-"
+        or is_url(argument)
+        or has_magic(argument)
+    )
 
 
-def is_pipe(word: str) -> bool:
-    """Return whether a word names the pipe through which a run gives the settings of its data."""
-    return word.startswith("/dev/fd/")
+def is_pipe(argument: str) -> bool:
+    """Return whether an argument names the pipe from which a run passes its data settings."""
+    return argument.startswith("/dev/fd/")
 
 
 @contextlib.contextmanager
@@ -198,7 +205,7 @@ def errors_name_options(from_config: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SampleCommand(Command):
-    """Write text with a model: a run's, a checkpoint's, an exported one or one of the Hub.
+    """Write text with the model of a run, a checkpoint, an exported folder or the Hub.
 
     Examples:
       accel-gpt sample runs/quickstart --prompt "def read(" --num 3
@@ -207,7 +214,7 @@ class SampleCommand(Command):
     """
 
     name: ClassVar[str] = "sample"
-    summary: ClassVar[str] = "text from a run, an exported folder or a Hub id"
+    summary: ClassVar[str] = "write text with a run, an exported folder or a Hub model"
 
     run: str = option(
         REQUIRED,
@@ -240,14 +247,14 @@ class SampleCommand(Command):
     )
     interactive: bool = option(
         False,
-        "Continue prompts that you type on a terminal, a line each, token by token. \\n in a "
-        "prompt is a line end.",
+        "Continue each line that you type on a terminal, token by token. \\n in a line is a line "
+        "break.",
     )
 
     def _check(self) -> None:
         require(
             not (self.interactive and self.prompt),
-            f"--interactive asks for prompts, so --prompt {self.prompt!r} is one too many",
+            f"both --interactive and --prompt {self.prompt!r} are given; give one",
         )
         require(
             not self.interactive or sys.stdin.isatty(),
@@ -257,7 +264,7 @@ class SampleCommand(Command):
 
 @dataclass(frozen=True)
 class EvaluateCommand(Command):
-    """Measure a model on held-out data and on questions; print the metrics, change no file.
+    """Evaluate a model on held-out data and on benchmarks; print the metrics, change no file.
 
     On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ... Examples:
       accel-gpt evaluate runs/quickstart
@@ -266,17 +273,17 @@ class EvaluateCommand(Command):
     """
 
     name: ClassVar[str] = "evaluate"
-    summary: ClassVar[str] = "loss, bits per byte and questions, with standard errors"
+    summary: ClassVar[str] = "measure loss, bits per byte and benchmarks, with standard errors"
 
     run: str = same_option(SampleCommand, "run")
     checkpoint: str = same_option(SampleCommand, "checkpoint")
     data: str | None = option(
         None,
-        "Data folder, or its URL, whose val split is measured. null: the data of the run.",
+        "Data folder or its URL; the val split is evaluated. null: the data of the run.",
     )
     tokens: int | Literal["run"] | None = option(
         "run",
-        "Number of tokens of each split, spread over it. null: all. run: the run's eval.tokens.",
+        "Number of tokens of each split, spread evenly. null: all. run: the run's eval.tokens.",
         above=0,
     )
     hellaswag: str | None = option(
@@ -286,7 +293,8 @@ class EvaluateCommand(Command):
     )
     hellaswag_limit: int | None = option(
         None,
-        "Number of questions of hellaswag, from the first. null: as many as in the run, else all.",
+        "Number of HellaSwag questions, from the first. null: the run's eval.hellaswag_limit, else "
+        "all.",
         above=0,
     )
     tasks: tuple[str, ...] = option(
@@ -301,11 +309,12 @@ class EvaluateCommand(Command):
     )
     tasks_path: str | None = option(
         None,
-        "Folder with YAML files of more tasks.",
+        "Folder with YAML files that define more tasks.",
     )
     batch_size: int | None = option(
         None,
-        "Sequences per process in a forward pass. null: the run's train.micro_batch_size, else 8.",
+        "Number of sequences per process in a forward pass. null: the run's "
+        "train.micro_batch_size, else 8.",
         above=0,
     )
     json: bool = option(
@@ -316,7 +325,7 @@ class EvaluateCommand(Command):
 
 @dataclass(frozen=True)
 class ExportCommand(Command, exclusive=(("to", "gguf"),)):
-    """Write a model for `transformers` or llama.cpp, and prove that it computes the same there.
+    """Write a model for transformers or llama.cpp, and verify that it computes the same there.
 
     Examples:
       accel-gpt export runs/quickstart --to exported --checkpoint best --overwrite
@@ -325,22 +334,22 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
     """
 
     name: ClassVar[str] = "export"
-    summary: ClassVar[str] = "a model for transformers or llama.cpp, proven equal"
+    summary: ClassVar[str] = "write a model for transformers or llama.cpp, and verify it"
 
     run: str = same_option(SampleCommand, "run")
     to: str = option(
         "",
-        "Folder to make, for transformers.",
+        "Folder to create, for transformers.",
     )
     gguf: str = option(
         "",
-        "File to make, for llama.cpp, Ollama and LM Studio. A Modelfile is written beside it.",
+        "File to create, for llama.cpp, Ollama and LM Studio. A Modelfile is written next to it.",
     )
     checkpoint: str = same_option(SampleCommand, "checkpoint")
     dtype: Literal["fp32", "bf16", "fp16", "q8_0", "f32", "f16"] = option(
         "fp32",
-        "Data type of the weights. q8_0, of GGUF files, takes 8.5 bits a weight. f32 and f16 are "
-        "llama.cpp's names of fp32 and fp16.",
+        "Data type of the weights. q8_0 (GGUF files only) takes 8.5 bits per weight. f32 and f16 "
+        "are llama.cpp's names for fp32 and fp16.",
     )
     as_: Literal["qwen3"] | None = option(
         None,
@@ -349,20 +358,20 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
     )
     overwrite: bool = option(
         False,
-        "Replace an exported model.",
+        "Replace an existing export.",
     )
 
     def _check(self) -> None:
-        require(bool(self.to or self.gguf), "--to is missing; give the folder to make, or --gguf")
+        require(bool(self.to or self.gguf), "--to is missing; give the folder to create, or --gguf")
         require(
             self.dtype != "q8_0" or not self.to,
-            "--dtype is q8_0, which only a GGUF file can hold; give --gguf in place of --to",
+            "--dtype is q8_0, but --to takes fp32, bf16 or fp16; give --gguf instead of --to",
         )
 
 
 @dataclass(frozen=True)
 class PushCommand(Command):
-    """Export a run and upload it to the Hub with a model card, its metrics and its curves.
+    """Export a run and upload it to the Hub with a model card, metrics and curves.
 
     Examples:
       accel-gpt push runs/quickstart --repo user/quickstart
@@ -380,15 +389,15 @@ class PushCommand(Command):
     )
     repo: str = option(
         "",
-        "Repository, user/name. It is made if it is missing.",
+        "Repository as user/name. It is created if it is missing.",
     )
     checkpoint: str | None = option(
         None,
-        "last, best, or a step. null: the step that --revision step-N names, else last.",
+        "Checkpoint: last, best, or a step. null: the step in --revision step-N, else last.",
     )
     revision: str | None = option(
         None,
-        "Branch to upload to; it is made if it is missing. null: main, with a tag step-N.",
+        "Branch to upload to. It is created if it is missing. null: main, with a tag step-N.",
     )
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = same_option(HubConfig, "dtype")
@@ -402,9 +411,9 @@ class PushCommand(Command):
 
 @dataclass(frozen=True)
 class InspectCommand(Command):
-    """Show and verify what data, a run or a checkpoint holds.
+    """Show and verify the content of data, a run or a checkpoint.
 
-    Exit code 3 when data is damaged, 4 when a checkpoint is. Examples:
+    The exit code is 3 if data is damaged, and 4 if a checkpoint is damaged. Examples:
       accel-gpt inspect data/stdlib_bpe4096
       accel-gpt inspect runs/quickstart --quick
       accel-gpt inspect runs/quickstart/checkpoints/step_00001000 --json
@@ -415,7 +424,7 @@ class InspectCommand(Command):
 
     path: str = option(
         REQUIRED,
-        "Data folder of any project, or its URL; or the folder of a run or a checkpoint.",
+        "Data folder in any supported format, or its URL; or the folder of a run or a checkpoint.",
         positional=True,
     )
     json: bool = option(
@@ -424,7 +433,7 @@ class InspectCommand(Command):
     )
     quick: bool = option(
         False,
-        "Read no shard and hash no checkpoint.",
+        "Skip reading shards and hashing checkpoints.",
     )
     tokenizer: str | None = option(
         None,
@@ -437,56 +446,58 @@ class InspectCommand(Command):
     )
     block_size: int = option(
         64,
-        "Number of tokens in a sequence that is shown.",
+        "Number of tokens in each of these sequences.",
         above=0,
     )
 
 
 @dataclass(frozen=True)
 class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "budget", "hours"))):
-    """Tell what a config will take: size, FLOPs, memory, steps, hours, disk, and whether it fits.
+    """Compute what a config needs: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
-    Any --section.key of the config may be set as well. Nothing is trained; a GPU is not needed.
-    Examples:
+    You can also set any --section.key of the config. Trains nothing and needs no GPU. Examples:
       accel-gpt plan quickstart
       accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --price 2.5
       accel-gpt plan llama_7b --nodes 8 --gpus_per_node 8 --gpu h100 --distribution fsdp
     """
 
     name: ClassVar[str] = "plan"
-    summary: ClassVar[str] = "size, FLOPs, memory, hours and cost of a config; does it fit?"
+    summary: ClassVar[str] = "compute size, memory, hours and cost of a config, and whether it fits"
 
     config: str | None = option(
         None,
-        "YAML file, or name of a shipped config, as for train; none with --budget or --hours.",
+        "YAML file, or name of a shipped config, as for train. Leave it out with --budget or "
+        "--hours.",
         positional=True,
     )
     ladder: str | None = option(
         None,
-        "Folder of accel-gpt ladder, for the expected loss. null: a shipped one that matches.",
+        "Folder that accel-gpt ladder wrote; it predicts the loss. null: a shipped ladder, if one "
+        "matches.",
     )
     budget: float | None = option(
         None,
-        "Cost of a run, at --price. The ladder tells what to train for it.",
+        "Budget of a run, in the currency of --price. The ladder chooses the config.",
         above=0,
     )
     hours: float | None = option(
         None,
-        "Time budget in hours. The ladder tells what to train in it.",
+        "Time budget of a run in hours. The ladder chooses the config.",
         above=0,
     )
     out: str = option(
         "budget.yaml",
-        "Config to write, with the best run for the budget or the hours.",
+        "Config file to write: the best run for --budget or --hours.",
     )
     gpus: int | None = option(
         None,
-        "Number of devices of all nodes, one process each. null: as --config_file says, else 1.",
+        "Number of devices of all nodes, one process each. null: from --config_file, else 1.",
         above=0,
     )
     nodes: int | None = option(
         None,
-        "Number of machines. null: as --config_file says, else enough for 8 GPUs in each.",
+        "Number of machines. null: from --config_file, else as few as possible with up to 8 GPUs "
+        "each.",
         above=0,
     )
     gpus_per_node: int | None = option(
@@ -500,13 +511,13 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     )
     memory_gb: float | None = option(
         None,
-        "Memory of a device in units of 1e9 bytes. null: the memory of --gpu.",
+        "Memory of a device in GB (1e9 bytes). null: the memory of --gpu.",
         above=0,
     )
     distribution: Literal["ddp", "fsdp", "hsdp"] | None = option(
         None,
-        "ddp: each device holds the whole model. fsdp: each holds a share. hsdp: the devices of a "
-        "node share it, each node holds the whole. null: as --config_file says, else ddp.",
+        "ddp: each device holds the whole model. fsdp: all devices share the model. hsdp: the "
+        "devices of each node share the model. null: from --config_file, else ddp.",
     )
     config_file: str | None = option(
         None,
@@ -514,19 +525,20 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     )
     mfu: float | None = option(
         None,
-        "Share of the devices' peak FLOP/s that training reaches, 0 to 1.",
+        "Share of the devices' peak FLOP/s that training reaches, 0 to 1. null: an assumption.",
         above=0,
         at_most=1,
     )
     tokens_per_second: float | None = option(
         None,
-        "Speed of all devices together, instead of mfu. Neither counts waiting for other devices.",
+        "Tokens per second of all devices together, instead of --mfu. Both leave out the time in "
+        "which devices wait for each other.",
         above=0,
     )
     bandwidth: float | None = option(
         None,
-        "Network bandwidth of a node in Gbit/s, one direction, summed over its cards: eight cards "
-        "of 400 are 3200.",
+        "Network bandwidth of a node in Gbit/s, one direction, summed over its network cards: "
+        "eight cards of 400 are 3200.",
         above=0,
     )
     latency: float = option(
@@ -536,12 +548,12 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     )
     price: float | None = option(
         None,
-        "Price of a device for an hour, in any currency.",
+        "Price per device hour, in any currency.",
         above=0,
     )
     vocab_size: int | None = option(
         None,
-        "Number of tokens in the vocabulary, if neither data nor tokenizer tell it.",
+        "Number of tokens in the vocabulary. null: from the config, the data or the tokenizer.",
         above=0,
     )
     json: bool = option(
@@ -557,37 +569,38 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
         if options.budget or options.hours:
             require(
                 not keys,
-                f"{''.join(keys[:1])} has no effect with --budget and --hours, as the config is "
-                "the ladder's; set it when you train the ladder",
+                f"{''.join(keys[:1])} has no effect with --budget and --hours, since the ladder "
+                "chooses the config; set it when you train the ladder",
             )
             return options
-        words = [options.config or "", *keys]
-        return replace(options, loaded=load_config(words, "accel-gpt plan", inherit_published))
+        arguments = [options.config or "", *keys]
+        return replace(options, loaded=load_config(arguments, "accel-gpt plan", inherit_published))
 
 
 @dataclass(frozen=True)
 class SweepCommand(KeysCommand):
     """Train a run for each combination of values, listed with commas in --section.key options.
 
-    One after another on a CPU, one on each GPU. The same command continues a sweep that was
-    stopped; more values may then be added. Examples:
+    Trains one run after another on a CPU, or one run on each GPU at a time. The same command
+    resumes a stopped sweep; you may add values. Examples:
       accel-gpt sweep quickstart --optim.lr 3e-3,1e-2,3e-2 --seed 1,2 --out_dir runs/rates
       accel-gpt sweep quickstart --optim.lr 3e-3,1e-2 --schedule.decay_share 0.3,0.7
       accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3 --halve_at 0.25,0.5
     """
 
     name: ClassVar[str] = "sweep"
-    summary: ClassVar[str] = "a run for each combination of values, compared over seeds"
+    summary: ClassVar[str] = "train a run for each combination of values, and compare them"
 
     random: int | None = option(
         None,
-        "Number of settings to draw at random; each is trained with every seed. null: all of them.",
+        "Number of settings to draw at random. Each is trained with every seed. null: all "
+        "settings.",
         above=0,
     )
     halve_at: tuple[float, ...] = option(
         (),
         "Shares of the steps, such as 0.25,0.5. After each, only the better half of the settings "
-        "goes on.",
+        "continues.",
     )
     grid: Grid = internal(None)
     given: Mapping[str, Any] = internal(None)  # keys that all runs share
@@ -610,8 +623,8 @@ class SweepCommand(KeysCommand):
 class LadderCommand(KeysCommand):
     """Train small sizes of a config, one after another, and fit how the loss falls with size.
 
-    Any --section.key of the config may be set as well, for all rungs alike. Stopped, it resumes;
-    with other depths or ratios it adds rungs to those in the folder. Examples:
+    You can also set any --section.key of the config, for all rungs. The same command resumes a
+    stopped ladder; other depths or ratios add rungs. Examples:
       accel-gpt ladder quickstart --depths 1,2,3
       accel-gpt ladder quickstart --depths 1,2 --ratios 5,10,20 --out runs/ladder
       accel-gpt ladder gpt2_124m --depths 4,6,8 --seeds 1,2
@@ -622,17 +635,17 @@ class LadderCommand(KeysCommand):
 
     config: str = option(
         REQUIRED,
-        "YAML file, or name of a shipped config, as for train. If it sets model.depth, a rung has "
-        "all that follows from its depth; else only the shape.",
+        "YAML file, or name of a shipped config, as for train. If it sets model.depth, the "
+        "depth of a rung sets all its dependent options; else only the shape.",
         positional=True,
     )
     depths: tuple[int, ...] = option(
         (1, 2, 3, 4),
-        "Sizes: numbers of layers, with 64 channels each, rounded up to a multiple of 128.",
+        "Sizes as numbers of layers. n_embd is 64 times that, rounded up to a multiple of 128.",
     )
     ratios: tuple[float, ...] = option(
         (10.5,),
-        "Lengths: tokens for each parameter of blocks and head.",
+        "Lengths as tokens per parameter of blocks and head.",
     )
     seeds: tuple[int, ...] = option(
         (),
@@ -640,7 +653,7 @@ class LadderCommand(KeysCommand):
     )
     out: str | None = option(
         None,
-        "Folder of the rungs. null: out_dir of the config with _ladder behind it.",
+        "Folder of the rungs. null: out_dir of the config plus _ladder.",
     )
     given: Mapping[str, Any] = internal(None)  # keys of the config and the command line
     base: Config = internal(None)  # the config in which they are set
@@ -668,9 +681,9 @@ class LadderCommand(KeysCommand):
 
 @dataclass(frozen=True)
 class BenchCommand(ConfigCommand):
-    """Measure the training step of a config: tokens a second, hours of the whole run, MFU, memory.
+    """Measure the training step of a config: tokens/s, hours of the whole run, MFU, memory.
 
-    Any --section.key of the config may be set as well. No run is kept. On several processes:
+    You can also set any --section.key of the config. No run is kept. On several processes:
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
       accel-gpt bench quickstart
       accel-gpt bench quickstart --compare
@@ -678,7 +691,9 @@ class BenchCommand(ConfigCommand):
     """
 
     name: ClassVar[str] = "bench"
-    summary: ClassVar[str] = "tokens/s, MFU, memory of a config; where a step's time goes"
+    summary: ClassVar[str] = (
+        "measure tokens/s, MFU and memory of a config, and where a step's time goes"
+    )
 
     warmup: int = option(
         5,
@@ -697,7 +712,7 @@ class BenchCommand(ConfigCommand):
     )
     compare: bool = option(
         False,
-        "Measure float32 and bf16, compiled or not, side by side.",
+        "Compare float32 and bf16, each with and without torch.compile.",
     )
     json: bool = option(
         False,
@@ -709,15 +724,15 @@ class BenchCommand(ConfigCommand):
 class ReportCommand(Command):
     """Write curves, samples and configs of runs as one HTML file that needs no network.
 
-    Works while a run is training. The runs may be anybody's: all their content is shown as text.
-    Examples:
+    Works while a run is training. All content of the runs is shown as text, so you can open runs of
+    other people. Examples:
       accel-gpt report runs/quickstart
       accel-gpt report runs/a runs/b --out compared.html
       accel-gpt report runs/quickstart --reference none
     """
 
     name: ClassVar[str] = "report"
-    summary: ClassVar[str] = "curves and samples of runs, one HTML file"
+    summary: ClassVar[str] = "write curves and samples of runs as one HTML file"
 
     run: tuple[str, ...] = option(
         REQUIRED,
@@ -737,17 +752,17 @@ class ReportCommand(Command):
 
 @dataclass(frozen=True)
 class VerifyResumeCommand(ConfigCommand):
-    """Prove that a config's runs, killed and launched again, equal one that was never stopped.
+    """Verify that killed and resumed runs of a config equal a run that was never stopped.
 
-    Any --section.key of the config may be set as well, but the length of the run and where it
-    writes. Exit code 1 when something differs. Examples:
+    You can also set any --section.key of the config, except out_dir and the number of steps. The
+    exit code is 1 if something differs. Examples:
       accel-gpt verify-resume shakespeare_char_cpu
       accel-gpt verify-resume quickstart --steps 40 --kills 20
       accel-gpt verify-resume quickstart --processes 1,2 --train.reproducible true
     """
 
     name: ClassVar[str] = "verify-resume"
-    summary: ClassVar[str] = "kill and resume runs, compare them with one that never stopped"
+    summary: ClassVar[str] = "kill and resume runs, and compare them with an undisturbed run"
 
     steps: int = option(
         20,
@@ -755,14 +770,14 @@ class VerifyResumeCommand(ConfigCommand):
     )
     kills: int = option(
         5,
-        "Number of launches that SIGKILL ends at a random moment, with all their processes. 0: "
-        "one more run that is not stopped, which tells whether the machine repeats itself.",
+        "Number of launches to kill at a random moment (SIGKILL to all processes). 0: compare two "
+        "undisturbed runs, to see whether the machine is deterministic.",
         at_least=0,
     )
     processes: tuple[int, ...] = option(
         (1,),
         "Numbers of processes, separated by commas. Each launch uses one of them, chosen at "
-        "random; the run that is never stopped uses the first.",
+        "random. The undisturbed run uses the first.",
     )
     seed: int = option(
         0,
@@ -771,11 +786,11 @@ class VerifyResumeCommand(ConfigCommand):
     )
     keep: bool = option(
         False,
-        "Keep the temporary folder of the runs even if all is equal.",
+        "Keep the temporary folder of the runs even if all runs are equal.",
     )
 
     def _check(self) -> None:
-        require(self.steps >= 2, f"--steps is {self.steps}; it must be 2 or more, to stop between")
+        require(self.steps >= 2, f"--steps is {self.steps}; it must be 2 or more")
         require(
             bool(self.processes) and min(self.processes) > 0,
             f"--processes is {','.join(map(str, self.processes))}; expected numbers above 0",

@@ -1,7 +1,7 @@
-"""`accel-gpt plan CONFIG`: size, FLOPs, memory, hours and cost of a config; does it fit?
+"""`accel-gpt plan CONFIG`: compute size, FLOPs, memory, hours and cost of a config.
 
-Reads the config, and the index of its data if it is there; needs no torch. The arithmetic is that
-of `cost/`, and docs/explanation/cost.md derives it.
+Reads the config, and the index of its data if it exists; needs no torch. `cost/` holds the
+arithmetic; docs/explanation/cost.md derives it.
 """
 
 import json
@@ -37,11 +37,11 @@ from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.training.run_folder import RunFolder
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
-UNKNOWN_SPEED = "not known; measure it here with accel-gpt bench, or give --tokens_per_second"
+UNKNOWN_SPEED = "unknown; measure it here with accel-gpt bench, or give --tokens_per_second"
 
 
 def run(options: PlanCommand) -> int:
-    """Print what a config will take, and whether it fits; return 1 if it does not."""
+    """Print what a config needs, and whether it fits; return 1 if it does not."""
     if options.loaded is None:
         return plan_a_budget(options)
     report = forecast(options, options.loaded)
@@ -53,7 +53,7 @@ def run(options: PlanCommand) -> int:
 
 
 def plan_a_budget(options: PlanCommand) -> int:
-    """Print what to train for a budget or in some hours, by a ladder."""
+    """Print the config that a ladder chooses for a budget or a number of hours."""
     ladder, config = open_budget(options)
     machine = make_machine(options, config)
     answer = plan_budget(options, ladder, make_network(options, config, machine))
@@ -65,7 +65,7 @@ def plan_a_budget(options: PlanCommand) -> int:
 
 
 def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
-    """Return all that follows from a config and a machine, as JSON."""
+    """Return the forecast of a config on a machine, as JSON values."""
     machine = make_machine(options, config)
     vocab_size, source = vocabulary_size(config, options.vocab_size)
     if config.train.micro_batch_size == "auto":
@@ -93,7 +93,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
 def plan_time(
     options: PlanCommand, config: Config, vocab_size: int, machine: Machine, plan: Plan
 ) -> dict[str, Any]:
-    """Return speed, hours and cost of a run; null if the speed is not known."""
+    """Return speed, hours and cost of a run; None if the speed is unknown."""
     network = make_network(options, config, machine)
     speed, source = planned_speed(options, config, vocab_size, machine)
     if speed is None:
@@ -136,7 +136,7 @@ def plan_time(
 def planned_speed(
     options: PlanCommand, config: Config, vocab_size: int, machine: Machine
 ) -> tuple[float | None, str]:
-    """Return the tokens per second that all devices compute together, and what says so."""
+    """Return the tokens per second that all devices compute together, and the source."""
     if options.tokens_per_second:
         return options.tokens_per_second, "--tokens_per_second"
     if options.mfu:
@@ -150,14 +150,14 @@ def planned_speed(
         speed = trained_speed(config, flops, machine.devices)
         if speed is not None:
             source = f"measured by the run in {config.out_dir}"
-            return speed, f"{source}, which may have been on another machine"
+            return speed, f"{source}, maybe on another machine"
     return None, UNKNOWN_SPEED
 
 
 def trained_speed(config: Config, flops: float, processes: int) -> float | None:
-    """Return the median tokens per second of the run in `out_dir`, if it is of such a model.
+    """Return the median tokens per second of the run in `out_dir`; None if it does not match.
 
-    None if that run has another number of processes, or trained on GPUs.
+    A run matches if its model takes `flops` per token and it trained on `processes` CPU processes.
     """
     run = RunFolder(config.out_dir)
     if run.last_launch("processes") != processes:
@@ -189,7 +189,9 @@ def plan_text(report: Mapping[str, Any]) -> str:
 def verdict(memory: Mapping[str, Any]) -> str:
     """Say whether a run fits, and what to try if it does not."""
     if memory["fits"] is None:
-        return "Whether it fits is not known; --gpu or --memory_gb tells what it must fit in."
+        return (
+            "The memory of the device is unknown; give --gpu or --memory_gb to see if the run fits."
+        )
     if memory["fits"]:
         largest = memory["largest_micro_batch_size"]
         return f"It fits; train.micro_batch_size may be up to {largest}."
@@ -209,7 +211,7 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     counts = dict(report["parameters"])
     total = counts.pop("total")
     real = counts.pop("total_unpadded")
-    padding = f"of them {total - real:,} pad the vocabulary" if total > real else ""
+    padding = f"{total - real:,} of them pad the vocabulary" if total > real else ""
     yield "parameters", f"{total:,}", padding
     for part, count in counts.items():
         if count:
@@ -254,19 +256,19 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the memory of a device, and the memory of a node's host."""
+    """Yield the memory of a device, and the host memory of a node."""
     limit = f"of {gigabytes(memory['device'])}" if memory["device"] else ""
     yield "memory of a device", gigabytes(memory["total"]), limit
     for part, size in memory["parts"].items():
         yield f"  {part}", gigabytes(size), ""
-    yield "  at its fullest", "", memory["moment"]
+    yield "  at the peak", "", memory["moment"]
     if memory["compiled"]:
-        yield "", "", "train.compile keeps less; how much is not counted"
+        yield "", "", "train.compile needs less; the estimate ignores it"
     if memory["host"]:
         host = dict(memory["host"])
         libraries = host.pop("libraries")
         most = max(host, key=host.__getitem__)
-        yield "memory of a node's host", gigabytes(libraries + host[most]), f"libraries and {most}"
+        yield "host memory of a node", gigabytes(libraries + host[most]), f"libraries and {most}"
         for part, size in memory["host"].items():
             yield f"  {part}", gigabytes(size), ""
 
@@ -281,15 +283,17 @@ def time_rows(time: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     if time["mfu"] is not None:
         yield "  MFU", f"{time['mfu']:.1%}", "of the peak of all devices"
     if speed is not None:
-        share = "without" if evaluation is None else f"{evaluation / time['hours']:.0%} of them"
-        yield "time", format_hours(time["hours"]), f"{share} evaluations"
+        share = "without evaluations"
+        if evaluation is not None:
+            share = f"including {evaluation / time['hours']:.0%} for evaluations"
+        yield "time", format_hours(time["hours"]), share
         yield "device hours", f"{time['device_hours']:,.2f}", ""
     if time["cost"] is not None:
-        yield "cost", f"{time['cost']:,.2f}", "at --price a device hour"
+        yield "cost", f"{time['cost']:,.2f}", "device hours x --price"
 
 
 def step_rows(step: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield where the time of a step goes."""
+    """Yield the time of a step and of its parts."""
     limit = f"limited by {step['limit']}" if "limit" in step else ""
     yield "step", milliseconds(step["total"]), limit
     yield "  compute", milliseconds(step["compute"]), ""
@@ -299,16 +303,16 @@ def step_rows(step: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     if step["exposed"]:
         yield "  not hidden by compute", milliseconds(step["exposed"]), "of the collectives"
     if step["exposed"] is None:
-        yield "  collectives", "?", "not known; give --bandwidth"
+        yield "  collectives", "?", "unknown; give --bandwidth"
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time of a step."""
+    """Format seconds as milliseconds."""
     return f"{1e3 * seconds:,.1f} ms"
 
 
 def gigabytes(size: float) -> str:
-    """Format bytes in units of 1e9, or of 1e6 if there are few."""
+    """Format bytes as GB (1e9 bytes), or as MB if there are few."""
     if size >= 1e8:
         return f"{size / 1e9:,.2f} GB"
     return f"{size / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""The part of `accel-gpt plan` about quality: predict a loss, and spend a budget, by a ladder."""
+"""`accel-gpt plan` with a ladder: predict a loss, and choose a config for a budget."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -27,10 +27,10 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.training.run_folder import RunFolder
 
-SHIPPED = "_ladder.json"  # how the shipped ones end, in configs/references
-DEEPEST = 200  # of the sizes that are tried
-UNLIMITED = 10**9  # steps
-ROUNDS = 5  # of a search for the steps: in a short run evaluations change the share of training
+SHIPPED = "_ladder.json"  # end of the file names of shipped ladders, in configs/references
+DEEPEST = 200  # largest depth that is tried
+UNLIMITED = 10**9  # steps, to start the search
+ROUNDS = 5  # of the search for the steps: the share of evaluations changes with the steps
 BUDGET_ROWS = MappingProxyType(
     {
         "parameters": ",",
@@ -48,14 +48,14 @@ BUDGET_ROWS = MappingProxyType(
     }
 )
 BOUNDS = MappingProxyType({"low": f"  {LEVEL:.0%} from", "high": "  to"})
-WORSE = 3  # sizes in a row that are worse end the search
+WORSE = 3  # depths in a row that are worse end the search
 
 
 # --------------------------------------------------------------------------- the loss of a config
 
 
 def plan_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str, Any] | None:
-    """Predict the loss of a config by the ladder that is given or shipped; None without one."""
+    """Predict the loss of a config from --ladder or a shipped ladder; None without a ladder."""
     fingerprint = data_fingerprint(config)
     if options.ladder is None:
         shipped = shipped_ladder(config, vocab_size)
@@ -64,20 +64,19 @@ def plan_loss(options: PlanCommand, config: Config, vocab_size: int) -> dict[str
         found = predict_loss(shipped, config, vocab_size)
         same_text = ladder_config(shipped, config).data.prepare == config.data.prepare
         if fingerprint not in (None, shipped.data["fingerprint"]) and not same_text:
-            found["doubts"].append(f"{config.data.folder} is not the text that the rungs read")
+            found["doubts"].append(f"{config.data.folder} is not the data of the rungs")
         return found
     ladder = read_ladder(options.ladder)
     require(
         ladder.data["vocab_size"] == vocab_size,
         f"the rungs of --ladder {options.ladder} have a vocabulary of "
-        f"{ladder.data['vocab_size']:,} tokens and {options.config} one of {vocab_size:,}; losses "
-        "of different tokenizers are no one law: train a ladder with this one",
+        f"{ladder.data['vocab_size']:,} tokens, but {options.config} has {vocab_size:,}; losses "
+        "of different tokenizers follow different laws; train a ladder with this tokenizer",
     )
     require(
         fingerprint in (None, ladder.data["fingerprint"]),
-        f"the rungs of --ladder {options.ladder} were trained on other data "
-        f"({ladder.data['folder']}) than {options.config} has ({config.data.folder}); train a "
-        "ladder on these",
+        f"the rungs of --ladder {options.ladder} were trained on {ladder.data['folder']}, but "
+        f"{options.config} has other data ({config.data.folder}); train a ladder on this data",
     )
     return predict_loss(ladder, config, vocab_size)
 
@@ -92,15 +91,15 @@ def predict_loss(ladder: Ladder, config: Config, vocab_size: int) -> dict[str, A
         and rungs["model.block_size"] == own["model.block_size"]
     )
     law = ladder.law.predict(size, 0.0 if same_window else ladder.windows)
-    doubts = list(ladder.warnings(size))
+    warnings = list(ladder.warnings(size))
     names = ", ".join(other_recipe(config, rungs))
     if names:
-        doubts.append(f"other values of {names} than the rungs")
-    return {"ladder": ladder.title, **law._asdict(), **bits(ladder, law), "doubts": doubts}
+        warnings.append(f"other values of {names} than in the rungs")
+    return {"ladder": ladder.title, **law._asdict(), **bits(ladder, law), "doubts": warnings}
 
 
 def bits(ladder: Ladder, law: Prediction) -> dict[str, Any]:
-    """Return a prediction in bits per byte."""
+    """Return a prediction in bits per byte; None if the ladder has none."""
     factor = ladder.bits_per_byte
     if factor is None:
         return {"bits_per_byte": None}
@@ -108,7 +107,7 @@ def bits(ladder: Ladder, law: Prediction) -> dict[str, Any]:
 
 
 def law_size(config: Config, vocab_size: int) -> Size:
-    """Return the size of a config, by which a law predicts its loss."""
+    """Return the size from which a law predicts the loss of a config."""
     if config.train.micro_batch_size == "auto":
         config = with_size(config, 1)
     plan = make_plan(config, 1)
@@ -134,7 +133,7 @@ def shipped_ladder(config: Config, vocab_size: int) -> Ladder | None:
 
 
 def data_fingerprint(config: Config) -> str | None:
-    """Return the fingerprint of the training data, if they are one prepared folder."""
+    """Return the fingerprint of the training data; None unless it is one prepared folder."""
     folders = [folder for folder in data_folders(config) if (folder / "dataset.json").is_file()]
     if len(folders) != 1:
         return None
@@ -148,8 +147,8 @@ def loss_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     if found["bits_per_byte"]:
         value, low, high = found["bits_per_byte"]
         yield "  bits per byte", f"{value:.3f}", f"{LEVEL:.0%}: {low:.3f} to {high:.3f}"
-    for doubt in found["doubts"]:
-        yield "  a guess", "", doubt
+    for warning in found["doubts"]:
+        yield "  warning", "", warning
     yield ()
 
 
@@ -157,11 +156,15 @@ def loss_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def open_budget(options: PlanCommand) -> tuple[Ladder, Config]:
-    """Return the ladder by which a budget is spent, and its config at its deepest rung."""
-    require(options.ladder is not None, "--budget and --hours need --ladder")
+    """Return the ladder that chooses a config, and its config at the deepest rung."""
+    require(
+        options.ladder is not None,
+        "--ladder is missing; give the folder of a ladder for --budget or --hours",
+    )
     require(
         options.hours is not None or options.price is not None,
-        f"--budget is {options.budget}, and without --price it buys no hours; give it, or --hours",
+        f"--budget is {options.budget}, but --price is missing; give --price, or give --hours "
+        "instead",
     )
     unused = ["tokens_per_second", "vocab_size"]
     if not options.gpu:
@@ -169,17 +172,17 @@ def open_budget(options: PlanCommand) -> tuple[Ladder, Config]:
     for name in unused:
         require(
             getattr(options, name) is None,
-            f"--{name} has no effect with --budget and --hours, as speed and vocabulary come from "
-            "--gpu, or from the ladder's rungs; leave it out",
+            f"--{name} has no effect with --budget and --hours, since speed and vocabulary come "
+            "from --gpu or from the rungs; leave it out",
         )
     ladder = read_ladder(options.ladder or "")
     return ladder, config_at(given_keys(ladder), ladder.depths[-1], max_steps=1)
 
 
 def plan_budget(options: PlanCommand, ladder: Ladder, network: Network) -> dict[str, Any]:
-    """Find the depth that reaches the lowest loss in the hours of a budget, and its neighbors.
+    """Find the depth that reaches the lowest loss within a budget, and its neighbors.
 
-    One whose loss is a guess is the best only if all are.
+    A depth whose prediction has warnings is the best only if every depth has warnings.
     """
     machine = network.machine
     bought = (options.budget or 0) / (options.price or 1) / machine.devices
@@ -190,14 +193,14 @@ def plan_budget(options: PlanCommand, ladder: Ladder, network: Network) -> dict[
         row = candidate(options, ladder, network, depth, hours)
         if row is not None:
             found.append(row)
-            best = min(found, key=guess_and_loss)
+            best = min(found, key=candidate_key)
         if depth >= max(ladder.depths[-1], best["depth"] + WORSE):
             break
     smallest = min(size.flops for size in ladder.sizes)
     require(
         best["flops"] >= smallest,
-        f"{hours:,.3g} hours on {machine} are too few: they do not train as much as the smallest "
-        f"rung, {smallest:.2g} FLOPs; give a larger budget, or train smaller rungs",
+        f"{hours:,.3g} hours on {machine} are too few to train the smallest rung "
+        f"({smallest:.2g} FLOPs); give a larger budget, or train smaller rungs",
     )
     out = Path(options.out)
     write_config(ladder, best, out)
@@ -211,15 +214,15 @@ def plan_budget(options: PlanCommand, ladder: Ladder, network: Network) -> dict[
     }
 
 
-def guess_and_loss(row: Mapping[str, Any]) -> tuple[bool, float]:
-    """Return the order of candidates: a guess comes after all others, then the loss decides."""
+def candidate_key(row: Mapping[str, Any]) -> tuple[bool, float]:
+    """Return the sort key of a candidate: candidates with warnings come last, then by loss."""
     return len(row["doubts"]) > 0, row["loss"]
 
 
 def candidate(
     options: PlanCommand, ladder: Ladder, network: Network, depth: int, hours: float
 ) -> dict[str, Any] | None:
-    """Return what a depth reaches in the hours; None if it does not fit, or is all warm-up."""
+    """Return the longest run of a depth; None if it exceeds the memory or the hours."""
     machine = network.machine
     vocab_size = int(ladder.data["vocab_size"])
     config = config_at(given_keys(ladder), depth, max_steps=1)
@@ -235,7 +238,7 @@ def candidate(
         flops = flops_per_token(config.model, vocab_size)
         speed = measured_flops(options.ladder or "", ladder, depth) * machine.devices / flops
     if speed is None:
-        raise UserError(f"the speed of {machine} is not known; give --gpu")
+        raise UserError(f"the speed of {machine} is unknown; give --gpu")
     longest = longest_run(config, vocab_size, network, speed, hours)
     if longest is None:
         return None
@@ -262,7 +265,7 @@ def longest_run(
 ) -> tuple[Config, Plan, float] | None:
     """Return the config of the longest run that ends within `hours`, its plan and its hours.
 
-    None if a single step takes longer, or if the run is all warm-up.
+    None if a single step takes longer, or if all steps would be warm-up.
     """
     steps = UNLIMITED
     for _ in range(ROUNDS):
@@ -295,7 +298,7 @@ def given_keys(ladder: Ladder) -> dict[str, Any]:
 
 
 def measured_flops(folder: str, ladder: Ladder, depth: int) -> float:
-    """Return the FLOP/s of a process in the rungs nearest to a depth, the median of their steps."""
+    """Return the median FLOP/s of a process in the rungs nearest to a depth."""
 
     def distance(other: int) -> int:
         return abs(other - depth)
@@ -309,14 +312,14 @@ def measured_flops(folder: str, ladder: Ladder, depth: int) -> float:
                 found.append((size.flops / size.tokens) * statistics.median(speeds))
     require(
         bool(found),
-        f"--ladder {folder} has no runs beside it, so the speed of this machine is not known; give "
-        "--gpu, or train a ladder here",
+        f"--ladder {folder} holds no runs, so the speed of this machine is unknown; give --gpu, or "
+        "train a ladder here",
     )
     return statistics.median(found)
 
 
 def rung_speeds(folder: Path) -> list[float]:
-    """Return the tokens per second that a run logged, without the first if there are more."""
+    """Return the tokens per second that a run logged, without the first if there are others."""
     speeds: list[float] = RunFolder(folder).metrics.curve("perf/tokens_per_second")[1].tolist()
     return speeds[1:] or speeds
 
@@ -334,7 +337,7 @@ def write_config(ladder: Ladder, best: Mapping[str, Any], out: Path) -> None:
     if out.is_file():
         require(
             out.read_text(errors="replace").startswith("# ladder "),
-            f"--out {out} is another config; name another file",
+            f"--out {out} holds another config; give another file",
         )
     text = comment + yaml.safe_dump(to_nested(own), sort_keys=False)
     try:
@@ -354,7 +357,7 @@ def budget_text(report: Mapping[str, Any]) -> str:
             best = row
             titles.append("best")
         else:
-            titles.append("a guess" if row["doubts"] else "")
+            titles.append("warning" if row["doubts"] else "")
     cells = [titles, depths]
     for name, form in BUDGET_ROWS.items():
         if any(row[name] is not None for row in rows):
@@ -367,6 +370,6 @@ def budget_text(report: Mapping[str, Any]) -> str:
             cells[-1].append(f"{bits_per_byte[i]:.4f}" if bits_per_byte else "")
     text = f"{report['hours']:.3g} hours on {report['machine']}, ladder {report['ladder']}\n\n"
     text += table(cells, "<20", *[">14"] * len(rows))
-    for doubt in best["doubts"]:
-        text += f"a guess: {doubt}\n"
+    for warning in best["doubts"]:
+        text += f"warning: {warning}\n"
     return text + f"\naccel-gpt train {report['config']}\n"

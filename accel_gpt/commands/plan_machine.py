@@ -22,13 +22,13 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PRECISIONS
 from accel_gpt.training.checkpoint import earlier_precision
 
-NODE = 8  # GPUs of a node if nothing says it: assumption, as in HGX and OAM boards
+NODE = 8  # most GPUs of a node, if not given: assumption, as in HGX and OAM boards
 
 
 def make_machine(options: PlanCommand, config: Config) -> Machine:
-    """Return the machine of the options and the accelerate config.
+    """Return the machine that the options and the accelerate config describe.
 
-    Raises `UserError` if they contradict each other, or the config.
+    Raises `UserError` if they contradict each other or the config.
     """
     launch = read_launch(options.config_file)
     if options.gpu is not None:
@@ -43,8 +43,8 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     precision, source = planned_precision(config, launch, options.config_file, options.gpu)
     require(
         precision not in ("fp16", "fp8") or options.gpu is not None,
-        f"the precision is {precision} but no --gpu is given, and a CPU has no {precision} "
-        "training; give --gpu, or --train.mixed_precision bf16",
+        f"the precision is {precision}, but CPUs do not support it; give --gpu, or "
+        "--train.mixed_precision bf16",
     )
     require(
         not (config.train.reproducible and (sharded or precision in ("fp16", "fp8"))),
@@ -71,11 +71,11 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
 def make_network(options: PlanCommand, config: Config, machine: Machine) -> Network:
     """Return the network that the options describe.
 
-    Raises `UserError` if it joins nothing, or if --mfu is a share of nothing.
+    Raises `UserError` for --bandwidth of a single node, and for --mfu without a known peak.
     """
     require(
         not options.mfu or machine.peak(config.train.matmul_precision) is not None,
-        f"--mfu is {options.mfu}, but no peak FLOP/s is known for {machine}; give "
+        f"--mfu is {options.mfu}, but the peak FLOP/s of {machine} is unknown; give "
         "--tokens_per_second",
     )
     require(
@@ -102,18 +102,18 @@ def read_launch(path: str | None) -> Mapping[str, Any]:
 
 
 def check_gpu(gpu: str) -> None:
-    """Raise `UserError` if the table of devices does not have a GPU."""
+    """Raise `UserError` if the table of devices does not list the GPU."""
     if "tpu" in gpu.lower():
-        raise UserError(f"--gpu {gpu} is a TPU, on which accel-gpt does not train")
+        raise UserError(f"--gpu {gpu} is a TPU, but accel-gpt does not train on TPUs; give a GPU")
     if device_key(gpu) is not None:
         return
     near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEVICES)}"
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DEVICES)}"
     raise UserError(f"--gpu {gpu} is not in the table of devices; {hint}")
 
 
 def planned_nodes(options: PlanCommand, launch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return nodes and devices: two of --gpus, --nodes and --gpus_per_node give the third."""
+    """Return the numbers of nodes and devices; from two of three options the third follows."""
     each = options.gpus_per_node
     nodes = options.nodes
     processes = launch.get("num_processes", 1)
@@ -148,7 +148,7 @@ def planned_nodes(options: PlanCommand, launch: Mapping[str, Any]) -> tuple[int,
 def planned_sharding(
     options: PlanCommand, launch: Mapping[str, Any], nodes: int
 ) -> tuple[bool, Any]:
-    """Return whether the devices share one model, and how many groups of them each hold all."""
+    """Return whether the model is sharded, and the number of replicas (groups that hold all)."""
     if options.distribution is not None:
         sharded = options.distribution in ("fsdp", "hsdp")
         return sharded, nodes if options.distribution == "hsdp" else 1
@@ -162,13 +162,15 @@ def planned_sharding(
 def planned_precision(
     config: Config, launch: Mapping[str, Any], path: str | None, gpu: str | None
 ) -> tuple[str, str]:
-    """Return the precision and who sets it: the config goes before the accelerate config."""
+    """Return the precision and its source; the config overrides the accelerate config."""
     precision = config.train.mixed_precision
     if precision not in (None, "auto"):
         return precision, "train.mixed_precision"
     found = launch.get("mixed_precision") or "no"  # YAML reads a bare no as false
     if precision == "auto":
-        earlier = None if gpu else earlier_precision(config)  # of the run, if it trains here
+        earlier = (
+            None if gpu else earlier_precision(config)
+        )  # precision of the run, if it trains here
         if earlier:
             resumed, file = earlier
             return resumed, f"train.mixed_precision auto, as in {file}"
@@ -177,6 +179,6 @@ def planned_precision(
             return "bf16" if fast else "no", "train.mixed_precision auto"
     require(
         found in PRECISIONS,
-        f"mixed_precision in {path} is {found!r}; planned is for {', '.join(PRECISIONS)}",
+        f"mixed_precision in {path} is {found!r}; expected one of {', '.join(PRECISIONS)}",
     )
     return str(found), str(path) if path else "default"

@@ -1,4 +1,4 @@
-"""`accel-gpt prepare [PATH|RECIPE]`: text -> a folder of token shards."""
+"""`accel-gpt prepare [PATH|RECIPE]`: convert text to a folder of token shards."""
 
 from dataclasses import fields
 from glob import has_magic
@@ -14,7 +14,7 @@ from accel_gpt.prepare.sources import guess_source
 
 
 def run(options: PrepareCommand) -> int:
-    """Make a data folder."""
+    """Create a data folder."""
     with errors_name_options(options.from_config):
         config = prepare_config(options)
         out = Path(options.out or default_folder(config))
@@ -29,7 +29,7 @@ def run(options: PrepareCommand) -> int:
 
 
 def prepare_config(options: PrepareCommand) -> PrepareConfig:
-    """Return the config of the data; a source that is not given follows from path and dataset."""
+    """Return the config of the data; a missing source is derived from path and dataset."""
     values: dict[str, Any] = {}
     for field in fields(PrepareConfig):
         values[field.name] = getattr(options, field.name)

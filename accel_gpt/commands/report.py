@@ -1,7 +1,7 @@
-"""`accel-gpt report RUN [RUN ...]`: curves, samples and configs of runs as one HTML file.
+"""`accel-gpt report RUN [RUN ...]`: write curves, samples and configs of runs as HTML.
 
-Reads `metrics.jsonl`, `run.json`, `config.yaml` and `samples/` of each run, also while it trains;
-writes nothing there but `report.html`. Needs no torch.
+Reads `metrics.jsonl`, `run.json`, `config.yaml` and `samples/` of each run, also while it trains.
+Writes only `report.html`. Needs no torch.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from accel_gpt.report.runs import open_runs
 
 
 def run(options: ReportCommand) -> int:
-    """Write the page and say where it is.
+    """Write the page and print its path.
 
     Raises `UserError` for a folder that is not a run, an unknown reference, and a file that cannot
     be written.
@@ -26,7 +26,7 @@ def run(options: ReportCommand) -> int:
         in_run = (Path(options.out).parent / "run.json").exists()
         require(
             not (in_run and Path(options.out).exists()),
-            f"{options.out} is a file of a run; name another one",
+            f"{options.out} is a file of a run; give another --out",
         )
     reference = find_reference(options.reference, runs)
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")

@@ -1,4 +1,4 @@
-"""`accel-gpt sample RUN`: text from a model, for a prompt or, interactively, for several."""
+"""`accel-gpt sample RUN`: write text with a model, for one prompt or interactively."""
 
 import torch
 
@@ -19,7 +19,7 @@ def run(options: SampleCommand) -> int:
 
 
 def continue_prompt(options: SampleCommand) -> list[str]:
-    """Return texts of a model; none if they were shown on the terminal as they came."""
+    """Return the generated texts; an empty list if the terminal has already shown them."""
     config = SampleConfig(
         num=options.num,
         max_new_tokens=options.max_new_tokens,

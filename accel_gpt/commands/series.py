@@ -1,8 +1,8 @@
-"""Train runs that belong together, such as a sweep: each an `accel-gpt train` in its own folder.
+"""Train a series of runs, such as a sweep: each is an `accel-gpt train` in its own folder.
 
-One after another on a CPU, side by side on GPUs, one on each. What a run prints is in `output.log`
-in its folder. Finished runs are skipped and others resume, so that a series that was killed and is
-started again ends with the same losses.
+A CPU trains one run after another, and each GPU one run at a time. The output of a run goes to
+`output.log` in its folder. Finished runs are skipped and others resume, so a killed series that
+starts again ends with the same losses.
 """
 
 import os
@@ -32,21 +32,21 @@ READ_SECONDS = 2.0  # between two readings of a run's metrics
 class SeriesRun:
     """One run of a series."""
 
-    name: str  # in what is printed
+    name: str  # in messages
     folder: Path
-    arguments: Sequence[str]  # of `accel-gpt train`: CONFIG --section.key value ...
-    steps: int  # finished with a checkpoint of this step, or a later one
+    arguments: Sequence[str]  # for `accel-gpt train`: CONFIG --section.key value ...
+    steps: int  # a run is finished if it has a checkpoint of this step or a later one
 
     @property
     def finished(self) -> bool:
-        """Whether the run has reached its step."""
+        """Whether the run has reached its last step."""
         return max(RunFolder(self.folder).checkpoints, default=0) >= self.steps
 
 
 def series_run(name: str, out: Path, config: Config, steps: int, folder: str = "") -> SeriesRun:
-    """Write a config beside the folder of its run in `out`, and return the run.
+    """Write a config next to the folder of its run in `out`, and return the run.
 
-    `folder`: the name of the run's folder; empty: `name`.
+    `folder`: the name of the run's folder; if empty, `name`.
     """
     path = out / (folder or name)
     file = out / f"{path.name}.yaml"
@@ -56,7 +56,7 @@ def series_run(name: str, out: Path, config: Config, steps: int, folder: str = "
 
 
 class Child:
-    """The process of a run; `device`: its CUDA_VISIBLE_DEVICES; `alone`: no other trains beside."""
+    """The process of a run; `device`: its CUDA_VISIBLE_DEVICES; `alone`: no other run at a time."""
 
     def __init__(self, run: SeriesRun, device: str | None, alone: bool) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -72,14 +72,21 @@ class Child:
             done=RunFolder(run.folder).step,
             bar=alone,
         )
-        environment = {"ACCELERATE_MIXED_PRECISION": "no"}  # as launched: stops if we are killed
+        environment = {
+            "ACCELERATE_MIXED_PRECISION": "no"
+        }  # marks a launch: it stops if we are killed
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
-        words = ["train", *run.arguments, "--out_dir", str(run.folder)]
-        words += ["--hub.push", "never", "--checkpoint.copy_to", "null"]  # not all to one place
+        arguments = ["train", *run.arguments, "--out_dir", str(run.folder)]
+        arguments += [
+            "--hub.push",
+            "never",
+            "--checkpoint.copy_to",
+            "null",
+        ]  # runs would overwrite each other
         with self.log.open("ab") as log:
             self.process = launch_child(
-                words,
+                arguments,
                 environment=environment,
                 stdout=log,
                 stderr=log,
@@ -93,14 +100,14 @@ class Child:
             self.progress.update(RunFolder(self.run.folder).step, self.run.steps)
 
     def print_end(self) -> str | None:
-        """Print how the run ended; returns a sentence if it has not finished."""
+        """Print how the run ended; return its error if it has not finished."""
         run = RunFolder(self.run.folder)
         code = self.process.returncode
         if not code and self.run.finished:
             loss = run.metrics.last("eval/val_loss")
-            words = "" if loss is None else f", val loss {loss:.4f}"
+            result = "" if loss is None else f", val loss {loss:.4f}"
             seconds = time.monotonic() - self.started
-            write_err(f"{self.run.name}: step {run.step:,}{words} after {seconds:,.0f} s")
+            write_err(f"{self.run.name}: step {run.step:,}{result} after {seconds:,.0f} s")
             return None
         error = child_error(self.log.read_text(encoding="utf-8", errors="replace"), code)
         write_err(f"{self.run.name}: failed with exit code {code}: {error} ({self.log})")
@@ -108,7 +115,7 @@ class Child:
 
 
 class Series:
-    """Trains runs on the devices of this machine; signals go to the runs, which save and stop."""
+    """Trains runs on the devices of this machine; forwards signals, so that runs save and stop."""
 
     def __init__(self, runs: Sequence[SeriesRun]) -> None:
         self.runs = runs
@@ -120,7 +127,7 @@ class Series:
         self.received: int | None = None  # signal
 
     def train(self) -> dict[str, str]:
-        """Train all runs; returns a sentence for each that failed, by its name.
+        """Train all runs; return the error of each run that failed, by name.
 
         After a signal, exits with `PREEMPTED` as soon as the runs have saved.
         """
@@ -144,17 +151,17 @@ class Series:
             done = sum(run.finished for run in self.runs)
             write_err(
                 f"{signal.Signals(self.received).name}: {done} of {plural(len(self.runs), 'run')} "
-                "finished, the others saved; launch the same command again to continue"
+                "finished, the others saved; run the same command again to resume"
             )
             sys.exit(PREEMPTED)
         return self.failures
 
     def start_next(self) -> bool:
-        """Start the next run, or resume it, if a device is free; returns False if none is due."""
+        """Start or resume the next run if a device is free; return False if none was started."""
         if not self.free or self.received is not None:
             return False
         for run in self.waiting:
-            # a folder is in use if a series that was killed has left a run that still saves
+            # a run of a killed series may still be saving in its folder
             if RunFolder(run.folder).in_use:
                 continue
             self.waiting.remove(run)
@@ -169,11 +176,11 @@ class Series:
         number = self.runs.index(run) + 1
         write_err(f"{run.name}: run {number} of {len(self.runs)}, to step {run.steps:,}{where}")
         self.children.append(Child(run, device, alone=self.one_device))
-        if self.received is not None:  # meanwhile
+        if self.received is not None:  # while the process started
             self.children[-1].process.send_signal(self.received)
 
     def check_children(self) -> None:
-        """Print the progress of the runs, and take those that ended from the list."""
+        """Print the progress of the runs, and remove the ended runs from the list."""
         for child in [*self.children]:
             child.show_progress()
             if child.process.poll() is None:
@@ -187,14 +194,14 @@ class Series:
                     self.failures[child.run.name] = failure
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
-        """Pass a signal on: the first lets each run save and stop, a second ends it at once."""
+        """Forward a signal: the first lets each run save and stop, the second ends it at once."""
         self.received = self.received or number
         for child in self.children:
             child.process.send_signal(number)
 
 
 def visible_devices() -> list[str | None]:
-    """Return CUDA_VISIBLE_DEVICES for a run on each GPU of this process; [None] without GPUs."""
+    """Return the CUDA_VISIBLE_DEVICES of each GPU that this process sees; [None] without GPUs."""
     count = torch.cuda.device_count()
     if count == 0:
         return [None]

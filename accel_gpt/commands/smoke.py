@@ -1,4 +1,4 @@
-"""`accel-gpt train CONFIG --smoke`: four steps of a config through all that a run does."""
+"""`accel-gpt train CONFIG --smoke`: try training, saving and resuming in four steps."""
 
 import tempfile
 from dataclasses import replace
@@ -20,7 +20,7 @@ QUESTIONS = 8  # of HellaSwag
 def run(options: SmokeCommand) -> int:
     """Train four steps in a temporary folder: evaluate, sample, save, stop halfway and resume.
 
-    Data that is missing is prepared, and stays. Returns the exit code of the run.
+    Missing data is prepared and kept. Returns the exit code of the run.
     """
     exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="accel_gpt_smoke_") as folder:
@@ -38,7 +38,7 @@ def run(options: SmokeCommand) -> int:
 
 
 def smoke_config(config: Config, out_dir: str) -> Config:
-    """Return `config` as a run of four steps with everything due after the second."""
+    """Return `config` with four steps, and everything due after every second step."""
     every = STEPS // 2
     config = shorten(config, STEPS)
     return replace(

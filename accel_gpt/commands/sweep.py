@@ -1,7 +1,7 @@
 """`accel-gpt sweep CONFIG --optim.lr 1e-3,3e-3 --seed 1,2`: a run for each combination of values.
 
-A setting is a combination of all values but the seed's. Each run is an ordinary one, in a folder of
-its own below `--out_dir`; beside them `sweep.json` and `report.html`, lowest val loss first.
+A setting is one combination of the values of all keys except seed. Each run has a folder below
+`--out_dir`. `sweep.json` and `report.html` there list the settings, lowest val loss first.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
 
-MOST_LETTERS = 200  # in the name of a folder; file systems take 255
-MOST_CURVES = 16  # runs that the report draws, of the best settings
+MOST_LETTERS = 200  # in the name of a folder; file systems allow 255 bytes
+MOST_CURVES = 16  # runs in the report, from the best settings
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Setting:
     runs: tuple[SeriesRun, ...]
 
     def values_at(self, share: float, metric: str) -> list[float]:
-        """Return a metric of its runs after a share of their steps; empty unless all have it."""
+        """Return a metric of each run after a share of its steps; empty if a run lacks it."""
         found: list[float] = []
         for whole in self.runs:
             run = at_share(whole, share)
@@ -50,7 +50,7 @@ class Setting:
         return found if len(found) == len(self.runs) else []
 
     def result(self, shares: Sequence[float]) -> dict[str, Any]:
-        """Return how far its runs came, the means of their metrics there, and the loss's spread."""
+        """Return the share of steps that all runs reached, and their mean metrics there."""
         reached = [share for share in shares if self.values_at(share, "val_loss")]
         share = max(reached, default=0.0)
         losses = self.values_at(share, "val_loss")
@@ -71,8 +71,8 @@ def run(options: SweepCommand) -> int:
     fixed = dict(options.given)
     out_dir = fixed.pop("out_dir", Config.out_dir)
     folder = Path(options.grid.out_dir or f"{out_dir}_sweep")
-    words = [options.config, *options.grid.fixed]
-    settings = make_settings(words, options.grid.settings, folder)
+    arguments = [options.config, *options.grid.fixed]
+    settings = make_settings(arguments, options.grid.settings, folder)
     shares = (*options.halve_at, 1.0)
     with locked(folder):
         check_same_sweep(folder, fixed | {"halve_at": options.halve_at, "swept": sorted(swept)})
@@ -91,7 +91,7 @@ def run(options: SweepCommand) -> int:
 
 
 def train_settings(settings: Sequence[Setting], shares: Sequence[float]) -> bool:
-    """Train all settings; after each share of the steps only the better half goes on.
+    """Train all settings; after each share of the steps only the better half continues.
 
     Returns whether a run failed.
     """
@@ -121,7 +121,7 @@ def write_sweep_page(
 
 
 def all_runs(settings: Sequence[Setting]) -> list[SeriesRun]:
-    """Return the runs of all settings, in their order."""
+    """Return the runs of all settings, in order."""
     runs: list[SeriesRun] = []
     for setting in settings:
         runs.extend(setting.runs)
@@ -133,7 +133,7 @@ def make_settings(
 ) -> list[Setting]:
     """Make the runs of each setting: check their configs, prepare their data.
 
-    `arguments`: words of a command line that all runs share. `grid`: the values of each run,
+    `arguments`: command-line arguments that all runs share. `grid`: the values of each run,
     grouped by setting.
     """
     settings = []
@@ -141,10 +141,10 @@ def make_settings(
     for group in grid:
         runs = []
         for values in group:
-            words = [*arguments, *(f"--{key}={value}" for key, value in values.items())]
-            config = load_config(words, "accel-gpt sweep", inherit)
+            own_arguments = [f"--{key}={value}" for key, value in values.items()]
+            config = load_config([*arguments, *own_arguments], "accel-gpt sweep", inherit)
             if config.data.train == str(Path(config.out_dir, "data")):
-                # of data.text: prepared once for all runs
+                # data.text is prepared once for all runs
                 config = replace(config, data=replace(config.data, train=str(folder / "data")))
             name = ",".join(f"{key}={value}" for key, value in values.items())
             steps = make_plan(config, 1).last_step
@@ -159,7 +159,7 @@ def make_settings(
 
 
 def folder_name(name: str) -> str:
-    """Return the name of a run's folder; with a hash if `name` holds other characters."""
+    """Return a safe name for a run's folder, with a hash if characters are replaced or cut."""
     safe = re.sub(r"[^\w.,=+-]", "_", name)
     if safe == name and len(name) <= MOST_LETTERS:
         return name
@@ -168,7 +168,7 @@ def folder_name(name: str) -> str:
 
 
 def at_share(run: SeriesRun, share: float) -> SeriesRun:
-    """Return the run until a share of its steps, on the schedule of all of them."""
+    """Return the run with a stop after a share of its steps; the schedule spans all steps."""
     if share == 1:
         return run
     steps = max(1, int(share * run.steps))
@@ -180,7 +180,10 @@ def check_same_sweep(folder: Path, options: Mapping[str, Any]) -> None:
 
     Raises `UserError` if the folder has a sweep with other options, or is the folder of a run.
     """
-    require(not (folder / "run.json").exists(), f"{folder} is a run's; set another --out_dir")
+    require(
+        not (folder / "run.json").exists(),
+        f"{folder} is the folder of a run; set another --out_dir",
+    )
     now = json.loads(json.dumps(options, default=str))
     path = folder / "sweep.json"
     if not path.exists():
@@ -194,12 +197,13 @@ def check_same_sweep(folder: Path, options: Mapping[str, Any]) -> None:
         value = now.get(key, "not set")
         require(
             was == value,
-            f"{folder} has another sweep: {key} was {was}, is {value}; set another --out_dir",
+            f"{folder} holds another sweep: {key} was {was} and is now {value}; set another "
+            "--out_dir",
         )
 
 
 def ranked(settings: Sequence[Setting], shares: Sequence[float]) -> list[Setting]:
-    """Sort settings: those that came farthest first, of these the lowest loss first."""
+    """Sort settings by the share of steps that they reached, then by loss."""
 
     def rank(setting: Setting) -> tuple[float, float]:
         result = setting.result(shares)
@@ -210,7 +214,7 @@ def ranked(settings: Sequence[Setting], shares: Sequence[float]) -> list[Setting
 
 
 def sweep_rows(results: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[list[str]]:
-    """Return the table of a sweep: a row for each setting, after the names of the columns."""
+    """Return the table of a sweep: the names of the columns, then a row for each setting."""
     keys = [key for key in keys if key != "seed"]
     rows = [[*keys, "val loss", "± over seeds", "bits per byte", "runs", "of the steps"]]
     for result in results:

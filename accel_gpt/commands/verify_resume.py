@@ -1,8 +1,8 @@
-"""`accel-gpt verify-resume CONFIG`: kill and resume runs; are they equal to one never stopped?
+"""`accel-gpt verify-resume CONFIG`: kill and resume runs, compare them with an undisturbed run.
 
-Trains for a few steps in real processes, once undisturbed, then again and again with SIGKILL at
-random moments, each launch on one of the requested numbers of processes, and compares metrics and
-last checkpoints. Writes to a temporary folder: `config.yaml` (what is launched), `undisturbed/`,
+Trains a few steps in real processes, once undisturbed. Then trains again with SIGKILL at random
+moments; each launch uses one of the requested numbers of processes. Compares the metrics and the
+last checkpoints. Writes to a temporary folder: `config.yaml` (the launched config), `undisturbed/`,
 `disturbed_1/`, ... and the output of each launch, `launch_1.log`, ...
 """
 
@@ -36,7 +36,7 @@ from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.training.checkpoint import find_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 
-LAST_LINES = 30  # of a launch that failed; torchrun adds some 20 to the trainer's
+LAST_LINES = 30  # shown of a launch that failed; torchrun adds about 20 to the trainer's
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption
 METRICS = (  # name, prefix of the keys
     ("losses", "train/loss"),
@@ -47,16 +47,16 @@ METRICS = (  # name, prefix of the keys
     ("evaluations", "eval/"),
 )
 KINDS = ("steps", *dict(METRICS), "weights", "optimizer state")
-# what may differ with the number of processes, and what of it must lie within the tolerance
+# values that may differ with the number of processes; JUDGED must lie within the tolerance
 ROUNDED = ("losses", "gradient norms", "evaluations", "weights", "optimizer state")
 JUDGED = ("losses", "evaluations")
 
 
 def run(options: VerifyResumeCommand) -> int:
-    """Kill and resume runs of a config; 1 if they differ from one that was never stopped.
+    """Kill and resume runs of a config; return 1 if they differ from an undisturbed run.
 
     Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
-    launch ends by itself.
+    launch fails.
     """
     exit_on_sigterm()
     config = shorten(options.loaded, options.steps)
@@ -93,15 +93,15 @@ def run(options: VerifyResumeCommand) -> int:
 
 
 class LaunchFailed(AccelGPTError):
-    """A launch that ended by itself before its run was done."""
+    """A launch failed before its run was complete."""
 
     exit_code = 1
 
 
 class Trial:
-    """The launches of one call, in a folder, and their findings.
+    """The launches of one command in a folder, and the findings.
 
-    `exact`: runs must be equal bit for bit; else see `Finding`.
+    `exact`: runs must be equal bit for bit; if not, see `Finding`.
     """
 
     def __init__(self, options: VerifyResumeCommand, folder: Path, exact: bool) -> None:
@@ -124,7 +124,7 @@ class Trial:
         """Train once undisturbed, then with kills until all have happened or a run differs."""
         whole = self.folder / "undisturbed"
         self.launch(whole, self.options.processes[0], kill_after=None)
-        run_seconds = self.seconds[0]  # of the fastest run in one launch
+        run_seconds = self.seconds[0]  # of the fastest run that took one launch
         while self.equal and (self.runs == 0 or self.kills < self.options.kills):
             self.runs += 1
             folder = self.folder / f"disturbed_{self.runs}"
@@ -136,7 +136,7 @@ class Trial:
                 shutil.rmtree(folder)
 
     def train_with_kills(self, folder: Path, run_seconds: float) -> int:
-        """Launch a run, killed at random moments, until it is done; returns how often."""
+        """Launch a run and kill it at random moments, until it is done; return the launches."""
         launches = 0
         done = False
         while not done:
@@ -159,9 +159,9 @@ class Trial:
         write_err(f"{folder.name} {verdict}")
 
     def launch(self, folder: Path, world_size: int, kill_after: float | None) -> bool:
-        """Launch a run, and kill it after so many seconds; returns whether it was done before.
+        """Launch a run, and kill it after `kill_after` seconds; return whether it was done before.
 
-        Raises `LaunchFailed`, with its last lines, if it ends with an error.
+        Raises `LaunchFailed` with the last lines of its output if it fails.
         """
         self.world_sizes.append(world_size)
         number = len(self.world_sizes)
@@ -195,32 +195,34 @@ class Trial:
         if process.returncode:
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
             shown = "\n".join(lines[-LAST_LINES:])
-            raise LaunchFailed(f"{name} ended by itself with code {process.returncode}:\n{shown}")
+            raise LaunchFailed(f"{name} failed with exit code {process.returncode}:\n{shown}")
         write_err(f"{name}: done after {seconds:.1f} s")
         return True
 
     def command(self, folder: Path) -> list[str]:
         """Return the arguments of `accel-gpt` that train in `folder`."""
-        words = ["train", str(self.folder / "config.yaml"), "--out_dir", str(folder)]
+        arguments = ["train", str(self.folder / "config.yaml"), "--out_dir", str(folder)]
         resolved = RunFolder(self.folder / "undisturbed").config
-        if resolved:  # what auto meant there
+        if resolved:  # the values that auto resolved to there
             for key in ("train.mixed_precision", "train.compile"):
-                words += [f"--{key}", str(resolved[key])]
-        return words
+                arguments += [f"--{key}", str(resolved[key])]
+        return arguments
 
     def report(self) -> str:
-        """Say what was done; a table of the findings; the first difference of each kind."""
+        """Return a summary, a table of the findings, and the first difference of each kind."""
         if not self.equal:
             result = "stop and resume is NOT the same as never stopping"
         elif self.exact:
             result = "stop and resume equals never stopping, bit for bit"
         else:
-            result = f"within {TOLERANCE:g}; set train.reproducible true for bit-equality"
+            result = (
+                f"within {TOLERANCE:g}; set train.reproducible to true for equality bit for bit"
+            )
         sizes = ", ".join(str(size) for size in sorted(set(self.world_sizes)))
         processes = "process" if sizes == "1" else "processes"
         text = (
             f"{plural(self.runs, 'run')} of {plural(self.options.steps, 'step')} with "
-            f"{plural(self.kills, 'kill')}, compared with one never stopped; "
+            f"{plural(self.kills, 'kill')}, compared with an undisturbed run; "
             f"{len(self.world_sizes)} launches on {sizes} {processes}, "
             f"{sum(self.seconds):.0f} s\n\n"
         )
@@ -234,9 +236,9 @@ class Trial:
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """Kill a process and all below it, and wait for their end: they hold the lock of the folder.
+    """Kill a process and its descendants, and wait until they end: they hold the folder's lock.
 
-    They are suspended first, so that they start no more.
+    Suspends them first, so that they start no more processes.
     """
     top = psutil.Process(process.pid)
     tree: list[psutil.Process] = []
@@ -262,7 +264,7 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
 
 
 def run_values(folder: Path, steps: int) -> dict[str, dict[Any, Any]]:
-    """Return the values of a run for each of `KINDS`, by their name or (step, key).
+    """Return the values of a run for each of `KINDS`, by name or by (step, key).
 
     Raises `UserError` if the run lacks its last checkpoint.
     """
@@ -284,7 +286,7 @@ def run_values(folder: Path, steps: int) -> dict[str, dict[Any, Any]]:
 def flatten_state(value: Any, name: str = "") -> dict[str, Any]:
     """Map the dotted name of each leaf of nested mappings and lists to its value.
 
-    A mapping or list that is empty is a leaf.
+    An empty mapping or list is a leaf.
     """
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
@@ -297,7 +299,7 @@ def flatten_state(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """Convert a number to a tensor; anything else that is no tensor to an empty tensor."""
+    """Return a tensor as it is and a number as a tensor; for other values, an empty tensor."""
     if torch.is_tensor(value):
         return value.contiguous()
     if isinstance(value, int | float):
@@ -307,33 +309,33 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 @dataclass
 class Finding:
-    """How one kind of values compares, over all runs; `exact`: they must be equal bit for bit.
+    """The comparison of one kind of values over all runs; `exact`: they must be equal bit for bit.
 
-    If not exact, losses must lie within `TOLERANCE`; gradient norms, weights and the optimizer's
-    state are measured and not judged.
+    If not `exact`, losses and evaluations must lie within `TOLERANCE`. Gradient norms, weights and
+    the optimizer state are only measured.
     """
 
     kind: str
     exact: bool
     compared: int = 0  # values
     different: int = 0
-    largest: float = 0.0  # absolute difference; nan if one side has no number
-    first: str | None = None  # the first difference, with its place and both values
+    largest: float = 0.0  # absolute difference; nan if a side has no number
+    first: str | None = None  # the first difference: its location and both values
     equal: bool = True  # as equal as required
 
     def compare(self, whole: Mapping[Any, Any], other: Mapping[Any, Any]) -> None:
         """Add the values of two runs, see `run_values`.
 
-        A value that is missing on one side, or that has another shape, differs.
+        A value differs if one run lacks it, or if the shapes differ.
         """
         for name in sorted(whole.keys() | other.keys()):
             self.compare_value(
-                place=f"step {name[0]}, {name[1]}" if isinstance(name, tuple) else name,
+                location=f"step {name[0]}, {name[1]}" if isinstance(name, tuple) else name,
                 one=whole.get(name, "nothing"),
                 two=other.get(name, "nothing"),
             )
 
-    def compare_value(self, place: str, one: Any, two: Any) -> None:
+    def compare_value(self, location: str, one: Any, two: Any) -> None:
         """Add a value of each of two runs."""
         first = as_tensor(one)
         second = as_tensor(two)
@@ -343,7 +345,7 @@ class Finding:
             self.equal = False
             self.different += max(size, 1)
             self.largest = math.nan
-            self.note_first(place, describe_value(one), describe_value(two))
+            self.note_first(location, describe_value(one), describe_value(two))
             return
         unequal = (bytes_of(first) != bytes_of(second)).any(dim=1)
         if not unequal.any():
@@ -351,45 +353,45 @@ class Finding:
         if self.exact or not self.is_near(first, second):
             self.equal = False
         self.different += int(unequal.sum())
-        apart = float((first.double() - second.double()).abs().max())
-        if math.isnan(apart) or apart > self.largest:  # a nan stays
-            self.largest = apart
+        difference = float((first.double() - second.double()).abs().max())
+        if math.isnan(difference) or difference > self.largest:  # a nan stays
+            self.largest = difference
         index = torch.unravel_index(unequal.nonzero()[0, 0], first.shape)
         if index:
-            place += str([int(i) for i in index])
+            location += str([int(i) for i in index])
             one = repr(first[index].item())
             two = repr(second[index].item())
-        self.note_first(place, f"{one}", f"{two}")
+        self.note_first(location, f"{one}", f"{two}")
 
     def is_near(self, one: torch.Tensor, two: torch.Tensor) -> bool:
-        """Return whether all values lie within the tolerance, if their kind is judged."""
+        """Return whether all values lie within the tolerance; True unless the kind is judged."""
         if self.kind not in JUDGED:
             return True
-        apart = (one.double() - two.double()).abs()
+        difference = (one.double() - two.double()).abs()
         limit = TOLERANCE * one.double().abs().maximum(two.double().abs())
-        return bool((apart <= limit).all())
+        return bool((difference <= limit).all())
 
-    def note_first(self, place: str, one: str, two: str) -> None:
+    def note_first(self, location: str, one: str, two: str) -> None:
         """Keep the first difference."""
         if self.first is None:
-            self.first = f"{place}: {one} when never stopped, {two} here"
+            self.first = f"{location}: {one} undisturbed, {two} here"
 
     def row(self) -> tuple[str, ...]:
         """Return the cells of the table: kind, compared, different, largest difference, verdict."""
         different = "none"
-        apart = ""
-        verdict = "equal" if self.compared else "none there"
+        difference = ""
+        verdict = "equal" if self.compared else "no values"
         if self.different:
             different = f"{self.different:,}"
-            apart = "no number" if math.isnan(self.largest) else f"{self.largest:.3g}"
+            difference = "no number" if math.isnan(self.largest) else f"{self.largest:.3g}"
             verdict = f"within {TOLERANCE:g}" if self.kind in JUDGED else "measured"
         if not self.equal:
             verdict = "DIFFERENT"
-        return self.kind, f"{self.compared:,}", different, apart, verdict
+        return self.kind, f"{self.compared:,}", different, difference, verdict
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each element (N, bytes): a zero and a negative zero differ in them."""
+    """Return the bytes of each element (N, bytes), which tell zero from negative zero."""
     return tensor.reshape(-1, 1).view(torch.uint8)
 
 

@@ -82,7 +82,7 @@ def test_the_hours_of_the_whole_run_count_its_evaluations(
     hour = 3600 * report["tokens_per_second"]
     assert report["evaluation_hours"] == pytest.approx((2 * 512 + whole) / 3 / hour)
     assert call(*asked) == 0
-    assert "for 12 steps, 25% of it evaluations" in capsys.readouterr().out
+    assert "for 12 steps, including 25% for evaluations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key", ["data.text", "data.prepare.path"])

@@ -187,7 +187,7 @@ def test_mistakes_of_the_command(
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"ctx": "a", "label": 0}\n')
     for words, code, message in (
-        ([lone], 2, "is no run, so its val data is not known; give --data"),
+        ([lone], 2, "is not the folder of a run, so its val data is unknown; give --data"),
         ([trained, "--hellaswag_limit", "0"], 2, "--hellaswag_limit is 0"),
         ([trained, "--checkpoint", "3"], 2, "has no checkpoint '3'; choose last or one of"),
         ([trained, "--hellaswag", bad], 3, "line 1: not a question"),

@@ -336,7 +336,7 @@ def test_a_best_checkpoint_that_is_gone_is_named(run: Path, capsys: Printed) -> 
     (run / "best").write_text("9\n")
     report = reported(capsys, run, code=4)
     assert (report["best"], len(report["checkpoints"])) == ("step_00000009", 2)
-    assert report["problems"] == ["the best checkpoint, step_00000009, is not there"]
+    assert report["problems"] == ["the best checkpoint, step_00000009, is missing"]
 
 
 def test_a_run_without_checkpoints(tmp_path: Path, capsys: Printed) -> None:

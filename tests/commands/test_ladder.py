@@ -160,7 +160,7 @@ def test_rungs_differ_in_depth_and_length_alone(tmp_path: Path) -> None:
 def test_a_rung_of_another_config_is_named(tmp_path: Path) -> None:
     rung = make_rung(GIVEN, 1, 5.0)
     (tmp_path / "config.yaml").write_text("optim: {lr: 0.5}\nout_dir: elsewhere\n")
-    with pytest.raises(UserError, match=r"optim\.lr 0\.5, and this ladder has 0\.0006"):
+    with pytest.raises(UserError, match=r"optim\.lr 0\.5, but this ladder has 0\.0006"):
         check_rung(rung, RunFolder(tmp_path))
 
 
@@ -185,7 +185,9 @@ def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(
     launch = {**LAUNCH, "data": {**LAUNCH["data"], "tokenizer": "chars"}}
     (other / "run.json").write_text(json.dumps({"launches": [launch]}))
     runs[other.name] = RunFolder(other)
-    with pytest.raises(UserError, match=f"tokenizer of {other.name} is chars, of the smaller"):
+    with pytest.raises(
+        UserError, match=f"tokenizer of {other.name} is chars, but bytes in smaller rungs"
+    ):
         fit_ladder("t", GIVEN, rungs, runs, {})
 
 
@@ -208,10 +210,20 @@ def rising(one: Size) -> float:
             "1,2,4",
             flat_in_parameters,
             "with their parameters",
-            "longer: --depths 1,3 --ratios 8,16",
+            "longer rungs: repeat the command with --depths 1,3 --ratios 8,16",
         ),
-        ("1,2,4", flat_in_tokens, "with their tokens", "deeper: --depths 4,6 --ratios 1,2,4"),
-        ("1,2,4", rising, "with their", "longer: --depths 1,3 --ratios 8,16"),
+        (
+            "1,2,4",
+            flat_in_tokens,
+            "with their tokens",
+            "deeper rungs: repeat the command with --depths 4,6 --ratios 1,2,4",
+        ),
+        (
+            "1,2,4",
+            rising,
+            "with their",
+            "longer rungs: repeat the command with --depths 1,3 --ratios 8,16",
+        ),
     ],
 )
 def test_rungs_without_a_law_are_written_with_what_to_add(
@@ -248,7 +260,7 @@ def test_rungs_without_a_law_are_written_with_what_to_add(
     assert f"report     {out / 'report.html'}" in printed.out
     assert "depth_3_ratio_4" in (out / "report.html").read_text()
     assert f"the loss of the rungs does not fall {why}" in printed.err
-    assert f"add rungs that are {more}" in printed.err
+    assert f"add {more}" in printed.err
     assert "exponent" not in printed.err
 
 
@@ -303,13 +315,13 @@ def test_a_budget_trains_the_best_depth(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--ladder", ".", "--budget", "9", "--gpu", "h100"], "without --price it buys no hours"),
-        (["--ladder", ".", "--hours", "1"], "has no runs beside it"),
+        (["--ladder", ".", "--budget", "9", "--gpu", "h100"], "--price is missing; give --price"),
+        (["--ladder", ".", "--hours", "1"], "holds no runs"),
         (["--ladder", ".", "--hours", "1e-7", "--gpu", "h100"], "are too few"),
         (["--ladder", ".", "--hours", "1", "--optim.lr", "9"], "--optim.lr has no effect with"),
         (["--ladder", ".", "--hours", "1", "--vocab_size", "9"], "--vocab_size has no effect with"),
         (["--ladder", ".", "--hours", "1", "--gpu", "h100", "--out", "c.yaml"], "another config"),
-        (["c.yaml", "--ladder", ".", "--vocab_size", "300"], "one of 300"),
+        (["c.yaml", "--ladder", ".", "--vocab_size", "300"], "c.yaml has 300"),
     ],
 )
 def test_bad_input_is_one_sentence(words: list[str], problem: str, folder: Path) -> None:
@@ -322,7 +334,7 @@ def test_a_guess_is_called_one(folder: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "expected val loss" in printed
     assert "times the parameters of the largest rung" in printed
-    assert re.search(r"other values of .*optim\.lr.* than the rungs", printed)
+    assert re.search(r"other values of .*optim\.lr.* than in the rungs", printed)
 
 
 def test_the_quickstart_has_a_shipped_ladder(capsys: pytest.CaptureFixture[str]) -> None:

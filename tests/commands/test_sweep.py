@@ -105,7 +105,7 @@ def test_settings_are_drawn_with_all_their_seeds() -> None:
     assert drawn == draw_settings(swept, 4)
     assert [[run.pop("seed") for run in runs] for runs in drawn] == [["7", "8"]] * 4
     assert len({tuple(one.items()) for one, _ in drawn}) == 4
-    with pytest.raises(UserError, match="these are 1,001 runs"):
+    with pytest.raises(UserError, match="make 1,001 runs"):
         draw_settings({"seed": [*map(str, range(1001))]}, None)
 
 
@@ -125,7 +125,7 @@ def test_the_folder_of_another_sweep_is_refused(
     assert made("--optim.lr", "1e-3,3e-3") == 0
     assert made("--optim.lr", "1e-3,3e-3", "--optim.beta1", "0.5") == 2
     message = (
-        f"{tmp_path / 'sweep'} has another sweep: optim.beta1 was not set, is 0.5; set another"
+        f"{tmp_path / 'sweep'} holds another sweep: optim.beta1 was not set and is now 0.5; set"
     )
     assert message in capsys.readouterr().err
     (tmp_path / "sweep/sweep.json").write_text("{")
@@ -133,7 +133,7 @@ def test_the_folder_of_another_sweep_is_refused(
     assert "sweep.json cannot be read; remove it" in capsys.readouterr().err
     (tmp_path / "sweep/run.json").touch()
     assert made("--optim.lr", "1e-3,3e-3") == 2
-    assert f"{tmp_path / 'sweep'} is a run's" in capsys.readouterr().err
+    assert f"{tmp_path / 'sweep'} is the folder of a run" in capsys.readouterr().err
 
 
 def test_a_sweep_of_which_no_run_starts(

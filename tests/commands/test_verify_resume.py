@@ -144,7 +144,7 @@ def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Pat
         (bits["optimizer state"], 1, "state.0.more: nothing {} 1.0 here"),
     ):
         assert (finding.equal, finding.different) == (False, different), finding
-        assert finding.first == first.format("when never stopped,")
+        assert finding.first == first.format("undisturbed,")
 
 
 def test_several_numbers_of_processes_are_compared_within_a_tolerance(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
     assert worlds[0] == 2
     assert len(set(worlds)) > 1
     assert shown.err.count("killed after") == 4
-    assert "with 4 kills, compared with one never stopped" in shown.out
+    assert "with 4 kills, compared with an undisturbed run" in shown.out
     assert f"{len(worlds)} launches" in shown.out
-    assert "set train.reproducible true for bit-equality" in shown.out
+    assert "set train.reproducible to true for equality bit for bit" in shown.out
     assert not list(rooms.iterdir())
 
 
@@ -237,7 +237,7 @@ def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(
     pretended(make_run(tmp_path / "a"), make_run(tmp_path / "b", line={"train/loss": NEXT}))
     assert call(*small_run("--steps", "4", "--kills", "1")) == 1
     shown = capsys.readouterr()
-    assert "first difference in losses: step 2, train/loss: 2.5 when" in shown.out
+    assert "first difference in losses: step 2, train/loss: 2.5 undisturbed" in shown.out
     assert "stop and resume is NOT the same as never stopping" in shown.out
     (row,) = [line for line in shown.out.splitlines() if line.startswith("losses")]
     assert row.endswith("DIFFERENT")
@@ -253,7 +253,7 @@ def test_a_launch_that_fails_is_shown(
     )
     assert call(*small_run("--steps", "4")) == 1
     shown = capsys.readouterr().err
-    assert "launch 1, undisturbed on 1 process ended by itself with code 9:\ndisk on fire" in shown
+    assert "launch 1, undisturbed on 1 process failed with exit code 9:\ndisk on fire" in shown
     assert f"kept: {next(rooms.iterdir())}" in shown
 
 

@@ -125,7 +125,7 @@ def test_command_line_mistake_is_told_in_one_sentence(
         ("model: {n_layers: 2}", "unknown key model.n_layers in {path}; did you mean model.n_l"),
         ("model: {n_layer: [2]}", "model.n_layer is [2]; expected a whole number"),
         ("optim: {lr: true}", "optim.lr is True; expected a number"),
-        ("optim: {lr: 1}\nlog: {}\noptim: {beta1: 0}", "line 3: optim stands there twice"),
+        ("optim: {lr: 1}\nlog: {}\noptim: {beta1: 0}", "line 3: optim is given twice"),
     ],
 )
 def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:

@@ -61,7 +61,7 @@ def test_every_config_that_is_shipped(path: Path, capsys: pytest.CaptureFixture[
     assert run_main(dispatch, ["plan", *words]) == 0
     text = capsys.readouterr().out
     assert f"{report['parameters']['total']:,}" in text
-    assert "Whether it fits is not known; --gpu or --memory_gb" in text
+    assert "memory of the device is unknown; give --gpu or --memory_gb" in text
 
 
 def check_flops(config: ModelConfig) -> None:
@@ -122,7 +122,7 @@ def test_a_step_between_nodes_needs_their_bandwidth(capsys: pytest.CaptureFixtur
     step = plan(capsys, *nodes)["time"]["step"]
     assert (step["total"], step["exposed"]) == (step["compute"], None)
     assert run_main(dispatch, ["plan", *map(str, nodes)]) == 0
-    assert "not known; give --bandwidth" in capsys.readouterr().out
+    assert "unknown; give --bandwidth" in capsys.readouterr().out
     times = [plan(capsys, *nodes, "--bandwidth", gbit)["time"] for gbit in (3200, 25)]
     assert times[0]["step"]["limit"] == "compute"
     assert times[1]["step"]["limit"] == "the bandwidth between nodes"

@@ -233,7 +233,7 @@ def test_a_file_of_a_run_is_not_overwritten(
     run = make_run(tmp_path / "run", [record(1)])
     before = (run / "metrics.jsonl").read_text()
     assert report(run, "--out", run / "metrics.jsonl") == 2
-    assert "metrics.jsonl is a file of a run; name another one" in capsys.readouterr().err
+    assert "metrics.jsonl is a file of a run; give another --out" in capsys.readouterr().err
     assert (run / "metrics.jsonl").read_text() == before
 
 

@@ -1,6 +1,6 @@
 """Fixtures: small corpora, a clean Accelerate; `hermetic.py` keeps tests apart.
 
-Nothing here imports torch before a test does: the process that hands out tests needs none.
+This file does not import torch: the process that distributes the tests does not need it.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ from accel_gpt.launcher import shared_cores
 from accel_gpt.prepare.prepare import prepare
 
 THREADS = int(os.environ.get("ACCEL_GPT_TEST_THREADS", "1"))
-# 0: as often and as large as `.ci/run` has time for; 1 and more: as `.ci/release` runs it
+# 0: as many cases as `.ci/run` has time for; 1 and more: as many as `.ci/release` runs
 THOROUGH = int(os.environ.get("ACCEL_GPT_THOROUGH", "0"))
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
-# what is compiled goes where torch puts it, not into the user's cache
+# compiled code goes where torch puts it, not into the user's cache
 PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", PLACE)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run side by side
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of the processes that they start
-MOST_WORKERS = 8  # each holds torch; more gain little
-NO_VOCABULARY = "GPT-2's published vocabulary is not at hand: TIKTOKEN_CACHE_DIR holds none"
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for child processes
+MOST_WORKERS = 8  # each imports torch; more gain little
+NO_VOCABULARY = "GPT-2's published vocabulary is not available: TIKTOKEN_CACHE_DIR holds none"
 WORDS = [
     "the",
     "king",
@@ -71,13 +71,13 @@ WORDS = [
 
 
 def text_of(words: int, seed: int = 0) -> str:
-    """Text that a model can learn something from, the same on every machine."""
+    """Return learnable text, the same on every machine."""
     draw = random.Random(seed)
     return " ".join(draw.choice(WORDS) for _ in range(words)) + "\n"
 
 
 def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """Run a command in this process, whose global settings are kept; the exit code."""
+    """Run a command in this process and restore global settings; return the exit code."""
     from tests.helpers.hermetic import kept_settings
 
     with kept_settings():
@@ -86,7 +86,7 @@ def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
 
 @pytest.fixture
 def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Upload in this process, as a child takes seconds to start. Returns the exit codes."""
+    """Upload in this process, since a child takes seconds to start. Return the exit codes."""
     from accel_gpt import cli
     from accel_gpt.training import copies, uploader
 
@@ -101,7 +101,7 @@ def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return codes[-1]
 
         def terminate(self) -> None:
-            """Nothing is under way."""
+            """Do nothing: the upload is complete."""
 
     monkeypatch.setattr(uploader, "launch_child", Child)
     monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
@@ -109,7 +109,7 @@ def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Train in this process; the exit code."""
+    """Train in this process; return the exit code."""
     from accel_gpt import train
 
     return run_here(train.main, arguments)
@@ -127,7 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
     `.ci/processors` asks for. Tensors this small are slower with two.
     """
     if config.getoption("numprocesses", None):
-        return  # others run the tests
+        return  # workers run the tests
     from tests.helpers import hermetic
 
     config.pluginmanager.register(hermetic)
@@ -143,13 +143,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """As many as there are cores for this process."""
+    """Return the number of cores for this process."""
     return min(shared_cores(), MOST_WORKERS)
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text.txt and its data folder `corpus`, made once."""
+    """A folder with text.txt and its data folder `corpus`, prepared once."""
     folder = tmp_path_factory.mktemp("prepared")
     text = folder / "text.txt"
     text.write_text(text_of(5000))
@@ -162,7 +162,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shakespeare(tmp_path: Path) -> Path:
-    """Tiny Shakespeare, where the environment says that it is at hand, else text as long."""
+    """Tiny Shakespeare if the environment names its file, else a text of the same length."""
     if given := os.environ.get("ACCEL_GPT_TINYSHAKESPEARE"):
         return Path(given)
     text = tmp_path / "shakespeare.txt"
@@ -178,7 +178,7 @@ def corpus(prepared: Path, tmp_path: Path) -> Path:
 
 
 def small_config(folder: Path) -> str:
-    """The path of the config of a tiny training run in `folder`, of the data in its `corpus`."""
+    """Write the config of a tiny run in `folder`, on the data in its `corpus`; return the path."""
     path = folder / "small.yaml"
     path.write_text(
         f"""
@@ -237,7 +237,7 @@ def train_once(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.fixture
 def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path]:
-    """What `launch(small_run(*options))` leaves; of the same options copied, not trained again."""
+    """Copy the run of `launch(small_run(*options))`; equal options are trained only once."""
 
     def copied(*options: str, to: str = "run") -> Path:
         source, run = train_once(*options), corpus.parent / to
@@ -256,11 +256,11 @@ def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path
 
 @pytest.fixture(autouse=True)
 def plain_signals() -> Iterator[None]:
-    """Training listens to signals for good; no test hears with the ears of another."""
+    """Use Python's default signal handlers in each test, and restore them afterwards."""
     from accel_gpt.launcher import SIGNALS
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    # ignored after a training in a fixture, or in a background job; processes would inherit it
+    # a training in a fixture or a background job may ignore signals; children would inherit it
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -272,7 +272,7 @@ def plain_signals() -> Iterator[None]:
 
 @pytest.fixture
 def settings_kept() -> Iterator[None]:
-    """For a test that calls what sets global settings, as a process of its own would."""
+    """Restore global settings after a test that changes them, as the end of a process would."""
     from tests.helpers.hermetic import kept_settings
 
     with kept_settings():
@@ -281,7 +281,7 @@ def settings_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gpt2_vocabulary() -> Tokenizer:
-    """GPT-2's tokenizer with its published 50,257 tokens; skips where they are not at hand."""
+    """GPT-2's tokenizer with its published 50,257 tokens; skip if it is not available."""
     try:
         return load_gpt2()
     except AccelGPTError:
@@ -290,7 +290,7 @@ def gpt2_vocabulary() -> Tokenizer:
 
 @pytest.fixture
 def gpt2_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of GPT-2's vocabulary one of its size: bytes, then pairs from a space on."""
+    """Replace GPT-2's vocabulary by one of the same size: bytes, then pairs from a space on."""
     pairs = [bytes(pair) for pair in itertools.product(range(ord(" "), 256), range(256))]
     tokens = [*(bytes([i]) for i in range(256)), *pairs[: 50_256 - 256]]
     encoding = tiktoken.Encoding(
@@ -305,7 +305,7 @@ def gpt2_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_accelerate() -> Iterator[None]:
-    """Accelerate keeps its state in classes; no test sees another's."""
+    """Reset the state that Accelerate keeps in classes."""
     yield
     from accelerate.state import AcceleratorState, GradientState
 
@@ -314,13 +314,13 @@ def clean_accelerate() -> Iterator[None]:
 
 
 def same(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Equal bit for bit."""
+    """Return whether two values are equal bit for bit."""
     return [x.hex() for x in a] == [x.hex() for x in b]
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison of an export without a fresh process, which takes seconds to start."""
+    """Compare exports in this process, since a new one takes seconds to start."""
 
     def run(argv: list[str], module: str, **_: Any) -> subprocess.CompletedProcess[str]:
         out, err = io.StringIO(), io.StringIO()

@@ -1,6 +1,6 @@
 """The scripts in benchmarks/ run, at settings too small to measure anything.
 
-Set ACCEL_GPT_PEERS to a folder with a checkout of nanoGPT for those that compare with it.
+Set ACCEL_GPT_PEERS to a folder with a checkout of nanoGPT for the scripts that compare with it.
 """
 
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def report_of(tmp_path: Path, script: str, *options: str) -> dict[str, Any]:
-    """The report that a script writes, less the facts of the machine."""
+    """Return the report of a script, without the facts of the machine."""
     report = tmp_path / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / script), *options, "--json", str(report)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""What other projects write is read here, and what they compute is computed here.
+"""Read what other projects write, and compute the same values as they do.
 
 Their scripts run as they are. Set ACCEL_GPT_PEERS to a folder with checkouts of nanoGPT,
 build-nanogpt and llm.c (they need requests, tqdm, tiktoken and transformers), and
@@ -63,7 +63,7 @@ def test_build_nanogpt(tmp_path: Path) -> None:
     folder = checkout("build-nanogpt", ".", tmp_path / "copy")
     documents = json.dumps([{"text": document} for document in DOCUMENTS])
     (folder / "documents.json").write_text(documents)
-    (folder / "datasets.py").write_text(  # in place of the library, which would download
+    (folder / "datasets.py").write_text(  # stands in for the library, which would download
         "import json\ndef load_dataset(*a, **k): return json.load(open('documents.json'))\n"
     )
     script = (folder / "fineweb.py").read_text()

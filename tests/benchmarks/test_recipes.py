@@ -1,4 +1,4 @@
-"""Every recipe in configs/data is one that `accel-gpt prepare` understands."""
+"""`accel-gpt prepare` accepts every recipe in configs/data."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""`accel-gpt bench`: the real training step, measured; nothing of it is kept."""
+"""`accel-gpt bench`: measure the real training step, and keep nothing."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`accel-gpt evaluate` and `eval.only`: the metrics of a model after training, printed alone."""
+"""`accel-gpt evaluate` and `eval.only`: print only the metrics of a trained model."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def call(*words: object) -> int:
 
 @pytest.fixture
 def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """What `accel-gpt evaluate ... --json` prints."""
+    """Return what `accel-gpt evaluate ... --json` prints."""
 
     def run(*words: object) -> Any:
         capsys.readouterr()
@@ -110,7 +110,7 @@ def test_the_command_prints_the_metrics_of_the_run_and_changes_no_file(
 def test_tasks_read_an_export_of_the_loaded_model_in_float32(
     finished: Path, evaluate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is read once, and the proof of the export is not made in bf16."""
+    """The checkpoint is read once, and the export is not verified in bf16."""
     loads = []
     scored: dict[str, Any] = {}
 
@@ -142,7 +142,7 @@ def test_a_run_is_measured_in_the_precision_of_its_launch(
     evaluate: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Which `accelerate launch --mixed_precision` gave, and its config does not have."""
+    """`accelerate launch --mixed_precision` sets it; the config does not."""
     run = tmp_path / "run"
     with monkeypatch.context() as launcher:
         launcher.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -201,7 +201,7 @@ def test_mistakes_of_the_command(
 def test_bits_per_byte_are_those_of_the_text(
     small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
-    """The bits of all targets over the UTF-8 bytes of the text, less the first token."""
+    """The bits of all targets over the UTF-8 bytes of the text without its first token."""
     text = " ".join(f"{word} naïve ДОМ 東京 {i % 7}" for i, word in enumerate(text_of(600).split()))
     (tmp_path / "text.txt").write_text(text)
     recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe"}
@@ -248,7 +248,7 @@ def test_eval_only_prints_the_metrics_and_changes_no_file(
     assert "step 4" in shown
     assert loss in shown
     assert "hellaswag_acc" in shown
-    with locked(trained):  # as while it trains
+    with locked(trained):  # as during training
         assert launch(small_run(*words)) == 0
     assert {path: text for path, text in contents(trained).items() if path.name != ".lock"} == {
         path: text for path, text in before.items() if path.name != ".lock"

@@ -1,4 +1,4 @@
-"""`accel-gpt inspect`: what it tells is what is there, and every damage is listed."""
+"""`accel-gpt inspect`: its report is correct, and it lists every damage."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def call(*words: str | Path) -> int:
 
 
 def reported(printed: Printed, *words: str | Path, code: int = 0) -> dict[str, Any]:
-    """The JSON that the command prints, once its exit code is known to be `code`."""
+    """Return the JSON that the command prints; assert its exit code."""
     printed.readouterr()
     assert call("inspect", *words, "--json") == code
     value: dict[str, Any] = json.loads(printed.readouterr().out)
@@ -201,7 +201,7 @@ def test_an_index_that_lies(
 
 
 def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
-    """What they do not say is not known, and counted."""
+    """Facts that the files do not hold are unknown."""
     np.array([*b"aaab", EOT, *b"cd", EOT], "<u2").tofile(tmp_path / "train.bin")
     report = reported(capsys, tmp_path, "--tokenizer", "bytes")
     assert list(report["splits"]) == ["train"]
@@ -246,7 +246,7 @@ def test_help_and_data_need_no_torch(data: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with checkpoints at 1 and 2, of which 1 is the best."""
+    """A run with checkpoints at 1 (the best) and 2."""
     accelerator = Accelerator(cpu=True)
     model = GPT(tiny(), 257)
     _, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConfig()))

@@ -33,7 +33,7 @@ class Screen(io.StringIO):
 
 
 def pieces_of(tokenizer: Tokenizer, tokens: Iterable[int], prompt: Iterable[int]) -> list[str]:
-    """What each token adds to the text after a prompt, then the rest."""
+    """Return what each token adds to the text after a prompt, then the rest."""
     text = Continuation(tokenizer, list(prompt))
     pieces = []
     for token in tokens:
@@ -51,7 +51,7 @@ def model_of(tokenizer: Tokenizer) -> GPT:
 
 
 def scripted(tokenizer: Tokenizer, script: Sequence[int]) -> GPT:
-    """A model that generates `script` whatever the prompt, again and again."""
+    """A model that repeats `script` after any prompt."""
     model = model_of(tokenizer)
     left: list[int] = []
 
@@ -67,7 +67,7 @@ def scripted(tokenizer: Tokenizer, script: Sequence[int]) -> GPT:
 
 @pytest.fixture
 def converse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Type lines, of which `^C` is an interrupt; returns what the screen shows."""
+    """Type lines (`^C` interrupts); return what the screen shows."""
 
     def run(
         typed: str, model: GPT, tokenizer: Tokenizer | None = None, num: int = 1, new: int = 12
@@ -93,7 +93,7 @@ def converse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def sentencepiece() -> str:
-    """As Llama 2's: a space before the first word, characters it does not know as their bytes."""
+    """Like Llama 2's: a space before the first word, and bytes for unknown characters."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
@@ -133,11 +133,11 @@ def test_pieces_make_up_the_text_and_show_no_part_of_a_character(
         ids = tokenizer.encode(TEXT[:cut])
         rest = tokenizer.encode(TEXT)[len(ids) :]
         if tokenizer.decode(ids) != TEXT[:cut] or tokenizer.decode([*ids, *rest]) != TEXT:
-            continue  # a word that the longer text spells otherwise
+            continue  # the longer text splits this word in another way
         pieces = pieces_of(tokenizer, rest, ids)
         assert TEXT[:cut] + "".join(pieces) == TEXT
         assert not any("\ufffd" in piece for piece in pieces)
-        assert pieces[-1] == ""  # nothing was kept to the end
+        assert pieces[-1] == ""  # nothing was held back until the end
         assert len(pieces) == len(rest) + 1
         cuts += 1
     assert cuts > 20
@@ -149,7 +149,7 @@ def test_pieces_make_up_any_bytes(data: bytes) -> None:
     tokenizer = BytesTokenizer()
     pieces = pieces_of(tokenizer, [*data, 256, 65], b"before")
     assert "".join(pieces) == data.decode("utf-8", "replace")
-    pieces = pieces_of(tokenizer, [0xFF] * 20, b"")  # shown before the end, too
+    pieces = pieces_of(tokenizer, [0xFF] * 20, b"")  # also shown before the end
     assert len("".join(pieces[:10])) == 9
 
 
@@ -174,7 +174,7 @@ def test_a_text_keeps_the_space_after_its_prompt(tokenizers: dict[str, Tokenizer
 
 
 def test_a_long_run_of_bytes_is_cut_at_characters_alone(tokenizers: dict[str, Tokenizer]) -> None:
-    """Characters of three bytes, a token each: 16 tokens back is amid one."""
+    """Characters of three bytes, one token per byte: 16 tokens back is inside a character."""
     tokenizer, text = tokenizers["sentencepiece"], "a " + "東京" * 30
     ids = tokenizer.encode(text)
     assert "".join(pieces_of(tokenizer, ids, [])) == text
@@ -248,7 +248,7 @@ def test_a_session_on_a_real_terminal() -> None:
         terminal.wait_for("leaves.\r\n> ")
         terminal.press(b"cab\n")
         terminal.wait_for("> cab\r\n")
-        time.sleep(1)  # some of a million tokens
+        time.sleep(1)  # to write some of a million tokens
         terminal.press(b"\x03")
         soon(lambda: terminal.written.endswith(b"\r\n> "))
         terminal.press(b"x\n")

@@ -26,7 +26,7 @@ from accel_gpt.training.run_folder import RunFolder, step_name
 from tests.conftest import THOROUGH
 from tests.helpers.runs import LAUNCH, make_run, record
 
-# of rungs so short that no law holds
+# the rungs are so short that no law holds
 ANY_FIT = (
     "import sys, accel_gpt.cost.scaling_fit as fit; fit.FLAT, fit.STEEPEST = -1.0, 1e9\n"
     "from accel_gpt.cli import dispatch; sys.exit(dispatch(['ladder', *sys.argv[1:]]))\n"
@@ -280,7 +280,7 @@ def test_a_budget_leaves_depths_aside_of_which_the_rungs_tell_nothing(
 ) -> None:
     words = ["plan", "--ladder", ".", "--gpu", "h100", "--hours", "4e-4", "--json"]
     best = []
-    for deepest in (4, 2):  # of few parameters
+    for deepest in (4, 2):  # with few parameters
         rungs = [rung for rung in ladder(law).rungs if rung["depth"] <= deepest]
         known = [{**rung, "tokens": 2 * rung["tokens"]} for rung in rungs]
         (folder / "ladder.json").write_text(json.dumps(ladder(law, rungs=known).content()))
@@ -297,7 +297,7 @@ def test_a_budget_leaves_depths_aside_of_which_the_rungs_tell_nothing(
 def test_a_budget_trains_the_best_depth(
     law: Law, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {**GIVEN, "train.mixed_precision": "auto"}  # on the device bf16
+    given = {**GIVEN, "train.mixed_precision": "auto"}  # bf16 on this device
     (folder / "ladder.json").write_text(json.dumps(ladder(law, config=given).content()))
     words = ["plan", "--ladder", ".", "--gpu", "h100", "--price", "2.5", "--out", "best.yaml"]
     assert dispatch([*words, "--budget", "0.1", "--json"]) == 0
@@ -353,7 +353,7 @@ def test_the_quickstart_has_a_shipped_ladder(capsys: pytest.CaptureFixture[str])
 def test_killed_at_random_moments_it_is_the_same_ladder(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """Tiny rungs: one ladder in one go, another killed with its runs, again and again."""
+    """Tiny rungs: one ladder runs undisturbed, another is killed repeatedly with its runs."""
     command = [sys.executable, "-c", ANY_FIT, *small_run("--checkpoint.every", "2")]
     command += ["--train.tokens_per_step", "128", "--train.micro_batch_size", "4"]
     command += ["--depths", "1,2", "--seeds", "1,2", "--ratios", "0.01", "--out"]

@@ -1,4 +1,4 @@
-"""Runs that belong together: devices, failures, signals, kills."""
+"""A series of runs: devices, failures, signals, kills."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
 def test_a_stopped_series_goes_on(
     number: signal.Signals, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """A run that is told to stop saves; one whose series is killed does so, too."""
+    """A run saves if it gets a signal, and also if its series is killed."""
     folder = RunFolder(tmp_path / "a")
     command = [sys.executable, "-c", PROGRAM, str(folder.path), *small_run()]
     slow_steps = {**os.environ, "ACCEL_GPT_FAULT": "step:6+=sleep"}
@@ -93,4 +93,4 @@ def test_a_stopped_series_goes_on(
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stderr
     assert [record["step"] for record in folder.records()] == [*range(1, 13)]
-    assert 4 < folder.last_launch("step") < 12  # beyond the last checkpoint that was due
+    assert 4 < folder.last_launch("step") < 12  # after the last checkpoint that was due

@@ -24,7 +24,7 @@ LOSSES = {"1e-3": 3.0, "3e-3": 2.0, "1e-2": 2.5, "1": float("inf")}
 
 
 class Trained:
-    """In place of a series: runs whose loss follows from their learning rate and seed."""
+    """Stands in for a series: the loss follows from the learning rate and seed."""
 
     launched: list[str]
 
@@ -49,7 +49,7 @@ class Trained:
 def made(
     small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., int]:
-    """Runs a sweep whose training is made up; the exit code."""
+    """Run a sweep with simulated training; return the exit code."""
     Trained.launched = []
     monkeypatch.setattr(sweep, "Series", Trained)
     folder = str(tmp_path / "sweep")

@@ -1,4 +1,4 @@
-"""`accel-gpt verify-resume`: a run that differs is found, named and kept; nothing else is left."""
+"""`accel-gpt verify-resume`: find, name and keep a run that differs; leave nothing else."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def call(*words: str) -> int:
 
 @pytest.fixture
 def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made."""
+    """The parent of temporary folders."""
     folder = tmp_path / "rooms"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -77,7 +77,7 @@ def test_a_long_run_is_shortened_to_one_that_fits(
 
 
 def make_run(folder: Path, **doctored: Any) -> Path:
-    """A run of `STEPS` steps as it is left; `doctored`: a line of metrics, weights, optimizer."""
+    """Write a finished run of `STEPS` steps; the options change its metrics or tensors."""
     folder.mkdir(parents=True)
     lines = [
         {
@@ -103,7 +103,7 @@ def make_run(folder: Path, **doctored: Any) -> Path:
 
 
 def compared(folder: Path, exact: bool = True, **doctored: Any) -> dict[str, Finding]:
-    """The findings on a doctored run, by what they are about."""
+    """Return the findings on a changed run, by kind."""
     whole = run_values(make_run(folder / "whole"), STEPS)
     other = run_values(make_run(folder / "other", **doctored), STEPS)
     findings = {kind: Finding(kind, exact or kind not in ROUNDED) for kind in KINDS}
@@ -176,7 +176,7 @@ Pretended = Callable[[Path, Path], list[int]]
 
 
 def start_code(code: str, *words: str, stdout: IO[bytes]) -> subprocess.Popen[str]:
-    """Start Python code in place of a launch."""
+    """Start Python code instead of a launch."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *words], stdout=stdout, stderr=stdout, text=True
     )
@@ -184,7 +184,7 @@ def start_code(code: str, *words: str, stdout: IO[bytes]) -> subprocess.Popen[st
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
-    """Let launches give these folders, undisturbed and else; the world sizes are listed."""
+    """Let launches leave these folders: undisturbed, then disturbed. Return the world sizes."""
 
     def give(whole: Path, disturbed: Path) -> list[int]:
         worlds: list[int] = []
@@ -257,7 +257,7 @@ def test_a_launch_that_fails_is_shown(
     assert f"kept: {next(rooms.iterdir())}" in shown
 
 
-# a process with one below it in a session of its own, as torchrun's are; both would go on for long
+# a process with a child in another session, as under torchrun; both would run for long
 FAMILY = """
 import subprocess, sys, time
 words = [sys.executable, "-c", "import time; time.sleep(60)"]

@@ -1,4 +1,4 @@
-"""The depth dial: its rules at the reference, how they scale, and that all can be set over them."""
+"""The depth dial: its rules at the reference, their scaling, and overrides."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Load = Callable[..., Config]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """The config of an empty file with these options."""
+    """Return the config of an empty file with these options."""
 
     def loaded(*options: Any, text: str = "model: {depth: 12}") -> Config:
         path = tmp_path / "mine.yaml"

@@ -1,4 +1,4 @@
-"""The config as its own manual: what is dumped loads as it was, and editors can check it."""
+"""`--dump_config`: the dumped config loads unchanged, and editors can check it."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from accel_gpt.config.parse import is_section, leaves, load_config
 from accel_gpt.config.shipped import shipped_configs
 from accel_gpt.files import load_yaml
 
-# those that take no model from the Hub
+# the configs that take no model from the Hub
 SHIPPED = [n for n, path in shipped_configs().items() if "init_from" not in path.read_text()]
 NAMES = [*SHIPPED, *PRESETS]
 
@@ -68,5 +68,5 @@ def test_a_dumped_config_has_every_key_with_its_docstring() -> None:
 
 
 def test_options_count_as_for_a_run() -> None:
-    config = named_config(["gpt2_124m", "--train.max_steps", "5"])  # over its max_tokens
+    config = named_config(["gpt2_124m", "--train.max_steps", "5"])  # overrides its max_tokens
     assert (config.train.max_steps, config.train.max_tokens) == (5, None)

@@ -1,4 +1,4 @@
-"""The tables of other trainers' names: what each leads to exists."""
+"""The tables of other trainers' names: each name leads to an option that exists."""
 
 import re
 from collections.abc import Mapping

@@ -45,7 +45,7 @@ def test_command_line_beats_yaml_beats_preset_beats_default(config_file: str) ->
     assert config.optim.lr == 1e-2
     assert config.model.n_layer == 2
     assert config.model.norm == "rmsnorm"  # from the preset
-    assert config.model.bias is True  # over the preset
+    assert config.model.bias is True  # overrides the preset
     assert config.optim.beta1 == 0.9
 
 
@@ -203,7 +203,7 @@ def test_help_has_three_examples_that_parse(
         COMMANDS[command].parse(shlex.split(example.partition(" > ")[0]))
 
 
-# what users of other trainers type first, and the words that the answer must hold
+# what users of other trainers type first, and a part of the answer
 FOREIGN = [
     ("adam_beta1", "optim.beta1"),
     ("bf16", "train.mixed_precision to bf16"),
@@ -259,7 +259,7 @@ def test_preset_fields_exist() -> None:
 
 
 def cpu_seconds() -> float:
-    """Of all processes started by this one that have ended: whatever else runs on the machine."""
+    """Return the CPU seconds of all ended child processes, whatever else the machine runs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -267,7 +267,7 @@ def cpu_seconds() -> float:
 def test_help_and_config_error_are_quick(config_file: str) -> None:
     for options, code in ((["--help"], 0), (["train", config_file, "--modl.n_layer", "3"], 2)):
         words, seconds = [sys.executable, "-m", "accel_gpt.cli", *options], math.inf
-        for _ in range(3):  # the least, as other processes slow this one
+        for _ in range(3):  # take the minimum, since other processes slow this one
             start = cpu_seconds()
             assert subprocess.run(words, check=False, capture_output=True).returncode == code
             seconds = min(seconds, cpu_seconds() - start)

@@ -1,4 +1,4 @@
-"""Options of earlier versions: an old config still loads; a use of them gets advice."""
+"""Options of earlier versions: an old config still loads; using such an option gives advice."""
 
 import json
 from collections.abc import Callable

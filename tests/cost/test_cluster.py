@@ -1,4 +1,4 @@
-"""The collectives of a step: bytes and calls of each engine, what is hidden, what limits a step."""
+"""The collectives of a step: bytes and calls of each engine, overlap, the limit of a step."""
 
 from dataclasses import replace
 from typing import Any

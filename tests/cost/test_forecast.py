@@ -30,13 +30,13 @@ from tests.helpers.runs import LAUNCH, make_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 GPT2 = str(next(path for path in CONFIGS if path.stem == "gpt2_124m"))
-OPTIONS = {  # as their comments say
+OPTIONS = {  # from the comments in the configs
     "llama_7b": ("--gpus", "8", "--distribution", "fsdp"),
 }
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
-    """The report as JSON."""
+    """Return the report as JSON."""
     code = run_main(dispatch, ["plan", *map(str, words), "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == (report["memory"]["fits"] is False)
@@ -44,7 +44,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    """The one sentence on stderr."""
+    """Return the one sentence on stderr."""
     assert run_main(dispatch, ["plan", *map(str, words)]) == 2
     told = capsys.readouterr()
     assert not told.out
@@ -67,7 +67,7 @@ def test_every_config_that_is_shipped(path: Path, capsys: pytest.CaptureFixture[
 def check_flops(config: ModelConfig) -> None:
     """Compare with torch's count on the meta device, with a vocabulary that needs no padding.
 
-    The counter sees the padded rows of the head; ours leaves them out as no useful work.
+    The counter sees the padded rows of the head; ours leaves out this useless work.
     """
     vocab_size = padded_vocab_size(50257)
     with torch.device("meta"):
@@ -105,9 +105,8 @@ def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     assert length["flops_per_step"] == length["flops_per_token"] * 524_288
     rate = 0.5 * 989.5e12 * 8 / length["flops_per_token"]
     assert time["step"]["compute"] == pytest.approx(524_288 / rate)
-    assert time["tokens_per_second"] == pytest.approx(
-        rate, rel=0.01
-    )  # the last bucket is waited for
+    # a step waits for the last bucket
+    assert time["tokens_per_second"] == pytest.approx(rate, rel=0.01)
     rate = time["tokens_per_second"]
     evaluated = 2 * 77 * 10_485_760 / 3  # 19,074 steps, every 250 and the last; forward only
     assert time["hours"] == pytest.approx((length["tokens"] + evaluated) / rate / 3600)
@@ -133,7 +132,7 @@ def test_a_step_between_nodes_needs_their_bandwidth(capsys: pytest.CaptureFixtur
 def test_a_shape_other_than_that_of_init_from_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As by training; the published sizes of GPT-2 need no network."""
+    """Training rejects it too; the published sizes of GPT-2 need no network."""
     told = mistake(capsys, GPT2, "--model.init_from", "gpt2-xl")
     assert "model.n_layer is 12, but gpt2-xl, which model.init_from names, has 48" in told
 
@@ -148,11 +147,12 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     total = parameter_counts(Config().model, 50257)["total"]
     alone = held(capsys, "--gpu", "h100")
     assert (alone["weights"], alone["optimizer"]) == (4 * total, 8 * total)
-    assert alone["gradients"] == 4 * total  # of the micro-steps before
+    assert alone["gradients"] == 4 * total  # from earlier micro-steps
     assert "gradient buckets of ddp" not in alone
     ddp = held(capsys, "--gpu", "h100", "--gpus", 8)
     assert ddp["gradient buckets of ddp"] == ddp["gradients"] == 4 * total
-    one = held(capsys, "--gpu", "h100", "--gpus", 16)  # one micro-step: they lie in the buckets
+    # one micro-step: gradients lie in the buckets
+    one = held(capsys, "--gpu", "h100", "--gpus", 16)
     assert "gradients" not in one
     fsdp = held(capsys, "--gpu", "h100", "--gpus", 8, "--distribution", "fsdp")
     assert fsdp["weights"] == 4 * total // 8
@@ -162,7 +162,7 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     assert "gradients not yet reduced" not in synced
     bf16 = held(capsys, "--gpu", "h100", precision="bf16")
     assert alone["activations"] / 2 < bf16["activations"] < alone["activations"]
-    chunk = 2 * 4096 * padded_vocab_size(50257)  # in bf16 before it is widened
+    chunk = 2 * 4096 * padded_vocab_size(50257)  # in bf16, before the conversion to float32
     hidden = 2 * 32 * 1024 * 768  # their gradient is as wide as they, not as what the head takes
     assert bf16["logits and loss"] == alone["logits and loss"] + chunk + hidden
     blocks = held(capsys, "--gpu", "h100", "--train.activation_checkpointing", "blocks")
@@ -193,7 +193,7 @@ def test_the_host_holds_the_models_of_its_processes_and_what_is_being_saved(
         assert (host["model at the start"], host["snapshot of async_save"]) == (start, saved)
     assert "snapshot of async_save" not in plan(capsys, *asked, "ddp")["memory"]["host"]
     weights = plan(capsys, *asked, "hsdp")["memory"]["parts"]["weights"]
-    assert weights == 4 * total // 4  # a node holds all
+    assert weights == 4 * total // 4  # a node holds all weights
 
 
 def test_nodes_and_devices_follow_from_each_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_nodes_and_devices_follow_from_each_other(capsys: pytest.CaptureFixture[
 
 
 def test_a_run_that_does_not_fit_names_what_to_try(capsys: pytest.CaptureFixture[str]) -> None:
-    """Options that are set already are not named."""
+    """Options that are already set are not suggested."""
     asked = [GPT2, "--gpus", "2", "--gpu", "l40", "--memory_gb", "4"]
     float32 = ["--train.mixed_precision", "no"]
     assert run_main(dispatch, ["plan", *asked, *float32]) == 1
@@ -306,7 +306,7 @@ def test_the_vocabulary_of_another_projects_folder(
 
 
 def test_every_split_that_is_evaluated_takes_its_time(corpus: Path, tmp_path: Path) -> None:
-    """Named val sets have a budget each, and the last step may read them whole."""
+    """Each named val set has its own budget, and the last step may read all of it."""
     path = tmp_path / "config.yaml"
     path.write_text(f"data: {{train: {corpus}}}\neval: {{every: 4, tokens: 512}}\n")
 
@@ -357,7 +357,7 @@ def test_a_run_in_out_dir_gives_the_speed_of_a_cpu(
     run = make_run(tmp_path / "run")
     words = (GPT2, "--out_dir", run)
     report = plan(capsys, *words)
-    assert report["time"]["tokens_per_second"] is None  # the run of another model
+    assert report["time"]["tokens_per_second"] is None  # the run has another model
     flops = report["length"]["flops_per_token"]
     launch = LAUNCH | {"model": {"flops_per_token": flops}}
     (run / "run.json").write_text(json.dumps({"launches": [launch]}))

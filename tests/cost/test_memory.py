@@ -65,7 +65,7 @@ def test_activating_twice_changes_no_bit_and_runs_no_product_twice(
 
 
 def most_alive(step: Callable[[], None]) -> int:
-    """The most bytes of tensors that a step makes and that are alive at once."""
+    """Return the peak bytes of live tensors that a step allocates."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         step()
@@ -103,7 +103,7 @@ def live(
     config: ModelConfig, vocab_size: int, sequences: int, half: bool, recompute: bool = False,
     micro_steps: int = 1, documents: bool = False,
 ) -> int:  # fmt: skip
-    """The most bytes of tensors alive in a step, with weights, optimizer and no older gradients."""
+    """Return the peak bytes of live tensors in a step, with weights and optimizer."""
     model = GPT(config, vocab_size).train()
     model.recompute = recompute
     optimizer = make_optimizer(model, OptimConfig())
@@ -122,7 +122,9 @@ def live(
     return most_alive(step) + 12 * parameter_counts(config, vocab_size)["total"]
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the model, of the step
+CASES: dict[
+    str, tuple[dict[str, Any], dict[str, Any]]
+] = {  # options of the model, options of the step
     "plain": ({}, {}),
     "recomputed": ({}, {"recompute": True}),
     "dropout": ({"dropout": 0.1}, {}),
@@ -225,9 +227,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_plan_predicts_what_a_run_grows_by(
     model: dict[str, Any], train: dict[str, Any], corpus: Path, tmp_path: Path
 ) -> None:
-    """Resident memory of a run of three steps, from the imports to its highest.
+    """Growth of resident memory in a run of three steps, from the imports to the peak.
 
-    How much of its gaps the C library fills differs from run to run: all or none of them.
+    The C library fills all gaps or none; this differs from run to run.
     """
     path = tmp_path / "config.yaml"
     sections = {

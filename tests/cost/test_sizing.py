@@ -1,4 +1,4 @@
-"""`train.micro_batch_size: auto`: the largest that fits all processes, found without a hang."""
+"""`train.micro_batch_size: auto`: find the largest that fits all processes, without a hang."""
 
 import os
 import subprocess
@@ -75,7 +75,7 @@ def test_the_answer_divides_the_step_and_is_kept(
 
 
 def test_auto_trains_as_the_number_that_it_finds(small_run: Arguments, tmp_path: Path) -> None:
-    """On a CPU by arithmetic; resume goes on with any number."""
+    """A CPU computes it; a resume works with any number."""
     assert launch(small_run(*QUIET, *AUTO)) == 0
     assert RunFolder(tmp_path / "run").config["train.micro_batch_size"] == 8  # the whole step
     other = ("--out_dir", str(tmp_path / "other"), "--train.micro_batch_size", "8")
@@ -114,7 +114,7 @@ def test_a_trial_runs_with_each_option(small_run: Arguments, options: tuple[str,
 def test_trials_of_many_sizes_do_not_use_up_what_the_compiler_allows(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of FlexAttention on CUDA: one compiled function, again for each shape."""
+    """Like FlexAttention on CUDA: one function, compiled for each shape."""
     again = torch.compile(torch.neg, dynamic=False, fullgraph=True, backend="eager")
 
     class Compiled(sizing.GPT):
@@ -132,7 +132,7 @@ def test_trials_of_many_sizes_do_not_use_up_what_the_compiler_allows(
 def test_running_out_of_memory_is_an_answer(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another error is not. Of one GPU without a launcher the device has no index."""
+    """Other errors are raised. With one GPU and no launcher the device has no index."""
     alone: Any = SimpleNamespace(num_processes=1, device=torch.device("cuda"))
     shares: list[float] = []
 
@@ -155,7 +155,7 @@ def test_running_out_of_memory_is_an_answer(
     error = RuntimeError("broken")
     with pytest.raises(RuntimeError, match="broken"):
         sizing.fits_cuda(config, 257, alone)
-    assert shares == [sizing.CUDA_SHARE, 1.0] * 3  # put back
+    assert shares == [sizing.CUDA_SHARE, 1.0] * 3  # restored
 
 
 TWO = """

@@ -1,4 +1,4 @@
-"""The Hub's client: each of its failures is one sentence; repositories' names."""
+"""The Hub's client: each failure is one sentence; names of repositories."""
 
 import errno
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def test_each_failure_of_the_client_is_one_sentence(hub: HubServer) -> None:
         hub.refuse(status)
         with pytest.raises(UserError, match=sentence) as refused:
             upload(other)
-        assert not isinstance(refused.value, UnreachableError)  # trying again does not help
+        assert not isinstance(refused.value, UnreachableError)  # a retry does not help
     hub.refuse(0)
     hub.drop_next_upload(100, times=6)
     with pytest.raises(UnreachableError, match="cannot be written: the Hub cannot be reached"):

@@ -1,4 +1,4 @@
-"""What a run is trained on: mixtures, exact over stops, refused changes, documents."""
+"""The data of a run: mixtures, exact resume, rejected changes, documents."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     state = json.loads((tmp_path / "run/checkpoints/step_00000006/trainer_state.json").read_text())
     assert (state["data_origin"], state["sequences"]) == (24, 48)
     assert sorted(state["data_given"].values()) == [12, 12]
-    # the change holds for what follows, without being allowed again
+    # the change stays in effect, without being allowed again
     assert launch(small_run(*other, "--train.max_steps", "7")) == 2
     longer = ["--train.max_steps", "7", "--checkpoint.allow_change", "train.max_steps"]
     capsys.readouterr()
@@ -111,7 +111,7 @@ def opened(arguments: list[str]) -> Any:
 def test_a_changed_mixture_goes_on_where_each_source_was(
     small_run: Arguments, two: tuple[Path, Path]
 ) -> None:
-    """A source that is alone from sequence 48 on gives those that it would have given next."""
+    """From sequence 48 on there is one source; it continues with its next sequence."""
     both = opened(small_run(*mixture((two[0], 1), (two[1], 1))))
     alone = opened(small_run("--data.train", str(two[0])))
     alone.load_state_dict(both.state_dict() | {"sequences": 48})
@@ -200,7 +200,7 @@ def test_bad_sources_are_one_sentence(
 
 @pytest.fixture
 def streamed(trained: Callable[..., Path]) -> Path:
-    """A run, and its last checkpoint as an earlier version saved it while streaming text."""
+    """A run whose last checkpoint looks as if an earlier version streamed its text."""
     run = trained()
     checkpoint = max(run.glob("checkpoints/step_*"))
     path = checkpoint / "trainer_state.json"

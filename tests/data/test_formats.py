@@ -1,4 +1,4 @@
-"""What other projects write is read as they wrote it, and what is no such file is refused."""
+"""Token files of other projects are read correctly, and other files are rejected."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def open_folder(
 
 
 def listed(folder: Path, sizes: dict[str, int]) -> DataFolder:
-    """A folder of which a listing says `sizes`."""
+    """A folder whose listing has these `sizes`."""
     found = DataFolder(folder)
     vars(found)["files"] = {name: FileInfo(size) for name, size in sizes.items()}
     return found
@@ -79,7 +79,7 @@ def npy(path: Path, ids: Ids, dtype: str = "<u2") -> None:
 def datatrove(
     path: Path, documents: Sequence[Ids], dtype: str = "<u2", metadata: str | None = "gpt2"
 ) -> None:
-    """datatrove, TokenizedFile; `metadata`: the tokenizer's name, None for no such file."""
+    """datatrove, TokenizedFile; `metadata`: the tokenizer's name; None writes no such file."""
     ids = [token for document in documents for token in document]
     np.array(ids, dtype).tofile(path)
     ends = np.cumsum([len(document) for document in documents])
@@ -192,7 +192,7 @@ def test_a_word_of_the_name_tells_the_split(names: str, train: str, val: str) ->
 
 
 def test_other_files_are_left_out(tmp_path: Path) -> None:
-    """So are, in a listing, names that leave the folder."""
+    """Names in a listing that leave the folder are left out too."""
     llmc(tmp_path / "tiny_shakespeare_val.bin", GPT2_IDS)
     llmc(tmp_path / "hellaswag_val.bin", [65_535, 20], magic=20240522)
     llmc(tmp_path / "gpt2_124M.bin", [1, 2], magic=20240326, version=3)
@@ -240,7 +240,7 @@ def test_datatrove_says_its_type_or_the_index_confirms_it(tmp_path: Path) -> Non
 
 
 class Remote:
-    """A folder behind a URL: notes what is fetched; `tags` by name."""
+    """A remote folder that records what is fetched; `tags` by name."""
 
     def __init__(self, source: Path) -> None:
         self.source, self.fetched, self.tags = source, list[str](), dict[str, str]()
@@ -318,7 +318,7 @@ def test_a_fingerprint_changes_with_content_and_tokenizer_alone(tmp_path: Path) 
         prints.append(open_folder(tmp_path / f"{i}", tokenizer=tokenizer)[0].fingerprint)
     assert len(set(prints)) == 5
     assert prints[0] == prints[-1]
-    # as runs of today have it in their checkpoints
+    # as in today's checkpoints
     assert prints[0][:16] == hashlib.sha256(old_identity(ids).encode()).hexdigest()[:16]
 
 

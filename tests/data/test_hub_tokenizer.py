@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def byte_level_bpe() -> dict[str, bytes]:
-    """The files of a tokenizer as many models have: NFC, a byte-level BPE, eos in the config."""
+    """The files of a common tokenizer: NFC, a byte-level BPE, eos in the config."""
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,7 +65,7 @@ def run_prepare(folder: Path, tokenizer: str) -> int:
 def test_a_tokenizer_of_the_hub_gives_the_ids_of_transformers(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """Of a preparation that was stopped and resumed when the Hub was gone."""
+    """Also after a preparation is stopped, and resumed while the Hub is unreachable."""
     theirs = transformers.AutoTokenizer.from_pretrained(REPO)
     assert theirs.eos_token == "<|stop|>"
     assert file_vocabulary(f"hf://{REPO}@main") == len(theirs)

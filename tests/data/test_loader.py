@@ -1,4 +1,4 @@
-"""The loader: ranks simulated in one process, the same windows at any layout, errors arrive."""
+"""The loader: ranks simulated in one process, the same windows at any layout, errors are raised."""
 
 import threading
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def start(corpus: Path) -> Start:
 
 
 def take(loader: Loader, count: int) -> list[Tensor]:
-    """Whole windows (T + 1 tokens) of the first `count` micro-batches, row by row."""
+    """Return whole windows (T + 1 tokens) of the first `count` micro-batches, row by row."""
     rows: list[Tensor] = []
     for _ in range(count):
         tokens, targets = next(loader)
@@ -104,7 +104,7 @@ def test_error_of_the_reading_thread_arrives(start: Start) -> None:
 
 
 def test_the_first_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
-    """On a GPU it would be an assertion of a kernel, which says nothing of the data."""
+    """On a GPU a kernel assertion would fail without naming the data."""
     with pytest.raises(
         DataError, match="holds token 121 at index 48, beyond the vocabulary of 121"
     ):
@@ -115,7 +115,7 @@ def test_the_first_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
 def test_the_thread_pins_memory_for_the_device_of_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CUDA's current device is one of each thread."""
+    """CUDA has a current device per thread."""
     current = threading.local()
     pinned = []
 
@@ -132,7 +132,7 @@ def test_the_thread_pins_memory_for_the_device_of_its_process(
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without a launcher: torch sets no current device of it."""
+    """Without a launcher, torch sets no current device."""
     monkeypatch.setattr(Tensor, "pin_memory", lambda rows: rows)
     rows = iter([np.zeros((1, 3), dtype=np.uint16)])
     loader = Loader(rows, 1, torch.device("cuda"))

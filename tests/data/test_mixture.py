@@ -1,4 +1,4 @@
-"""Mixtures: exact proportions at every prefix, each source in its own order, continued exactly."""
+"""Mixtures: exact proportions at every prefix, an order per source, exact resume."""
 
 import math
 from collections import Counter
@@ -58,7 +58,7 @@ def test_weights_that_never_repeat_are_refused() -> None:
 
 
 def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixture:
-    """The split of one folder as several sources, of different fingerprints."""
+    """Use the split of one folder as several sources with different fingerprints."""
     split, tokenizer = open_data(str(corpus), "train", DataConfig())
     sources = [
         Source(

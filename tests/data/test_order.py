@@ -102,12 +102,12 @@ def test_a_group_of_shards_is_mixed_and_read_before_the_next() -> None:
     n = o.sequences_per_epoch
     found = sequences(o, 0, 2 * n)
     groups = []
-    for first, size in ((0, 2), (2, 3), (5, 3), (8, 3), (11, 2)):  # the last: of the next epoch
+    for first, size in ((0, 2), (2, 3), (5, 3), (8, 3), (11, 2)):  # the last is in the next epoch
         part = found[first * 19 : (first + size) * 19]
         groups.append({shard for shard, _ in part})
         assert len(groups[-1]) == size
         numbers = np.array([start for _, start in part])
-        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.4  # of 1 in their order
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.4  # 1 if in order
         assert len({shard for shard, _ in part[:12]}) == size
     for k in range(0, n, 7):
         now = next(i for i, end in enumerate((2, 5, 8, 11)) if k < end * 19)

@@ -1,4 +1,4 @@
-"""Shards behind a URL: right bytes under every fault, a cache below its limit, no waiting."""
+"""Remote shards: correct bytes under every fault, a bounded cache, no waiting."""
 
 import hashlib
 import http.server
@@ -39,7 +39,7 @@ NAMES = [f"train_{i:06d}.npy" for i in range(10)]
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves `root`; what goes wrong is set by the test."""
+    """Serves `root`; the test sets the faults."""
 
     daemon_threads = True
     block_on_close = False
@@ -61,14 +61,14 @@ class Server(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/data"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is part of the tests."""
+        """Ignore clients that disconnect; tests do that."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing."""
+        """Log nothing."""
 
     def file(self) -> Path:
         self.server.authorization = self.headers.get("Authorization") or ""
@@ -121,7 +121,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """Ten shards of random tokens, and whatever a test adds."""
+    """A server of ten shards of random tokens, and files that a test adds."""
     with Server() as running:
         running.root = tmp_path / "served"
         running.root.mkdir()
@@ -143,7 +143,7 @@ def opened(server: Server, tmp_path: Path) -> Iterator[Opener]:
     folders = []
 
     def make(shards: float = 100, url: str | None = None) -> RemoteFolder:
-        """A folder whose cache has room for so many shards."""
+        """A folder whose cache has room for `shards` shards."""
         limit = (shards + 0.5) * SIZE / 1e9
         folders.append(RemoteFolder(url or server.url, str(tmp_path / "cache"), limit))
         for name in NAMES:
@@ -157,12 +157,12 @@ def opened(server: Server, tmp_path: Path) -> Iterator[Opener]:
 
 
 def right(server: Server, path: Path) -> bool:
-    """Whether a cached shard, KEY-NAME, is that of the server."""
+    """Return whether a cached shard, KEY-NAME, equals the shard on the server."""
     return path.read_bytes() == (server.root / path.name.partition("-")[2]).read_bytes()
 
 
 def used(root: Path) -> int:
-    """Bytes of shards in the cache, parts of them included."""
+    """Return the bytes of shards in the cache, including partial shards."""
     total = 0
     for path in root.rglob("*"):
         if path.suffix in (".npy", ".part"):
@@ -202,9 +202,9 @@ def test_bytes_arrive_right_under_every_fault(
 
 
 def test_broken_transfer_goes_on_where_it_broke(server: Server, opened: Opener) -> None:
-    server.drops, server.delay = 1, 0.05  # it breaks long after the first piece
+    server.drops, server.delay = 1, 0.05  # the connection breaks long after the first piece
     opened().fetch(NAMES[0])
-    (asked,) = server.ranges  # what the client had not yet read when it broke comes again
+    (asked,) = server.ranges  # the client requests only what it has not read
     assert 0 < int(asked.removeprefix("bytes=").removesuffix("-")) <= SIZE // 2
 
 
@@ -269,7 +269,7 @@ def test_changed_shard_has_another_name(server: Server, opened: Opener) -> None:
 
 
 def test_cache_stays_below_its_limit_at_every_moment(server: Server, opened: Opener) -> None:
-    """Also with one shard ahead of need that finds no room."""
+    """Also if a prefetched shard finds no room."""
     folder = opened(3)
     server.delay = 0.002
     worst, done = [0], threading.Event()
@@ -298,7 +298,7 @@ def test_least_recently_used_shard_goes_first(server: Server, opened: Opener) ->
     (folder.folder / NAMES[9]).write_bytes(b"of an earlier version")
     os.utime(folder.folder / NAMES[9], (0, 0))
     (server.root / "tokenizer.json").write_bytes(b"x")
-    folder.fetch("tokenizer.json")  # no shard: never removed
+    folder.fetch("tokenizer.json")  # not a shard: never removed
     for i in (0, 1, 2, 0, 3):
         folder.prefetch(NAMES[i : i + 1])
         folder.fetch(NAMES[i])
@@ -314,7 +314,7 @@ def test_need_beyond_the_limit_names_the_knob(server: Server, opened: Opener) ->
     folder.prefetch(NAMES[:2])
     folder.fetch(NAMES[1])
     folder.fetch(NAMES[0])
-    with pytest.raises(UserError, match="cache_gb"):  # the two wanted are not given up for it
+    with pytest.raises(UserError, match="cache_gb"):  # the two shards in use stay
         folder.fetch(NAMES[5])
     assert right(server, folder.fetch(NAMES[1]))
 
@@ -358,14 +358,14 @@ def test_names_cannot_lead_elsewhere(opened: Opener) -> None:
 def test_reader_that_is_slower_than_the_server_never_waits(server: Server, opened: Opener) -> None:
     server.delay = 0.005
     folder, waited = opened(5), []
-    assert folder.thread is None  # before need
+    assert folder.thread is None  # no prefetch yet
     for i in range(10):
         folder.prefetch(NAMES[i : i + 4])
         started = time.monotonic()
         folder.fetch(NAMES[i])
         waited.append(time.monotonic() - started)
         time.sleep(0.06)
-    assert sum(waited[1:]) < 0.3  # of 0.54 that reading takes
+    assert sum(waited[1:]) < 0.3  # the reader itself takes 0.54
     assert set(server.requests.values()) == {1}
     folder.close()
     assert until(lambda: not folder.thread.is_alive())
@@ -441,7 +441,7 @@ def served(server: Server, corpus: Path) -> Server:
 def test_data_of_a_url_equal_the_local_ones(
     served: Server, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also from the cache when the network is gone."""
+    """Also from the cache without a network."""
     local, tokenizer = open_data(str(corpus), "train", DataConfig())
     data = DataConfig(cache_dir=str(tmp_path / "cache"))
     for _ in range(2):
@@ -467,8 +467,8 @@ def many(server: Server, tmp_path: Path) -> Callable[..., Config]:
         path.rename(server.root / path.name)
 
     def config(shuffle: Shuffle, shards: float, url: str = server.url) -> Config:
-        """With a cache of so many shards."""
-        gb = (shards * 4200 + 9000) / 1e9  # and the index and tokenizer
+        """Return a config with a cache of `shards` shards."""
+        gb = (shards * 4200 + 9000) / 1e9  # plus the index and tokenizer
         data = DataConfig(
             url, shuffle=shuffle, shuffle_group=2, cache_dir=f"{tmp_path}/cache", cache_gb=gb
         )
@@ -484,15 +484,15 @@ def test_a_cache_of_two_groups_reads_each_shard_once(
     found, requests = {}, Counter()
     for name, url in (("remote", server.url), ("local", str(server.root))):
         mixture = open_corpus(many("groups", 4, url)).train
-        server.requests.clear()  # of what is evaluated
+        server.requests.clear()  # requests of the evaluation
         chunks = read_sequences(mixture, Plan(1, 4, 32, 1, 9, 0, 9), 257, 0, 0)
         epoch = mixture.orders[0].sequences_per_epoch
         found[name] = np.concatenate([next(chunks)[0] for _ in range(epoch // 28)])
         requests = requests or server.requests.copy()
         assert len(found[name]) >= epoch - 28
     assert (found["remote"] == found["local"]).all()
-    assert len(requests) >= 7  # of 8; one is still there
-    assert sum(requests.values()) <= 8 + 2  # those of the next epoch's first group
+    assert len(requests) >= 7  # one of 8 is still cached
+    assert sum(requests.values()) <= 8 + 2  # plus the first group of the next epoch
     assert used(tmp_path / "cache") <= 4 * 4200 + 9000
 
 
@@ -562,7 +562,7 @@ def test_other_stores_can_be_listed(tmp_path: Path, scheme: str) -> None:
     with pytest.raises(Missing, match="does not exist"):
         folder.fetch("dataset.json")
     (info,) = folder.list().values()
-    assert info[:3] == (6, None, "")  # times are no content
+    assert info[:3] == (6, None, "")  # times are not part of the identity
     assert folder.fetch("a.bin").read_bytes() == b"abcdef"
     with pytest.raises(Missing, match="does not exist"):
         folder.fetch("b.bin")

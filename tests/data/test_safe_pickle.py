@@ -1,4 +1,4 @@
-"""nanoGPT's meta.pkl is read, and no pickle can make this code run or import anything."""
+"""nanoGPT's meta.pkl is read, and no pickle can run code or import anything."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from accel_gpt.errors import DataError
 
 
 def meta(chars: str) -> dict[str, Any]:
-    """As data/shakespeare_char/prepare.py makes it."""
+    """The file that data/shakespeare_char/prepare.py writes."""
     return {
         "vocab_size": len(chars),
         "itos": dict(enumerate(chars)),

@@ -1,4 +1,4 @@
-"""Shards come back as written, and a damaged folder is refused with one sentence."""
+"""Shards are read as written, and a damaged folder gives an error of one sentence."""
 
 import gc
 import hashlib
@@ -240,7 +240,7 @@ def test_a_folder_that_is_missing_or_empty_is_told_apart(tmp_path: Path) -> None
 
 
 def test_a_flipped_bit_in_the_header_of_a_shard_is_one_sentence(corpus: Path) -> None:
-    """numpy reads the header with Python's own tokenizer and parser, whose errors are many."""
+    """numpy parses the header as Python code, which can raise many kinds of errors."""
     file = corpus / "train_000000.npy"
     intact, refused = file.read_bytes(), 0
     for bit in range(0, 8 * HEADER, 3):

@@ -58,7 +58,7 @@ def trained() -> Tokenizer:
 def tokenizers(
     trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Tokenizer]:
-    """One of each kind, gpt2 where it is at hand; hf is the trained one with another pattern."""
+    """One of each kind, gpt2 if it is available; hf is the trained one with another pattern."""
     content = json.loads(trained.file_text)
     content["pre_tokenizer"] = {**tokenizer_json.byte_level(), "use_regex": True}
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"

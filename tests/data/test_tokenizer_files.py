@@ -1,4 +1,4 @@
-"""Every tokenizer as files of transformers: same ids and text there, and the same one read back."""
+"""Tokenizers as files of transformers: same ids and text there, and a round trip."""
 
 import contextlib
 import copy
@@ -49,7 +49,7 @@ TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor
 
 @pytest.fixture(autouse=True, scope="module")
 def no_network() -> Iterator[None]:
-    """Any attempt to reach another machine fails the test."""
+    """Fail the test on any attempt to reach another machine."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a tokenizer was looked for in the network")
@@ -61,7 +61,7 @@ def no_network() -> Iterator[None]:
 
 
 def foreign(folder: Path, **config: object) -> Tokenizer:
-    """A tokenizer of kind hf, from a folder with this tokenizer_config.json, if any."""
+    """A tokenizer of kind hf, from a folder with the given tokenizer_config.json."""
     content = json.loads(train_bpe(["the there then " * 9], 262).file_text)
     content["pre_tokenizer"] = {**tokenizer_json.byte_level(), "use_regex": True}
     folder.mkdir()
@@ -97,7 +97,7 @@ def folders(
 
 @pytest.fixture(scope="module")
 def opened(folders: dict[str, Path]) -> dict[str, Any]:
-    """What AutoTokenizer makes of each folder, without a warning."""
+    """Open each folder with AutoTokenizer; warnings fail."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def test_transformers_gives_the_same_ids_and_text(
 def test_transformers_gives_the_same_ids_for_any_text(
     tokenizers: dict[str, Tokenizer], opened: dict[str, Any], text: str
 ) -> None:
-    # Hypothesis also draws strings that stand in our source, the end-of-text token among them.
+    # Hypothesis also draws strings from our source, including the end-of-text token.
     for kind in tokenizers.keys() - {"chars"}:
         ids = tokenizers[kind].encode(text)
         theirs = opened[kind].encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -347,7 +347,8 @@ def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     assert (theirs.bos_token, theirs.pad_token) == ("t", "e")
-    assert theirs.eos_token_id == source.eot_id  # what ends the documents of the training data
+    # the token that ends documents in the training data
+    assert theirs.eos_token_id == source.eot_id
     assert theirs.model_max_length == 64
     messages = [{"role": "user", "content": "hi"}]
     assert theirs.apply_chat_template(messages, tokenize=False) == "[user] hi"
@@ -402,7 +403,7 @@ def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def other(folder: Path, **changes: Any) -> Path:
-    """A tokenizer.json of kind hf: a BPE of letters with merges, changed in its parts."""
+    """A tokenizer.json of kind hf: a BPE of letters with merges and other changes."""
     vocab = {c: i for i, c in enumerate(["<|endoftext|>", *map(chr, range(32, 127))])}
     vocab |= {pair: len(vocab) + i for i, pair in enumerate(("ab", "bc", "abc"))}
     eot = {"id": 0, "content": "<|endoftext|>", "special": True, "single_word": False}
@@ -452,7 +453,7 @@ def test_what_changes_or_splits_text_is_fine(tmp_path: Path) -> None:
         {"normalizer": replace("Regex", r"\p{Cc}", "")},
         {"normalizer": replace("String", "cat", "dog")},
         {"normalizer": steps(*(replace("String", one, two) for one, two in spaces))},
-        # all but these is removed: spaces
+        # spaces are removed
         {"pre_tokenizer": split("[A-Za-z]+|[^A-Za-z ]+", "Removed", invert=True)},
     ):
         load_tokenizer(other(tmp_path, **changes))
@@ -467,14 +468,14 @@ def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
 
 
 def test_dropout_is_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Else a text gets other tokens each time, under one fingerprint."""
+    """Otherwise a text gets other tokens each time, under the same fingerprint."""
     without = load_tokenizer(other(tmp_path / "a"))
     assert "dropout" not in capsys.readouterr().err
     tokenizer = load_tokenizer(other(tmp_path / "b", model={"dropout": 0.5}))
     assert "dropout 0.5" in capsys.readouterr().err
     assert len({tuple(tokenizer.encode("abc" * 20)) for _ in range(20)}) == 1
     assert tokenizer.encode("abc" * 20) == without.encode("abc" * 20)
-    tokenizer.save(tmp_path)  # what the data and the exported model have
+    tokenizer.save(tmp_path)  # the file of the data and the exported model
     again = load_tokenizer(tmp_path)
     assert capsys.readouterr().err == ""
     assert again.fingerprint == tokenizer.fingerprint

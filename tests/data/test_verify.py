@@ -1,4 +1,4 @@
-"""Data that was altered, has tokens beyond the vocabulary, or was never written."""
+"""Data that was altered, has tokens outside the vocabulary, or was never written."""
 
 import json
 import os
@@ -29,13 +29,13 @@ def overwrite(path: Path, start: int, values: bytes) -> None:
 
 
 def token_file(path: Path, tokens: int = 60_000) -> None:
-    """A file of nanoGPT's, of bytes."""
+    """A token file of nanoGPT, with bytes."""
     np.random.default_rng(0).integers(1, 256, tokens).astype("<u2").tofile(path)
 
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """A data folder of nanoGPT's, far longer than the blocks that are sampled of it."""
+    """A data folder of nanoGPT, far longer than the blocks that are sampled."""
     folder = tmp_path / "foreign"
     folder.mkdir()
     token_file(folder / "train.bin")
@@ -45,7 +45,7 @@ def foreign(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def foreign_run(small_run: Arguments, foreign: Path) -> Arguments:
-    """Arguments of a tiny run on the folder of nanoGPT's."""
+    """Return the arguments of a tiny run on that folder."""
     data = ["--data.train", str(foreign), "--data.tokenizer", "bytes"]
     return lambda *options: small_run(*data, *options)
 
@@ -92,7 +92,7 @@ def test_an_altered_file_of_another_project_is_found_at_the_next_launch(
     both = ["--checkpoint.allow_change", "train.max_steps,data.train"]
     assert launch(foreign_run("--train.max_steps", "16", *both)) == 0
     later = ["--train.max_steps", "20", *LONGER[2:]]
-    assert launch(foreign_run(*later)) == 0  # once accepted, the file is as it should be
+    assert launch(foreign_run(*later)) == 0  # once accepted, the file counts as correct
     assert records(tmp_path / "run")[-1]["step"] == 20
 
 
@@ -182,7 +182,7 @@ def test_an_alteration_found_while_training_ends_the_run_before_a_save(
 
     monkeypatch.setattr(train, "VERIFY_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(train, "update", update_and_tell)
-    monkeypatch.setattr(verify, "lower_priority", trained.wait)  # the data take long to read
+    monkeypatch.setattr(verify, "lower_priority", trained.wait)  # make reading slow
     long = ["--train.max_steps", "100000", "--checkpoint.every", "50000"]
     assert launch(small_run(*long, *QUIET)) == 3
     assert f"error: {shard} was altered" in capsys.readouterr().err
@@ -190,7 +190,7 @@ def test_an_alteration_found_while_training_ends_the_run_before_a_save(
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
-# the second process is on another machine, whose copy of the data is read after step 5 alone
+# the second process is on another machine; its copy of the data is read after step 5
 OTHER_MACHINE = """
 import threading
 from accel_gpt import train

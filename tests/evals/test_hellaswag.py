@@ -38,7 +38,7 @@ BLOCK = 64
 
 
 def question(i: int) -> dict[str, Any]:
-    """One in the original format, some with what WikiHow's pages left in them."""
+    """Return a question in the original format, some with markup of WikiHow's pages."""
     words = text_of(60, seed=i).split()
     a = " ".join(words[: 4 + 3 * i])
     return {
@@ -78,7 +78,7 @@ def model() -> GPT:
 
 
 def prepared(record: dict[str, Any]) -> tuple[str, list[str]]:
-    """Query and choices by lm-evaluation-harness's recipe, spelled out once more."""
+    """Return query and choices by lm-evaluation-harness's recipe, implemented again."""
 
     def without_artifacts(text: str) -> str:
         text = text.strip().replace(" [title]", ". ")
@@ -97,7 +97,7 @@ def by_hand(
     encode: Callable[[str], list[int]],
     logits_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[list[float]]:
-    """Log-likelihood of each ending of each question, one after the other."""
+    """Return the log-likelihood of each ending, computed one after the other."""
     found = []
     for record in records:
         query, endings = prepared(record)
@@ -129,11 +129,11 @@ def test_texts_are_those_of_the_harness() -> None:
         "A man. runs.",
         ["on", "off"],
         1,
-    )  # ctx, where its parts are missing
+    )  # ctx, if its parts are missing
 
 
 def test_the_boundary_is_where_the_tokens_of_the_text_alone_end(bpe: Tokenizer) -> None:
-    """Spaces belong to the ending, and a token over the boundary as well."""
+    """Spaces belong to the ending, and so does a token across the boundary."""
     for query, ending in (("the king", " went to war"), ("the king  ", "   went")):
         ((tokens, count),) = encode_question(query, [ending.strip()], 0, bpe, BLOCK).sequences
         assert bpe.decode(tokens) == "the king" + ending
@@ -232,7 +232,7 @@ def test_equal_to_one_ending_after_the_other(
 
 
 def check_figures(figures: dict[str, float], expected: list[list[float]]) -> None:
-    """acc and acc_norm from log-likelihoods, as the harness takes them."""
+    """Compare acc and acc_norm with the harness's rules on log-likelihoods."""
     right = {"acc": 0, "acc_norm": 0}
     for i, likely in enumerate(expected):
         _, endings = prepared(question(i))
@@ -266,7 +266,7 @@ def test_under_fsdp_every_process_does_as_many_batches(
 def test_acc_takes_the_least_loss_and_acc_norm_the_least_per_character(
     bpe: Tokenizer, model: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of equals, and never an empty ending; bytes would be lm_eval's acc_bytes."""
+    """Ties give the first, and never an empty ending; by bytes it would be acc_bytes."""
     endings = ["à là sé", "a sea", "海海"]
     questions = [encode_question("the king", endings, label, bpe, BLOCK) for label in (0, 1, 2, 1)]
     questions[3] = dataclasses.replace(questions[3], lengths=(0, 5, 5))

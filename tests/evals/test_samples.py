@@ -27,7 +27,7 @@ NOTE = (
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 def test_each_token_follows_from_the_context_alone(preset: str) -> None:
-    """Far beyond the context, in a model that has never seen what came before."""
+    """Far beyond the context, equal to a model that never saw the earlier tokens."""
     model = make(tiny(preset)).eval()
     prompt = torch.randint(VOCAB, (1, 45), generator=seeded(6))
     out = run(model, prompt, 30, temperature=0)
@@ -72,7 +72,7 @@ def test_each_process_writes_another_text() -> None:
     texts = []
     for rank in range(2):
         one: Any = Member(rank, 2, [], None)  # type: ignore[arg-type]
-        one.num_processes = 1  # gathers nothing
+        one.num_processes = 1  # a single process gathers nothing
         text = sample(one, model, BytesTokenizer(), config, seed=1, step=5)
         texts += [part.partition("\n")[2].strip() for part in text.split("--- sample ")[1:]]
     assert len(set(texts)) == len(texts) == 4

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on the exported model: metrics, and what is refused."""
+"""Tasks of lm-evaluation-harness on the exported model: metrics and errors."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ from tests.test_train import records
 
 BLOCK_SIZE = 40  # shorter than some questions
 
-# importing lm_eval sets variables of the environment
+# importing lm_eval sets environment variables
 pytestmark = pytest.mark.usefixtures("settings_kept")
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="needs the extra lm-eval"
@@ -40,7 +40,7 @@ ignore_warnings = pytest.mark.filterwarnings("ignore")
 
 
 def export(folder: Path, tokenizer: Tokenizer) -> Path:
-    """Write a folder for transformers; the weights are drawn, and large: the model has opinions."""
+    """Write a folder for transformers; its random weights are large, so that answers differ."""
     torch.manual_seed(0)
     model = GPT(tiny(block_size=BLOCK_SIZE), tokenizer.vocab_size).eval()
     with torch.no_grad():
@@ -56,7 +56,7 @@ def export(folder: Path, tokenizer: Tokenizer) -> Path:
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of tasks; what `datasets` caches goes to `tmp_path`."""
+    """A folder of tasks; the cache of `datasets` is in `tmp_path`."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -70,7 +70,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @ignore_warnings
 @pytest.mark.slow
 def test_hellaswag_agrees_with_the_harness(tasks: Path, tmp_path: Path) -> None:
-    """Ours needs no other package; the harness computes with the exported model."""
+    """Ours needs no other package; the harness uses the exported model."""
     tokenizer, name = train_bpe([text_of(2000)], 300), "local_hellaswag"
     exported = export(tmp_path / "exported", tokenizer)
     found = score_tasks(

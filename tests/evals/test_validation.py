@@ -58,7 +58,7 @@ def model() -> GPT:
 
 
 def test_loss_and_standard_error_are_those_of_all_targets(corpus: Path, model: GPT) -> None:
-    """Each once; the error that of the mean over sequences."""
+    """Each target counts once; the error is the standard error over sequences."""
     split = open_split(corpus, "val")
     found = score(model, split)
     assert found.tokens == sum(length - 1 for length in split.lengths)
@@ -85,7 +85,7 @@ def test_loss_and_standard_error_are_those_of_all_targets(corpus: Path, model: G
 
 
 def test_under_fsdp_every_rank_does_as_many_batches(corpus: Path, model: GPT) -> None:
-    """Each takes part in the forward of all others: one batch more on one of them is a hang."""
+    """All ranks take part in each forward: an extra batch on one of them would hang."""
     split = open_split(corpus, "val")
     alone, parts, counts = score(model, split), [], []
     for rank in range(3):
@@ -108,7 +108,7 @@ def test_budget_takes_sequences_spread_over_the_split(corpus: Path) -> None:
 
 
 def test_nothing_is_kept_of_a_batch(corpus: Path, model: GPT) -> None:
-    """A tensor kept of each would grow the memory on a CPU: see `score_sequences`."""
+    """Keeping a tensor of each batch would fill the memory, see `score_sequences`."""
     alive: list[int] = []
 
     def on_progress(*_: int) -> None:
@@ -132,7 +132,7 @@ def test_token_beyond_the_vocabulary_is_refused(corpus: Path) -> None:
 
 
 def words(kind: str, path: Path) -> Path:
-    """A tokenizer.json whose tokens do not tell the bytes of the text that they stand for."""
+    """A tokenizer.json whose tokens do not add up to the bytes of the text."""
     tokens = ["<|endoftext|>", "[UNK]", *sorted({*WORDS[:15], *map("\u2581".__add__, WORDS)})]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     model: Any = models.WordLevel(vocabulary, unk_token="[UNK]")
@@ -164,10 +164,10 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     assert 0.3 * sum(map(len, texts)) < of_text < 0.7 * sum(map(len, texts))
     part = EvalSplit(None, 1.0, split, None)
     found = evaluate_source(model, part, Accelerator(cpu=True), 8, tokenizer, None)
-    assert found.bytes == pytest.approx(of_text, rel=0.01)  # of all but the first token
+    assert found.bytes == pytest.approx(of_text, rel=0.01)  # all but the first token
     assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.01)
 
-    foreign = tmp_path / "foreign"  # nanoGPT's files do not tell the bytes of their text
+    foreign = tmp_path / "foreign"  # nanoGPT's files do not hold the bytes of their text
     foreign.mkdir()
     shutil.copy(path, foreign)
     for name in ("train", "val"):

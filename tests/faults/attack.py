@@ -1,4 +1,4 @@
-"""What an attacker plants: pickles that leave a canary when read, and manifests that fit."""
+"""Files of an attacker: pickles that leave a canary when read, and manifests that match."""
 
 import hashlib
 import io
@@ -21,19 +21,19 @@ class Payload:
 
 
 def pickled(canary: Path) -> bytes:
-    """A pickle that executes."""
+    """Return a pickle that executes."""
     return pickle.dumps({"state": Payload(canary)})
 
 
 def zipped(canary: Path) -> bytes:
-    """The same in the format of `torch.save`."""
+    """Return the same in the format of `torch.save`."""
     buffer = io.BytesIO()
     torch.save({"state": Payload(canary)}, buffer)
     return buffer.getvalue()
 
 
 def plant(checkpoint: Path, name: str, content: bytes, fitting: bool) -> None:
-    """Write a file into a checkpoint; `fitting`: with the entry of the manifest that it needs."""
+    """Write a file into a checkpoint; `fitting`: also add it to the manifest."""
     (checkpoint / name).parent.mkdir(exist_ok=True)
     (checkpoint / name).write_bytes(content)
     if fitting and name != "manifest.json":
@@ -41,7 +41,7 @@ def plant(checkpoint: Path, name: str, content: bytes, fitting: bool) -> None:
 
 
 def fit(checkpoint: Path, name: str, content: bytes) -> None:
-    """Let the manifest say that a file of this name has this content."""
+    """Set the size and hash of a file in the manifest."""
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
     digest = hashlib.sha256(content).hexdigest()

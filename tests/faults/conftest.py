@@ -12,7 +12,7 @@ from tests.faults.harness import Server, Tiny, assert_whole, finish  # noqa: E40
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server, stopped at the end."""
+    """A server, stopped after the tests."""
     with Server(tmp_path_factory.mktemp("server") / "stderr.txt") as running:
         yield running
 
@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="session")
 def whole(server: Server, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The undisturbed run, with a checkpoint of every step; not to be written to."""
+    """The undisturbed run, with a checkpoint of every step; do not write to it."""
     run = tmp_path_factory.mktemp("whole") / "run"
     finish(server, tiny.arguments(run, "--checkpoint.every", "1", "--checkpoint.keep_last", "99"))
     assert_whole(run)

@@ -20,26 +20,26 @@ WATCH_SECONDS = 0.001
 
 
 class NoDiskError(AccelGPTError):
-    """This machine lets no process have a disk of its own."""
+    """This machine lets no process mount a disk."""
 
     exit_code = 99
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A tmpfs over `folder`, an empty folder, for the time of one launch."""
+    """A tmpfs over the empty `folder`, during one launch."""
 
     folder: str
     size: int  # bytes
-    before: str | None = None  # a folder, copied onto the disk
-    after: str | None = None  # what is on the disk in the end is copied here
-    free: int | None = None  # bytes: the rest is taken by a file `filler`
-    until: str | None = None  # the filler is removed once the process has said this
+    before: str | None = None  # a folder to copy onto the disk at the start
+    after: str | None = None  # the folder to which the disk is copied at the end
+    free: int | None = None  # bytes; a file `filler` takes the rest
+    until: str | None = None  # text in the output at which the filler is removed
     read_only: bool = False
 
     @contextmanager
     def mounted(self, output: Path) -> Iterator[None]:
-        """Mount; the process says what it says in the file `output`."""
+        """Mount the disk around a process whose output goes to the file `output`."""
         folder = Path(self.folder)
         own_namespace()
         mount(folder, f"size={self.size}")
@@ -59,7 +59,7 @@ class Disk:
 
 
 def own_namespace() -> None:
-    """From now on this process, which must have one thread, may mount; no other one sees it."""
+    """Let this process mount disks that no other process sees; it must have one thread."""
     user, group = os.getuid(), os.getgid()
     called("unshare", ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNS))
     Path("/proc/self/setgroups").write_text("deny")
@@ -75,24 +75,24 @@ def mount(folder: Path, options: str, flags: int = 0) -> None:
 
 
 def called(name: str, result: int) -> None:
-    """Raise `NoDiskError` where a call of the system failed."""
+    """Raise `NoDiskError` if a system call failed."""
     if result:
         raise NoDiskError(f"{name} failed: {os.strerror(ctypes.get_errno())}")
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy what is in one folder into another one."""
+    """Copy the content of one folder into another."""
     shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
 
 
 def fill(path: Path, free: int) -> None:
-    """Take all the room but `free` bytes."""
+    """Fill the disk except `free` bytes."""
     disk = os.statvfs(path.parent)
     path.write_bytes(bytes(max(0, disk.f_bavail * disk.f_frsize - free)))
 
 
 def make_room_when(output: Path, phrase: str, filler: Path) -> None:
-    """Remove `filler` once `output` holds `phrase`: the work of another process."""
+    """Remove `filler` once `output` holds `phrase`; another process runs this."""
     trainer = os.getpid()
     if os.fork():
         return

@@ -1,6 +1,6 @@
 """Tiny runs that are killed, launched again and compared bit for bit with an undisturbed one.
 
-Training is a black box here: arguments go in, exit codes, words and files come out.
+Training is a black box here: arguments go in; exit codes, output and files come out.
 """
 
 import csv
@@ -30,13 +30,13 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 12, 2
 EPOCH_STEPS = 4  # 16 windows of 16 tokens, 4 a step
 KILLED = -signal.SIGKILL
-# environment of each process where FSDP shards the model
+# environment of each process if FSDP shards the model
 FSDP = {
     **{"ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
     **{"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"},
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
 }
-CLOCK = ("time", "tokens_this_launch")  # figures that a clock or a restart decides
+CLOCK = ("time", "tokens_this_launch")  # figures that depend on the clock or on restarts
 LAUNCH_STATE = ("seconds", "world_size", "config")
 
 
@@ -63,10 +63,10 @@ class Server:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.process.communicate()  # an end of its input ends it
+        self.process.communicate()  # the server ends at the end of its input
 
     def launch(self, arguments: Sequence[str], processes: int = 1, **asked: Any) -> Answer:
-        """Train with `processes` processes; `asked` are further fields of a `Request`."""
+        """Train with `processes` processes; `asked` holds other fields of a `Request`."""
         asked.setdefault("environment", [{}] * processes)
         request = Request(list(arguments), **asked)
         assert self.process.stdin
@@ -104,12 +104,12 @@ log: {{every: 1, trackers: []}}
         )
 
     def arguments(self, out: Path, *options: str) -> list[str]:
-        """Those of a run in the folder `out`."""
+        """Return the arguments of a run in the folder `out`."""
         return [str(self.config), "--out_dir", str(out), *options]
 
 
 def finish(server: Server, arguments: Sequence[str], processes: int = 1, **asked: Any) -> Answer:
-    """A launch that must succeed."""
+    """Launch, and assert that it succeeds."""
     answer = server.launch(arguments, processes, **asked)
     assert answer.codes == [0] * processes, "\n".join(answer.outputs)
     return answer
@@ -119,19 +119,19 @@ def finish(server: Server, arguments: Sequence[str], processes: int = 1, **asked
 
 
 def records(run: Path) -> list[dict[str, str]]:
-    """Lines of metrics.jsonl without what a clock decides; numbers by their bits."""
+    """Return the lines of metrics.jsonl without clock figures; numbers by their bits."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: float(v).hex() for k, v in line.items() if not by_clock(k)} for line in lines]
 
 
 def rows(run: Path) -> list[dict[str, str]]:
-    """Rows of metrics.csv without what a clock or a restart decides."""
+    """Return the rows of metrics.csv without figures of the clock or restarts."""
     with (run / "metrics.csv").open(newline="") as file:
         return [{k: v for k, v in row.items() if not by_clock(k)} for row in csv.DictReader(file)]
 
 
 def by_clock(name: str) -> bool:
-    """Whether two equal runs may differ in this figure."""
+    """Return whether two equal runs may differ in this figure."""
     return name in CLOCK or name.startswith("perf/")
 
 
@@ -141,18 +141,18 @@ def checkpoint_names(run: Path) -> list[str]:
 
 
 def newest(run: Path) -> Path:
-    """The newest checkpoint."""
+    """Return the newest checkpoint."""
     return run / "checkpoints" / checkpoint_names(run)[-1]
 
 
 def debris(run: Path) -> list[str]:
-    """What a completed run of ours must not leave."""
+    """Return the files that a completed run must not leave."""
     patterns = ("*.tmp", ".tmp*", ".trash*")
     return [str(path) for pattern in patterns for path in run.rglob(pattern)]
 
 
 def assert_whole(run: Path, steps: int = STEPS) -> None:
-    """A completed run: each step once in both files, intact checkpoints, nothing left over."""
+    """Assert a complete run: each step once in both files, intact checkpoints, no debris."""
     assert [float.fromhex(r["step"]) for r in records(run)] == list(range(1, steps + 1))
     assert [int(row["step"]) for row in rows(run)] == list(range(1, steps + 1))
     assert debris(run) == []
@@ -162,7 +162,7 @@ def assert_whole(run: Path, steps: int = STEPS) -> None:
 
 
 def assert_same(run: Path, whole: Path, steps: int = STEPS, same_world: bool = True) -> None:
-    """Two completed runs with the same figures, weights and optimizer, bit for bit."""
+    """Assert that two runs have equal figures, weights and optimizer, bit for bit."""
     assert_whole(run, steps)
     assert records(run) == records(whole)
     assert rows(run) == rows(whole)
@@ -180,7 +180,7 @@ def assert_same(run: Path, whole: Path, steps: int = STEPS, same_world: bool = T
 
 
 def content(path: Path) -> Any:
-    """What a file of a checkpoint holds."""
+    """Return the content of a file of a checkpoint."""
     if path.suffix == ".safetensors":
         return load_file(path)
     if path.suffix == ".json":
@@ -191,7 +191,7 @@ def content(path: Path) -> Any:
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Equal in type, keys, order and every bit."""
+    """Return whether two values are equal in type, keys, order and every bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         bits = [t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b)]
         return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
@@ -206,7 +206,7 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def rewound(run: Path, copy: Path, step: int) -> Path:
-    """A copy of a run without its checkpoints after `step`: where a kill may have left it."""
+    """Copy a run without its checkpoints after `step`, as a kill may leave it."""
     shutil.copytree(run, copy, symlinks=True)
     forget_after(copy, step)
     return copy
@@ -220,7 +220,7 @@ def forget_after(run: Path, step: int) -> None:
 
 
 def flip(path: Path, draw: random.Random) -> str:
-    """Flip one random bit of a file; which one."""
+    """Flip one random bit of a file; return which one."""
     data = bytearray(path.read_bytes())
     bit = draw.randrange(8 * len(data))
     data[bit // 8] ^= 1 << bit % 8

@@ -1,6 +1,6 @@
-"""Starts of a tiny run as real processes: by a launcher, or two processes directly, as srun would.
+"""Start a tiny run as real processes: by a launcher, or two processes directly, like srun.
 
-Direct ones are forked from a process that has imported everything, which saves seconds each.
+Direct processes are forked from one that has imported everything, which saves seconds.
 """
 
 import itertools
@@ -48,7 +48,7 @@ for line in sys.stdin:
 
 
 def config(folder: Path, corpus: Path, steps: int = 40) -> Path:
-    """A run of two tiny processes whose step takes some 10 ms; a save or evaluation every few."""
+    """Config of a tiny run of two processes: about 10 ms a step, frequent saves."""
     path = folder / "two.yaml"
     path.write_text(
         f"""
@@ -68,36 +68,36 @@ log: {{every: 1, trackers: []}}
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Server:
-    """Forks trainers, and tells how they ended."""
+    """Forks trainers and reports how they end."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env=PLAIN,
         )  # fmt: skip
-        self.answer()  # everything is imported
+        self.answer()  # wait until everything is imported
 
     def ask(self, question: Mapping[str, Any]) -> Any:
-        """One line there, one back."""
+        """Send a line, return the answer."""
         assert self.process.stdin
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> Any:
-        """The next line."""
+        """Return the next line."""
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
-        """End it; its children have ended."""
+        """End the server; its children have ended."""
         self.process.communicate(timeout=60)
 
 
@@ -137,21 +137,21 @@ class Direct:
         self.codes: list[int | None] = [None] * processes
 
     def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to those that live."""
+        """Send a signal to the live processes."""
         self.poll()
         for rank in ranks:
             if self.codes[rank] is None:
                 os.kill(self.pids[rank], number)
 
     def poll(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all have ended."""
         for rank, code in enumerate(self.codes):
             if code is None:
                 self.codes[rank] = self.server.ask({"poll": self.pids[rank]})
         return None not in self.codes
 
     def wait(self, seconds: float = 60) -> list[int]:
-        """The exit codes; those that are late are ended, and the test fails."""
+        """Return the exit codes; kill late processes and fail the test."""
         try:
             until(self.poll, seconds)
         finally:
@@ -159,7 +159,7 @@ class Direct:
         return [code for code in self.codes if code is not None]
 
     def shown(self, rank: int = 0) -> str:
-        """What a process wrote so far."""
+        """Return the output of a process so far."""
         return self.files[rank].read_text() if self.files[rank].exists() else ""
 
 
@@ -178,7 +178,7 @@ class Launched:
             )  # fmt: skip
 
     def workers(self) -> list[int]:
-        """Trainers by rank, as far as they have started."""
+        """Return the started trainers by rank."""
         found = {
             environment["RANK"]: pid
             for pid, environment in marked(self.mark).items()
@@ -187,7 +187,7 @@ class Launched:
         return [found[rank] for rank in sorted(found)]
 
     def wait(self, seconds: float = 90) -> int:
-        """The launcher's exit code, once nothing that it started is left."""
+        """Wait until all its processes have ended; return the launcher's exit code."""
         try:
             self.process.wait(seconds)
             until(lambda: not marked(self.mark), 40)
@@ -197,12 +197,12 @@ class Launched:
         return self.process.returncode
 
     def shown(self) -> str:
-        """What launcher and processes wrote."""
+        """Return the output of launcher and processes."""
         return self.file.read_text()
 
 
 def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait until `condition` holds; the test fails where it does not in time."""
+    """Wait until `condition` holds; the test fails if it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "not in time"
@@ -210,6 +210,6 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def steps_told(run: Path) -> int:
-    """Lines of metrics that a run has by now."""
+    """Return the number of lines of metrics so far."""
     metrics = run / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0

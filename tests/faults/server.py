@@ -1,10 +1,10 @@
-"""Trains in processes that cost no start: torch is imported once, then each launch is a fork.
+"""Train in processes that start fast: import torch once, then fork for each launch.
 
     python -m tests.faults.server
 
 Reads a `Request` from each line of stdin and answers with an `Answer`, a line of JSON, on stdout.
-It keeps to one thread, for a fork copies no other; what training processes import late is found
-out by the first request for so many of them and imported here, so that those after it need not.
+It uses one thread, since a fork copies only one. The first request for a number of processes finds
+out what they import late. The server imports that too, so later requests need not.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from tests.helpers.matrix_worker import emulate_fsdp2
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 4096  # sequences are prefetched in small chunks: a launch reads few
 ABORT_SECONDS = 5.0
-FACTS = ("commit", "package_versions", "device_name")  # of the machine: asked once
+FACTS = ("commit", "package_versions", "device_name")  # facts of the machine, read once
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Request:
     """One launch: the same arguments for all its processes."""
 
     arguments: list[str]
-    environment: list[dict[str, str]] = field(default_factory=lambda: [{}])  # of each process
+    environment: list[dict[str, str]] = field(default_factory=lambda: [{}])  # one for each process
     kill_after: float | None = None  # seconds
     kill: int | str = "all"  # the process to kill
-    timeout: float = 60.0  # seconds after which all are killed: the launch has hung
-    clock: float = 0.0  # seconds that `time.time` is wrong by
+    timeout: float = 60.0  # seconds after which the launch counts as hung and is killed
+    clock: float = 0.0  # seconds added to `time.time`
     disk: dict[str, Any] | None = None  # fields of a `Disk`
-    command: bool = False  # of `accel-gpt`, its name being the first argument; else training
+    command: bool = False  # the arguments are of `accel-gpt`, else of training
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Answer:
 
     codes: list[int]  # exit code, or the negative number of a signal
     seconds: list[float]  # from the start to the end of each
-    outputs: list[str]  # what each said
+    outputs: list[str]  # output of each
     hung: bool = False
 
 
 def main() -> None:
     """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what else is printed is no answer
+    os.dup2(2, 1)  # other output must not mix with answers
     for name in FACTS:
         setattr(machine, name, functools.cache(getattr(machine, name)))
     loader.CHUNK_BYTES = CHUNK
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def serve(request: Request, folder: Path, warm: bool) -> Answer:
-    """Start the processes of a request, kill the one asked for, wait for the rest."""
+    """Start the processes of a request, kill the requested one, wait for the rest."""
     places = group(len(request.environment))
     files = [folder / f"output_{rank}" for rank in range(len(places))]
     for file in files:
@@ -107,7 +107,7 @@ def serve(request: Request, folder: Path, warm: bool) -> Answer:
 
 
 def group(size: int) -> list[dict[str, str]]:
-    """What a launcher tells each of its processes."""
+    """Return the environment that a launcher sets for each process."""
     common = {"ACCELERATE_USE_CPU": "true"}
     if size == 1:
         return [common]
@@ -120,7 +120,7 @@ def group(size: int) -> list[dict[str, str]]:
 
 
 def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) -> int:
-    """Start one training process; its number."""
+    """Start one training process; return its process id."""
     if pid := os.fork():
         return pid
     code = 1
@@ -148,7 +148,7 @@ def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) 
 
 
 def launch(request: Request, output: Path) -> int:
-    """Train, and end as an interpreter would: after the threads that it waits for."""
+    """Train, then end like an interpreter: join threads first."""
     if request.clock:
         right = time.time
         time.time = lambda: right() + request.clock
@@ -166,7 +166,7 @@ def launch(request: Request, output: Path) -> int:
 
 
 def watch(request: Request, pids: list[int], start: float) -> tuple[list[int], list[float], bool]:
-    """Kill when asked, and wait: codes, seconds, and whether the time ran out."""
+    """Kill on time and wait; return codes, seconds, and whether the time ran out."""
     codes, seconds = [0] * len(pids), [0.0] * len(pids)
     deadline, hung = start + request.timeout, False
     kill_at = None if request.kill_after is None else start + request.kill_after
@@ -185,20 +185,20 @@ def watch(request: Request, pids: list[int], start: float) -> tuple[list[int], l
             if kill_at is not None and now >= kill_at:
                 kill([pids[rank] for rank in left if request.kill in ("all", rank)])
                 kill_at = None
-            if left and now >= deadline:  # the first time they say where they are
+            if left and now >= deadline:  # the first signal makes them print their stacks
                 kill([pids[rank] for rank in left], signal.SIGKILL if hung else signal.SIGABRT)
                 hung, deadline = True, now + ABORT_SECONDS
     return codes, seconds, hung
 
 
 def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    """Signal processes that were not waited for."""
+    """Send a signal to processes that have not been reaped."""
     for pid in pids:
         os.kill(pid, number)
 
 
 def preload(folder: Path) -> None:
-    """Import what a training process imported late."""
+    """Import the modules that a training process imported late."""
     listed = folder / "modules"
     names = listed.read_text().split() if listed.exists() else []
     for name in names:

@@ -21,7 +21,7 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def test_single_bit_flips(whole: Path, tmp_path: Path) -> None:
-    """Half of them anywhere in the checkpoint, half in a file of any size."""
+    """Half of the flips hit any byte of the checkpoint, half any file."""
     seed = random.randrange(2**32)
     draw = random.Random(seed)
     path = Path(shutil.copytree(newest(whole), tmp_path / newest(whole).name))
@@ -62,7 +62,7 @@ def files(whole: Path) -> list[str]:
 
 
 def test_truncations(server: Server, tiny: Tiny, whole: Path, tmp_path: Path) -> None:
-    """Every third file once, cut in one of the ways."""
+    """Truncate every third file in one of several ways."""
     for number, name in list(enumerate(files(whole)))[::3]:
         cut = list(CUTS)[number % len(CUTS)]
         damaged_and_resumed(server, tiny, whole, tmp_path / f"run{number}", name, cut)

@@ -1,4 +1,4 @@
-"""Real FSDP2 on two gloo processes: stopped and resumed, poisoned, and taken up by one process."""
+"""Real FSDP2 on two gloo processes: stopped and resumed, poisoned, and resumed by one process."""
 
 import json
 import os
@@ -43,7 +43,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 ALIKE = ["--train.max_steps", "6", "--sample.every", "0", "--train.micro_batch_size", "2"]
 ALIKE += ["--eval.every", "3", "--checkpoint.every", "1", "--checkpoint.keep_last", "9"]
-# a signal to one process while step STOP_AT is under way; a loss that is no number on the other
+# a signal to one process during step STOP_AT; a NaN loss on the other
 FAULTY = """
 import os, signal
 from accel_gpt import train
@@ -64,7 +64,7 @@ train.update, train.micro_batches = faulty, batches
 """
 
 
-# the most memory, in bytes, that a process itself holds while it starts, loads, steps and saves
+# peak memory in bytes of a process while it starts, loads, steps and saves
 MEASURED = """
 import json, re, threading, time
 from pathlib import Path
@@ -103,7 +103,7 @@ def launch(
     changes: str = FAULTY,
     **given: int,
 ) -> None:
-    """Train under FSDP2 in `world` processes, all of which end with `code`."""
+    """Train under FSDP2 in `world` processes; assert that all end with `code`."""
     script = folder / "sharded.py"
     script.write_text(SHARDED.replace("sys.exit(", f"{changes}\nsys.exit("))
     with socket.socket() as free:
@@ -128,7 +128,7 @@ def launch(
 
 
 def moments(run: Path, step: int) -> dict[str, Tensor]:
-    """The optimizer's state of a sharded run: its parts, by file and name."""
+    """Return the optimizer's state of a sharded run, by file and name."""
     files = (run / "checkpoints" / f"step_{step:08d}").glob("optimizer_*.safetensors")
     return {f"{file.name}/{name}": part for file in files for name, part in load_file(file).items()}
 
@@ -149,15 +149,16 @@ def test_a_sharded_run_stops_skips_and_resumes_as_if_it_never_stopped(
     assert_same_weights(weights(whole, 6), weights(parted, 6))
     first, second = moments(whole, 6), moments(parted, 6)
     assert_same_weights(first, second)
-    # the poisoned update was left out on both processes, moments and count included
+    # both processes skipped the poisoned update, including moments and count
     assert not any(moment.any() for moment in moments(whole, 1).values())
     assert [record["train/skipped"] for record in records(whole)] == [1, 1, 1, 1, 1, 1]
     config = load_config(own, "test")
-    torch.manual_seed(config.seed)  # and what both began with is what one process begins with
+    # two processes start from the weights that one process starts from
+    torch.manual_seed(config.seed)
     assert_same_weights(weights(whole, 1), weights_of(GPT(config.model, 257)))
     assert not torch.equal(weights(whole, 1)["wte.weight"], weights(whole, 2)["wte.weight"])
     (parted / "checkpoints" / "step_00000006" / "weights_1.safetensors").unlink()
-    launch(2, tmp_path, own)  # falls back to the one before
+    launch(2, tmp_path, own)  # falls back to the checkpoint before
     assert (parted / "checkpoints" / ".corrupt_step_00000006_0").is_dir()
     assert_same_weights(weights(whole, 6), weights(parted, 6))
 
@@ -169,7 +170,7 @@ def test_any_number_of_processes_takes_up_the_shards_of_any_other(
 ) -> None:
     """Sharded over 2, 3 and 4, not sharded, sharded over 2: the losses of one process."""
     alike = [*ALIKE, "--model.dropout", "0", "--optim.name", optimizer]
-    alike += ["--train.tokens_per_step", "768"]  # which 2, 3 and 4 divide
+    alike += ["--train.tokens_per_step", "768"]  # 2, 3 and 4 divide it
     assert run_here(train.main, small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
     parted = tmp_path / "parted"
     own = small_run(*alike, "--out_dir", str(parted))
@@ -190,7 +191,7 @@ def test_any_number_of_processes_takes_up_the_shards_of_any_other(
 
 @pytest.mark.slow
 def test_no_rank_holds_more_than_its_share(corpus: Path, tmp_path: Path) -> None:
-    """350M parameters on four ranks; the C library returns what is freed, as else it is counted."""
+    """350M parameters on four ranks; the C library returns freed memory, else it would count."""
     if not THOROUGH:
         pytest.skip("takes four minutes; ACCEL_GPT_THOROUGH=1 runs it")
     if psutil.virtual_memory().available < 12e9:
@@ -214,10 +215,10 @@ checkpoint: {checkpoints}
     launch(4, tmp_path, [str(config), *more], changes=MEASURED, **returned)
     second = [json.loads((tmp_path / f"peaks_{rank}.json").read_text()) for rank in range(4)]
     rest = 600e6  # bytes of libraries and activations
-    # of four ranks' values of four bytes each
+    # four ranks share values of four bytes
     share = parameter_counts(load_config([str(config)], "test").model, 50257)["total"]
-    embedding = 4 * 50304 * 1024  # the largest weight, which a rank draws whole
-    step = 4 * share + 3 * embedding  # and gathers, with its gradient and what reduces that
+    embedding = 4 * 50304 * 1024  # the largest weight; a rank initializes all of it
+    step = 4 * share + 3 * embedding  # a step gathers it, and reduces its gradient
     bounds = {"start": share + 2 * embedding, "save": 3 * share, "restore": 3 * share}
     bounds |= {"update": step, "between": step}
     for peaks in (*first, *second):

@@ -1,4 +1,4 @@
-"""A disk without room, or that cannot be written: what was there stays, and the run goes on."""
+"""A full or read-only disk: existing files stay, and the run continues."""
 
 import re
 import shutil
@@ -23,14 +23,14 @@ from tests.faults.harness import (
 
 pytestmark = pytest.mark.slow
 SIZE = 16 * 2**20  # bytes of the disk
-TIGHT = 200_000  # bytes: less than a checkpoint takes
-STEPS = 40  # there is time to make room
+TIGHT = 200_000  # bytes; a checkpoint takes more
+STEPS = 40  # leaves time to free space
 LONG = ("--train.max_steps", str(STEPS), "--checkpoint.every", "4")
 NEEDED = re.compile(r"[\d,]+ bytes[^\n]*[\d,]+[^\n]* free")
 
 
 def on_disk(server: Server, arguments: list[str], folder: Path, **asked: Any) -> Answer:
-    """Launch with a disk of its own over `folder`; skips where there can be none."""
+    """Launch with a separate disk over `folder`; skip if that is impossible."""
     folder.mkdir()
     answer = server.launch(arguments, disk={"folder": str(folder), "size": SIZE, **asked})
     if answer.codes == [NoDiskError.exit_code]:
@@ -55,14 +55,14 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert answer.codes == [4], answer.outputs
     assert NEEDED.search(answer.outputs[0])
     assert "Traceback" not in answer.outputs[0]
-    assert "No space left on device (it needs" in answer.outputs[0]  # and not torch's words
-    for step in (8, 10, 12):  # it went on to the end
+    assert "No space left on device (it needs" in answer.outputs[0]  # instead of torch's message
+    for step in (8, 10, 12):  # it trained to the end
         assert answer.outputs[0].count(f"WARNING: the checkpoint of step {step} could") == 1
     assert "step 6 is the newest checkpoint before it; free some disk space" in answer.outputs[0]
     assert checkpoint_names(left) == ["step_00000006"]
     verify(newest(left))
     assert debris(left) == []
-    finish(server, tiny.arguments(left))  # with room again
+    finish(server, tiny.arguments(left))  # with space again
     assert_same(left, whole)
 
 

@@ -1,7 +1,7 @@
-"""Files changed at random: each command ends well, or with one sentence and an exit code of ours.
+"""Files changed at random: commands succeed, or fail with one sentence and an exit code.
 
-`ACCEL_GPT_THOROUGH=1 pytest -n 0 -m slow tests/faults/test_fuzz.py` tries 2,000, a night's worth;
-a case has the same number, and does the same, on every machine.
+`ACCEL_GPT_THOROUGH=1 pytest -n 0 -m slow tests/faults/test_fuzz.py` tries 2,000 (a night).
+A case number means the same on every machine.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.faults.attack import pickled
 from tests.faults.harness import Server, Tiny, finish, records
 
 CASES, PARTS = 2000 * THOROUGH or 100, 10
-SECONDS = 60.0  # of a command; the slowest takes 3
+SECONDS = 60.0  # time limit of a command; the slowest takes 3
 OURS = {0, 2, 3, 4, 5}
 VALUES = (None, True, 0, -1, 0.5, 10**30, float("nan"), float("inf"), "", "\u00b2", [], {}, [[]])
 VALUES += ({"a": 1}, "../elsewhere", "9" * 30, 2**53)
@@ -28,7 +28,7 @@ LATEST = "checkpoints/step_00000012"
 
 
 class Target(NamedTuple):
-    """Files of one kind, and the commands that read them (those of training begin with -)."""
+    """Files of one kind, and the commands that read them (training options start with -)."""
 
     files: tuple[str, ...]
     commands: tuple[tuple[str, ...], ...]
@@ -67,7 +67,7 @@ TARGETS = (
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Keys that lead to each value in a value of JSON."""
+    """Return the path of keys to each value in JSON content."""
     inside = value.items() if isinstance(value, dict) else ()
     for key, inner in enumerate(value) if isinstance(value, list) else inside:
         yield (*at, key)
@@ -75,7 +75,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def edited(value: Any, draw: random.Random) -> Any:
-    """`value` with one key removed or renamed, or one value replaced."""
+    """Return `value` with one key removed or renamed, or one value replaced."""
     chosen = [*places(value)]
     if not chosen:
         return draw.choice(VALUES)
@@ -94,7 +94,7 @@ def edited(value: Any, draw: random.Random) -> Any:
 
 
 def edit(path: Path, draw: random.Random) -> None:
-    """Change the value that a file of JSON, of lines of it, or of YAML holds."""
+    """Change one value in a file of JSON, JSON lines or YAML."""
     text = path.read_text()
     if path.suffix == ".yaml":
         path.write_text(yaml.safe_dump(edited(yaml.safe_load(text), draw)))
@@ -108,7 +108,7 @@ def edit(path: Path, draw: random.Random) -> None:
 
 
 def flip(path: Path, draw: random.Random) -> None:
-    """Flip some bits, half of the times among the first, where headers are."""
+    """Flip some bits; half of the time near the start, where headers are."""
     data = bytearray(path.read_bytes())
     most = 8 * min(len(data), draw.choice((256, len(data))))
     for _ in range(draw.choice((1, 1, 4))):
@@ -118,7 +118,7 @@ def flip(path: Path, draw: random.Random) -> None:
 
 
 def cut(path: Path, draw: random.Random) -> None:
-    """Shorten a file, to nothing at times."""
+    """Truncate a file, sometimes to nothing."""
     data = path.read_bytes()
     path.write_bytes(data[: draw.choice((0, draw.randrange(len(data) + 1), len(data) - 1))])
 
@@ -131,7 +131,7 @@ def insert(path: Path, draw: random.Random) -> None:
 
 
 def swap(path: Path, draw: random.Random) -> None:
-    """Put something else in place of a file, or nothing."""
+    """Replace a file by something else, or remove it."""
     path.unlink()
     how = draw.choice(("folder", "/nowhere", path.name, "nothing"))
     if how == "folder":
@@ -141,20 +141,20 @@ def swap(path: Path, draw: random.Random) -> None:
 
 
 def plant(path: Path, draw: random.Random) -> None:
-    """A pickle that leaves `executed` beside the run where it is loaded."""
+    """Plant a pickle that creates `executed` beside the run if it is loaded."""
     root = next(parent for parent in path.parents if (parent / "tiny.yaml").exists())
     path.write_bytes(pickled(root / "executed"))
 
 
 def change(root: Path, target: Target, draw: random.Random) -> tuple[Path, str]:
-    """Change one file of a target; which, and how."""
+    """Change one file of a target; return which and how."""
     found = sorted(root.glob(draw.choice(target.files)))
     path = draw.choice([path for path in found if path.is_file()])
     hows: list[Callable[[Path, random.Random], None]] = [flip, cut, insert, swap, plant]
     if path.suffix in (".json", ".jsonl", ".yaml"):
         hows += [edit] * 5
     if path.name == "tiny.yaml":
-        hows.remove(swap)  # whoever gives a pipe for a config has something to write into it
+        hows.remove(swap)  # a pipe as a config would wait for a writer
     how = draw.choice(hows)
     how(path, draw)
     return path, how.__name__
@@ -174,7 +174,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pat
     (root / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     shutil.copy(root / "text.txt", root / "kept.txt")
     tiny = Tiny(root)
-    text = tiny.config.read_text()  # a rate that does not depend on the number of steps
+    text = tiny.config.read_text()  # a learning rate that does not depend on the number of steps
     tiny.config.write_text(text.replace("warmup_steps: 2", "name: constant, warmup_steps: 2"))
     shutil.move(root / "kept.txt", root / "text.txt")
     with Server(root / "server.txt") as server:
@@ -192,7 +192,7 @@ def at(words: Sequence[str], root: Path) -> list[str]:
 
 
 def launch(server: Server, root: Path, words: Sequence[str]) -> tuple[int, str]:
-    """Run a command on the files in `root`; its exit code, and what it said."""
+    """Run a command on the files in `root`; return its exit code and output."""
     training = words[0] == "-"
     arguments = at(words, root)
     if training:
@@ -202,7 +202,7 @@ def launch(server: Server, root: Path, words: Sequence[str]) -> tuple[int, str]:
 
 
 def case(number: int, server: Server, base: Path, room: Path) -> str | None:
-    """What is wrong with how a command took a changed file; None where nothing is."""
+    """Return what is wrong after a command on a changed file; None if nothing is."""
     draw = random.Random(number)
     root = shutil.copytree(base, room / f"case{number}", symlinks=True)
     for path in [root / "tiny.yaml", root / "run" / "config.yaml"]:

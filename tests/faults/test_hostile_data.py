@@ -1,4 +1,4 @@
-"""Data folders of an attacker: nothing in them is unpickled, and names stay inside."""
+"""Data folders of an attacker: nothing in them is unpickled, and names stay inside the folder."""
 
 import json
 import pickle
@@ -22,7 +22,7 @@ SHORT += ["--schedule.warmup_steps", "0", "--log.trackers", "[]"]
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    """What a training on a folder says that ends with the code of a mistake or of bad data."""
+    """Train on a folder; assert exit code 2 or 3, and return the output."""
     capsys.readouterr()
     assert launch(arguments) in (2, 3)
     told = capsys.readouterr().err
@@ -43,7 +43,7 @@ def test_pickles_in_a_folder_of_ours_are_never_executed(
     assert name in refused(corpus, capsys, small_run(*SHORT))
     if name.endswith(".npy"):
         for content in (pickled(canary), object_array(corpus / "x.npy", canary)):
-            (corpus / name).write_bytes(content.ljust(size, b"\0"))  # of the size in the index
+            (corpus / name).write_bytes(content.ljust(size, b"\0"))  # the size in the index
             with pytest.raises(DataError, match=r"no \.npy file|holds object"):
                 open_data(str(corpus), "train", DataConfig())[0].read(0, 0, 1)
         assert name in refused(corpus, capsys, small_run(*SHORT))
@@ -51,7 +51,7 @@ def test_pickles_in_a_folder_of_ours_are_never_executed(
 
 
 def object_array(path: Path, canary: Path) -> bytes:
-    """A .npy file whose content is a pickle."""
+    """Return a .npy file whose content is a pickle."""
     np.save(path, np.array([Payload(canary)], object), allow_pickle=True)
     content = path.read_bytes()
     path.unlink()
@@ -74,7 +74,7 @@ def test_pickles_in_a_folder_of_others_are_never_executed(
     (folder / name).write_bytes(object_array(folder / name, canary) if npy else pickled(canary))
     code = run_here(cli.dispatch, ["inspect", str(folder), "--tokenizer", "bytes"])
     told = capsys.readouterr().err
-    if name == "train.ds.metadata":  # its first line is a text, here the name of no tokenizer
+    if name == "train.ds.metadata":  # its first line should be the name of a tokenizer
         assert code in (0, 2, 3)
     else:
         assert code in (2, 3)
@@ -106,7 +106,7 @@ def test_a_damaged_index_is_one_sentence(content: str, corpus: Path) -> None:
 def test_a_linked_shard_is_read_as_numbers_and_must_be_what_the_index_says(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """Shards may lie on other disks; what a link leads to becomes token ids, nothing else."""
+    """Shards may lie on other disks; the target of a link is read only as token ids."""
     file, outside = corpus / "train_000000.npy", tmp_path / "outside.npy"
     expected = open_data(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist()
     shutil.move(file, outside)

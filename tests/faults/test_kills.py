@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 ELASTIC = (
     *("--train.reproducible", "true", "--train.step_timeout", "2s"),
-    *("--train.init_timeout", "10s"),  # a peer may not come
+    *("--train.init_timeout", "10s"),  # a peer may never arrive
 )
 SURVIVOR_SECONDS = 30.0
 TIMED_OUT = re.compile("time ?out|timed out|completed nothing|has not met", re.IGNORECASE)
@@ -25,7 +25,7 @@ TIMED_OUT = re.compile("time ?out|timed out|completed nothing|has not met", re.I
 
 @dataclass
 class Tally:
-    """What the kills of a test hit."""
+    """Counts of what the kills of a test hit."""
 
     seed: int
     kills: int = 0
@@ -33,12 +33,12 @@ class Tally:
     launches: int = 0
     writing: int = 0  # kills while a checkpoint was being written
     starting: int = 0  # kills before the first step of the launch
-    late: int = 0  # launches that ended since a slow machine let a process wait too long
+    late: int = 0  # launches that ended because a slow machine let a process wait too long
     slowest: float = 0.0  # seconds from a kill to the end of the last survivor
     worlds: Counter[int] = field(default_factory=Counter)
 
     def note(self, answer: Answer, victim: int, run: Path) -> bool:
-        """Count a launch; whether no process was killed, and the run is done."""
+        """Count a launch; return whether the run completed without a kill."""
         shown = "\n".join(answer.outputs)
         assert not answer.hung, f"a survivor did not end, {self}: {shown}"
         self.launches += 1
@@ -65,8 +65,10 @@ def kill_launches(
     most: int = 1,
     sharded: bool = False,
 ) -> Tally:
-    """Kill one process of launches of up to `most`, of `most` where FSDP has `sharded` the model,
-    until `kills` were hit; the others end by themselves, and every run must end as undisturbed.
+    """Launch runs, and kill one process of each, until `kills` were hit.
+
+    A launch has up to `most` processes, or exactly `most` if FSDP has `sharded` the model. The
+    other processes end by themselves, and every run must end like the undisturbed one.
     """
     tally = Tally(random.randrange(2**32))
     draw = random.Random(tally.seed)

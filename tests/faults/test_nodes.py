@@ -1,4 +1,4 @@
-"""Two nodes, network namespaces joined by veth interfaces, as docs/how-to/several-nodes.md says.
+"""Two nodes as network namespaces joined by veth interfaces, see docs/how-to/several-nodes.md.
 
 Needs no root, only a Linux that lets a process make user and network namespaces.
 """
@@ -35,7 +35,7 @@ class Nodes:
             self.ip(node, "link set eth0 up")
 
     def hold(self, command: list[str]) -> None:
-        """Start the process of a namespace; skips the test where that is not allowed."""
+        """Start the process of a namespace; skip the test if that is not allowed."""
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -46,7 +46,7 @@ class Nodes:
             pytest.skip(f"this machine lets no process have a network of its own: {line}")
 
     def inside(self, node: int, net: bool = True) -> list[str]:
-        """What runs a command on a node."""
+        """Return the prefix that runs a command on a node."""
         words = ["nsenter", "-t", str(self.held[node].pid), "-U", "--preserve-credentials"]
         return [*words, *(["-n"] if net else [])]
 
@@ -55,7 +55,7 @@ class Nodes:
         subprocess.run([*self.inside(node), "ip", *words.split()], check=True)
 
     def launch(self, folder: Path, argv: list[str], interface: bool = True) -> None:
-        """`accelerate launch` on both; the name of this machine leads to its loopback interface."""
+        """Run `accelerate launch` on both; the host name resolves to the loopback interface."""
         environment = {**PLAIN, **({"GLOO_SOCKET_IFNAME": "eth0"} if interface else {})}
         for node in (0, 1):
             words = [*self.inside(node), *LAUNCH, "--machine_rank", str(node)]
@@ -66,7 +66,7 @@ class Nodes:
                 )
 
     def wait(self, seconds: float) -> list[int]:
-        """The exit codes of the launchers."""
+        """Return the exit codes of the launchers."""
         until(lambda: all(one.poll() is not None for one in self.launched), seconds)
         codes = [one.returncode for one in self.launched]
         self.launched.clear()

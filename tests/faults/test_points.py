@@ -1,4 +1,4 @@
-"""Killed at every point that the writer of checkpoints names: bit for bit the undisturbed run."""
+"""A run killed at every fault point of the writer equals the undisturbed run, bit for bit."""
 
 import shutil
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ import pytest
 from tests.conftest import THOROUGH
 from tests.faults.harness import FSDP, KILLED, Server, Tiny, assert_same, finish
 
-STEPS = 6  # three checkpoints and those of the best; two are kept and the best
+STEPS = 6  # three checkpoints; two and the best are kept
 TRIALS = 8
 OPTIONS = ["--train.max_steps", str(STEPS)]
 SHARDED = ["sharded_0", "sharded_1", "sharded_copied_0", "sharded_copied_1"]
 # how the launch may end: done, one sentence of error, no checkpoint, killed
 ENDS = {
     "kill": {KILLED},
-    "half": {KILLED, 0, 2, 4},  # there is no half of a folder: an error
+    "half": {KILLED, 0, 2, 4},  # a folder cannot be cut in half: an error
     "enospc": {0, 2, 4},
     "eio": {0, 2, 4},
 }
@@ -31,8 +31,9 @@ def short(
     tiny: Tiny,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The undisturbed run, without or with `checkpoint.async_save`, of one process or of two that
-    FSDP shards; beside it the names of all points that the process passed which is to fail.
+    """The undisturbed run: one process or two with FSDP, with or without `checkpoint.async_save`.
+
+    A file beside it has the names of the points that the process to fail passed.
     """
     run = tmp_path_factory.mktemp("short") / request.param
     log = {"ACCEL_GPT_FAULT_LOG": str(run.with_name("points.txt"))}
@@ -47,7 +48,7 @@ def short(
 
 
 def processes(short: Path, one: dict[str, str]) -> list[dict[str, str]]:
-    """Environment of each process of a run as `short`, `one` of that which is to fail."""
+    """Return the environment of each process of a run like `short`; `one`: of the one to fail."""
     kind, _, rank = short.name.rpartition("_")
     every = [dict(FSDP), dict(FSDP)] if kind.startswith("sharded") else [{}]
     every[int(rank)] |= one
@@ -55,13 +56,13 @@ def processes(short: Path, one: dict[str, str]) -> list[dict[str, str]]:
 
 
 def arguments(tiny: Tiny, run: Path, short: Path) -> list[str]:
-    """Those of the run in `run` that shall end as `short` did."""
+    """Return the arguments of a run in `run` that must end like `short`."""
     copied = str("copied" in short.name).lower()
     return tiny.arguments(run, *OPTIONS, "--checkpoint.async_save", copied)
 
 
 def points(short: Path) -> list[str]:
-    """Names of the points of the undisturbed run, in the order in which it passed them."""
+    """Return the names of the points of the undisturbed run, in order."""
     names = short.with_name("points.txt").read_text().splitlines()
     assert len(names) >= 3 * 4, f"the writer names few points: {names}"
     return names
@@ -70,7 +71,7 @@ def points(short: Path) -> list[str]:
 def fail_at(
     numbers: Iterable[int], action: str, server: Server, tiny: Tiny, short: Path, folder: Path
 ) -> None:
-    """Let a run fail at each of the points with these numbers, and launch it again."""
+    """Let a run fail at each point with these numbers, and launch it again."""
     names = points(short)
     for number in numbers:
         run, where = folder / f"{action}_{number}", f"{action} at {number}: {names[number - 1]}"
@@ -90,13 +91,13 @@ def fail_at(
 
 
 def spread(short: Path) -> range:
-    """Numbers of about as many points as a test has time for."""
+    """Return the numbers of some points, as many as there is time for."""
     numbers = range(1, len(points(short)) + 1)
     return numbers[:: max(1, len(numbers) // TRIALS)]
 
 
 def test_kill_at_some_points(server: Server, tiny: Tiny, short: Path, tmp_path: Path) -> None:
-    """Turn about with the file at hand as it is, and cut to half."""
+    """Alternate between an intact and a half-written current file."""
     chosen = spread(short)[::2]
     fail_at(chosen[::2], "kill", server, tiny, short, tmp_path)
     fail_at(chosen[1::2], "half", server, tiny, short, tmp_path)
@@ -105,7 +106,7 @@ def test_kill_at_some_points(server: Server, tiny: Tiny, short: Path, tmp_path: 
 def test_kill_between_a_save_and_the_end_of_its_evaluation(
     server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:
-    """Steps 3 and 6 are evaluated in two batches each; the last one is saved before."""
+    """Steps 3 and 6 are evaluated in two batches each; step 6 is saved before its evaluation."""
     for batch in (2, 4):
         run = tmp_path / f"batch_{batch}"
         environment = processes(short, {"ACCEL_GPT_FAULT": f"evaluation:{batch}=kill"})
@@ -132,7 +133,7 @@ def test_failure_of_one_of_two_that_fsdp_shards(
 def test_kill_at_every_point(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:
-    """Every point if thorough, else every fifth."""
+    """Try every point if thorough, else every fifth."""
     step = 1 if THOROUGH else 5
     fail_at(range(1, len(points(short)) + 1, step), action, server, tiny, short, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Resumed at awkward places of the data, with a clock that jumps, among foreign files."""
+"""Resume at awkward places of the data, with a clock that jumps, and among foreign files."""
 
 import json
 import os
@@ -37,7 +37,7 @@ EVERY_STEP = ("--checkpoint.every", "1", "--checkpoint.keep_last", "99")
 def test_resumed_anywhere_in_an_epoch(
     step: int, server: Server, tiny: Tiny, whole: Path, tmp_path: Path
 ) -> None:
-    """In the first epoch, exactly between two, in the second, in the third."""
+    """In the first epoch, exactly between two epochs, in the second, in the third."""
     epochs = json.loads((whole / "metrics.jsonl").read_text().splitlines()[step - 1])["data/epochs"]
     assert epochs == step / EPOCH_STEPS
     run = rewound(whole, tmp_path / "run", step)
@@ -51,7 +51,7 @@ def test_resumed_anywhere_in_an_epoch(
 def test_clock_that_jumps_back_has_no_influence(
     server: Server, tiny: Tiny, whole: Path, tmp_path: Path
 ) -> None:
-    """Nor have the times of files: the last checkpoint looks the oldest."""
+    """File times have no influence either: the last checkpoint looks the oldest."""
     run = rewound(whole, tmp_path / "run", 9)
     for age, path in enumerate(sorted(run.rglob("*"))):
         os.utime(path, (1e9 - age, 1e9 - age))
@@ -80,7 +80,7 @@ def test_debris_is_removed_and_foreign_files_are_left_alone(
     (root / "step_abc").mkdir()
     (root / ".trash_mine").write_text("mine")
     (root / "link").symlink_to(outside)
-    (root / "step_00000098").symlink_to(outside)  # a checkpoint, and not of this run
+    (root / "step_00000098").symlink_to(outside)  # a checkpoint of another run
     shown = finish(server, tiny.arguments(run)).outputs[0]
     assert "from step 6 " in shown
     assert foreign <= {path.name for path in root.iterdir()}
@@ -108,7 +108,7 @@ def test_two_runs_in_one_folder(server: Server, tiny: Tiny, tmp_path: Path) -> N
 def test_two_processes_end_when_their_folder_is_renamed(
     server: Server, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """It is renamed while both sleep before step 6."""
+    """The folder is renamed while both sleep before step 6."""
     run, moved = tmp_path / "run", tmp_path / "moved"
 
     def rename() -> None:

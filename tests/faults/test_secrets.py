@@ -18,13 +18,13 @@ from tests.helpers.hub_server import HubServer, environment
 Arguments = Callable[..., list[str]]
 REPO = "tester/tiny"
 TOKEN, KEY = "hf_CANARY" + "x" * 25, "WANDBCANARY" + "y" * 29
-CONTROLS = "a\x1b]0;x\x07b\x7f\x9b"  # what a terminal would obey
+CONTROLS = "a\x1b]0;x\x07b\x7f\x9b"  # control characters of a terminal
 SHORT = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
 SHORT += ["--schedule.warmup_steps", "0"]
 
 
 def holding(folder: Path, *secrets: str) -> list[Path]:
-    """Files that hold any of the secrets."""
+    """Return the files that hold any of the secrets."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return [p for p in found if any(secret.encode() in p.read_bytes() for secret in secrets)]
 
@@ -40,7 +40,7 @@ def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
     over = threading.Event()
 
     def watch() -> None:
-        """Look at the command lines of all processes, again and again."""
+        """Poll the command lines of all processes."""
         while not over.wait(0.1):
             for place in glob.glob("/proc/[0-9]*/cmdline"):
                 try:
@@ -88,7 +88,7 @@ def test_a_terminal_obeys_no_text_of_a_model(
     words += ["--max_new_tokens", "200", "--temperature", "2", "--top_k", "null"]
     assert run_here(cli.dispatch, words) == 0
     piped = capsys.readouterr().out
-    assert piped.startswith(CONTROLS)  # to a file goes what the model wrote
+    assert piped.startswith(CONTROLS)  # a file gets what the model wrote
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run_here(cli.dispatch, words) == 0
     shown = capsys.readouterr().out

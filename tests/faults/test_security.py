@@ -1,7 +1,6 @@
 """Attacks: nothing in a checkpoint or a config is executed, whoever wrote it.
 
-`accel_gpt` defends against files, not against an attacker who can write the manifest: such a one
-may change what is trained, but runs no code.
+An attacker who can write the manifest may change the trained model, but cannot run code.
 """
 
 import json
@@ -34,19 +33,19 @@ SHORT = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
 SHORT += ["--schedule.warmup_steps", "0", "--log.trackers", "[]"]
 OURS = ("optimizer.bin", "random_states_0.pkl", "model.safetensors")
 TEXTS = ("trainer_state.json", "model.json", "tokenizer.json", "manifest.json")
-# what Accelerate, DCP or torch read where they find it, and a checkpoint of ours never holds
+# files that Accelerate, DCP or torch would read, and that our checkpoints never hold
 FOREIGN = (
     *("scheduler.bin", "sampler.bin", "dl_state_dict.bin", "custom_checkpoint_0.pkl"),
     *("pytorch_model.bin", "pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"),
     *("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_rank0.bin", "__0_0.distcp"),
 )
-# what other processes or FSDP write: not opened by this run
+# files of other processes or FSDP: this run does not open them
 UNREAD = ("random_states_1.pkl", "scaler.pt")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run lies, once the first test has made it."""
+    """The folder of the run that the first test makes."""
     return tmp_path_factory.mktemp("trained") / "run"
 
 
@@ -63,9 +62,9 @@ def checkpoint(trained: Path, small_run: Arguments, tmp_path: Path) -> Path:
 def attack(
     command: Callable[[], int], name: str, capsys: pytest.CaptureFixture[str], refused: bool
 ) -> None:
-    """Run `command`, which ends well or names the file in a line, as far as it read it."""
+    """Run `command`; assert that it succeeds, or names the file if it reads it."""
     capsys.readouterr()
-    code = command()  # what raises anything but a `UserError` fails the test
+    code = command()  # any exception other than `UserError` fails the test
     told = capsys.readouterr().err
     assert code == 4 if refused else code in (0, 3, 4), (name, code, told)
     assert code == 0 or name in told, (name, told)
@@ -244,7 +243,7 @@ def test_wrong_sizes_are_refused(checkpoint: Path, entry: object) -> None:
 def test_a_link_out_of_a_checkpoint_is_followed_and_what_it_leads_to_hashed(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The Hub's cache consists of links; one to other content is found by its hash."""
+    """The Hub's cache consists of links; the hash finds a link to other content."""
     file, outside = checkpoint / "optimizer.bin", tmp_path / "outside"
     file.rename(outside)
     file.symlink_to(outside)
@@ -305,7 +304,7 @@ def test_a_damaged_best_leads_nowhere(
     (run / "best").write_bytes(content)
     with pytest.raises(UserError, match="has no checkpoint"):
         find_checkpoint(run, "best")
-    assert launch(small_run(*SHORT)) == 0  # and it is named anew
+    assert launch(small_run(*SHORT)) == 0  # and writes a new name
     assert (run / "best").read_text() == "2\n"
 
 
@@ -349,7 +348,7 @@ def test_a_hostile_config_is_one_sentence(
     assert len(told) < 500
     assert not Path("executed").exists()
     (tmp_path / "run").mkdir()
-    path.rename(tmp_path / "run" / "config.yaml")  # of a run that saved nothing yet
+    path.rename(tmp_path / "run" / "config.yaml")  # of a run without checkpoints
     assert launch(small_run(*SHORT)) == 2
     assert "config.yaml cannot be read" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Samples of real FSDP2 runs: the text that one process would have written."""
+"""Samples of real FSDP2 runs equal the text that one process writes."""
 
 import json
 import random
@@ -32,7 +32,7 @@ nn.Module.compile = lambda module: compile_module(module, backend="eager")
 
 @pytest.fixture
 def short_documents(tmp_path: Path) -> Path:
-    """Data of short documents: soon a model ends its texts early."""
+    """Data of short documents, so that a model soon ends its texts early."""
     draw, text = random.Random(0), tmp_path / "short.jsonl"
     lines = [json.dumps({"text": "".join(draw.choices("abc", k=4)) + str(i)}) for i in range(3000)]
     text.write_text("\n".join(lines) + "\n")
@@ -42,13 +42,13 @@ def short_documents(tmp_path: Path) -> Path:
 
 
 def texts(run: Path, step: int) -> list[str]:
-    """The samples of a step."""
+    """Return the samples of a step."""
     whole = (run / "samples" / f"step_{step:08d}.txt").read_text()
     return re.split(r"(?:\A|\n\n)--- sample \d+\n", whole.removesuffix("\n"))[1:]
 
 
 def alone(run: Path, step: int, rank: int) -> list[str]:
-    """What process `rank` writes with the whole weights of a step in its memory."""
+    """Return the text of process `rank`, with all weights of a step on one process."""
     model, tokenizer = load_pretrained(str(run), str(step), torch.device("cpu"))
     config = SampleConfig(num=2, max_new_tokens=50, temperature=1.5)
     own = []

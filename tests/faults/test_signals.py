@@ -43,7 +43,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def whole(server: Server, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbed; the file `seconds` says how long it took."""
+    """An undisturbed run; the file `seconds` holds its duration."""
     folder = tmp_path_factory.mktemp("whole")
     began = time.monotonic()
     assert Direct(server, folder, [str(config(folder, prepared / "corpus"))]).wait(120) == [0, 0]
@@ -68,7 +68,7 @@ def assert_same_run(run: Path, whole: Path) -> None:
 
 
 def seconds_of_training(run: Path) -> float:
-    """From the first step to the last."""
+    """Return the seconds from the first step to the last."""
     first, *_, last = (run / "metrics.jsonl").read_text().splitlines()
     return float(json.loads(last)["time"] - json.loads(first)["time"])
 
@@ -109,7 +109,7 @@ def test_signals_at_random_moments(
         launch.send(number, *to)
         codes = launch.wait()
         tell(number, to, f"step {before} to {steps_told(run)}", codes)
-        # before the first step a signal ends a process, and then the other one notices
+        # before the first step a signal ends a process; then the other one notices it
         died = {-number, 128 + number, 75}
         assert set(codes) <= {0, 70} | died, launch.shown(0) + launch.shown(1)
         assert 70 not in codes or died & set(codes)
@@ -130,7 +130,7 @@ def test_signal_in_the_middle_of_a_save(
     until(lambda: log.exists() and point in log.read_text().splitlines())
     launch.send(signal.SIGUSR2, 1)
     assert launch.wait() == [75, 75]
-    assert "SIGUSR2: saved at step" in launch.shown()  # by the one that got none
+    assert "SIGUSR2: saved at step" in launch.shown()  # by the process that got no signal
     assert Direct(server, tmp_path, argv).wait() == [0, 0]
     assert_same_run(tmp_path / "run", whole)
 
@@ -164,10 +164,10 @@ def test_launchers_get_signals_at_random_moments(
             to, workers if to == "all" else []
         )
         for pid in [*chosen, *[launch.process.pid] * (to in ("launcher", "all"))]:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the process has just ended
                 os.kill(pid, number)
         before = steps_told(run)
-        code = launch.wait()  # and nothing is left
+        code = launch.wait()  # no process is left
         shown = launch.shown()
         saved = "saved at step" in shown
         tell(launcher, number, to, f"step {before} to {steps_told(run)}", code, saved)
@@ -196,7 +196,7 @@ def test_dead_launcher_leaves_a_checkpoint_and_no_process(
     assert launch.wait() == code
     assert "SIGTERM: saved at step" in launch.shown()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    # the record of a step whose evaluation was stopped is written by the next launch
+    # the next launch writes the record of a step whose evaluation was stopped
     assert read_state(saved).reported_step == steps_told(tmp_path / "run")
 
 
@@ -205,7 +205,7 @@ def test_launcher_that_dies_while_its_processes_start_leaves_none(
 ) -> None:
     launch = Launched(TWO["torchrun"], tmp_path, argv)
     until(lambda: len(launch.workers()) == 2, 120)
-    launch.process.kill()  # they are importing torch
+    launch.process.kill()  # the workers are importing torch
     launch.wait()
     assert not (tmp_path / "run").exists()
 
@@ -220,7 +220,7 @@ def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
     until(lambda: log.exists() and "manifest.due" in log.read_text().splitlines())
     launch.send(number, 0)
     time.sleep(0.3)
-    launch.send(number, 0)  # the same press
+    launch.send(number, 0)  # the same key press
     time.sleep(2.5)
     assert not launch.poll()
     launch.send(number, 0)
@@ -233,7 +233,7 @@ def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
 def test_signals_after_the_save_leave_the_exit_code(
     number: int, server: Server, argv: list[str], tmp_path: Path
 ) -> None:
-    """An interpreter that ends takes its handlers away first, and then some seconds."""
+    """An interpreter that exits removes its handlers first, and then takes some seconds."""
     launch = Direct(server, tmp_path, [*argv, "--train.max_steps", "100000"])
     until(lambda: steps_told(tmp_path / "run") > 3)
     launch.send(number, 0)
@@ -277,7 +277,7 @@ SAMPLED = ["--sample.every", "5", "--sample.max_new_tokens", "8", "--eval.tokens
 
 @pytest.fixture(scope="module")
 def kept(server: Server, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with samples that nothing disturbed."""
+    """An undisturbed run with samples."""
     folder = tmp_path_factory.mktemp("kept")
     argv = [str(config(folder, prepared / "corpus")), *SAMPLED]
     assert Direct(server, folder, argv).wait() == [0, 0]
@@ -291,7 +291,7 @@ def kept(server: Server, prepared: Path, tmp_path_factory: pytest.TempPathFactor
 def test_a_signal_to_one_process_during_an_evaluation_stops_all(
     where: str, rank: int, server: Server, kept: Path, argv: list[str], tmp_path: Path
 ) -> None:
-    """Sleeps two seconds before a batch or a token; then all abandon the rest."""
+    """One process sleeps two seconds before a batch or a token; then all stop."""
     own = [*argv, *SAMPLED]
     slow = {one: {"ACCEL_GPT_FAULT": where} for one in (0, 1)}
     launch = Direct(server, tmp_path, own, environment=slow)
@@ -326,7 +326,7 @@ def test_a_hang_ends_all_and_names_the_place(
     assert f"process {rank} completed nothing within 4s (train.step_timeout)" in shown
     assert 'accel_gpt/files.py", line' in shown
     assert "in fail" in shown
-    assert 'data/loader.py", line' in shown  # another thread
+    assert 'data/loader.py", line' in shown  # stack of another thread
 
 
 def test_a_hang_that_holds_the_interpreter_ends_too() -> None:
@@ -373,7 +373,7 @@ def test_a_process_that_fails_takes_the_other_along(
 def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
     server: Server, argv: list[str], tmp_path: Path
 ) -> None:
-    """Process 1 sleeps two seconds before it forces its file to disk."""
+    """Process 1 sleeps two seconds before it syncs its file."""
     log = tmp_path / "points.txt"
     slow = {
         0: {"ACCEL_GPT_FAULT_LOG": str(log)},
@@ -393,7 +393,7 @@ def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
 
 
 def test_time_limit(server: Server, whole: Path, argv: list[str], tmp_path: Path) -> None:
-    """Each of some 50 ms: stopped in time, again and again, and the end is the same."""
+    """Steps take about 50 ms. The run stops in time repeatedly, and ends with the same result."""
     start = float((whole / "seconds").read_text()) - seconds_of_training(whole)
     limit = 8 + round(2 * start)  # seconds; other work may be slowing this machine
     slow = {rank: {"ACCEL_GPT_FAULT": "file.written:1=sleep"} for rank in (0, 1)}
@@ -407,7 +407,7 @@ def test_time_limit(server: Server, whole: Path, argv: list[str], tmp_path: Path
     assert "train.time_limit: saved at step" in launch.shown()
     assert steps_told(tmp_path / "long") > 2
     codes, launches = [75, 75], 0
-    while codes == [75, 75]:  # shorter than the start: a step each time
+    while codes == [75, 75]:  # the limit is shorter than the start: one step each time
         done = steps_told(tmp_path / "run")
         options = ["--train.time_limit", "0.5s" if launches < 3 else "1h"]
         codes = Direct(server, tmp_path, [*argv, *options]).wait()

@@ -70,7 +70,7 @@ class Slurm:
         )  # fmt: skip
 
     def requeued(self) -> int:
-        """How often a job was queued again."""
+        """Return how often the job was requeued."""
         said = self.stubs / "said"
         return said.read_text().count("requeue ") if said.exists() else 0
 

@@ -1,4 +1,4 @@
-"""The start of several processes: a mistake on one of them ends all, before anything is built."""
+"""The start of several processes: a mistake on one ends all before the model is built."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def preparing(text: Path, folder: Path) -> list[str]:
 def test_preparation_that_fails_ends_all(
     rank: int, server: Server, argv: list[str], tmp_path: Path
 ) -> None:
-    """Of rank 0, for which the other processes of the node wait; of another node, alone."""
+    """On rank 0 the other processes of the node wait for it; on another node they do not."""
     text, missing = tmp_path / "text.txt", tmp_path / "missing.txt"
     text.write_text("the king of the sea " * 2000)
     own = {r: preparing(missing if r == rank else text, tmp_path / str(r) / "data") for r in (0, 1)}
@@ -93,7 +93,7 @@ def test_data_is_prepared_once_a_node_or_once_where_the_folder_is_shared(
 
 
 def test_process_that_meets_no_other_ends(server: Server, argv: list[str], tmp_path: Path) -> None:
-    """On a port where nobody listens, as the main process has not come."""
+    """Nobody listens on the port, since the main process has not started."""
     alone = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = {0: ["--train.init_timeout", "3s", "--train.step_timeout", "60s"]}

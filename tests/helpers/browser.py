@@ -56,7 +56,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.out.close()  # which ends the browser
+        self.out.close()  # this ends the browser
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -110,7 +110,7 @@ class Browser:
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page, or of the promise that it returns."""
+        """Return the value of a JavaScript expression in the page; await a promise."""
         options = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         answer = self.send("Runtime.evaluate", **options)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]

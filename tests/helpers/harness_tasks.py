@@ -1,6 +1,6 @@
-"""Tasks of lm_eval on made-up questions: data in the original formats, and the YAML that finds it.
+"""Tasks of lm_eval on made-up questions: data in the original formats, and YAML files.
 
-Each YAML takes in the original one, so questions are processed as lm_eval does; no network.
+Each YAML includes the original one, so lm_eval processes questions as usual; no network.
 """
 
 import json
@@ -67,7 +67,7 @@ def answers(draw: random.Random) -> dict[str, Any]:
 
 
 def write_tasks(folder: Path) -> None:
-    """The YAML and JSONL files of four tasks."""
+    """Write the YAML and JSONL files of four tasks."""
     import lm_eval
 
     originals = Path(lm_eval.__file__).parent / "tasks"

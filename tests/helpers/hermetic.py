@@ -1,7 +1,7 @@
 """No test reaches the network, and none leaves a global setting changed.
 
 A plugin of pytest, which `conftest.py` registers where tests run. The network is cut for this
-process and its forks; where `.ci/run` may, it cuts it for all processes.
+process and its forks. If permitted, `.ci/run` cuts it for all processes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import torch
 LOOPBACK_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", socket.gethostname())
 TEST_VARIABLE = "PYTEST_CURRENT_TEST"  # pytest's own
 BEFORE = pytest.StashKey[dict[str, Any]]()
-# parents before children, whose values follow those of their parents
+# parents before children, since children inherit values
 FP32_PRECISION: dict[str, Any] = {
     "": torch.backends,
     "cuda.matmul": torch.backends.cuda.matmul,
@@ -38,14 +38,14 @@ FP32_PRECISION: dict[str, Any] = {
 
 
 def start(threads: int) -> None:
-    """Before any test."""
+    """Prepare this process before any test."""
     cut_network()
     sync_nothing()
     torch.set_num_threads(threads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a card where there is none."""
+    """Skip GPU tests if there is no GPU."""
     needy = [item for item in items if item.get_closest_marker("gpu")]
     if needy and not torch.cuda.is_available():
         for item in needy:
@@ -61,7 +61,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Put back the global settings after all fixtures; a test that left one changed fails."""
+    """Restore the global settings after all fixtures; fail a test that left one changed."""
     try:
         result = yield
     finally:
@@ -75,7 +75,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def is_here(host: Any) -> bool:
-    """Whether an address, or a name, leads to this machine."""
+    """Return whether an address or a name is this machine."""
     try:
         address = ip_address(str(host).partition("%")[0])
     except ValueError:
@@ -84,7 +84,7 @@ def is_here(host: Any) -> bool:
 
 
 def cut_network() -> None:
-    """Let sockets of this process reach this machine only, with the errors of a cut cable."""
+    """Let sockets of this process reach only this machine; others raise network errors."""
     connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
     getaddrinfo = socket.getaddrinfo
 
@@ -114,15 +114,15 @@ def cut_network() -> None:
 
 
 def sync_nothing() -> None:
-    """Spare the disk, half of the time of tests that prepare data.
+    """Make syncs do nothing: they take half of the time of tests that prepare data.
 
-    What a process wrote outlives its kill without a sync, and no test cuts the power.
+    Written data survives a kill without a sync, and no test cuts the power.
     """
     connect = sqlite3.connect
 
     def connect_unsynced(*args: Any, **options: Any) -> sqlite3.Connection:
         connection = connect(*args, **options)
-        with contextlib.suppress(sqlite3.DatabaseError):  # it is no database
+        with contextlib.suppress(sqlite3.DatabaseError):  # not a database
             connection.execute("PRAGMA synchronous = OFF")
         return connection
 
@@ -134,18 +134,18 @@ def sync_nothing() -> None:
 
 
 def flushes_denormals() -> bool:
-    """Torch sets it but does not tell it."""
+    """Return the setting by an experiment: torch has no function that reads it."""
     return sys.float_info.min / 2 == 0.0
 
 
 def environ() -> dict[str, str]:
-    """All variables but those that pytest and, when it compiles, torch set for themselves."""
+    """Return all variables, except internal ones of pytest and of torch.compile."""
     own = (TEST_VARIABLE, "_TORCHINDUCTOR", "TRITON_")
     return {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
 
 def import_paths() -> list[str]:
-    """`sys.path` without what setuptools adds, which torch imports when it compiles."""
+    """Return `sys.path` without the entries of setuptools, which torch.compile imports."""
     return [path for path in sys.path if not path.endswith("setuptools/_vendor")]
 
 
@@ -156,7 +156,7 @@ def set_environ(variables: dict[str, str]) -> None:
 
 
 def matmul_precision() -> str:
-    """What torch tells, which is nothing where a backend has another than it would set."""
+    """Return the setting; None if a backend has a value that torch cannot express."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -194,13 +194,13 @@ SETTINGS: dict[str, Setting] = {
 
 
 def read_settings() -> dict[str, Any]:
-    """Every global setting by its name."""
+    """Return every global setting by name."""
     return {name: read() for name, (read, _) in SETTINGS.items()}
 
 
 def restore_settings(before: dict[str, Any]) -> list[str]:
-    """Put global settings back; those that had changed, with both values."""
-    now = read_settings()  # all, before any is written: some decide over others
+    """Restore global settings; return the changed ones with both values."""
+    now = read_settings()  # read all before writing any: some affect others
     changed = [name for name in SETTINGS if now[name] != before[name]]
     for name in changed:
         SETTINGS[name][1](before[name])
@@ -208,7 +208,7 @@ def restore_settings(before: dict[str, Any]) -> list[str]:
 
 
 def difference(before: Any, now: Any) -> str:
-    """Two values, of dictionaries only what differs."""
+    """Return both values; for dictionaries only the entries that differ."""
     if isinstance(before, dict):
         names = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
         return ", ".join(f"{n} {before.get(n)!r} -> {now.get(n)!r}" for n in names)
@@ -217,7 +217,7 @@ def difference(before: Any, now: Any) -> str:
 
 @contextlib.contextmanager
 def kept_settings() -> Iterator[None]:
-    """Global settings are afterwards as they were before, as where a process ends."""
+    """Restore global settings afterwards."""
     before = read_settings()
     try:
         yield

@@ -1,7 +1,7 @@
 """A Hugging Face Hub on the loopback address, for the real `huggingface_hub` client.
 
 `with HubServer() as hub:` keeps models and data sets, named `user/name`, in memory, answers the
-requests by which they are pushed and loaded, and fails as the test asks. A client that has hf_xet
+requests that push and load them, and fails as the test asks. A client that has hf_xet
 uses it without asking what the server offers, so HF_HUB_DISABLE_XET must be set: `point_at`
 does that for this process, `environment` for another one.
 """
@@ -51,7 +51,7 @@ Reply = tuple[int, Any, dict[str, str]]  # status, body (bytes, or what becomes 
 
 
 class Refusal(Exception):
-    """An error of the Hub; `code` is its X-Error-Code, where it has one."""
+    """An error of the Hub; `code` is its X-Error-Code, if any."""
 
     def __init__(self, status: int, message: str, code: str = "", **more: str) -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
@@ -59,7 +59,7 @@ class Refusal(Exception):
 
 
 def oid(path: str, data: bytes) -> str:
-    """What the client compares its own file with: that of LFS or of git."""
+    """Return the id that the client compares its file with: LFS's or git's."""
     if LFS.search(path):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -67,24 +67,24 @@ def oid(path: str, data: bytes) -> str:
 
 @dataclass
 class Repo:
-    """Files by commit id, titles of the commits, newest last; branches and tags -> commit ids."""
+    """Files by commit id; titles of commits, newest last; commit ids of branches and tags."""
 
     private: bool = False
     files: dict[str, Files] = field(default_factory=dict)
     titles: dict[str, list[str]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    objects: Files = field(default_factory=dict)  # of LFS, by SHA-256
+    objects: Files = field(default_factory=dict)  # LFS objects by SHA-256
 
     def find(self, revision: str) -> str:
-        """The commit id of a branch, a tag or a commit id."""
+        """Return the commit id of a branch, a tag or a commit id."""
         found = self.branches.get(revision) or self.tags.get(revision) or revision
         if found not in self.files:
             raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return found
 
     def commit(self, branch: str, title: str, files: Files) -> str:
-        """The id of a new commit with exactly these files."""
+        """Add a commit with exactly these files; return its id."""
         titles = [*self.titles.get(self.branches.get(branch, ""), []), title]
         made = hashlib.sha1(json.dumps([len(self.files), titles]).encode()).hexdigest()
         self.files[made], self.titles[made], self.branches[branch] = files, titles, made
@@ -92,7 +92,7 @@ class Repo:
 
 
 class HubServer:
-    """The repos, who may write, what was requested, and what goes wrong next.
+    """A server with repos, write tokens, a record of requests, and planned faults.
 
     `requests` are (method, path without query) in order; `lfs_uploads` are (SHA-256, bytes) of
     every object that arrived whole; `upload_delay` is in seconds, for each object.
@@ -120,7 +120,7 @@ class HubServer:
         self.stop()
 
     def stop(self) -> None:
-        """Goes away: connections end and new ones are refused."""
+        """Stop: end connections and reject new ones."""
         if self.thread.is_alive():
             self.server.shutdown()
             self.thread.join()
@@ -131,52 +131,52 @@ class HubServer:
     # ----------------------------------------------------------------------- contents
 
     def create(self, name: str, private: bool = False) -> Repo:
-        """A repo with the one file and the one commit that the Hub begins with."""
+        """Create a repo with the file and the commit that the Hub starts with."""
         made = self.repos[name] = Repo(private)
         made.commit("main", "initial commit", {".gitattributes": b"*.bin -text\n"})
         return made
 
     def add(self, repo: str, files: Mapping[str, bytes]) -> None:
-        """Commits files to main; makes the repo where it is missing."""
+        """Commit files to main; create the repo if it is missing."""
         there = self.repos.get(repo) or self.create(repo)
         there.commit("main", "Add files", there.files[there.branches["main"]] | dict(files))
 
     def files(self, repo: str, revision: str = "main") -> Files:
-        """What was put there: all but the `.gitattributes` with which the Hub begins a repo."""
+        """Return all files except the `.gitattributes` that the Hub creates."""
         there = self.repos[repo]
         found = there.files[there.find(revision)]
         return {path: data for path, data in found.items() if path != ".gitattributes"}
 
     def commits(self, repo: str) -> list[str]:
-        """Titles on main, newest first; the last is the Hub's own `initial commit`."""
+        """Return the titles on main, newest first; the last is the Hub's `initial commit`."""
         there = self.repos[repo]
         return there.titles[there.branches["main"]][::-1]
 
     def tags(self, repo: str) -> dict[str, str]:
-        """Tags -> commit ids."""
+        """Return the commit ids of tags."""
         return dict(self.repos[repo].tags)
 
     # ----------------------------------------------------------------------- faults
 
     def drop_next_upload(self, after_bytes: int, times: int = 1) -> None:
-        """Hangs up after so many bytes of the next LFS uploads."""
+        """Hang up after `after_bytes` bytes of the next LFS uploads."""
         self.drops += [after_bytes] * times
 
     def fail_next(self, status: int, times: int, containing: str = "", **headers: str) -> None:
-        """The next requests whose path contains the text get this status.
+        """Answer the next requests whose path contains the text with this status.
 
-        0 does what was asked and hangs up without an answer. Headers as `Retry_After="3"`.
+        Status 0 does the request and hangs up without an answer. Headers as `Retry_After="3"`.
         """
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         self.failures += [(status, containing, named)] * times
 
     def refuse(self, status: int) -> None:
-        """What writes gets 401 (a wrong token) or 403 (one that may only read); 0 ends it."""
+        """Answer writes with 401 (wrong token) or 403 (read-only token); 0 ends that."""
         self.refused = status
 
 
 class Server(ThreadingHTTPServer):
-    """Knows its connections, so that they end with it."""
+    """Keeps its connections, to end them with the server."""
 
     daemon_threads = True
     block_on_close = False
@@ -195,7 +195,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is part of the tests; a bug of this server is not."""
+        """Ignore clients that hang up; raise bugs of this server."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -208,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def log_message(self, *arguments: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def handle_any(self) -> None:
         hub, path = self.server.hub, unquote(self.path.partition("?")[0])
@@ -233,7 +233,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
     def receive(self, drop: int | None, seconds: float) -> bytes:
-        """The body, or so many of its bytes, read in so many seconds."""
+        """Read the body, or a number of its bytes, over a number of seconds."""
         size, pieces = int(self.headers.get("Content-Length") or 0), []
         left = size if drop is None else min(size, drop)
         while left:
@@ -245,7 +245,7 @@ class Handler(BaseHTTPRequestHandler):
         return b"".join(pieces)
 
     def respond(self, status: int, body: Any, headers: Mapping[str, str]) -> None:
-        """Sends a body of bytes, or anything else as JSON."""
+        """Send bytes, or any other value as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         self.send_response(status)
@@ -257,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def answer(self, path: str) -> Reply:
-        """The reply to a request, an error too."""
+        """Return the reply to a request, or to its error."""
         method = "GET" if self.command == "HEAD" else self.command
         try:
             for verb, pattern, answer in ROUTES:
@@ -265,7 +265,7 @@ class Handler(BaseHTTPRequestHandler):
                 if match and verb == method:
                     named = {key: value for key, value in match.groupdict().items() if value}
                     self.name = named.pop("name", "")
-                    if verb != "PUT":  # the address of an upload is its permission
+                    if verb != "PUT":  # an upload address needs no token
                         self.admit(writes=verb != "GET")
                     reply: Reply = getattr(self, answer)(**named)
                     return reply
@@ -274,7 +274,7 @@ class Handler(BaseHTTPRequestHandler):
             return error.reply
 
     def admit(self, writes: bool) -> None:
-        """Refuses whoever may not ask this, and what is not there."""
+        """Reject requests without permission, and unknown repos."""
         hub, token = self.server.hub, self.headers.get("Authorization", "").removeprefix("Bearer ")
         if writes and hub.refused:
             raise Refusal(hub.refused, "Forbidden: you must use a write token to upload.")
@@ -301,7 +301,7 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {**reply, "downloads": 0, "likes": 0, "siblings": siblings}, {}
 
     def entries(self, revision: str) -> dict[str, dict[str, Any]]:
-        """Path -> what the Hub says of a file or folder."""
+        """Return the Hub's entry of each file and folder, by path."""
         found: dict[str, dict[str, Any]] = {}
         for path, data in sorted(self.repo.files[self.repo.find(revision)].items()):
             for parent in PurePosixPath(path).parents[:-1]:
@@ -313,7 +313,7 @@ class Handler(BaseHTTPRequestHandler):
         return found
 
     def tree(self, revision: str, folder: str = "") -> Reply:
-        """The files and folders in a folder, or all files below it."""
+        """Return the files and folders in a folder, or all files below it."""
         query = parse_qs(self.path.partition("?")[2])
         recursive = query.get("recursive", [""])[0].lower() == "true"
         found = []
@@ -327,7 +327,7 @@ class Handler(BaseHTTPRequestHandler):
         return 200, found, {}
 
     def paths_info(self, revision: str) -> Reply:
-        """What is there of the paths that a form asks for."""
+        """Return the entries of the existing paths in a form."""
         entries = self.entries(revision)
         wanted = parse_qs(self.body.decode()).get("paths", [])
         return 200, [entries[path] for path in wanted if path in entries], {}
@@ -361,7 +361,7 @@ class Handler(BaseHTTPRequestHandler):
     # ----------------------------------------------------------------------- writing
 
     def validate_yaml(self) -> Reply:
-        """Metadata of a model card: the Hub would refuse what is not a mapping."""
+        """Check the metadata of a model card: the Hub rejects anything but a mapping."""
         found = re.match(r"---\n(.*?)\n---\n", self.given["content"], re.DOTALL)
         good = found and isinstance(yaml.safe_load(found[1]), dict)
         errors = [] if good else [{"message": "metadata must be a mapping"}]
@@ -454,7 +454,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def environment(hub: HubServer, home: Path) -> dict[str, str]:
-    """Variables for a process that talks to this Hub, with an empty cache in `home`."""
+    """Return variables for a process that uses this Hub, with an empty cache in `home`."""
     return {
         "HF_ENDPOINT": hub.url,
         "HF_TOKEN": hub.token,
@@ -472,13 +472,13 @@ def environment(hub: HubServer, home: Path) -> dict[str, str]:
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, hub: HubServer, home: Path) -> None:
-    """Makes this process's client use this Hub, whoever calls it, and the processes it starts.
+    """Make the client of this process and its children use this Hub.
 
     The client reads its environment once, at import, so its constants are set too.
     """
     from huggingface_hub import close_session, constants, hf_api
 
-    bars = importlib.import_module("huggingface_hub.utils.tqdm")  # there is a class of this name
+    bars = importlib.import_module("huggingface_hub.utils.tqdm")  # a class has the same name
 
     for name, value in environment(hub, home).items():
         monkeypatch.setenv(name, value)
@@ -494,17 +494,17 @@ def point_at(monkeypatch: pytest.MonkeyPatch, hub: HubServer, home: Path) -> Non
     }
     for name, constant in set_to.items():
         monkeypatch.setattr(constants, name, constant)
-    monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # create_repo() and the like
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # for create_repo() and similar functions
     if "datasets" in sys.modules:
         monkeypatch.setattr(sys.modules["datasets"].config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-    close_session()  # its connections, and the proxies it was made with
+    close_session()  # drop its connections and proxies
     # huggingface_hub's LFS upload calls its HTTP library in a deprecated way
     warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
 
 
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Takes the pauses out of the client's retries; returns the seconds it asks for."""
+    """Remove the pauses from the client's retries; return the requested seconds."""
     from huggingface_hub import file_download
     from huggingface_hub.utils import _http
 

@@ -1,11 +1,11 @@
-"""One process of tests/test_matrix.py: trains the runs that it is told, on one engine.
+"""One process of tests/test_matrix.py: trains the given runs on one engine.
 
     python tests/helpers/matrix_worker.py fsdp2 cpu tasks.json
 
 A task is a name, the arguments of a run, the step at which a signal stops it (0: none), and a file
-that rank 0 writes (null: none): its first gradient with all that this was computed from, or, where
-it ends in .json, the number of collectives of the third step, by name. On a CPU FSDP2 and fp8 are
-emulated, and `torch.compile` uses the backend aot_eager.
+that rank 0 writes (null: none). A .json file gets the numbers of collectives of the third step.
+Any other file gets the first gradient, with all values that it was computed from. On a CPU
+FSDP2 and fp8 are emulated, and `torch.compile` uses the backend aot_eager.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from accel_gpt.training import gradients, precision
 
 
 def emulate_fsdp2() -> None:
-    """Let Accelerate use FSDP on a CPU, where it offers plain processes alone."""
+    """Let Accelerate use FSDP on a CPU; it allows only plain processes there."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
     environment.Accelerator = lambda cpu, **given: Accelerator(**given)
@@ -45,7 +45,7 @@ def emulate_fsdp2() -> None:
 
 
 def emulate_fp8() -> None:
-    """Our recipe, with products that a CPU can compute."""
+    """Use our recipe with products that a CPU can compute."""
     recipe = environment.fp8_recipe
 
     def emulated(config: Any) -> list[AORecipeKwargs]:
@@ -66,7 +66,7 @@ class Collectives(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # whose own dispatch comes here again, with its collectives
+        if DTensor in types:  # its dispatch calls this again with the collectives
             return NotImplemented
         namespace, _, name = func.name().partition("::")
         if "c10d" in namespace and not name.startswith(("wait", "_wrap")):
@@ -76,7 +76,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Witness:
-    """Stops a run at a step, and keeps its first gradient."""
+    """Stops a run at a step, and saves its first gradient."""
 
     def __init__(self) -> None:
         self.stop, self.kept, self.file, self.counts = 0, {}, None, None
@@ -108,7 +108,7 @@ class Witness:
             yield batch
 
     def keep(self, own: Any, loss: Tensor) -> None:
-        """Write the gradient of the step, and all that it was computed from."""
+        """Write the gradient of the step, and all values that it was computed from."""
         scaler = own.accelerator.scaler  # of fp16
         scale = scaler.get_scale() if scaler else 1.0
         found = {n: whole(w.grad).cpu() / scale for n, w in self.gpt.named_parameters()}
@@ -124,7 +124,7 @@ class Witness:
 
 
 def watched(witness: Witness, finish: Any) -> Any:
-    """`finish` of a kind of gradients, whose first result `witness` keeps."""
+    """Wrap `finish` of a class of gradients, so that `witness` saves the first result."""
 
     def finish_and_keep(own: Any) -> Tensor:
         loss: Tensor = finish(own)
@@ -136,19 +136,19 @@ def watched(witness: Witness, finish: Any) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that FSDP may have sharded, whole; a collective."""
+    """Return a whole copy of a tensor that FSDP may have sharded; all ranks must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor.clone()
 
 
 def main(engine: str, device: str, tasks: Path) -> None:
-    """Train each of `tasks` on `engine`; ends with the first code that is not the expected one."""
+    """Train each of `tasks` on `engine`; exit with the first unexpected code."""
     if device == "cpu":
         if engine in ("fsdp2", "hsdp"):
             emulate_fsdp2()
         emulate_fp8()
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
     precision.compiler_error_on_any_machine = lambda: None
-    Accelerator.end_training = lambda self: None  # which ends the group of the processes
+    Accelerator.end_training = lambda self: None  # it would end the process group
     witness = Witness()
     before = None
     for name, arguments, stop, file in json.loads(tasks.read_text()):
@@ -161,7 +161,7 @@ def main(engine: str, device: str, tasks: Path) -> None:
         code = run_main(train.main, arguments)
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        if engine in ("fsdp2", "hsdp"):  # which Accelerate starts on top of plain processes
+        if engine in ("fsdp2", "hsdp"):  # Accelerate starts them on top of plain processes
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if code != (75 if stop else 0):
             sys.exit(f"{arguments} ended with {code}")

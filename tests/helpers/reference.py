@@ -1,4 +1,4 @@
-"""Reference pages of docs/, made from the code; `tests/test_docs.py` compares and renews them."""
+"""Write the reference pages of docs/ from the code; `tests/test_docs.py` compares them."""
 
 import inspect
 import json
@@ -44,19 +44,19 @@ KEY = re.compile(rf"\b(?:{'|'.join(sorted(filter(DOTTED, leaves(Config)), revers
 
 
 def cell(text: str) -> str:
-    """Return a description that stands in a cell of a table, with keys as code."""
+    """Return a description for a cell of a table, with keys as code."""
     escaped = text.replace("<", "&lt;").replace("|", r"\|")
     return KEY.sub(r"`\g<0>`", escaped)
 
 
 def values_of(kind: Any, name: str) -> str:
-    """Return what an option takes, as code: the words, or what stands for a value."""
+    """Return the values that an option takes, as code: choices, or a placeholder."""
     words = value_name(field_types(kind)[name]).split("|")
     return ", ".join(f"`{word}`" for word in words)
 
 
 def default(value: Any) -> str:
-    """Return a default as it stands in a YAML file."""
+    """Return a default in YAML syntax."""
     if value is REQUIRED:
         return "required"
     shown = json.dumps(value, default=lambda other: other.path)
@@ -135,7 +135,7 @@ def keys_of(kind: Any, prefix: str, title: str) -> Iterator[str]:
 
 
 def resume_of(option: Option) -> str:
-    """Return what a resume does with another value."""
+    """Return the effect of another value at a resume."""
     if option.null_is_another_run:
         return "ask; refuse if one of the two is null"
     if option.exact:
@@ -169,7 +169,7 @@ def commands_page() -> Iterator[str]:
 
 
 def command(name: str, kind: Any) -> Iterator[str]:
-    """Write what a command does, its examples and its options."""
+    """Write the description, examples and options of a command."""
     text, _, examples = (inspect.getdoc(kind) or "").partition("Examples:\n")
     yield f"## accel-gpt {name}"
     yield ""

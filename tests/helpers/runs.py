@@ -1,4 +1,4 @@
-"""Folders that look like those of runs, written without training."""
+"""Write folders that look like runs, without training."""
 
 import json
 import math
@@ -26,7 +26,7 @@ LAUNCH = {
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
-    """A record as a run writes them; evaluated every tenth step."""
+    """Return a record of metrics, with an evaluation every tenth step."""
     loss = 1.5 + 2 * math.exp(-step / 10)
     found = {"step": step, "tokens": 256 * step, "time": 0.5 * step, "train/loss": loss}
     found |= {"train/lr": 1e-3, "train/grad_norm": 1.0 + 1 / step, "train/skipped": 0}
@@ -43,7 +43,7 @@ def make_run(
     launches: list[dict[str, Any]] | None = None,
     **config: Any,
 ) -> Path:
-    """A run of 40 steps; `config` as fields of `Config`."""
+    """Write a run of 40 steps; `config`: fields of `Config`."""
     folder.mkdir(parents=True)
     lines = [json.dumps(one) for one in records or [record(step) for step in range(1, 41)]]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -58,7 +58,7 @@ def make_run(
 
 
 def png_size(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG in pixels."""
+    """Return the width and height of a PNG in pixels."""
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])

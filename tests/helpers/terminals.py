@@ -1,4 +1,4 @@
-"""A terminal for tests: a program runs in it, and what it wrote is read as a person would."""
+"""A terminal for tests: run a program in it, and read the screen as a person would."""
 
 import fcntl
 import os
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-# a program does not get Ctrl-C from a terminal that it does not control
+# a program gets Ctrl-C only from its controlling terminal
 CONTROL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
 CONTROL += "os.execvp(sys.argv[1], sys.argv[1:])"
-PLAIN = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE")  # what rich obeys
+# variables that rich obeys
+PLAIN = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE")
 
 
 class Terminal:
-    """A pseudo-terminal of some size with one program in it."""
+    """A pseudo-terminal of a given size with one program in it."""
 
     def __init__(
         self,
@@ -55,25 +56,25 @@ class Terminal:
         os.close(self.master)
 
     def read(self) -> None:
-        """Keep all that is written."""
+        """Collect all output."""
         while True:
             try:
                 part = os.read(self.master, 65536)
-            except OSError:  # the last of those who wrote has ended
+            except OSError:  # the last writer has ended
                 return
             self.written += part
 
     def resize(self, columns: int, rows: int) -> None:
-        """Make the window another size, which the program may notice."""
+        """Resize the window."""
         self.columns, self.rows = columns, rows
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def press(self, key: bytes) -> None:
-        """As typed on the keyboard."""
+        """Send text as typed on the keyboard."""
         os.write(self.master, key)
 
     def wait_for(self, text: str, seconds: float = 60) -> None:
-        """Until the program has written `text`."""
+        """Wait until the program has written `text`."""
         deadline = time.monotonic() + seconds
         while text.encode() not in self.written:
             assert time.monotonic() < deadline, self.written
@@ -81,13 +82,13 @@ class Terminal:
             time.sleep(0.02)
 
     def finish(self, seconds: float = 60) -> int:
-        """The exit code, when all is read."""
+        """Read all output; return the exit code."""
         code = self.process.wait(seconds)
         self.reader.join(10)
         return code
 
     def screen(self) -> Any:
-        """The screen as it stands, with what has scrolled out above it."""
+        """Return the screen and the lines that scrolled out above it."""
         import pyte
 
         screen = pyte.HistoryScreen(self.columns, self.rows, history=1000, ratio=1.0)
@@ -95,10 +96,10 @@ class Terminal:
         return screen
 
     def lines(self) -> list[str]:
-        """The lines of the screen that are not empty."""
+        """Return the lines of the screen that are not empty."""
         return [line.rstrip() for line in self.screen().display if line.strip()]
 
 
 def in_python(code: str) -> list[str]:
-    """The command that runs `code`."""
+    """Return the command that runs `code`."""
     return [sys.executable, "-c", code]

@@ -1,4 +1,4 @@
-"""Read the text of a config, whose files are chosen first."""
+"""Read the text of a config, after choosing its files."""
 
 from collections.abc import Iterator
 

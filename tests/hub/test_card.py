@@ -1,4 +1,4 @@
-"""Model card and logs of a push: what they show, what they never show, Markdown that holds."""
+"""Model card and logs of a push: what they show, what they never show, valid Markdown."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def record(step: int, **more: float | None) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path, corpus: Path) -> Make:
-    """A run of 40 steps in plain files, at its checkpoint of step 30."""
+    """Write a run of 40 steps; return its checkpoint of step 30."""
 
     def made(settings: dict[str, Any] | None = None, samples: str = "--- sample 1\nof a king\n"):
         path = tmp_path / "config.yaml"
@@ -100,7 +100,7 @@ def make(tmp_path: Path, corpus: Path) -> Make:
 def write(
     checkpoint: Path, to: Path, licence: str | None = "mit", drawn: bool = False, **more: Any
 ) -> str:
-    """The text of a card; without `drawn` its plot, which takes longest, is an empty file."""
+    """Return the text of a card; unless `drawn`, the slow plot is an empty file."""
     to.mkdir(parents=True, exist_ok=True)
     names = "ada/tiny", "GPT2LMHeadModel", "float32", licence
     run = RunFolder(checkpoint.parents[1])
@@ -155,7 +155,7 @@ def test_shows_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) ->
 
 def test_config_in_the_card_is_one_that_can_be_trained(make: Make, tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
-    settings = {"model.bias": False, "log.every": 7}  # of which the second is not published
+    settings = {"model.bias": False, "log.every": 7}  # the second is not published
     again.write_text(config_in(write(make(settings), tmp_path / "card")))
     assert set(yaml.safe_load(again.read_text())["model"]) >= {"n_layer", "bias"}
     first, second = (
@@ -166,7 +166,7 @@ def test_config_in_the_card_is_one_that_can_be_trained(make: Make, tmp_path: Pat
     assert second["data.train"] == "corpus"
 
 
-# values of options that can hold a path; what of each may be shown is its last part
+# values of options that can hold a path; only the last part may be shown
 PRIVATE = (
     "/home/alice/runs/books",
     "~alice/books",
@@ -192,7 +192,7 @@ def holds_text(hint: Any) -> bool:
 
 
 def planted(value: str) -> dict[str, Any]:
-    """A private value in every option that can hold a text, and in a key of a later version."""
+    """Put a private value in every text option, and in a key of a later version."""
     texts = [key for key, hint in leaves(Config).items() if holds_text(hint)]
     assert len(texts) > 20
     lists = {"sample.prompts": [value], "checkpoint.allow_change": [value]}

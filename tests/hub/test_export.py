@@ -1,4 +1,4 @@
-"""Exported folders: what transformers makes of them, in this process and in fresh ones."""
+"""Exported folders: transformers opens them, in this process and in new ones."""
 
 import json
 import subprocess

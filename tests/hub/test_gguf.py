@@ -1,4 +1,4 @@
-"""GGUF files: what llama.cpp makes of models and tokenizers of every kind."""
+"""GGUF files: llama.cpp opens models and tokenizers of every kind."""
 
 import json
 from collections.abc import Callable
@@ -71,7 +71,7 @@ TEXT = "\n".join((PROSE, *exporting.CHARACTERS, text_of(4000, seed=0)))
 
 
 def model_of(name: str, vocab_size: int) -> GPT:
-    """A model of random weights, spread so that its predictions differ."""
+    """Return a model whose random weights are large, so that its predictions differ."""
     options = {"preset": name} | SHAPES[name]
     preset = PRESETS[str(options["preset"])]
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def model_of(name: str, vocab_size: int) -> GPT:
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
-    """A tokenizer of each kind that can be exported."""
+    """Return a tokenizer of a kind that can be exported."""
     if kind == "bytes":
         return BytesTokenizer()
     if kind == "chars":
@@ -112,7 +112,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def prove(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "fp32") -> str:
-    """Write and compare a file; return the result in words."""
+    """Write and compare a file; return the description of the result."""
     file = folder / "model.gguf"
     tokens = torch.tensor([tokenizer.encode(TEXT)[: model.config.block_size]])
     written = model
@@ -137,7 +137,7 @@ def prove(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "fp32") -
 
 
 def difference_of(compared: str) -> float:
-    """The difference in the words of a comparison."""
+    """Return the difference in the description of a comparison."""
     return float(compared.partition("equal ours to ")[2].split()[0])
 
 
@@ -230,7 +230,7 @@ def test_a_tokenizer_that_llama_cpp_lacks() -> None:
 
 
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a fresh process; then what is refused, with nothing left behind."""
+    """In a new process; then errors, which leave nothing behind."""
     run = str(trained(*QUICK, "--model.preset", "llama"))
     to = tmp_path / "out" / "model.gguf"
     assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 0

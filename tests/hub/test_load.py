@@ -1,4 +1,4 @@
-"""Starting from a model of another: folders of transformers, runs, the Hub; and what is refused."""
+"""Start from another model: folders of transformers, runs, the Hub; and errors."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ SHAPE = {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_position
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A random GPT-2 of transformers over bytes, and the folder that it wrote."""
+    """A random GPT-2 of transformers over bytes, and its folder."""
     folder = tmp_path_factory.mktemp("saved") / "gpt2"
     theirs = make_theirs("GPT2", SHAPE)
     theirs.save_pretrained(folder)
@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.fixture
 def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the folder of `saved`."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in saved[1].iterdir():
@@ -69,7 +69,7 @@ def test_a_run_starts_from_a_folder_of_transformers_and_crops_its_block(
 ) -> None:
     theirs, place = saved
     model = started(small_run("--model.init_from", str(place)))
-    assert model.config.block_size == 32  # of the config, of 64
+    assert model.config.block_size == 32  # from the config; the weights have 64
     assert model.config.dropout == 0.1
     tokens = draw()
     torch.testing.assert_close(model.eval()(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
@@ -170,10 +170,10 @@ def test_prepared_data_whose_tokenizer_is_too_large_is_refused_with_the_remedy(
 def test_ids_without_a_spelling_are_never_written(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary that is larger than the tokenizer's, as those padded to a multiple of 64."""
+    """A vocabulary is larger than the tokenizer's if it is padded to a multiple of 64."""
     export_tokenizer(CharsTokenizer("abc"), folder, 64)
     options = ["--max_new_tokens", "60", "--top_k", "null", "--temperature", "2"]
-    # as torch answers that was built for CUDA, where there is no GPU
+    # as a CUDA build of torch answers without a GPU
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
     assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
     assert set(capsys.readouterr().out) <= set("abc\n")
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_loaded_is_one_sentence(
 
 
 def test_names_without_a_prefix_and_old_buffers(folder: Path, saved: tuple[Any, Path]) -> None:
-    """As openai-community/gpt2 stores them."""
+    """openai-community/gpt2 stores them."""
     tensors = load_file(folder / "model.safetensors")
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     plain["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
@@ -336,7 +336,7 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
             assert message in capsys.readouterr().err
         with pytest.raises(UserError, match="has no model"):
             started(small_run("--model.init_from", "user/pickled"))
-    again = started(small_run("--model.init_from", "gpt2"))  # the Hub has gone
+    again = started(small_run("--model.init_from", "gpt2"))  # without the Hub
     tokens = draw()
     assert torch.equal(model.eval()(tokens), again.eval()(tokens))
     torch.testing.assert_close(again(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Pushes by the real client to a Hub on the loopback address, and runs that go on from there."""
+"""Push with the real client to a Hub on the loopback address, and resume from there."""
 
 import fcntl
 import hashlib
@@ -36,7 +36,7 @@ REPO = "tester/tiny"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A Hub that this process and its children see, with no pauses in this one."""
+    """A Hub for this process and its children, without pauses in this process."""
     with HubServer() as server:
         point_at(monkeypatch, server, tmp_path / "home")
         no_waiting(monkeypatch)
@@ -46,7 +46,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`test_export.py` shows what the comparison does, `test_card.py` the plot; both take long."""
+    """Skip the slow comparison (see `test_export.py`) and plot (see `test_card.py`)."""
     same = {"difference": 0.0, "transformers": "5"}
     monkeypatch.setattr("accel_gpt.hub.export.prove_equal", lambda *_: same)
     plot = "accel_gpt.hub.model_card.loss_curves"
@@ -88,7 +88,8 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     assert push(run, "--license", "mit", "--include_state") == 0
     assert len(hub.lfs_uploads) == sent
     assert hub.commits(REPO) == commits
-    assert push(run, "--license", "mit") == 0  # without its state, which is then removed
+    # without its state: the Hub's copy of it is removed
+    assert push(run, "--license", "mit") == 0
     assert len(hub.lfs_uploads) == sent
     assert not any(name.startswith("checkpoint/") for name in hub.files(REPO))
     assert not list((run / "checkpoints").glob(".push_*"))
@@ -99,7 +100,7 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
 def test_steps_and_branches_are_named(run: Path, hub: HubServer) -> None:
     assert push(run, "--checkpoint", "4") == 0
     assert push(run) == 0
-    assert push(run, "--revision", "step-4") == 0  # a branch, with the step that it names
+    assert push(run, "--revision", "step-4") == 0  # the branch names the step
     assert push(run, "--revision", "try", "--checkpoint", "last") == 0
     assert hub.tags(REPO).keys() == {"step-4", "step-8"}
     assert hub.repos[REPO].branches.keys() == {"main", "step-4", "try"}
@@ -112,7 +113,7 @@ def test_steps_and_branches_are_named(run: Path, hub: HubServer) -> None:
 
 @pytest.mark.usefixtures("compared")
 def test_a_broken_connection_and_a_busy_hub_are_tried_again(run: Path, hub: HubServer) -> None:
-    hub.drop_next_upload(after_bytes=1000, times=8)  # more than the client tries by itself
+    hub.drop_next_upload(after_bytes=1000, times=8)  # more often than the client retries
     hub.fail_next(503, 2, "/commit/")
     hub.fail_next(0, 1, "/repos/create")  # done, but the answer is lost
     assert push(run) == 0
@@ -175,7 +176,7 @@ def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
     elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--sample.every", "0"]
     resume = ["--checkpoint.resume", f"hf://{REPO}@step-8"]
     assert launch(small_run(*elsewhere, *resume)) == 0
-    # step 8 was saved before its evaluation, which the resumed run makes
+    # step 8 was saved before its evaluation; the resumed run makes it
     assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[7:]
     assert_same_weights(weights(tmp_path / "elsewhere", 12), weights(tmp_path / "run", 12))
     hub.stop()  # it has checkpoints of its own now
@@ -215,7 +216,7 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     assert f"WARNING: not uploaded to hf://{REPO}: step 4, 8; launch the same" in shown
     assert set(uploads_here) == {2}
     assert records(tmp_path / "run")[-1]["step"] == 8
-    shutil.rmtree(tmp_path / "run" / "checkpoints")  # steps that wait are trained once more
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # steps that wait are trained again
     hub.refuse(0)
     assert launch(asked) == 0
     assert hub.tags(REPO).keys() == {"step-4", "step-8"}
@@ -311,12 +312,12 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The first upload lasts until the run waits for it."""
+    """The first upload takes until the run waits for it."""
     over = threading.Event()
 
     class Slow:
         def __init__(self, *_: Any, **__: Any) -> None:
-            """Begins."""
+            """Start the upload."""
 
         def wait(self) -> int:
             over.wait()
@@ -336,7 +337,7 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
     monkeypatch.setattr(Uploader, "on_checkpoint", counted)
     monkeypatch.setattr(Uploader, "finish", lambda self, _: over.set() or self.stop() or False)
     assert launch(small_run(*ALWAYS, "--checkpoint.every", "1")) == 0
-    assert max(most) == uploader.MOST_WAITING + 1  # and the one under way
+    assert max(most) == uploader.MOST_WAITING + 1  # plus the upload in progress
     said = capsys.readouterr().err
     assert f"will not be uploaded to hf://{REPO}: more than 3 checkpoints wait" in said
 
@@ -345,7 +346,7 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
 def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
     trained: Trained, small_run: Arguments, corpus: Path, hub: HubServer, tmp_path: Path
 ) -> None:
-    """And the pushed state still resumes: paths in it are left out, or not told."""
+    """The pushed state still resumes: its paths are left out."""
     val = ["--data.val", str(corpus), "--sample.every", "4", "--log.trackers", "tensorboard"]
     run = trained("--train.max_steps", "8", *val)
     checkpoint = run / "checkpoints" / "step_00000008"
@@ -400,7 +401,7 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
 def test_uploads_run_beside_the_training_and_survive_its_signals(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    """Real processes: a slow line, a SIGTERM during an upload, the same launch again."""
+    """Real processes: a slow connection, a SIGTERM during an upload, the same launch again."""
     root = Path(__file__).resolve().parents[2]
     asked = small_run(*ALWAYS, "--train.max_steps", "20", "--checkpoint.every", "10")
     command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]

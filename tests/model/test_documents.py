@@ -1,4 +1,4 @@
-"""Documents within a row: each is computed as if it were alone, and ends where it should."""
+"""Documents within a row: each is computed separately, and ends at the right token."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,16 +29,16 @@ from tests.conftest import tiny
 from tests.model.test_gpt import VOCAB, make
 
 EOT = 64
-# no end; two documents and a part; two ends in a row; first and last token; ends alone
+# no end; two documents and a part; two ends in a row; first and last token; only ends
 ENDS = [(), (4, 9), (3, 4, 11), (0, 15), range(16)]
 CONFIGS = {"gpt2": tiny(), "llama grouped": tiny("llama", n_kv_head=2)}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-# PyTorch's own, where the compiler traces `create_block_mask`
+# PyTorch's own warning when the compiler traces `create_block_mask`
 traced_mask = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 def draw(length: int = 16, scale: int = 1, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (5, length), with ends of documents at `scale` times `ENDS`."""
+    """Return tokens and targets (5, length); documents end at `scale` times `ENDS`."""
     generator = torch.Generator().manual_seed(seed)
     window = torch.randint(EOT, (len(ENDS), length + 1), generator=generator)
     for row, ends in enumerate(ENDS):
@@ -47,7 +47,7 @@ def draw(length: int = 16, scale: int = 1, seed: int = 1) -> tuple[Tensor, Tenso
 
 
 def bounds(row: list[int]) -> list[tuple[int, int]]:
-    """Start and end of each document."""
+    """Return start and end of each document."""
     cuts = [i + 1 for i, token in enumerate(row) if token == EOT and i + 1 < len(row)]
     return list(pairwise([0, *cuts, len(row)]))
 
@@ -97,7 +97,7 @@ def test_logits_equal_those_of_each_document_alone(config: ModelConfig) -> None:
 
 
 def test_rotation_begins_anew_in_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits hardly show it, as rotary positions are relative: only float32 angles far from 0."""
+    """Rotary positions are relative, so logits show it only by rounding of large angles."""
     model, (tokens, targets) = make(tiny("llama")), draw()
     _, numbers = separate(tokens, targets, EOT)
     seen: list[Tensor] = []
@@ -123,7 +123,8 @@ def test_loss_and_gradients_are_those_of_documents_alone_weighted_by_targets(
     loss = model(tokens, kept, documents=numbers)
     nats, count = torch.zeros(()), 0
     for row, a, b in every_document(tokens):
-        inside = b - 1 if tokens[row, b - 1] == EOT else b  # the last one goes on after the row
+        # the last document continues after the row
+        inside = b - 1 if tokens[row, b - 1] == EOT else b
         if targets_inside := inside - a:
             alone = model(tokens[row : row + 1, a:b])[0, :targets_inside]
             nats = nats + F.cross_entropy(alone, targets[row, a:inside], reduction="sum")
@@ -229,7 +230,7 @@ LENGTHS = [pytest.param(16, (4, 2), marks=pytest.mark.slow), (200, (6, 2))]
 def test_flex_attention_equals_the_dense_mask(length: int, heads: tuple[int, int]) -> None:
     torch.manual_seed(0)
     flex = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for seed in (1, 2):  # the second mask is no reason to compile again
+    for seed in (1, 2):  # the second mask must not cause a recompile
         tokens, targets = draw(length, scale=length // 16, seed=seed)
         _, numbers = separate(tokens.roll(seed, 0), targets, EOT)
         H, K = heads
@@ -265,7 +266,7 @@ def test_a_model_with_flex_attention_equals_the_dense_one(
     monkeypatch.setattr(gpt, "attention_mask", flex)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     loss = compiled(tokens, kept, documents=numbers)
-    assert calls == [1]  # for all layers
+    assert calls == [1]  # once for all layers
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     assert_same(gradients(model, loss), gradients(model, expected))
 

@@ -1,4 +1,4 @@
-"""Text generation: the cache changes nothing, the settings mean what they say, no trace is left."""
+"""Text generation: the cache changes nothing, settings have their meaning, no state is left."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ VOCAB = 65
 
 
 def make(config: ModelConfig) -> GPT:
-    """A model sure enough of its tokens that rounding does not turn a choice."""
+    """Return a model whose choices are so clear that rounding does not change them."""
     torch.manual_seed(0)
     model = GPT(config, VOCAB)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def settings_of(count: int, **changes: Any) -> SampleConfig:
 def generate(
     model: GPT, prompt: Tensor, config: SampleConfig, generator: torch.Generator, **options: Any
 ) -> Tensor:
-    """Prompt and new tokens (B, T + max_new_tokens), padded with the end of text."""
+    """Return prompt and new tokens (B, T + max_new_tokens), padded with end-of-text."""
     new = list(stream(model, prompt, config, generator, **options))
     B, T = prompt.shape
     tokens = prompt.new_full((B, T + config.max_new_tokens), options.get("eot_id", 0))
@@ -102,11 +102,11 @@ def test_the_context_is_long_and_moves_by_half_blocks(length: int, block_size: i
     start, half = context_start(length, block_size), max(block_size // 2, 1)
     assert start % half == 0
     assert 0 < length - start <= block_size
-    assert start == 0 or length - (start - half) > block_size  # the smallest that fits
+    assert start == 0 or length - (start - half) > block_size  # the smallest shift that fits
 
 
 def scripted(model: GPT, script: list[list[int]]) -> list[int]:
-    """Make the model say `script` (one list for each step); returns the list of calls."""
+    """Make the model generate `script` (one list per step); return the list of calls."""
     calls: list[int] = []
 
     def forward(tokens: Tensor, **_: Any) -> Tensor:
@@ -131,7 +131,7 @@ def test_texts_end_with_eot_and_generation_when_all_are_done() -> None:
 
     def done(ended: Tensor) -> bool:
         seen.append(ended.tolist())
-        return len(seen) == 5  # the texts of other ranks have ended now, too
+        return len(seen) == 5  # the texts of other ranks have ended too
 
     calls = scripted(model, script)
     assert run(model, prompt, 6, eot_id=0, done=done).tolist() == expected
@@ -152,7 +152,7 @@ def test_a_stream_yields_the_generated_tokens_and_leaves_the_model_as_it_was() -
 
 
 def nucleus(logits: Tensor, top_k: int | None, top_p: float) -> list[int]:
-    """What may be drawn, in plain Python, from one row of logits."""
+    """Return the tokens that may be drawn from a row of logits, in plain Python."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i].item())[: top_k or len(logits)]
     weights = logits[order].double().softmax(-1).tolist()
     kept, mass = [], 0.0

@@ -29,7 +29,7 @@ shapes = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 
 
 def make(config: ModelConfig, vocab_size: int = VOCAB, seed: int = 0) -> GPT:
-    """A model in evaluation mode whose weights are large enough that errors show."""
+    """Return a model in evaluation mode, with weights large enough to show errors."""
     torch.manual_seed(seed)
     model = GPT(config, vocab_size).eval()
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_bf16_autocast_computes_in_bf16_and_gives_a_float32_loss(config: ModelCo
 
 @pytest.mark.parametrize("spread", [1, 8, 20])
 def test_attention_in_bf16_is_exact_to_rounding(spread: int) -> None:
-    """Also for scores as large as those of a trained model. A unit of bf16 is 0.8 %."""
+    """Also for scores as large as in a trained model. A unit of bf16 is 0.8 %."""
     draw = torch.Generator().manual_seed(5)
     shapes = [(2, heads, 160, 32) for heads in (4, 2, 2, 4)]
     q, k, v, grad = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)

@@ -35,8 +35,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states (3, 14, C), a head whose padded rows are no zeros, targets; the last chunk is
-    a part of one, and a whole chunk and more is ignored.
+    """Return hidden states (3, 14, C), a head with nonzero padding, and targets.
+
+    The last chunk is partial, and the targets of more than a chunk are ignored.
     """
     x = torch.randn(3, 14, C, dtype=dtype, requires_grad=True)
     weight = torch.randn(ROWS, C, dtype=dtype)
@@ -47,7 +48,7 @@ def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None) -> Tensor:
-    """The mean loss as its definition says, in the type of `x`."""
+    """Return the mean loss by its definition, in the type of `x`."""
     logits = F.linear(x, weight)[..., :VOCAB].flatten(0, 1)
     logits = cap * torch.tanh(logits / cap) if cap else logits
     real = targets.flatten() != IGNORE
@@ -104,7 +105,7 @@ def test_rows_have_the_sums_of_their_tokens(cap: float | None) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_in_fp16_the_sums_over_a_chunk_do_not_overflow() -> None:
-    """Before the loss scaler's factor, whose lowering could not mend them."""
+    """They must not overflow before the loss scaler, since a lower scale would not help."""
     size = 16_000.0  # times the 16 tokens of a chunk: four times what float16 holds
     x = (size * (1 + 0.1 * torch.rand(1, 40, C))).half().requires_grad_()
     weight = (torch.randn(ROWS, C) / size / 10).requires_grad_()
@@ -135,7 +136,7 @@ def test_nothing_but_ignored_targets_gives_zero() -> None:
 def gradients(
     model: GPT, half: bool = False, call: Callable[..., Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of the same tokens, and the gradients by name."""
+    """Return the loss of fixed tokens, and the gradients by name."""
     tokens = torch.arange(48).view(3, 16) * 7 % VOCAB
     targets = tokens.roll(-1, 1)
     targets[1, :9] = IGNORE
@@ -150,7 +151,7 @@ def gradients(
 
 
 def both(model: GPT, monkeypatch: pytest.MonkeyPatch, half: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Loss and gradients in one piece, and in chunks."""
+    """Return loss and gradients in one piece, and in chunks."""
     whole = gradients(model, half)
     with monkeypatch.context() as patch:
         patch.setattr(module, "chunk_tokens", lambda rows, cpu: 16)
@@ -196,7 +197,7 @@ def test_no_more_than_a_chunk_of_logits_is_held() -> None:
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     largest = max(e.nbytes() for e in events if e.name() == "[memory]")
     head = 4 * padded_vocab_size(1000) * C
-    assert head <= largest < 1.1 * head  # its gradient, or what a processor's product works with
+    assert head <= largest < 1.1 * head  # its gradient, or a buffer of the matrix product
     assert 4 * 16 * 1000 < largest < 4 * 256 * 1000
 
 

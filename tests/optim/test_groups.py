@@ -1,4 +1,4 @@
-"""Parameter groups: what decays, and that each group keeps its own peak."""
+"""Parameter groups: weight decay, and a peak learning rate per group."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_configure_overrides_what_a_checkpoint_restored() -> None:
 
 
 def test_fused_update_is_adamw() -> None:
-    """One step against the update written out: Loshchilov & Hutter 2019, algorithm 2."""
+    """One step against a plain implementation of Loshchilov & Hutter 2019, algorithm 2."""
     net = nn.Linear(3, 2, bias=False)
     before, config = net.weight.detach().clone(), OptimConfig(lr=0.01, weight_decay=0.1)
     net.weight.grad = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.0, -0.3]])

@@ -1,4 +1,4 @@
-"""Muon: the updates of torch's own, on each matrix of a fused weight, and none where it is told."""
+"""Muon: torch's updates on each matrix of a fused weight, and none if a step is skipped."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ MUON = ("--optim.name", "muon")
 
 
 def model(preset: str = "llama", **changes: Any) -> GPT:
-    """With grouped queries and a gate, so that fused weights are of matrices of unlike height."""
+    """Return a model whose fused weights join matrices of different heights."""
     torch.manual_seed(0)
     return GPT(tiny(preset, **{"n_kv_head": 2, **changes}), 64)
 
@@ -39,7 +39,7 @@ def gradients(net: nn.Module, seed: int) -> None:
 
 
 def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of weights and state, by name."""
+    """Return copies of weights and state, by name."""
     found = {name: p.detach().clone() for name, p in net.named_parameters()}
     for name, p in net.named_parameters():
         found |= {f"{name}.{k}": v.clone() for k, v in optimizer.state[p].items()}
@@ -47,7 +47,7 @@ def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def matrices(net: GPT) -> dict[str, Tensor]:
-    """Each matrix by itself, written out."""
+    """Return each matrix of the fused weights."""
     found = {}
     for i, block in enumerate(net.blocks):
         attn, mlp = block.attn, block.mlp
@@ -62,7 +62,7 @@ def matrices(net: GPT) -> dict[str, Tensor]:
 
 
 def gradient_of(net: GPT) -> dict[str, Tensor]:
-    """The gradients of `matrices`."""
+    """Return the gradients of `matrices`."""
     twin = copy.deepcopy(net)
     with torch.no_grad():
         for p, q in zip(twin.parameters(), net.parameters(), strict=True):
@@ -72,7 +72,7 @@ def gradient_of(net: GPT) -> dict[str, Tensor]:
 
 
 def oracle(net: GPT, config: OptimConfig) -> tuple[dict[str, nn.Parameter], list[Any]]:
-    """torch's Muon on split copies of the matrices, torch's AdamW on copies of the rest."""
+    """Make torch's Muon for copies of the matrices, and torch's AdamW for the rest."""
     Muon: Any = pytest.importorskip("torch.optim._muon").Muon
     split = {name: nn.Parameter(m.clone()) for name, m in matrices(net).items()}
     taken = {id(w) for weights in muon_weights(net).values() for w in weights}
@@ -95,7 +95,7 @@ def oracle(net: GPT, config: OptimConfig) -> tuple[dict[str, nn.Parameter], list
 
 
 def follow(net: GPT, config: OptimConfig, optimizer: MuonAdamW, tolerance: float) -> None:
-    """Several steps of ours and of torch's."""
+    """Compare several steps of ours with torch's."""
     copies, both = oracle(net, config)
     for step in range(5):
         gradients(net, step)
@@ -125,7 +125,7 @@ def follow(net: GPT, config: OptimConfig, optimizer: MuonAdamW, tolerance: float
 def test_updates_are_those_of_torch(
     preset: str, rule: Any, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, in which torch's has to be made to compute."""
+    """In float32; torch's Muon is patched to compute in it."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     net = model(preset, **shape)
     config = OptimConfig("muon", lr=0.02, muon_scale=rule, weight_decay=0.3)
@@ -135,7 +135,7 @@ def test_updates_are_those_of_torch(
 
 
 def test_updates_in_bfloat16_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stacked products may round in another way: 2^-8 of the largest update, a few times."""
+    """Stacked products may round differently, by a few times 2^-8 of the largest update."""
     net = model()
     config = OptimConfig("muon", lr=0.02, weight_decay=0.3)
     optimizer = make_optimizer(net, config)
@@ -209,7 +209,7 @@ def test_frozen_weights_are_nobodys() -> None:
 
 
 def test_cautious_decay_spares_what_grows() -> None:
-    """Against the plain update: the same where a weight shrinks, no decay where it grows."""
+    """The update is the plain one if a weight shrinks, without decay if it grows."""
     plain, cautious, none = model(), model(), model()
     for net, changes in (
         (plain, {}),
@@ -247,7 +247,8 @@ def test_an_update_that_is_left_out_leaves_weights_and_state(
     if found is not None:
         optimizer.found_inf = torch.tensor(found)
     optimizer.step()
-    assert hasattr(optimizer, "found_inf") == (found is not None)  # a loss scaler removes its own
+    # a loss scaler removes its attribute
+    assert hasattr(optimizer, "found_inf") == (found is not None)
     after = everything(net, optimizer)
     assert after.keys() == before.keys()
     for name, old in before.items():
@@ -270,7 +271,7 @@ def test_where_the_kernel_updates_regardless_the_host_looks(
 @pytest.mark.parametrize("unscaled", [True, False])
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_loss_scaler_is_understood(finite: bool, unscaled: bool) -> None:
-    """As `torch.amp.GradScaler` in fp16: scaled gradients, and none that overflowed."""
+    """As with `torch.amp.GradScaler` in fp16: unscale gradients, skip overflows."""
     scaled, plain = model(), model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizers = [make_optimizer(net, OptimConfig("muon", lr=0.1)) for net in (scaled, plain)]
@@ -318,7 +319,7 @@ def test_stopped_and_launched_again_equals_never_stopped(
 def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    """FSDP2 on three processes, among which the rows do not divide evenly."""
+    """FSDP2 on three processes; the rows do not divide evenly."""
     alike = [*MUON, "--model.dropout", "0", "--train.tokens_per_step", "288"]
     alike += ["--train.micro_batch_size", "1", "--train.max_steps", "4", "--sample.every", "0"]
     alike += ["--checkpoint.every", "1", "--checkpoint.keep_last", "9", "--eval.every", "0"]
@@ -339,7 +340,7 @@ def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
 
 
 def updated(net: GPT, mesh: Any = None) -> GPT:
-    """After three steps on the same gradients in any process."""
+    """Return a model after three steps; all processes have the same gradients."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     optimizer = make_optimizer(
@@ -359,7 +360,7 @@ def updated(net: GPT, mesh: Any = None) -> GPT:
 
 
 def one_rank(rank: int, world: int, engine: str, folder: Path) -> None:
-    """Update a model on `engine`; rank 0 keeps the weights, and how much each did."""
+    """Update a model on `engine`; rank 0 saves the weights, and the work of each rank."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -395,7 +396,7 @@ def one_rank(rank: int, world: int, engine: str, folder: Path) -> None:
 def test_ranks_share_the_matrices_and_update_as_one(
     engine: str, world: int, tmp_path: Path
 ) -> None:
-    """Neither the 5 blocks nor, over 3 ranks, the rows divide evenly."""
+    """Neither the 5 blocks nor the rows divide evenly over 3 ranks."""
     torch.multiprocessing.spawn(one_rank, (world, engine, tmp_path), world)  # type: ignore[no-untyped-call]
     kept = torch.load(tmp_path / "found.pt", weights_only=True)
     whole = list(updated(model(n_layer=5)).parameters())
@@ -410,7 +411,7 @@ def test_ranks_share_the_matrices_and_update_as_one(
 
 
 def test_weights_that_fsdp_holds_and_their_state_are_those_of_a_plain_model() -> None:
-    """In a group of one process; the slow test above has three."""
+    """In a group of one process; the slow test above uses three."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,

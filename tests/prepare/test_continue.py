@@ -1,4 +1,4 @@
-"""A preparation that is stopped anywhere and called again makes the same bytes."""
+"""A preparation that is stopped anywhere and resumed writes the same bytes."""
 
 import io
 import json
@@ -32,7 +32,7 @@ fork = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal every few documents, batches of a few, long documents in pieces."""
+    """Save the journal every few documents, use small batches, split long documents."""
     monkeypatch.setattr(workers, "BATCH_CHARACTERS", 500)
     monkeypatch.setattr(workers, "PIECE_OVERHEAD", 10)
     monkeypatch.setattr(sources, "BATCH_CHARACTERS", 60)
@@ -71,7 +71,7 @@ def content(out: Path) -> dict[str, bytes]:
 
 
 def assert_undisturbed(config: PrepareConfig, out: Path) -> None:
-    """`out` holds the bytes of a preparation that was never stopped, and nothing lies beside it."""
+    """Assert that `out` equals an undisturbed preparation, and that nothing else is left."""
     whole = out.parents[1] / "undisturbed"
     if not whole.exists():
         prepare(config, whole)
@@ -89,8 +89,9 @@ def texts(out: Path, name: str) -> list[str]:
 
 
 def at_each_write(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """Call `act` in this process at each point where what is on disk changes or is made safe:
-    before a sync, a new name, a removal, and in the middle of writing tokens.
+    """Call `act` at each point where the disk changes.
+
+    The points are before a sync, a rename or a removal, and in the middle of writing tokens.
     """
     here = os.getpid()
 
@@ -126,7 +127,7 @@ def prepare_and_die(config: PrepareConfig, out: Path, after: int, writes: Any = 
 
 
 def run_and_kill(config: PrepareConfig, out: Path, after: int) -> bool:
-    """Prepare in another process that is killed at its write number `after`; whether it was."""
+    """Prepare in a process that is killed at write number `after`; return whether it was."""
     process = fork.Process(target=prepare_and_die, args=(config, out, after))
     process.start()
     process.join(30)
@@ -135,7 +136,7 @@ def run_and_kill(config: PrepareConfig, out: Path, after: int) -> bool:
 
 
 def check_nothing_half(out: Path) -> None:
-    """No folder reads as data unless it is complete."""
+    """Assert that only complete folders open as data."""
     assert not out.exists()
     for name in ("train", "val"):
         if (partial(out) / "dataset.json").exists():
@@ -180,7 +181,7 @@ def test_a_kill_at_any_write_does_no_harm(
     capsys.readouterr()
     for after in (*range(1, 9, 2), *range(9, number - 12, 29), *range(number, number - 13, -2)):
         assert run_and_kill(config, out, after)
-        if after == number:  # all but the sync of the folder above
+        if after == number:  # all but the sync of the parent folder
             assert_undisturbed(config, out)
         else:
             check_nothing_half(out)
@@ -235,7 +236,7 @@ def test_ctrl_c_keeps_what_is_made_and_says_so(
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, error: BaseException) -> None:
-    """Raise `error` once, after the journal was written `saves` times with text."""
+    """Raise `error` once, after `saves` journals with text."""
     real, left = build.Preparation.save, saves + 1
 
     def save(work: build.Preparation, *position: Any) -> None:
@@ -279,7 +280,8 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: edit(f, version=9), "another version"),
     (lambda f: edit(f, splits={"train": {}}), "progress.json is missing or damaged"),
     (lambda f: os.truncate(f / "train_000000.npy", 500), "train_000000.npy holds"),
-    (other_tokenizer, "the tokenizer has changed"),  # the last: it outlives the folder
+    # the last, since it remains when the folder is deleted
+    (other_tokenizer, "the tokenizer has changed"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""A text of one's own in one argument: what it sets, how small it may be, and its line ends."""
+"""`data.text`: the options that it sets, its minimum size, and its line ends."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_a_run_on_a_text_resumes_when_the_text_is_gone(
     assert RunFolder(tmp_path / "run").step == 6
     seen = capfd.readouterr()
     assert "prepared" not in seen.out
-    assert launch([str(tmp_path / "run" / "config.yaml")]) == 0  # as the run recorded it
+    assert launch([str(tmp_path / "run" / "config.yaml")]) == 0  # as recorded in the run
 
 
 @pytest.mark.parametrize("rows", range(1, 6))
@@ -119,7 +119,7 @@ def test_few_documents_have_both_splits(tmp_path: Path, rows: int) -> None:
 def test_line_ends_of_windows_become_those_of_unix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever a file is cut: between chunks, pieces and splits."""
+    """At any cut of a file: between chunks, pieces and splits."""
     monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 20)
     monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
     text = "ab cd\n\nefg. h\n  \n" * 4

@@ -1,4 +1,4 @@
-"""Text becomes a data folder once, completely or not at all, equal for any number of workers."""
+"""Text is prepared once, atomically, with the same result for any number of workers."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ from tests.conftest import run_here
 
 @pytest.fixture
 def config(tmp_path: Path) -> PrepareConfig:
-    """130 documents, so that whole ones are held out; cut into shards of 500 tokens."""
+    """130 documents, enough to hold out whole documents; shards of 500 tokens."""
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(130):
@@ -119,7 +119,7 @@ def test_long_documents_in_pieces_give_the_same_tokens(
 
 
 def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
-    """Also with other settings, which are refused where the content depends on them."""
+    """Also with other settings; settings that change the content are rejected."""
     (Path(str(config.path)) / "bad.txt").write_bytes(b"\xff")
     config = replace(config, skip_invalid=True)
     out.mkdir(parents=True)
@@ -142,7 +142,7 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
 def test_a_ready_folder_of_an_earlier_version_is_left_alone(
     config: PrepareConfig, out: Path
 ) -> None:
-    """Whatever it was made with that is gone: dropped documents, parts of several machines."""
+    """Also if it used removed features: dropped documents, parts of several machines."""
     prepare(config, out)
     index = json.loads((out / "dataset.json").read_text())
     index["prepared"] |= {"dedupe": True, "dropped": 3, "rank": 1, "world": 2}
@@ -280,7 +280,7 @@ def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
 
 
 def documents_of(folder: Path, split: str) -> list[str]:
-    """The documents of a split of bytes, told apart by end-of-text."""
+    """Return the documents of a split of bytes, split at end-of-text."""
     opened = open_split(folder, split)
     rows = [opened.read(i, 0, shard.tokens) for i, shard in enumerate(opened.shards)]
     ids = np.concatenate(rows)
@@ -301,7 +301,7 @@ def test_few_documents_are_parted_between_them(
 
 
 def test_no_document_of_val_is_in_train_and_the_split_is_that_of_the_text(tmp_path: Path) -> None:
-    """Copies of a text are in one split; any number of workers makes the same shards."""
+    """Copies of a text land in one split; any number of workers makes the same shards."""
     texts = [f"document {i % 600} of the king" for i in range(1500)]
     random.Random(0).shuffle(texts)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)

@@ -1,4 +1,4 @@
-"""One file of any kind is read row by row; damage is named, or skipped and counted."""
+"""Read a file of any kind row by row; name damage, or skip and count it."""
 
 import bz2
 import gzip
@@ -35,7 +35,7 @@ def read(path: Path, source: SourceKind, **more: Any) -> list[str]:
 
 
 def after_skips(path: Path, source: SourceKind) -> tuple[list[str], int]:
-    """The texts, in order, and how many things were skipped."""
+    """Return the texts in order, and the number of skipped rows."""
     skipped = Skipped(allowed=True)
     found = read_pieces(asked(path, source, skip_invalid=True), True, skipped=skipped)
     return [piece.text for piece in found], skipped.count
@@ -46,7 +46,7 @@ def lines(*texts: str | None) -> bytes:
 
 
 def compress(data: bytes, ending: str) -> bytes:
-    """`data` as a file with that ending holds it; several such parts make one file."""
+    """Compress `data` for a file ending; several such parts make one file."""
     if ending == ".zst":
         return bytes(pa.Codec("zstd").compress(data, asbytes=True))
     others = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -127,7 +127,7 @@ def test_a_truncated_archive_is_named(tmp_path: Path, ending: str) -> None:
 def test_compressed_text_is_read_as_plain_text_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    """In pieces that begin anywhere; damage is named."""
+    """In pieces that start anywhere; damage is named."""
     monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 500)
     monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 99)
     text = "".join(f"line {i * i} of the é text\n" for i in range(2000))
@@ -240,11 +240,11 @@ def test_damage_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_flipped_bytes_never_kill_the_process(tmp_path: Path) -> None:
-    """Offsets of an Arrow file are used as they are: unchecked ones would be read at any place."""
+    """Arrow uses the offsets in a file: unchecked offsets would read any memory."""
     path = tmp_path / "x.arrow"
     write(path, pa.table({"text": [f"{i}" * 9 for i in range(100)]}), "file")
     whole = path.read_bytes()
-    offset = whole.index(b"\x09\x00\x00\x00\x12\x00\x00\x00")  # where the second row begins, ends
+    offset = whole.index(b"\x09\x00\x00\x00\x12\x00\x00\x00")  # start and end of the second row
     path.write_bytes(whole[:offset] + b"\xff\xff\xff\x7f" + whole[offset + 4 :])
     code = "from tests.helpers.texts import read_texts\n"
     code += "from accel_gpt.config.data import PrepareConfig\n"

@@ -72,7 +72,8 @@ def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
     assert read(tree / "*.[ltp]*") == ["b.txt", "odd.log"]
     assert read(tree / "**/*.py") == ["a/b/c.py"]
     (tree / "lines.jsonl").write_text("[]" * 999)
-    assert read(tree / "*.jsonl") == ["[]" * 999]  # what a glob names alone may have any ending
+    # a file that only a glob names may have any ending
+    assert read(tree / "*.jsonl") == ["[]" * 999]
 
 
 def test_text_is_read_as_it_is_but_for_the_line_ends_of_windows(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves /good.txt; /short.txt breaks off; all else is 404."""
+    """Serves /good.txt; cuts /short.txt off; answers 404 to the rest."""
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
@@ -262,7 +263,7 @@ def rows_file(number: int) -> bytes:
 
 @pytest.mark.slow
 def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path) -> None:
-    """With the same bytes, without the files before, and without a cache on disk."""
+    """It gives the same bytes without reading earlier files, and without a disk cache."""
     words = [sys.executable, "-m", "accel_gpt.cli", "prepare", "--dataset", "tester/text"]
     words += ["--tokenizer", "bytes", "--shard_tokens", "300000", "--workers", "1", "--out"]
     with HubServer() as hub:
@@ -297,7 +298,7 @@ def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path)
 
 
 def test_reading_a_hub_data_set_goes_on_after_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the state of the data set, so that few rows are read again."""
+    """It uses the state of the data set, so that few rows are read again."""
     import datasets
 
     monkeypatch.setattr("accel_gpt.prepare.readers.STATE_ROWS", 3)
@@ -346,12 +347,13 @@ def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     assert len(set(found)) == 200  # equal texts are in one split
     assert 20 <= sum(split == "val" for split, _ in set(found)) <= 60
     more = {text for split, text in set(found) if split == "val"}
-    assert all(split_by_hash(key_of(text), 0.5) == "val" for text in more)  # keeps those it had
+    # a larger val split keeps its documents
+    assert all(split_by_hash(key_of(text), 0.5) == "val" for text in more)
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.3])
 def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
-    """To a two-thousandth, not in 256ths: within five standard deviations of the binomial."""
+    """Within five standard deviations of the binomial, without rounding to 1/256."""
     texts = 50_000
     found = sum(split_by_hash(key_of(f"document {i}"), fraction) == "val" for i in range(texts))
     deviation = (texts * fraction * (1 - fraction)) ** 0.5
@@ -379,7 +381,7 @@ def test_long_documents_are_cut_only_where_allowed(
 
 
 def make(folder: Path, source: SourceKind, count: int = 3) -> PrepareConfig:
-    """Files of a source: documents of several pieces, short ones and empty ones."""
+    """Write files of a source: long documents in several pieces, short and empty documents."""
     folder.mkdir()
     for unit in range(count):
         rows = ["", *("\n".join(f"{w}é {i}" for i in range(w)) for w in (unit, 9, 1, 30)), "x" * 9]
@@ -405,13 +407,13 @@ FILES: tuple[SourceKind, ...] = ("text", "jsonl", "parquet", "arrow")
 
 
 def read_from(config: PrepareConfig, start: Position) -> list[Piece]:
-    """The pieces after a position, without states of `datasets`, which differ for one place."""
+    """Return the pieces after a position, without the states of `datasets`, which vary."""
     found = read_pieces(config, True, start)
     return [piece._replace(after=piece.after._replace(state=None)) for piece in found]
 
 
 def check_resume(config: PrepareConfig) -> None:
-    """Reading goes on after any piece exactly where it was."""
+    """Assert that reading resumes exactly after any piece."""
     whole = list(read_pieces(config, True))
     places = [piece.after[:3] for piece in whole]
     assert places == sorted(set(places))

@@ -1,4 +1,4 @@
-"""Reports: the page, whoever wrote the run, the CSV file, the PNG files and the references."""
+"""Reports: the page (also of hostile runs), the CSV file, the PNG files, the references."""
 
 import base64
 import hashlib
@@ -42,13 +42,13 @@ def report(*words: object) -> int:
 
 
 def page(run: Path, *words: object) -> str:
-    """The report of a run."""
+    """Return the report of a run."""
     assert report(run, "--reference", "none", *words) == 0
     return (run / "report.html").read_text(encoding="utf-8")
 
 
 def drawn(text: str) -> Any:
-    """The data that the script of a page draws."""
+    """Return the data that the script of a page draws."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
     assert found
     return json.loads(found[1])
@@ -132,7 +132,7 @@ def test_resumes_and_skipped_updates_are_marked(tmp_path: Path) -> None:
     for step in (*range(1, 20, 2), 20, 21, 30, 40):
         skipped = counts.get(step, skipped)
         records.append(record(step, **{"train/skipped": skipped}))
-    # the third launch went back to before the second
+    # the third launch resumed before the second
     launches = [{**LAUNCH, "step": step} for step in (0, 15, 12, 12, 33)]
     [run] = open_runs([str(make_run(tmp_path / "run", records, launches))])
     assert run.resumes() == [(12, 2), (33, 1)]
@@ -278,7 +278,7 @@ def test_mistakes(
 
 
 def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
-    """The loss in nats of a token of one byte is lower, and says less, than that of a long one."""
+    """Tokens of one byte have a lower loss in nats than longer tokens, so it is no rank."""
 
     def run(name: str, tokenizer: str, loss: float, bits: float) -> Path:
         data = {**LAUNCH["data"], "tokenizer_fingerprint": tokenizer}
@@ -336,14 +336,16 @@ def test_a_run_is_compared_with_the_reference_of_its_like(
     assert find_reference("auto", open_runs([str(wider)])) is None
     assert find_reference("mine", open_runs([str(wider)]))
     other = make_run(tmp_path / "o", None, [{**LAUNCH, "data": {"fingerprint": "e" * 64}}])
-    assert find_reference("auto", open_runs([str(other)])) is None  # of the same command
+    assert find_reference("auto", open_runs([str(other)])) is None  # the same command, other data
 
 
 def test_a_reference_is_found_by_what_was_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The standard library of another Python has another fingerprint; a text of one's own is
-    another text, though it is trained by the same config."""
+    """Another Python's standard library has another fingerprint but matches.
+
+    Your own text does not match, even with the same config.
+    """
     prepared = DataConfig(train="data/x", prepare=PrepareConfig(source="stdlib", tokenizer="bpe"))
     [first] = open_runs([str(make_run(tmp_path / "first", data=prepared))])
     monkeypatch.chdir(tmp_path)
@@ -376,7 +378,7 @@ def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) 
     own = read_reference(FOLDERS[1] / f"{name}.json")
     assert own["curve"]["step"][-1] == config.train.max_steps
     assert own["curve"]["tokens"][-1] == config.train.max_steps * config.train.tokens_per_step
-    assert re.fullmatch(r"[0-9a-f]{12}", own["commit"])  # nothing was changed beside it
+    assert re.fullmatch(r"[0-9a-f]{12}", own["commit"])  # a clean commit
     launch = {**LAUNCH, "command": f"accel-gpt train configs/{name}.yaml"}
     launch |= {"model": {"vocab_size": own["match"]["vocab_size"]}, "data": {}}
     run = make_run(tmp_path / "run", None, [launch], model=config.model, data=config.data)
@@ -397,4 +399,4 @@ def test_gpt2_on_openwebtext_is_compared_with_what_nanogpt_published(tmp_path: P
         runs = open_runs([str(path)])
         content = payload(runs, find_reference("auto", runs))
         assert [guide["value"] for guide in content["panels"][0]["guides"]] == values
-        assert content["reference"] is None  # a curve was not published
+        assert content["reference"] is None  # no published curve matches

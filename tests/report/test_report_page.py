@@ -20,7 +20,7 @@ pytestmark = [
 ]
 PANELS = ["loss", "val_sets", "bits_per_byte", "hellaswag", "lr", "grad_norm", "throughput", "mfu"]
 WIDTHS = {"desktop": 1280, "phone": 400}
-# of each plot: its name, how many curves have a path inside its frame, and whether text is cut off
+# for each plot: its name, the number of curves inside its frame, and whether text is cut off
 DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
   const frame = plot.querySelector('.canvas svg').getBoundingClientRect();
   const inside = (box) => box.width + box.height > 0
@@ -36,7 +36,7 @@ DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
 
 
 def rich(step: int) -> dict[str, float]:
-    """A record with a value for every plot."""
+    """Return a record with a value for every plot."""
     found = record(
         step, **{"perf/mfu": 0.4, "train/skipped": step // 15, "train/spikes": step // 25}
     )
@@ -48,7 +48,7 @@ def rich(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """URLs of a report of one run and of a report of two."""
+    """URLs of a report of one run and a report of two runs."""
     folder = tmp_path_factory.mktemp("reports")
     records = [rich(step) for step in range(1, 41)]
     launches = [{**LAUNCH, "step": step} for step in (0, 17)]
@@ -81,7 +81,7 @@ def show(browser: Browser, url: str, theme: str = "light", width: int = 1280) ->
 
 
 def check_plots(browser: Browser) -> None:
-    """Every plot has its curves and ticks, none cut off."""
+    """Assert that every plot has its curves and ticks, none cut off."""
     plots = browser.evaluate(DRAWN)
     assert [plot["name"] for plot in plots] == [*PANELS, "memory"]
     for plot in plots:

@@ -1,4 +1,4 @@
-"""The Python interface: its functions do what commands do, and leave the process as it was."""
+"""The Python interface: functions do what commands do, and leave the process unchanged."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ def test_an_unknown_name_is_an_error() -> None:
 
 
 def listeners() -> int:
-    """Threads that receive signals."""
+    """Return the threads that receive signals."""
     return [thread.name for thread in threading.enumerate()].count("signals")
 
 
@@ -40,7 +40,7 @@ def listeners() -> int:
 def test_sections_may_be_mappings(
     small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a YAML file; the mapping that is a value stays one."""
+    """As in a YAML file; a mapping stays a mapping if it is a value."""
     (path,) = small_run()
     sections = {
         "train": {"max_steps": 2},
@@ -139,7 +139,7 @@ def test_two_processes_train_beside_one(
 
 
 def in_kernel(cells: list[str], folder: Path) -> list[Any]:
-    """The cells of a notebook as a kernel in `folder` leaves them."""
+    """Run a notebook in a kernel in `folder`; return its cells."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
@@ -150,13 +150,13 @@ def in_kernel(cells: list[str], folder: Path) -> list[Any]:
 
 
 def shown(cell: Any, kind: str) -> list[str]:
-    """What a cell displays of a kind, as image/png."""
+    """Return the outputs of a cell of one MIME type, such as image/png."""
     return [o["data"][kind] for o in cell.outputs if kind in o.get("data", {})]
 
 
 @pytest.mark.slow
 def test_the_notebook_runs(corpus: Path, tmp_path: Path) -> None:
-    """Its cells as they are, on less data and a smaller model than the shipped config has."""
+    """Its cells run unchanged, on less data and with a smaller model than in the shipped config."""
     cells = json.loads((ROOT / "docs/notebook.ipynb").read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells)
     small = SHORT | {"data.train": str(corpus), "data.prepare.source": None, "model.n_layer": 1}

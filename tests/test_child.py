@@ -1,4 +1,4 @@
-"""The start of this package as a child process."""
+"""Start this package as a child process."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_a_child_is_not_part_of_the_group_of_its_launcher(
     report = json.loads(done.stdout)
     assert report["argv"] == ["a", "b c"]
     assert not launcher.keys() & report["environment"].keys()
-    assert report["environment"]["ACCELERATE_USE_CPU"] == "true"  # the choice of the user
+    assert report["environment"]["ACCELERATE_USE_CPU"] == "true"  # the user's choice
     assert report["environment"]["ADDED"] == "1"
     assert (report["stdin"], report["group"]) == ("", False)
 

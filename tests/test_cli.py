@@ -1,4 +1,4 @@
-"""The commands as a user types them, and what they say."""
+"""The commands as a user types them, and their output."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sentences themselves are golden."""
+    """The golden texts hold the sentences."""
     monkeypatch.chdir(tmp_path)
     assert call(*words) == 2
     error = capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(
 
 
 def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:
-    """`2>&-`: neither the next file that is opened nor an error is mistaken for one of them."""
+    """`2>&-`: neither the next opened file nor an error takes the place of a stream."""
     program = (
         "import sys, accel_gpt.console as e\n"
         "def main(argv):\n"
@@ -104,7 +104,7 @@ def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:
 def test_prepare_train_and_sample_from_another_folder(
     tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The three commands in a row, each in a process of its own."""
+    """Run the three commands in a row, each in its own process."""
     words = [sys.executable, "-m", "accel_gpt.cli"]
 
     def step(*arguments: str) -> str:

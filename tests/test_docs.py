@@ -1,4 +1,4 @@
-"""README.md and docs/: their commands run as written, and what they name exists.
+"""README.md and docs/: commands run as written, and all names exist.
 
 The tree and the reading order in docs/explanation/architecture.md, the pages of `reference.py`, and
 the estimates in configs/ are made from the code; `ACCEL_GPT_DOCS=write pytest tests/test_docs.py`
@@ -66,7 +66,7 @@ FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md"
 
 @dataclass(frozen=True)
 class Line:
-    """A command line of a shell block, continued lines joined."""
+    """A command line of a shell block; continued lines are joined."""
 
     command: str
     comment: str
@@ -74,11 +74,11 @@ class Line:
 
     @property
     def needs(self) -> bool:
-        """Whether the line is marked as needing what a test has not got, as `# needs a GPU`."""
+        """Return whether the line is marked with a requirement, such as `# needs a GPU`."""
         return self.comment.startswith("needs ")
 
     def simple_commands(self) -> list[list[str]]:
-        """The words of each simple command, without assignments before it and redirections."""
+        """Return the words of each simple command, without assignments and redirections."""
         lexer = shlex.shlex(self.command, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         found: list[list[str]] = [[]]
@@ -96,7 +96,7 @@ class Line:
 
 
 def shell_lines(page: str, section: str = "") -> list[Line]:
-    """The lines of the shell blocks of a page, or of the blocks below one of its headings."""
+    """Return the lines of the shell blocks of a page, or below one of its headings."""
     text = (ROOT / page).read_text(encoding="utf-8")
     below = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else text
     blocks = re.findall(r"^ *```(?:sh|bash|shell|console)\n(.*?)^ *```$", below, flags=re.S | re.M)
@@ -111,12 +111,12 @@ def shell_lines(page: str, section: str = "") -> list[Line]:
 
 
 def commands(page: str, section: str = "") -> list[str]:
-    """The commands of the shell blocks of a page, or below one of its headings."""
+    """Return the commands of the shell blocks of a page, or below one of its headings."""
     return [line.command for line in shell_lines(page, section)]
 
 
 def tree() -> Iterator[str]:
-    """One line for each folder and top-level file of the package, from its docstring."""
+    """Return a line for each folder and top-level file of the package, from its docstring."""
     for path in sorted(PACKAGE.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         source = path / "__init__.py" if path.is_dir() else path
         if source.suffix == ".py" and source.exists() and path.name != "__init__.py":
@@ -137,7 +137,7 @@ def reading_order() -> Iterator[str]:
 
 
 def table_of_names(trainer: str, names: Mapping[str, str]) -> Iterator[str]:
-    """The names of another trainer, each with what to write here; keys set as code."""
+    """Return a table of another trainer's names and our equivalents, with keys as code."""
     known = sorted(leaves(Config), key=len, reverse=True)
     key = re.compile("|".join(re.escape(name) for name in known if "." in name))
     yield from (f"| {trainer} | here |", "|---|---|")
@@ -147,7 +147,7 @@ def table_of_names(trainer: str, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def check(page: str, made: str, pattern: str = "(.*)") -> None:
-    """Compare what stands between the groups of `pattern` in a page; replace it on request."""
+    """Compare the text between the groups of `pattern` in a page; replace it on request."""
     path = ROOT / page
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = re.search(pattern, text, flags=re.S)
@@ -220,7 +220,7 @@ def test_every_config_loads_plans_and_is_a_manual(path: Path) -> None:
 
 
 def estimate(command: str) -> str:
-    """Return memory, time and loss, as `accel-gpt plan` estimates them, on one line."""
+    """Return the memory, time and loss that `accel-gpt plan` estimates, on one line."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert dispatch([*shlex.split(command)[1:], "--json"]) == 0
@@ -305,13 +305,13 @@ def test_the_runs_worked_out_are_those_planned(capsys: pytest.CaptureFixture[str
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return the anchors of the headings of a page on GitHub."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def pages_of(nav: object) -> Iterator[str]:
-    """The pages that a part of the navigation in mkdocs.yml names."""
+    """Return the pages in a part of the navigation of mkdocs.yml."""
     if isinstance(nav, str):
         yield nav
     elif isinstance(nav, Mapping):
@@ -352,7 +352,7 @@ def test_what_is_named_exists(page: str) -> None:
 
 # --------------------------------------------------------------------------- commands parse
 
-# programs that are neither parsed nor run: what they do is not ours
+# other projects' programs: neither parsed nor run
 OTHERS = (
     *("gunzip", "mkdocs", "pip", "pre-commit", "pytest", "python3", "tensorboard"),
     *(".", "export", "while", "done", ""),
@@ -366,7 +366,7 @@ def parse_ours(words: Sequence[str]) -> None:
 
 
 def parse_launched(script: str, words: Sequence[str], module: bool) -> None:
-    """Parse what a launcher starts: our training script, or our commands as a module."""
+    """Parse the command of a launcher: our training script, or our commands as a module."""
     if script == "accel_gpt/train.py":
         parse_ours(["train", *words])
     elif module and script == "accel_gpt.cli":
@@ -377,7 +377,7 @@ def parse_launched(script: str, words: Sequence[str], module: bool) -> None:
 
 
 def parse_words(words: Sequence[str], marked: bool) -> None:
-    """Parse a simple command; one that is not known must be marked as needing something."""
+    """Parse a simple command; an unknown command must be marked with a requirement."""
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
@@ -415,7 +415,7 @@ def marked_or_parsed(page: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if shell_lines(page)])
 def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options and shipped configs exist; the models, runs and files that are named need not."""
+    """Options and shipped configs must exist; models, runs and files need not."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", "configs")
     for name in (
@@ -441,7 +441,7 @@ MANUALS = [
 
 @pytest.mark.parametrize("path", MANUALS, ids=lambda path: path.stem)
 def test_every_command_in_a_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command is an indented line of a comment; an estimate stands behind three spaces."""
+    """A command is an indented line of a comment; three spaces separate an estimate."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(options, "inherit", dict)
     text = path.read_text(encoding="utf-8").replace("\\\n#", " ")
@@ -476,13 +476,13 @@ def test_a_command_that_does_not_parse_is_found(
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """Another folder, with the configs and nothing else."""
+    """Another folder, with only the configs."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     return tmp_path
 
 
 def run(command: str, folder: Path) -> str:
-    """All that a command prints; it must succeed."""
+    """Run a command; assert that it succeeds, and return its output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env={**os.environ, "PATH": path},
@@ -494,14 +494,14 @@ def run(command: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_quickstart_reaches_what_the_readme_claims(elsewhere: Path) -> None:
-    """Everything but the installation, which whoever runs this has done; 60 steps, or all."""
+    """All steps but the installation; 60 training steps, or all if thorough."""
     install, sample, *_ = commands("README.md", "Quickstart")
     fewer = "" if THOROUGH else " --train.max_steps 60"
     shown = run(install.rpartition("&& ")[2] + fewer, elsewhere)
     assert "accel-gpt sample runs/quickstart" in shown
     last = json.loads((elsewhere / "runs/quickstart/metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval/val_bits_per_byte"] <= (1.65 if THOROUGH else 3.5)  # the README says 1.59
-    assert run(sample, elsewhere).count("def read(") >= 3  # the model may write one, too
+    assert run(sample, elsewhere).count("def read(") >= 3  # the model may write one too
 
 
 # --------------------------------------------------------------------------- commands run
@@ -518,7 +518,7 @@ TINY = {
     "sample": {"every": 0},
     "checkpoint": {"every": 4},
 }
-# steps and lengths of the pages, and those of the tiny runs
+# steps and lengths in the pages, and in the tiny runs
 SHORTER = {
     "step_00000560": "step_00000008",
     "step-840": "step-12",
@@ -532,14 +532,14 @@ UNLIKE_TESTS = {*OTHERS, "accelerate"} - {"gunzip"}  # programs that are not run
 
 
 def merged(one: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings, those of `over` over those of `one`."""
+    """Merge nested mappings; `over` overrides `one`."""
     nested = {k: merged(one.get(k, {}), v) for k, v in over.items() if isinstance(v, Mapping)}
     return {**one, **over, **nested}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages take for granted: texts, and finished runs of a tiny quickstart."""
+    """The files that the pages assume: texts, and finished runs of a tiny quickstart."""
     folder = tmp_path_factory.mktemp("world")
     shutil.copytree(ROOT / "configs", folder / "configs")
     tiny = merged(yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text()), TINY)
@@ -547,7 +547,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "configs/quickstart.yaml",
         "quickstart",
         "CONFIG.yaml",
-    ):  # a path goes before a shipped name
+    ):  # a path overrides a shipped name
         (folder / name).write_text(yaml.safe_dump(tiny))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     code = (PACKAGE / "train.py").read_text(encoding="utf-8")
@@ -573,7 +573,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def can_run(line: Line) -> bool:
-    """Whether a line is for a test to run: not marked, and of programs that a test may start."""
+    """Return whether a test can run a line: it is not marked, and its program is allowed."""
     programs = {words[0] if words else "" for words in line.simple_commands()}
     # rungs take minutes: tests/commands/test_ladder.py runs `ladder`, and `plan` with a ladder
     ladder = line.command.startswith("accel-gpt ladder") or " --ladder " in line.command
@@ -581,7 +581,7 @@ def can_run(line: Line) -> bool:
 
 
 def runs_in_tests(page: str) -> bool:
-    """Whether a page has commands to run; the examples of the help are no story to follow."""
+    """Return whether a page has commands to run in order; examples in the help do not count."""
     return page != "docs/reference/commands.md" and any(map(can_run, shell_lines(page)))
 
 
@@ -590,7 +590,7 @@ def runs_in_tests(page: str) -> bool:
 def test_every_command_runs(
     page: str, world: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The commands of a page in their order, as written but for steps and sizes."""
+    """Run the commands of a page in order, as written except for steps and sizes."""
     lines = [line.command for line in shell_lines(page) if can_run(line)]
     if any("--tokenizer gpt2" in line for line in lines):
         request.getfixturevalue("gpt2_vocabulary")
@@ -600,14 +600,14 @@ def test_every_command_runs(
         shorter = line
         for long, short in SHORTER.items():
             shorter = shorter.replace(long, short)
-        for out in re.findall(r"--(?:out|out_dir|to) (\S+)", shorter):  # of the world
+        for out in re.findall(r"--(?:out|out_dir|to) (\S+)", shorter):  # folders of `world`
             shutil.rmtree(folder / out, ignore_errors=True)
         run(shorter, folder)
 
 
 @pytest.mark.slow
 def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
-    """Export, push, sample and resume from the Hub, a server on this machine."""
+    """Export, push, sample and resume from the Hub: a server on this machine."""
     folder = tmp_path / "folder"
     shutil.copytree(world, folder)
     with HubServer() as hub:

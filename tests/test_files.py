@@ -1,4 +1,4 @@
-"""The lock of a folder: one holder at a time, also where the holder removes its file."""
+"""The lock of a folder: one holder at a time, also if the holder removes its file."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ def test_a_lock_is_removed_by_who_holds_it_alone(tmp_path: Path) -> None:
             raise AssertionError
         assert path.exists()
     assert not path.exists()
-    with locked_file(path):  # the folder was removed by hand, and another run began in it
+    with locked_file(path):  # the folder was removed by hand, and another run started in it
         path.unlink()
         with lock(path) as other:
             pass
@@ -30,7 +30,7 @@ def test_a_lock_is_removed_by_who_holds_it_alone(tmp_path: Path) -> None:
 
 
 def count(path: Path, total: int) -> None:
-    """Add to the number in a file, as often as `total`, by reading and writing it."""
+    """Increment the number in a file `total` times, by reading and writing it."""
     for _ in range(total):
         with locked_file(path / "x.lock"):
             number = int((path / "number").read_text())

@@ -1,6 +1,6 @@
-"""What a user sees stays as it is: help, config keys, errors, exit codes, files and their keys.
+"""Golden texts: help, config keys, errors, exit codes, files and their keys.
 
-The expected text is in `tests/golden/`. Where a difference is wanted, write it again and read the
+The expected text is in `tests/golden/`. To accept a change, write it again and read the
 diff: `ACCEL_GPT_GOLDEN=write pytest tests/test_golden.py`. A case of `errors.txt` is a line that
 begins with `$`; add one and write the file again to get its exit code and its stderr.
 """
@@ -42,7 +42,7 @@ def check(name: str, lines: list[str]) -> None:
 
 
 def call(*words: str) -> int:
-    """Run `accel-gpt WORDS` in this process; the exit code."""
+    """Run `accel-gpt WORDS` in this process; return the exit code."""
     with kept_settings(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["accel-gpt", *words])
         with pytest.raises(SystemExit) as end:
@@ -52,7 +52,7 @@ def call(*words: str) -> int:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a run, copies of them with a fault, and what is in `golden/room`."""
+    """A folder with data and a run, damaged copies of them, and the files of `golden/room`."""
     room = tmp_path_factory.mktemp("room")
     (room / "text.txt").write_text(text_of(5000))
     (room / "empty").mkdir()
@@ -72,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def room(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder `made` as the current one, with a run that another process is writing."""
+    """Make `made` the current folder, with a run that another process is writing."""
     monkeypatch.chdir(made)
     monkeypatch.setenv("COLUMNS", "100")
     with open("busy/.lock") as lock:
@@ -100,7 +100,7 @@ def test_help_of_train_py(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a config as YAML has it."""
+    """Flatten a config to dotted keys, with YAML values."""
     if not isinstance(value, dict):
         return {prefix: value}
     parts = (flat(part, f"{prefix}.{key}".strip(".")) for key, part in value.items())
@@ -113,7 +113,7 @@ def resolved(*words: str) -> dict[str, Any]:
 
 
 def kind_of(key: str) -> str:
-    """What a key takes, as the error for another value says."""
+    """Return the kind of values of a key, from the error for a wrong value."""
     found = []
     for value in ("[[1.5]]", "null"):
         try:
@@ -125,7 +125,7 @@ def kind_of(key: str) -> str:
 
 
 def test_config_keys(room: Path) -> None:
-    """Each key with its default and kind; of the shipped configs what differs from the defaults."""
+    """Each key with its default and kind; for shipped configs the keys that differ."""
     defaults = resolved("empty.yaml")
     lines = [f"{key}: {json.dumps(value)} ({kind_of(key)})" for key, value in defaults.items()]
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -142,7 +142,7 @@ def test_config_keys(room: Path) -> None:
 
 
 def test_errors(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code and errors on stderr of each command line."""
+    """Compare the exit code and stderr of each command line."""
     lines: list[str] = []
     for case in (GOLDEN / "errors.txt").read_text(encoding="utf-8").splitlines():
         if case.startswith("$ accel-gpt "):
@@ -162,16 +162,16 @@ def test_prepared_folder(kind: str, room: Path) -> None:
 
 
 def keys(value: Any, prefix: str = "") -> set[str]:
-    """Dotted keys of a JSON value, those of all elements of a list together."""
+    """Return the dotted keys of a JSON value; elements of a list are merged."""
     if isinstance(value, list):
         return {prefix}.union(*(keys(part, f"{prefix}[]") for part in value if part))
-    if not isinstance(value, dict) or prefix.endswith(".versions"):  # of what is installed
+    if not isinstance(value, dict) or prefix.endswith(".versions"):  # depends on the installation
         return {prefix}
     return set().union(*(keys(part, f"{prefix}.{key}") for key, part in value.items()))
 
 
 def test_files_of_a_run(room: Path) -> None:
-    """Their names, the keys of the JSON among them, the tensors, the metrics of each record."""
+    """Compare names, keys of JSON files, tensors, and the metrics of each record."""
     paths = sorted(path for path in Path("run").rglob("*") if path.is_file())
     lines = [re.sub(r"(tfevents).*", r"\1", str(path)) for path in paths]
     for path in paths:
@@ -183,7 +183,7 @@ def test_files_of_a_run(room: Path) -> None:
     lines += ["", *(f"{k} {v.get('dtype')} {v.get('shape')}" for k, v in sorted(tensors.items()))]
     lines += ["", *Path("run/metrics.csv").read_text().splitlines()[0].split(",")]
     for record in map(json.loads, Path("run/metrics.jsonl").read_text().splitlines()):
-        known = sorted(record.keys() - {"perf/mfu"})  # where the peak of the device is known
+        known = sorted(record.keys() - {"perf/mfu"})  # only recorded if the device's peak is known
         lines += ["", f"metrics of step {record['step']}", *known]
     check("run.txt", lines)
 

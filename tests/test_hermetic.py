@@ -1,4 +1,4 @@
-"""The guards of every test: a setting left changed fails it, other machines are out of reach."""
+"""The guards of every test: a changed setting fails it, and it reaches no other machine."""
 
 import os
 import socket
@@ -44,7 +44,7 @@ def test_needs_a_card():
 
 @pytest.fixture
 def before() -> Iterator[None]:
-    """This test changes settings, and may fail before it puts them back."""
+    """Restore settings, since a test may fail before it does so."""
     with kept_settings():
         yield
 

@@ -19,14 +19,14 @@ TRAIN = str(ROOT / "accel_gpt" / "train.py")
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 CONFIGURED = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_config.yaml")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-MARK = "ACCEL_GPT_TEST_MARK"  # in the environment of all that a launcher starts
+MARK = "ACCEL_GPT_TEST_MARK"  # in the environment of all processes that a launcher starts
 PLAIN = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
 
 Arguments = Callable[..., list[str]]
 
 
 def finish(command: list[str], cwd: Path, timeout: float = 120) -> str:
-    """Standard error of a command that must succeed."""
+    """Run a command; assert that it succeeds, and return its stderr."""
     done = subprocess.run(
         command, cwd=cwd, env=PLAIN, capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -51,13 +51,13 @@ def test_two_processes_reach_the_losses_of_one(
     finish([*TORCHRUN, TRAIN, *small_run(*alike, "--out_dir", str(one))], tmp_path)
     shown = finish([*launcher, TRAIN, *small_run(*alike, "--out_dir", str(two))], tmp_path)
     assert "x 2 micro-steps x 2 processes" in shown
-    assert shown.count("tokens per step") == 1  # one process speaks
+    assert shown.count("tokens per step") == 1  # only one process prints
     for alone, shared in zip(records(one), records(two), strict=True):
         assert alone.keys() == shared.keys()
         assert list(shared.values()) == pytest.approx(list(alone.values()), abs=1e-5)
     assert (two / "checkpoints" / "step_00000010" / "random_states_1.pkl").is_file()
     samples = (two / "samples" / "step_00000012.txt").read_text()
-    assert "--- sample 2" in samples  # one from each process
+    assert "--- sample 2" in samples  # one sample from each process
 
 
 @pytest.mark.slow
@@ -102,8 +102,9 @@ def test_signal_to_the_launcher_saves_and_the_same_command_continues(
 
 
 def marked(mark: str) -> dict[int, dict[str, str]]:
-    """Processes with the mark that have not ended, and their environment; torch gives workers a
-    session of their own, so that a session does not tell.
+    """Return the live processes with the mark, and their environment.
+
+    torch starts workers in new sessions, so a session id cannot find them.
     """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -138,7 +139,7 @@ def test_a_config_for_a_gpu_warns_on_a_cpu(small_run: Arguments, tmp_path: Path)
 
 @pytest.mark.slow
 def test_processes_that_form_no_group_are_refused(small_run: Arguments, tmp_path: Path) -> None:
-    """WORLD_SIZE that Accelerate does not pick up: two trainers in one folder, silently."""
+    """If Accelerate ignored WORLD_SIZE, two trainers would share a folder silently."""
     lost = {**PLAIN, "WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run(
         [sys.executable, TRAIN, *small_run("--train.micro_batch_size", "2")],

@@ -1,4 +1,4 @@
-"""How the code is laid out: downward imports, no shadowing names, nothing unsafe."""
+"""Layout of the code: downward imports, no shadowing names, nothing unsafe."""
 
 import ast
 import functools
@@ -49,7 +49,7 @@ HEAVY = {
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
     "numpy.ma",
 }
-# what could execute a file's content, or shows a wish to hide behaviour
+# calls that could execute a file's content, or that hide behaviour
 UNSAFE = {"exec", "eval", "compile", "globals", "locals", "__import__"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "code", "runpy"}
 UNSAFE_ATTRIBUTES = {
@@ -58,7 +58,7 @@ UNSAFE_ATTRIBUTES = {
     *("sys.path", "os.system", "os.popen", "torch.hub", "subprocess.getoutput"),
     *("torch.distributed.checkpoint", "torch.package"),
 }
-# keywords whose value must stand there as a constant
+# keywords whose value must be a constant
 REQUIRED = {
     **{"allow_pickle": False, "trust_remote_code": False, "shell": False},
     "weights_only": True,
@@ -75,12 +75,12 @@ def tree(path: Path) -> ast.Module:
 
 
 def named(path: Path, *problems: str) -> list[str]:
-    """Problems of a file of the package, each with its name."""
+    """Return the problems of a file of the package, each with its path."""
     return [f"{path.relative_to(PACKAGE)}: {problem}" for problem in problems]
 
 
 def loaded_by(code: str, *arguments: str) -> dict[str, str]:
-    """Module -> file of all that `code` loads in a process of its own."""
+    """Return the file of each module that `code` loads in a new process."""
     modules = "{name: getattr(m, '__file__', None) or '' for name, m in sys.modules.items()}"
     code = f"import json, sys\n{code}\nprint(json.dumps({modules}))"
     words = [sys.executable, "-c", code, *arguments]
@@ -129,7 +129,7 @@ def test_public_things_have_docstrings() -> None:
 
 
 def module_name(path: Path) -> str:
-    """`accel_gpt.data.order` of the file data/order.py."""
+    """Return the module of a file: `accel_gpt.data.order` for data/order.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
@@ -138,7 +138,7 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def own_imports(node: ast.AST) -> set[str]:
-    """The modules of the package that a statement or a whole file imports, functions included."""
+    """Return the modules of the package that a node imports, including inside functions."""
     found = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.Import):
@@ -171,7 +171,7 @@ def room_of(module: str) -> str:
 def test_imports_point_down() -> None:
     found = []
     for module, path in MODULES.items():
-        if module == "accel_gpt":  # loads the Python interface on its first use
+        if module == "accel_gpt":  # it loads the Python interface on first use
             continue
         above = [m for m in own_imports(tree(path)) if level(room_of(m)) > level(room_of(module))]
         found += named(path, *(f"imports {other}, which is above it" for other in above))
@@ -190,7 +190,7 @@ def test_no_imports_go_round_in_a_circle() -> None:
 
 
 def test_the_package_is_imported_at_the_top_of_a_module() -> None:
-    """Inside functions stand heavy packages of others; only cli.py imports a command there."""
+    """Functions may import heavy third-party packages; only cli.py imports commands there."""
     found = []
     for path in FILES:
         functions = (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef))
@@ -201,7 +201,7 @@ def test_the_package_is_imported_at_the_top_of_a_module() -> None:
 
 
 def test_no_literal_is_splatted() -> None:
-    """`*("a", "b")` says nothing that `"a", "b"` does not."""
+    """`*("a", "b")` is the same as `"a", "b"`."""
     found = []
     for path in FILES:
         starred = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Starred))
@@ -211,13 +211,13 @@ def test_no_literal_is_splatted() -> None:
 
 
 def test_a_name_is_defined_once() -> None:
-    """Public functions and classes: who searches for one finds one."""
+    """A search for a public function or class finds one definition."""
     files: dict[str, set[Path]] = {}
     for path in FILES:
         for node in tree(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, set()).add(path)
-    for name in ("main", "run"):  # of each program; of each command
+    for name in ("main", "run"):  # each program has a main, each command a run
         files.pop(name)
     ambiguous = sorted(name for name, paths in files.items() if len(paths) > 1)
     assert not ambiguous
@@ -234,7 +234,7 @@ def test_the_benchmarks_import_what_there_is() -> None:
 
 
 def unsafe(node: ast.AST) -> str | None:
-    """What in a statement or expression could run what a file or a user's text says."""
+    """Return the unsafe parts of a node: they could execute the content of a file or a text."""
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
         if name in UNSAFE or name.endswith("register_for_checkpointing"):

@@ -1,4 +1,4 @@
-"""Every precision on every engine: all weights move, gradients are right, a stop changes nothing.
+"""Every precision on every engine: weights move, gradients are right, a stop changes nothing.
 
 `ACCEL_GPT_THOROUGH=1 pytest -n 0 -m slow tests/test_matrix.py` trains all combinations; without it
 each value of each dimension meets each value of each other one at least once.
@@ -59,7 +59,7 @@ ACCELERATE_CONFIGS = {
 
 
 def refused(case: Case) -> str | None:
-    """What a combination that does not go together says."""
+    """Return the error of an unsupported combination; None for a supported one."""
     if case["engine"] != "elastic":
         return None
     if case["compiled"] == "true":
@@ -77,7 +77,7 @@ def all_cases(dimensions: Mapping[str, Sequence[str]] = DIMENSIONS) -> list[Case
 
 
 def pairwise(cases: list[Case]) -> list[Case]:
-    """Some of `cases`, in which each two values that occur together in any occur together."""
+    """Choose some of `cases` that cover every pair of values that occurs in any case."""
 
     def pairs(case: Case) -> set[Any]:
         return set(itertools.combinations(case.items(), 2))
@@ -103,7 +103,7 @@ def name(case: Case) -> str:
 
 
 def options(case: Case) -> list[str]:
-    """The arguments that a case adds to those of the small run."""
+    """Return the arguments that a case adds to the small run."""
     muon = case["optimizer"] == "muon"
     shape = SHAPE | ({"n_kv_head": 1} if muon else {})
     given = {
@@ -128,7 +128,7 @@ def options(case: Case) -> list[str]:
 
 
 def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = "cpu") -> str:
-    """Run `tasks` in `world` processes of tests/helpers/matrix_worker.py; what they printed."""
+    """Run `tasks` in `world` processes of tests/helpers/matrix_worker.py; return their output."""
     file = folder / f"{engine}_{time.monotonic_ns()}.json"
     file.write_text(json.dumps(tasks))
     with socket.socket() as free:
@@ -158,7 +158,7 @@ def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = 
 
 
 def gradient_error(kept: dict[str, Any], shape: dict[str, Any]) -> float:
-    """The error of the kept gradient relative to float64, without our loss and engine."""
+    """Return the error of the saved gradient relative to float64 and a plain loss."""
     model = GPT(ModelConfig(**shape["config"]), shape["vocab_size"])
     model.load_state_dict(kept["before"], strict=False)
     model = model.double()
@@ -192,11 +192,11 @@ def test_two_replicas_of_two_shards(small_run: Arguments, tmp_path: Path) -> Non
 
 
 def collectives(engine: str, optimizer: str, micro_steps: int, synced: bool) -> dict[str, int]:
-    """Those of a step of two blocks: one is the all-reduce of the loss.
+    """Return the collectives of a step of two blocks: one is the all-reduce of the loss.
 
     DDP all-reduces one bucket of gradients at the last micro-step, or `synced` at each; FSDP2
     reduces those of four groups, and all-reduces the norm. Each micro-step gathers the groups, the
-    blocks twice, and the head where it is not the embedding. For each of Muon's four stacks DDP
+    blocks twice, and the head if it is not the embedding. For each of Muon's four stacks DDP
     gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
     """
     muon, reductions = optimizer == "muon", micro_steps if synced else 1
@@ -257,7 +257,7 @@ def test_every_precision_on_gpus(engine: str, small_run: Arguments, tmp_path: Pa
 def train_and_check(
     chosen: list[Case], small_run: Arguments, folder: Path, device: str = "cpu"
 ) -> None:
-    """Train each case without and with a stop, all of one engine, and check what must hold."""
+    """Train each case of an engine without and with a stop, and check the results."""
     engine = chosen[0]["engine"]
     stopped, rest, all_runs = [], [], []
     for case in chosen:
@@ -278,7 +278,7 @@ def train_and_check(
 
 
 def check(case: Case, folder: Path, device: str) -> None:
-    """What must hold of a case's two runs."""
+    """Check the two runs of a case."""
     whole, parted = (folder / name(case) / part for part in ("whole", "parted"))
     kept = torch.load(folder / f"{name(case)}.pt", weights_only=True)
     after = weights(whole, STEPS)
@@ -287,7 +287,7 @@ def check(case: Case, folder: Path, device: str) -> None:
     assert (parted / "checkpoints" / f"step_{STOP:08d}").is_dir()
     if device == "cpu":
         assert_same_weights(after, weights(parted, STEPS))
-    else:  # kernels add in an order of their own
+    else:  # kernels add in their own order
         torch.testing.assert_close(after, weights(parted, STEPS), atol=1e-3, rtol=1e-2)
     shape = json.loads((parted / "checkpoints" / "step_00000003" / "model.json").read_text())
     error = gradient_error(kept, shape)

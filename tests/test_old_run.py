@@ -1,4 +1,4 @@
-"""Runs and data folders that commit 99e4bb0 wrote go on as if nothing had changed since.
+"""Runs and data folders of commit 99e4bb0 still resume with the same results.
 
 `tests/fixtures/run_99e4bb0` holds them; its README says how they were written.
 """
@@ -16,9 +16,9 @@ from tests.faults.harness import FSDP, Server, by_clock, finish
 
 OLD = Path(__file__).parent / "fixtures" / "run_99e4bb0"
 ALONE = ("plain", "muon", "async_save")
-TWO = ("two_ranks", "sharded")  # runs of two processes
-# Another kind of CPU or build of torch rounds in another way. Losses that another batch or a lost
-# moment of the optimizer would change differ by more than 1e-4.
+TWO = ("two_ranks", "sharded")  # names of the runs of two processes
+# Another kind of CPU or build of torch rounds differently. Another batch or a lost moment of the
+# optimizer changes losses by more than 1e-4.
 TOLERANCE = {"rel": 1e-5, "abs": 1e-6}
 
 Records = list[dict[str, float]]
@@ -26,7 +26,7 @@ Records = list[dict[str, float]]
 
 @pytest.fixture
 def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the fixtures as the working directory, with the text of their data."""
+    """Make a copy of the fixtures the working directory, with the text of their data."""
     folder = tmp_path / "old"
     shutil.copytree(OLD, folder)
     (folder / "text.txt").write_text(text_of(1500, seed=0))
@@ -36,13 +36,13 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read_records(path: Path) -> Records:
-    """The lines of a metrics.jsonl without the figures of a clock."""
+    """Return the lines of a metrics.jsonl without clock figures."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in line.items() if not by_clock(key)} for line in lines]
 
 
 def assert_went_on(folder: Path, name: str) -> None:
-    """Check the records of a resumed run against those of the run that never stopped."""
+    """Compare the records of a resumed run with the undisturbed run."""
     found = read_records(folder / name / "metrics.jsonl")
     expected = read_records(OLD / "whole" / f"{name}.jsonl")
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -89,7 +89,7 @@ def test_two_processes_go_on_with_a_run_of_two(name: str, old: Path, server: Ser
 
 
 def greedy_sample(model: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `accel-gpt sample` prints."""
+    """Return the output of `accel-gpt sample`."""
     capsys.readouterr()
     options = ["--prompt", "the king", "--temperature", "0", "--max_new_tokens", "8"]
     assert run_here(dispatch, ["sample", model, *options]) == 0
@@ -120,7 +120,7 @@ def test_a_run_is_exported(name: str, old: Path, capsys: pytest.CaptureFixture[s
 def test_a_prepared_folder_is_taken_as_it_is(
     name: str, old: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A new run on it has the losses of the old one from its first step."""
+    """A new run on it has the losses of the old run from the first step."""
     data = {path: path.read_bytes() for path in old.glob("data/*/*")}
     shutil.rmtree(old / name)
     assert launch([f"{name}.yaml"]) == 0

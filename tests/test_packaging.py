@@ -1,4 +1,4 @@
-"""What is installed: declared dependencies, a wheel with all it needs, configs by their names."""
+"""Installation: declared dependencies, a complete wheel, configs by name."""
 
 import ast
 import functools
@@ -24,7 +24,7 @@ from accel_gpt.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# private names of other packages that the package uses; each may go with any of their versions
+# private names of other packages that we use; any version may remove them
 PRIVATE = {
     "_compiled_call_impl": "torch",
     "_dump_snapshot": "torch",
@@ -34,16 +34,16 @@ PRIVATE = {
     "_record_memory_history": "torch",
     "_reset_state": "accelerate",
 }
-PUBLIC = {"_asdict", "_exit", "_replace"}  # of os and of named tuples, in Python's documentation
+PUBLIC = {"_asdict", "_exit", "_replace"}  # documented names of os and named tuples
 
 
 def normal(name: str) -> str:
-    """The name of a distribution as an index compares it."""
+    """Return the normalized name of a distribution."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def requirements(*extras: str) -> dict[str, str]:
-    """Declared distribution -> its bounds; those of the extras as well."""
+    """Return the bounds of each declared distribution, including extras."""
     lines = PROJECT["dependencies"] + [line for extra in extras for line in EXTRAS[extra]]
     parts = (re.match(r"([\w.-]+)(?:\[.*\])?(.*)", line) for line in lines)
     return {normal(part[1]): part[2] for part in parts if part}
@@ -111,7 +111,7 @@ def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
 
 
 def few_steps() -> list[str]:
-    """Options that make quickstart a matter of seconds, on `text.txt`."""
+    """Return options that make quickstart take seconds, on `text.txt`."""
     return [
         *("--data.prepare.source", "text", "--data.prepare.path", "text.txt"),
         *("--data.prepare.vocab_size", "270", "--data.prepare.workers", "1"),
@@ -136,7 +136,7 @@ def test_a_shipped_config_is_known_by_its_name(
         assert load_config([word], "") == load_config([str(ROOT / "configs/quickstart.yaml")], "")
     assert resolve_config("openwebtext", "data") == ROOT / "configs/data/openwebtext.yaml"
     for name in shipped_configs():
-        (tmp_path / name).mkdir()  # a folder is no config
+        (tmp_path / name).mkdir()  # a folder is not a config
         assert resolve_config(name).parent == ROOT / "configs"
 
 
@@ -193,7 +193,7 @@ def test_a_run_by_name_keeps_the_config_as_shipped(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of the tree, as building leaves files beside the sources."""
+    """Build a wheel from a copy of the tree, since a build leaves files in the sources."""
     if find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed, which builds the wheel")
     folder = tmp_path_factory.mktemp("wheel")
@@ -219,7 +219,7 @@ def test_the_wheel_holds_every_file_of_package_and_configs(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path) -> None:
-    """From an empty folder, with the wheel before anything else that is installed."""
+    """In an empty folder, with the wheel first on the path."""
     target, folder = tmp_path / "installed", tmp_path / "folder"
     words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*words, "--target", str(target), str(wheel)], check=True)
@@ -252,7 +252,7 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_folder_above_a_clone_imports_the_package(tmp_path: Path) -> None:
-    """An editable install of a clone in a folder of the package's name; Python runs above it."""
+    """A clone in a folder with the package's name, installed editable; Python runs above it."""
     if find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed, which builds the wheel")
     clone, site = tmp_path / "accel_gpt", tmp_path / "site"

@@ -1,4 +1,4 @@
-"""JSON at a door: what fits is read, and everything else is one sentence with file and key."""
+"""JSON records: valid content is read, and an error is one sentence with file and key."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The whole of training on a tiny model: exact resume, no trace of evaluation, refused configs."""
+"""Training a tiny model: exact resume, evaluation without side effects, rejected configs."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ Trained = Callable[..., Path]
 
 
 def records(run: Path) -> list[dict[str, float]]:
-    """Lines of metrics.jsonl without what a clock decides."""
+    """Return the lines of metrics.jsonl without clock figures."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
@@ -49,7 +49,7 @@ def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
-    """Send ourselves a signal while step `step` is under way."""
+    """Send this process a signal during step `step`."""
     update = train.update
 
     def interrupted(run: train.Training) -> Any:
@@ -63,7 +63,7 @@ def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> Non
 def test_the_rate_that_is_logged_is_optim_lr_whatever_the_groups(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    """Of the fast recipe with Muon the embedding is the first group."""
+    """With Muon in the fast recipe, the embedding is the first group."""
     own = ["--optim.name", "muon", "--optim.lr", "0.01", "--optim.embedding_lr", "0.3"]
     assert launch(small_run("--model.preset", "fast", *own, "--train.max_steps", "4")) == 0
     assert records(tmp_path / "run")[0]["train/lr"] == pytest.approx(0.005)
@@ -75,7 +75,7 @@ DESCENT += ("--optim.weight_decay", "0", "--model.dropout", "0", *QUIET)
 
 
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The norm of all that each update adds to the weights, from now on."""
+    """Record the norm of each later update of the weights."""
     found = []
 
     def measured(run: train.Training) -> None:
@@ -93,7 +93,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_an_update_has_the_clipped_length_and_the_rate_of_its_step(
     clip: float, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of gradient descent: clipped is the sum over micro-batches, which has the norm `clip`."""
+    """With gradient descent: the sum over micro-batches is clipped to the norm `clip`."""
     found, fractions = lengths(monkeypatch), [0.5, 1, 1, 0.75, 0.5, 0.25]
     words = ["--schedule.name", "linear", "--train.max_steps", "6", "--optim.grad_clip", str(clip)]
     assert launch(small_run(*DESCENT, *words)) == 0
@@ -135,7 +135,7 @@ def test_run_learns_and_leaves_what_the_contract_names(
 
 @pytest.mark.slow
 def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path: Path) -> None:
-    """The same with another micro-batch and interval of logging; another with another seed."""
+    """It is equal for other micro-batch sizes and logging intervals, not for other seeds."""
 
     def hashes(name: str, *options: str) -> dict[float, float]:
         asked = ["--log.batch_hash", "--out_dir", str(tmp_path / name), *options]
@@ -195,7 +195,7 @@ def test_a_run_that_stops_at_a_step_continues_to_its_end(
     assert launch(small_run()) == 0
     whole, run = records(trained(to="whole")), records(tmp_path / "run")
     assert run[:7] == stopped
-    assert run[6].items() > whole[6].items()  # evaluated there as well
+    assert run[6].items() > whole[6].items()  # it was also evaluated there
     assert run[:6] + run[7:] == whole[:6] + whole[7:]
     assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
@@ -208,7 +208,7 @@ def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: P
     assert launch(small_run(*short, str(tmp_path / "without"), *quiet)) == 0
     assert_same_weights(weights(tmp_path / "with", 4), weights(tmp_path / "without", 4))
     steps = [line["step"] for line in records(tmp_path / "without")]
-    assert steps == [1, 3, 4]  # the first at once
+    assert steps == [1, 3, 4]  # the first step is logged at once
 
 
 def test_loss_curve_is_the_stored_one(small_run: Arguments, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_starting_from_the_weights_of_a_run(
 
 
 def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Path) -> None:
-    """A rate that is far too high in the end: the best is early, and stays."""
+    """The learning rate is far too high at the end: the best checkpoint is early, and stays."""
     options = ["--checkpoint.keep_best", "true", "--checkpoint.keep_last", "1", "--eval.every", "2"]
     options += ["--schedule.name", "constant", "--optim.lr", "0.3", "--optim.grad_clip", "0"]
     assert launch(small_run(*options)) == 0
@@ -297,7 +297,7 @@ def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Pat
 def test_speed_counts_training_alone(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock on which a step takes a second, and all that is due after it takes a thousand."""
+    """On a simulated clock a step takes 1 s, and the work after it takes 1,000 s."""
     now = [0.0]
     monkeypatch.setattr(
         "accel_gpt.training.metrics.time", SimpleNamespace(monotonic=lambda: now[0])
@@ -316,7 +316,7 @@ def test_speed_counts_training_alone(
     for name in ("save", "sample"):
         lasting(train, name, 1000.0)
     lasting(Evaluation, "metrics", 1000.0)
-    assert launch(small_run("--checkpoint.every", "5")) == 0  # evaluates and samples at others
+    assert launch(small_run("--checkpoint.every", "5")) == 0  # evaluates and samples at other steps
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["perf/step_ms"] for line in lines] == pytest.approx([1000.0] * 12)
     assert [line["perf/tokens_per_second"] for line in lines] == pytest.approx([256.0] * 12)

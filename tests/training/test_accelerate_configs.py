@@ -1,4 +1,4 @@
-"""configs/accelerate: `accelerate launch` accepts each file, and we what it makes of it."""
+"""configs/accelerate: `accelerate launch` and the trainer accept each file."""
 
 import os
 import shlex
@@ -25,17 +25,17 @@ PROCESSES = {
 
 
 def environment_of(*words: str) -> dict[str, str]:
-    """What `accelerate launch` with the arguments `words` adds to the environment of a process."""
+    """Return the variables that `accelerate launch` with arguments `words` sets for a process."""
     parser = launch.launch_command_parser()
     arguments, *_ = launch._validate_launch_command(parser.parse_args(words))
-    assert arguments.use_fsdp or arguments.multi_gpu  # and so starts as many processes as it says
+    assert arguments.use_fsdp or arguments.multi_gpu  # so it starts the stated number of processes
     found = environments.prepare_multi_gpu_env(arguments)
     added = {key: value for key, value in found.items() if key.startswith(PREFIXES)}
     return added | {"WORLD_SIZE": str(arguments.num_processes)}
 
 
 def command_of(path: Path) -> list[str]:
-    """The words of the command in the comment of a file, after `accelerate launch`."""
+    """Return the arguments of `accelerate launch` in the comment of a file."""
     lines = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
     text = " ".join(lines).replace("\\ ", " ")
     return shlex.split(text.partition("accelerate launch --config")[2])[1:]
@@ -49,7 +49,7 @@ def test_there_are_those_that_the_pages_name() -> None:
 def test_accelerate_launch_and_the_trainer_accept_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command of its comment, with a config whose batch its processes divide."""
+    """Use the command of its comment, with a config whose batch its processes divide."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(environments, "is_fp8_available", lambda: True)
     monkeypatch.setattr(environments, "is_port_in_use", lambda _: False)

@@ -1,4 +1,4 @@
-"""What no test covers is refused by name; compiled code is kept where only we write."""
+"""Untested combinations are rejected; compiled code goes to a private folder."""
 
 import os
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_what_the_accelerate_config_asks_for_is_refused_by_name(
 def test_fsdp_without_gpus_is_refused(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Accelerate would train with plain processes, in silence."""
+    """Accelerate would silently train with plain processes."""
     for key, value in FSDP2.items():
         monkeypatch.setenv(key, value)
     assert launch(small_run()) == 2
@@ -182,7 +182,7 @@ def test_the_first_lines_name_where_the_threads_come_from(
         ({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}, True),  # one_gpu.yaml
         ({**LAUNCHED, "WORLD_SIZE": "2"}, True),  # --multi_gpu
         ({**LAUNCHED, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, False),
-        (LAUNCHED, False),  # accelerate_config.yaml, which is for a CPU too
+        (LAUNCHED, False),  # accelerate_config.yaml, also for CPUs
         ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, False),  # torchrun
         ({}, False),
     ],
@@ -205,7 +205,7 @@ def test_a_launcher_of_gpus_without_a_gpu_is_one_warning(
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a launcher started them; srun may show each its own device."""
+    """Only if a launcher started them; srun may show each process its own device."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     support.check_devices(cpu=False)
@@ -219,7 +219,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model = GPT(tiny(), 64)
     optimizer = make_optimizer(model, OptimConfig())
     accelerator.check_parameters(model, optimizer)
-    replaced = model.blocks[0].attn.qkv  # as torchao's all-gather in fp8 does
+    replaced = model.blocks[0].attn.qkv  # torchao's all-gather in fp8 does this
     replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())
     with pytest.raises(UserError, match=r"holds 27 of the model's 28 .*blocks\.0\.attn\.qkv\.w"):
         accelerator.check_parameters(model, optimizer)
@@ -232,7 +232,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 @pytest.mark.slow
 def test_fp8_without_all_gathers_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those replace the weights by new parameters, which the optimizer does not hold."""
+    """All-gathers in fp8 replace the weights by new parameters unknown to the optimizer."""
     pytest.importorskip("torchao", reason="fp8 needs torchao")
     assert accelerator.fp8_recipe(Config()) == []
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
@@ -248,7 +248,7 @@ def test_fp8_on_a_cpu_is_refused(
     error = capsys.readouterr().err
     assert "there is no GPU of compute capability 8.9 or more" in error
     assert "set train.mixed_precision to bf16" in error
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # of accelerate launch
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # set by accelerate launch
     assert launch(small_run()) == 2
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified, pruned last, and refused when they do not belong."""
+"""Checkpoints: complete or absent, verified, pruned last, rejected if of another run."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def run(trained: Trained) -> Path:
 
 
 def fake(root: Path, states: dict[int, Any]) -> None:
-    """Checkpoints with a manifest and a state alone."""
+    """Write checkpoints with only a manifest and a state."""
     for step, state in states.items():
         (root / step_name(step)).mkdir(parents=True)
         (root / step_name(step) / "manifest.json").write_text("{}")
@@ -56,7 +56,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     fake(root, {6: {}, 7: {}})
     name_best_and_prune(
         tmp_path, CheckpointConfig(keep_last=1), 7, best_step=6 + 3
-    )  # its save failed
+    )  # the save of step 9 failed
     assert checkpoint_steps(root) == [2, 7]
     assert (tmp_path / "best").read_text() == "2\n"
     (tmp_path / "best").unlink()
@@ -65,7 +65,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) -> None:
-    """`step_00000100` is a copy of step 3: neither it nor one that cannot be read is removed."""
+    """`step_00000100` is a copy of step 3. Neither it nor an unreadable one is removed."""
     root = tmp_path / "checkpoints"
     fake(root, {1: {}, 2: {"step": "broken"}, 3: {}, 4: {}, 100: {"step": 3}, 200: {}})
     name_best_and_prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
@@ -120,7 +120,7 @@ def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:
     root = run / "checkpoints"
     shutil.copytree(root / "step_00000012", root / ".tmp_step_00000016")
     assert checkpoint_steps(root) == [8, 12]
-    (root / "step_00000020").mkdir()  # never ours: a rename comes after the manifest
+    (root / "step_00000020").mkdir()  # not ours: we rename after the manifest is written
     remove_debris(root)
     assert not (root / ".tmp_step_00000016").exists()
     assert find_checkpoint(run).name == "step_00000012"
@@ -143,7 +143,7 @@ def test_damage_is_named(run: Path) -> None:
         verify(newest)
 
 
-# what the first versions wrote: no spikes, no sources, no position in text
+# the first versions saved no spikes, no sources and no position in text
 FORMAT_1 = """{"format": 1, "step": 3, "sequences": 24, "tokens": 768, "seconds": 1.5,
  "val_loss": null, "best_val_loss": 2.25, "best_step": 2, "world_size": 1, "data_fingerprint": "a1",
  "skipped": 1, "skipped_in_row": [16], "tokenizer_fingerprint": "b2", "config": {"seed": 7}}"""

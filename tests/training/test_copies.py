@@ -1,4 +1,4 @@
-"""Checkpoints copied elsewhere while a run trains, and taken from there by a run that has none."""
+"""Copy checkpoints while a run trains, and restore a run that lost its checkpoints."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ EVERY = (
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """A folder, a URL of a store without folders, or a repository that does not exist yet."""
+    """A folder, a URL of a store without folders, or a new repository."""
     with HubServer() as hub:
         point_at(monkeypatch, hub, tmp_path / "home")
         no_waiting(monkeypatch)
@@ -67,7 +67,7 @@ def test_a_lost_run_goes_on_from_the_copy(
     own = small_run(*EVERY, "--checkpoint.copy_to", place)
     signal_after(monkeypatch, 6, 15)
     assert run_here(train.main, own) == 75
-    assert steps(place) == ["step_00000006"]  # keep_last, and the one of the signal
+    assert steps(place) == ["step_00000006"]  # keep_last is 1; the signal saved this one
     shutil.rmtree(tmp_path / "run")
     assert run_here(train.main, own) == 0
     lost = records(tmp_path / "run")
@@ -180,7 +180,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
 def test_a_lost_run_that_began_with_a_path_goes_on_from_the_copy(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not from the path; its best checkpoint so far is lost, so that a later one is the best."""
+    """It does not restart from the path. Its best checkpoint is lost, so a later one is best."""
     first = small_run(*EVERY, "--out_dir", str(tmp_path / "first"), "--train.stop_at", "4")
     assert run_here(train.main, first) == 0
     path = str(tmp_path / "first" / "checkpoints" / "step_00000004")
@@ -247,7 +247,7 @@ def test_copies_of_what_was_rolled_back_are_removed(place: str, tmp_path: Path) 
 def test_what_is_saved_after_a_roll_back_is_copied_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the checkpoint that was rolled back is being copied."""
+    """The copy of the checkpoint that was rolled back is still in progress."""
     started, ready = threading.Event(), threading.Event()
     put_file = LocalFileSystem.put_file
 
@@ -275,7 +275,7 @@ def test_what_is_saved_after_a_roll_back_is_copied_too(
 def test_a_checkpoint_that_has_just_been_queued_is_not_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the thread, which wakes at that moment."""
+    """The thread wakes at that moment, and keeps it."""
     config = Config(out_dir=str(tmp_path / "run"), hub=HubConfig(push="end", repo_id="a/b"))
     (pushes,) = open_uploaders(config, 9, print)
     checkpoint = tmp_path / "step_00000009"
@@ -313,7 +313,7 @@ sys.exit(run_main(train.main, sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_path: Path) -> None:
-    """Once another rank has left with exit code 75."""
+    """Another rank has already exited with code 75."""
     script = tmp_path / "script.py"
     script.write_text(SLOW_SAVE)
     own = small_run(*EVERY, "--checkpoint.every", "50", "--checkpoint.copy_to", "other")

@@ -1,4 +1,4 @@
-"""Credentials in a URL are refused when a config or a command line is read, and never repeated."""
+"""Credentials in a URL of a config or command line are rejected, and never printed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The dashboard: it tells where it listens, ends with the run however that ends, draws charts."""
+"""The dashboard: its address is printed, it ends with the run, it draws charts."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ with Dashboard(Path("curves"), lambda text: print(text, flush=True)) as board:
 
 
 def fetch(url: str) -> Any:
-    """The JSON at an address; None where nobody listens."""
+    """Return the JSON at an address; None if nobody listens."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)
@@ -46,7 +46,7 @@ def fetch(url: str) -> Any:
 
 
 def soon(check: Callable[[], Any], seconds: float = 30) -> Any:
-    """What `check` gives, as soon as that is something."""
+    """Poll `check` until its result is true; return the result."""
     deadline = time.monotonic() + seconds
     while not (found := check()):
         assert time.monotonic() < deadline
@@ -55,16 +55,16 @@ def soon(check: Callable[[], Any], seconds: float = 30) -> Any:
 
 
 def ended(shell: Terminal) -> bool:
-    """Whether a shell has ended; types `end`, of which a Ctrl-C just before may have taken one."""
+    """Return whether a shell has ended; type `end` again, as Ctrl-C may discard input."""
     if shell.process.poll() is None:
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the shell has just ended
             shell.press(b"end\n")
         time.sleep(0.5)
     return shell.process.poll() is not None
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
-    """Another program in the place of TensorBoard."""
+    """Replace TensorBoard by another program."""
     path = tmp_path / "pretend"
     path.write_text(f"#!{sys.executable}\nimport sys, time\n{code}\n")
     path.chmod(0o755)
@@ -97,7 +97,7 @@ def test_a_dashboard_that_does_not_start_is_a_warning(
 def test_its_address_is_printed_and_it_ends_in_silence(
     code: str, ending: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By SIGTERM, or by SIGKILL where it ignores that."""
+    """SIGTERM ends it, or SIGKILL if it ignores SIGTERM."""
     address = "NOTE: noise\nTensorBoard 2 at http://localhost:77/ (Press\n"
     serve = f"import signal; {code}\nsys.stderr.write({address!r})\nsys.stderr.flush()\n"
     pretend(monkeypatch, tmp_path, serve + "for _ in range(100): time.sleep(0.1)")
@@ -140,7 +140,7 @@ ENDS = {
 
 @pytest.mark.slow
 def test_it_ends_however_the_run_ends_and_outlives_a_ctrl_c(tmp_path: Path) -> None:
-    """All at the same time, as each waits for TensorBoard to start."""
+    """All cases run at the same time, since each waits for TensorBoard to start."""
     with contextlib.ExitStack() as stack:
         shells = {
             end: stack.enter_context(

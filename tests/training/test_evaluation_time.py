@@ -18,7 +18,7 @@ WARNING = re.compile(r"WARNING: each evaluation takes about (.*)\n")
 def warnings(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., list[str]]:
-    """What a run whose steps take so many seconds prints about its evaluations."""
+    """Return the warnings about evaluations of a run, by the seconds of a step."""
 
     def of_run(seconds: float, *options: str) -> list[str]:
         plain = Stopwatch.lap
@@ -44,7 +44,7 @@ def test_a_long_evaluation_is_announced_once(warnings: Callable[..., list[str]])
 
 def test_what_to_set_is_named(warnings: Callable[..., list[str]]) -> None:
     (whole,) = warnings(600.0, "--eval.tokens", "null", "--eval.every", "0")
-    # 20,035 tokens of both splits are 78 steps, forward only
+    # 20,035 tokens of both splits equal 78 steps, forward only
     assert whole == ("4 h 21 min, 217% of the time of all steps; lower eval.tokens (whole splits)")
 
 

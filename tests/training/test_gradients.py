@@ -43,7 +43,7 @@ def plan(micro: int, steps: int, world: int = 1) -> Plan:
 
 
 def windows(count: int = 12) -> Tensor:
-    """Tokens (count, 17), every fifth or so the end of a document."""
+    """Return tokens (count, 17); about every fifth ends a document."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(EOT, (count, 17), generator=generator)
     ends = torch.rand(count, 17, generator=generator) < 0.2
@@ -51,7 +51,7 @@ def windows(count: int = 12) -> Tensor:
 
 
 class Batches:
-    """What a step needs of a `Loader`."""
+    """The methods of `Loader` that a step uses."""
 
     def __init__(self, rows: Tensor, micro: int) -> None:
         self.batches = iter([(part[:, :-1], part[:, 1:]) for part in rows.split(micro)])
@@ -70,7 +70,7 @@ def make(kind: type[Gradients], one: Accelerator, model: nn.Module) -> Gradients
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
-    """The model's own loss, in float64."""
+    """Return the model's loss in float64."""
     logits = model(tokens, documents=documents)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
 
@@ -118,7 +118,7 @@ def test_accumulated_gradient_is_that_of_one_big_batch(
 
 
 class Fed(nn.Module):
-    """A model whose gradient is what it is fed."""
+    """A model whose input is its gradient."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Fed(nn.Module):
 
 
 def drawn(count: int = 24, size: int = 500) -> list[Tensor]:
-    """Gradients whose elements span twelve powers of ten, some up to 0.3."""
+    """Return gradients whose elements span twelve powers of ten, up to 0.3."""
     generator = torch.Generator().manual_seed(3)
     scale = 10.0 ** (-12 * torch.rand(count, size, generator=generator))
     return list(0.3 * scale * torch.rand(count, size, generator=generator).sub(0.5).mul(2))
@@ -138,7 +138,7 @@ def drawn(count: int = 24, size: int = 500) -> list[Tensor]:
 def summed(
     groups: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Gradient and loss after a step of as many processes as there are groups, one in a process."""
+    """Return gradient and loss after a step of several processes, one group in each."""
     size, steps = len(groups[0][0]), len(groups[0])
     processes = []
     for group in groups:
@@ -170,7 +170,7 @@ def summed(
 def test_any_order_and_any_number_of_processes_give_the_same_bits(
     draw: random.Random, world: int
 ) -> None:
-    """All 53 bits are compared: the 24 of float32 would hide most differences."""
+    """Compare all 53 bits: the 24 bits of float32 would hide most differences."""
     gradients = drawn()
     with pytest.MonkeyPatch.context() as patch:
         expected, loss = summed([gradients], patch, torch.float64)
@@ -182,7 +182,7 @@ def test_any_order_and_any_number_of_processes_give_the_same_bits(
 
 
 def test_rounding_to_units_is_below_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is not finite stays so."""
+    """Values that are not finite stay so."""
     gradients = drawn()
     gradients[0][1:3] = torch.tensor([torch.inf, torch.nan])
     found, _ = summed([gradients], monkeypatch)
@@ -245,13 +245,13 @@ def test_what_decides_the_bits_is_held(
 
 # --------------------------------------------------------------------------- real processes
 
-FOUR = ["--train.micro_batch_size", "2", "--sample.every", "0"]  # micro-batches a step
+FOUR = ["--train.micro_batch_size", "2", "--sample.every", "0"]  # micro-batches per step
 EXACT = [*FOUR, "--train.reproducible", "--train.cpu_threads", "null"]
 
 
 @pytest.fixture
 def masked(tmp_path: Path) -> list[str]:
-    """Options for documents that end within the windows."""
+    """Return options for documents that end within the windows."""
     draw = np.random.default_rng(0)
     for split, size in (("train", 8000), ("val", 1000)):
         tokens = draw.integers(0, 30, size).astype(np.uint16)

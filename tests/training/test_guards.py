@@ -1,4 +1,4 @@
-"""The lock of a run's folder, ranks that differ, the error of one whose peers have gone."""
+"""The lock of a run's folder, ranks that differ, the error after a peer is gone."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
             pass
         assert BusyError.exit_code == 6
     with locked(run):
-        pass  # free again
+        pass  # the lock is free again
     (tmp_path / "file").touch()
     message = r"out_dir .*file/run cannot be written: Not a directory"
     with pytest.raises(UserError, match=message), locked(tmp_path / "file" / "run"):
@@ -72,7 +72,7 @@ def test_ranks_that_differ_leave_with_one_sentence(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_what_a_rank_raises_is_raised_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first that failed raises its own exception; the others leave with its exit code."""
+    """The first failed rank raises its own exception; the others exit with its code."""
     errors = (None, BusyError("rank 1 cannot"), ValueError("rank 2 cannot"))
     every = [None, ("rank 1 cannot", 6), ("rank 2 cannot", 70)]
     given: list[Any] = []
@@ -93,7 +93,7 @@ def test_what_a_rank_raises_is_raised_on_all(rank: int, monkeypatch: pytest.Monk
 def test_ranks_compare_config_code_and_versions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """But not where each machine has its data."""
+    """They do not compare where each machine has its data."""
     config = Config()
     own = machine.rank_identity(config)
     elsewhere = DataConfig(train="/scratch/a", cache_dir="/scratch/b")
@@ -166,7 +166,7 @@ def test_two_gloo_processes_that_differ_do_not_train_apart(
 
 
 def train_pair(change: str, run: list[str], folder: Path) -> tuple[list[int], list[str]]:
-    """Train with two gloo processes, of which the second executes `change`: codes and stderr."""
+    """Train with two gloo processes, the second changed by `change`; return codes and stderr."""
     options = ["--train.mixed_precision", "no", "--train.micro_batch_size", "4"]
     script = [sys.executable, "-c", SECOND, *run, *QUIET, *options]
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -24,7 +24,7 @@ from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
-BATCHES = 4  # of an evaluation: 512 tokens of two splits, in batches of 8 times 32
+BATCHES = 4  # of an evaluation: 512 tokens of two splits, in batches of 8 x 32 tokens
 BEST = ("--checkpoint.keep_best", "true")
 RARELY = ("--checkpoint.every", "0", "--log.every", "3")
 
@@ -32,7 +32,7 @@ RARELY = ("--checkpoint.every", "0", "--log.every", "3")
 def call_before(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: int, act: Callable[[], None]
 ) -> list[int]:
-    """Call `act` before the call of that number; the list has an entry for each call."""
+    """Call `act` before call `number` of a function; return a list with an entry per call."""
     function = getattr(module, name)
     calls: list[int] = []
 
@@ -81,13 +81,13 @@ def test_a_signal_during_an_evaluation_saves_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the middle of the first one, and of that of the last step."""
+    """In the middle of the first evaluation, and of the evaluation of the last step."""
     run, whole = tmp_path / "run", trained(*options, to="whole")
     number, step = BATCHES * (evaluation - 1) + 2, 4 * evaluation
     with monkeypatch.context() as patch:
         calls = call_before(patch, validation, "collate", number, send(signal.SIGTERM))
         assert launch(small_run(*options)) == 75
-    assert len(calls) == number  # the batch under way is the last one
+    assert len(calls) == number  # the current batch is the last one
     assert f"SIGTERM: saved at step {step} " in capsys.readouterr().err
     assert saved_steps(run)[-1] == step
     assert step not in [record["step"] for record in records(run)]
@@ -101,7 +101,7 @@ def test_a_signal_during_samples_saves_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice: the samples of step 6 begin anew, and those of the last step."""
+    """Twice: during the samples of step 6, which restart, and of the last step."""
     run, whole = tmp_path / "run", trained(to="whole")
     with monkeypatch.context() as patch:
         calls = call_before(patch, generate, "sample_token", 3, send(signal.SIGINT))
@@ -176,12 +176,12 @@ def test_a_checkpoint_that_was_saved_first_shows_its_val_loss(
 def test_a_signal_is_acknowledged_at_once(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While the step is still under way."""
+    """During the step."""
     shown: list[str] = []
 
     def press() -> None:
         send(signal.SIGINT)()
-        send(signal.SIGINT)()  # a launcher delivers the same press once more
+        send(signal.SIGINT)()  # a launcher delivers the same key press again
         end = time.monotonic() + 20
         while "SIGINT" not in (text := "".join(shown)) and time.monotonic() < end:
             time.sleep(0.01)
@@ -269,7 +269,7 @@ def test_a_signal_during_the_preparation_ends_it_too(small_run: Arguments, tmp_p
 def test_the_clock_of_a_run_counts_the_evaluation_after_a_save(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the first records after a resume would lie before the record of the evaluation."""
+    """Otherwise the first records after a resume would be earlier than the evaluation's."""
     collate = validation.collate
 
     def slowly(*args: Any) -> Any:

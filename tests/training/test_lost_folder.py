@@ -1,4 +1,4 @@
-"""A run whose folder is removed, renamed or taken by another one while it trains."""
+"""A run whose folder is removed, renamed or taken by another run while it trains."""
 
 import contextlib
 import json
@@ -37,9 +37,11 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], ob
     "options",
     [
         (*QUIET,),
-        (*QUIET, "--log.every", "100"),  # a checkpoint is the first that it would write
-        ("--log.every", "100", "--eval.every", "0", "--checkpoint.every", "0"),  # samples are
-        (*QUIET, "--log.every", "100", "--checkpoint.every", "0"),  # the last step's metrics
+        (*QUIET, "--log.every", "100"),  # the first write is a checkpoint
+        # the first write is samples
+        ("--log.every", "100", "--eval.every", "0", "--checkpoint.every", "0"),
+        # the first write is the metrics of the last step
+        (*QUIET, "--log.every", "100", "--checkpoint.every", "0"),
     ],
 )
 def test_a_folder_that_was_removed_is_not_made_again(
@@ -54,7 +56,7 @@ def test_a_folder_that_was_removed_is_not_made_again(
     assert launch(small_run(*options)) == BusyError.exit_code == 6
     said = capsys.readouterr().err
     assert f"error: out_dir {run} {GONE}" in said
-    assert "WARNING" not in said  # of a full disk
+    assert "WARNING" not in said  # no warning of a full disk
     assert not run.exists()
 
 
@@ -107,7 +109,7 @@ def test_a_checkpoint_under_way_is_not_published_where_another_run_works(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The folder is taken while the save of step 4 sleeps, with its files in both folders."""
+    """The save of step 4 sleeps while another run takes the folder; both have its files."""
     run, log = tmp_path / "run", tmp_path / "points.txt"
     with contextlib.ExitStack() as other:
 

@@ -1,4 +1,4 @@
-"""Metrics files: contract, and cutting back at a resume."""
+"""Metrics files: format, and truncation at a resume."""
 
 import csv
 import io
@@ -68,7 +68,7 @@ def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
         with pytest.raises(OSError, match="No space"):
             log.write({"step": 2, "tokens": 16})
     with pytest.raises(OSError, match="metrics wait for room"):
-        log.sync()  # a checkpoint must not know more than they do
+        log.sync()  # a checkpoint must not be newer than the files
     log.write({"step": 3, "tokens": 24})
     log.sync()
     steps = [json.loads(line)["step"] for line in log.jsonl.read_text().splitlines()]
@@ -82,7 +82,7 @@ def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
     log.write({"step": 2, "tokens": 16, "eval/val_loss": 9.0})
     log.write({"step": 3, "tokens": 24, "train/loss": float("nan")})
     log.write({"step": 4, "tokens": 32, "train/loss": 2.0})
-    with log.jsonl.open("a") as file:  # by whoever edits it
+    with log.jsonl.open("a") as file:  # an edit by a user
         file.write('{"step": 5, "train/loss": "2"}\n{"step": 6, "train/loss": [1]}\n')
     assert MetricsLog(tmp_path, 6, 0, 10).losses == [3.0, 2.0]
 

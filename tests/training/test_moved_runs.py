@@ -1,4 +1,4 @@
-"""A run that was moved, or is named from another folder, with the data that lie inside it."""
+"""A run with data inside its folder is moved, or named from another folder."""
 
 import shutil
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LONGER = ("--train.max_steps", "6", "--checkpoint.allow_change", "train.max_step
 def work(
     small_run: Arguments, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """The folder in which a run `runs/a` of 4 steps was trained, with data and val data in it."""
+    """A folder with a run `runs/a` of 4 steps that holds its data and val data."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)

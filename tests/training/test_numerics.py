@@ -1,4 +1,4 @@
-"""Steps that are not finite: left out on the device, told, and never kept; spikes; the way back."""
+"""Steps that are not finite: skipped on the device, reported, never kept; spikes; roll backs."""
 
 import json
 import math
@@ -34,7 +34,7 @@ Arguments = Callable[..., list[str]]
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[TrainState], bool]) -> None:
-    """Let the loss of one micro-batch be no number in the steps that `bad` chooses."""
+    """Make the loss of one micro-batch NaN in the steps that `bad` chooses."""
     current: list[TrainState] = []
 
     def update(run: train.Training) -> None:
@@ -89,7 +89,7 @@ def test_too_many_in_a_row_return_and_leave_the_batches_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The fault is in sequences 40 to 63: steps 6 to 8, of which two are too many."""
+    """The fault is in sequences 40 to 63: steps 6 to 8. Two skips are too many."""
     poison(monkeypatch, lambda state: 40 <= state.sequences < 64)
     own = [*QUIET, "--train.max_skipped", "2", "--checkpoint.keep_last", "9"]
     assert launch(small_run(*own)) == 0
@@ -99,7 +99,7 @@ def test_too_many_in_a_row_return_and_leave_the_batches_out(
     assert "step_00000004 and excluding these sequences" in said
     lines = records(run)
     assert [line["step"] for line in lines] == list(range(1, 13))
-    assert [line["train/skipped"] for line in lines] == [0] * 5 + [1] * 7  # 56 to 63: one alone
+    assert [line["train/skipped"] for line in lines] == [0] * 5 + [1] * 7  # 56 to 63: a single skip
     state = read_state(run / "checkpoints" / "step_00000012")
     assert state.excluded == [[40, 56]]
     assert (state.step, state.sequences) == (12, 12 * 8 + 16)
@@ -128,7 +128,7 @@ def test_a_fault_that_is_not_in_the_batches_ends_the_run_and_names_them(
 def test_skips_before_a_step_that_is_sampled_only_are_in_its_checkpoint(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal during the samples saves a step that nothing else was due after."""
+    """A signal during samples saves a step after which only samples are due."""
     poison(monkeypatch, lambda state: state.step == 2)
     call_before(monkeypatch, generate, "sample_token", 3, send(signal.SIGINT))
     silent = ["--eval.every", "0", "--log.every", "100", "--checkpoint.every", "0"]
@@ -142,7 +142,7 @@ def test_a_run_with_no_checkpoint_before_the_skipped_steps_ends(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its checkpoint was saved among them, so it is none to return to."""
+    """Its only checkpoint was saved among skipped steps, so it cannot roll back to it."""
     poison(monkeypatch, lambda state: True)
     every = ["--train.max_skipped", "5", "--checkpoint.every", "2", "--log.every", "20"]
     assert launch(small_run(*QUIET, *every)) == 5
@@ -193,7 +193,7 @@ def test_weights_that_overflowed_are_never_saved(
 
 
 def test_weights_that_differ_between_ranks_are_refused_on_all() -> None:
-    """Of replicas: what FSDP shards differs by right, and rounding is no difference."""
+    """This holds for replicas: FSDP's shards differ, and rounding does not count."""
 
     def check(kind: DistributedType, factor: float) -> list[str]:
         def work(one: Any) -> str:
@@ -250,7 +250,7 @@ def guard(**options: Any) -> StepGuard:
 
 
 def check(tested: StepGuard, *losses: float, norm: float = 1.0) -> list[bool]:
-    """Whether the update of each loss is skipped; a step has 8 sequences."""
+    """Return whether the update of each loss is skipped; a step has 8 sequences."""
     first = len(tested.pending)
     return [
         bool(tested.check(i + 1, 8 * i, torch.tensor(loss), torch.tensor(norm)))
@@ -259,16 +259,17 @@ def check(tested: StepGuard, *losses: float, norm: float = 1.0) -> list[bool]:
 
 
 def wavy(count: int) -> list[float]:
-    """Losses whose standard deviation is about 0.07."""
+    """Return losses with a standard deviation of about 0.07."""
     return [3 + 0.1 * math.sin(i) for i in range(count)]
 
 
 @pytest.mark.parametrize(("skip", "sigma"), [(True, 6.0), (False, 6.0), (True, 30.0)])
 def test_a_spike_stands_out_of_a_full_window_alone(skip: bool, sigma: float) -> None:
     tested, warnings = guard(skip_spikes=skip, spike_sigma=sigma), list[str]()
-    losses = [*wavy(SPIKE_WINDOW - 1), 50.0, *wavy(SPIKE_WINDOW), 3.2]  # 50: not full yet
+    # at 50 the window is not full yet
+    losses = [*wavy(SPIKE_WINDOW - 1), 50.0, *wavy(SPIKE_WINDOW), 3.2]
     assert not any(check(tested, *losses))
-    found = sigma == 6.0  # it is about 12 standard deviations high
+    found = sigma == 6.0  # the spike is about 12 standard deviations high
     assert check(tested, 3.9) == [skip and found]
     metrics = tested.flush(warnings.append)
     assert (metrics["train/spikes"], metrics["train/skipped"]) == (found, skip and found)

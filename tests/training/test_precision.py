@@ -1,4 +1,4 @@
-"""`auto`: what is chosen on which device, that it is told, and that a resumed run keeps it."""
+"""`auto`: the choice for each device is printed, and a resumed run keeps it."""
 
 import os
 import re
@@ -25,7 +25,7 @@ AUTO = ("--train.mixed_precision", "auto", "--train.compile", "auto", "--sample.
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make the CPU one that has these flags."""
+    """Simulate a CPU with these flags."""
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
 
     def give(*flags: str) -> None:
@@ -35,7 +35,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def saved(tmp_path: Path) -> tuple[str | None, bool]:
-    """Precision and compilation as the run's config.yaml has them."""
+    """Return precision and compilation from the run's config.yaml."""
     train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
     return train["mixed_precision"], train["compile"]
 
@@ -93,7 +93,7 @@ def test_the_cpu_decides_and_the_reason_is_printed(
     why = ".* the run takes about 0 s" if flag == "amx_bf16" else why
     why = "train.reproducible is set" if options else why
     assert re.search(f"auto +not compiled: {why}", shown)
-    assert f"precision {printed}, " in shown  # what Accelerate computes in
+    assert f"precision {printed}, " in shown  # the precision that Accelerate uses
     slow = "WARNING: mixed_precision is bf16 but this CPU has no"
     assert shown.count(slow) == int(by_launcher)
 
@@ -102,7 +102,7 @@ def test_the_cpu_decides_and_the_reason_is_printed(
     ("gpu", "capability", "launcher", "expected"),
     [
         ("NVIDIA A100-SXM4-80GB", (8, 0), None, "bf16"),  # torchrun sets no precision
-        ("NVIDIA A100-SXM4-80GB", (8, 0), "no", "bf16"),  # what accelerate launch sets by default
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "no", "bf16"),  # the default of accelerate launch
         ("NVIDIA A100-SXM4-80GB", (8, 0), "fp16", "fp16"),
         ("Tesla T4", (7, 5), None, "no"),
     ],

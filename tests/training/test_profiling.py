@@ -1,4 +1,4 @@
-"""`train.profile`: a trace that a browser opens, and training as without."""
+"""`train.profile`: writes a trace that a browser opens, and does not change training."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_a_launch_too_short_for_its_profile(
 def test_an_error_ends_the_recording(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next launch can record again: there is one profiler in a process."""
+    """The next launch can record again, since a process has only one profiler."""
     update = train.update
 
     def failing(run: train.Training) -> None:

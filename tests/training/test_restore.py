@@ -1,4 +1,4 @@
-"""Resuming restores everything, or says by name what is missing; what may change and what not."""
+"""A resume restores everything, or names what is missing; allowed and rejected changes."""
 
 import json
 import signal
@@ -26,13 +26,13 @@ LONGER = ("--train.max_steps", "16", "--checkpoint.allow_change", "train.max_ste
 
 @pytest.fixture
 def newest(trained: Trained) -> Path:
-    """The newest checkpoint of a finished run, the only one."""
+    """The only checkpoint of a finished run."""
     run = trained(*QUIET, "--checkpoint.keep_last", "1")
     return run / "checkpoints" / "step_00000012"
 
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:
-    """Change what torch saved in a file of a checkpoint, and reseal it."""
+    """Change the content of a torch file of a checkpoint, and reseal the checkpoint."""
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)
@@ -70,7 +70,7 @@ def test_an_optimizer_with_gaps_is_refused(
 def test_random_states_that_are_missing_or_unreadable_are_refused(
     newest: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str], content: Any
 ) -> None:
-    """`load_state` alone passes over all of these."""
+    """`load_state` ignores all of these."""
     file = newest / "random_states_0.pkl"
     file.unlink()
     if isinstance(content, dict):
@@ -99,7 +99,7 @@ def test_another_number_of_processes_is_stated(
 def test_a_checkpoint_between_other_micro_steps_begins_a_step_of_its_own(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped after 3 steps of 2 micro-steps, 6 in all; goes on with 8 micro-steps a step."""
+    """The run stops after 3 steps of 2 micro-steps, and resumes with 8 micro-steps a step."""
     options = [*QUIET, "--model.dropout", "0", "--train.max_steps", "5", "--train.micro_batch_size"]
     whole = ["--out_dir", str(tmp_path / "whole")]
     assert launch(small_run(*options, "1", *whole)) == 0
@@ -122,7 +122,7 @@ def test_a_changed_rate_is_used(newest: Path, small_run: Arguments) -> None:
 
 
 def test_another_tokenizer_is_refused() -> None:
-    """The same keys and data: the tokenizer's file was another one."""
+    """Keys and data are equal; the tokenizer's file differs."""
     before, now = (TrainState(tokenizer_fingerprint=mark * 64) for mark in "ab")
     with pytest.raises(CheckpointError, match="tokenizer was aaaaaaaaaaaa, is bbbbbbbbbbbb"):
         check_same_run(Path("step"), before, now, ("tokenizer",))
@@ -131,7 +131,7 @@ def test_another_tokenizer_is_refused() -> None:
 def test_metrics_are_cut_back_to_the_step_that_is_resumed(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    """The newest checkpoint is damaged: lines after the one before, a torn one too, must go."""
+    """The newest checkpoint is damaged: lines after the previous one, also torn ones, are cut."""
     assert launch(small_run()) == 0
     run = tmp_path / "run"
     whole = records(run)
@@ -157,7 +157,7 @@ IDENTITY = {
     "data.shuffle_group",
     "train.tokens_per_step",
     "optim.embedding_lr",
-    "optim.head_lr",  # set or not set
+    "optim.head_lr",  # may not change between set and null
 } - {"model.init_from"}
 FREE = {
     "out_dir",
@@ -190,7 +190,7 @@ FREE = {
 
 
 def test_every_key_is_of_one_class() -> None:
-    """Identity is refused with exit code 4, free is free, all others can be allowed."""
+    """Identity keys are rejected with code 4, free keys may change, others can be allowed."""
     now, path = TrainState(config=to_flat(Config())), Path("step")
     for key in leaves(Config):
         before = TrainState(config={**now.config, key: "other"})
@@ -208,7 +208,7 @@ def test_every_key_is_of_one_class() -> None:
 
 
 def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
-    """Without one the embeddings are no group of the optimizer."""
+    """Without a learning rate of their own, embeddings are not a group of the optimizer."""
     now = TrainState(config=to_flat(Config()) | {"optim.embedding_lr": 0.1})
     before = TrainState(config={**now.config, "optim.embedding_lr": 0.2})
     check_same_run(Path("step"), before, now, ("optim.embedding_lr",))
@@ -284,7 +284,7 @@ def test_a_change_that_is_allowed_is_named_with_what_it_does_to_the_learning_rat
     assert "the learning rate rises from 5.00e-03 in step 4 to 7.50e-03 in step 5" in shown
     rates = [record["train/lr"] for record in records(tmp_path / "run")]
     assert rates[3:5] == pytest.approx([5.0e-3, 7.5e-3])
-    assert launch(small_run(*longer)) == 0  # finished: nothing changes any more
+    assert launch(small_run(*longer)) == 0  # finished: nothing changes
     assert "learning rate" not in capsys.readouterr().err
 
 
@@ -308,7 +308,7 @@ def test_a_longer_run_needs_no_permission_where_no_step_changes(
     assert launch(small_run(*cosine, "4", "--optim.lr", "0.5")) == 2
     assert "is finished" not in capsys.readouterr().err
     long = [*cosine, "12", "--schedule.name", "wsd", "--schedule.decay_steps", "7"]
-    assert launch(small_run(*long)) == 2  # not for 6, with the 4 and the decay that do not fit
+    assert launch(small_run(*long)) == 2
     allow = "allow_change schedule.decay_steps,schedule.name,train.max_steps"
     assert allow in capsys.readouterr().err
 
@@ -316,7 +316,7 @@ def test_a_longer_run_needs_no_permission_where_no_step_changes(
 def test_an_older_checkpoint_of_the_same_folder_is_resumed_elsewhere(
     trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checkpoints at 8 and 12: to go back to 8 would lose 12, so it takes another folder."""
+    """With checkpoints at 8 and 12, a return to 8 would lose 12, so it needs another folder."""
     run = trained()
     older = run / "checkpoints" / "step_00000008"
     back = ("--checkpoint.resume", str(older), *LONGER)
@@ -332,7 +332,7 @@ def test_an_older_checkpoint_of_the_same_folder_is_resumed_elsewhere(
 def test_a_run_goes_on_from_its_own_checkpoints_and_says_so(
     trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command that started a run from a checkpoint elsewhere is launched again."""
+    """Repeat the command that started a run from a checkpoint elsewhere."""
     other = trained(to="other") / "checkpoints" / "step_00000008"
     command = small_run(*LONGER, "--checkpoint.resume", str(other))
     assert launch(command) == 0

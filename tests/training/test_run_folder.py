@@ -1,4 +1,4 @@
-"""The one reader of a run: what anybody may have left in its folder."""
+"""The reader of a run's folder accepts any content."""
 
 import json
 from pathlib import Path

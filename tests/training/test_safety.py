@@ -1,4 +1,4 @@
-"""Guards of what may not change in a rebuild and no other test covers; see GUARDS.md."""
+"""Guards that no other test covers of properties that a rebuild must keep; see GUARDS.md."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ from tests.conftest import QUIET, launch
 Arguments = Callable[..., list[str]]
 fork = multiprocessing.get_context("fork")
 PACKAGE = Path(__file__).resolve().parents[2] / "accel_gpt"
-# whose constants decide what a model computes, or what a command says it will take
+# files whose constants decide what a model computes, or what a command predicts
 NUMERIC = ("config/depth.py", "cost", "model", "optim", "training/gradients.py")
 NUMERIC += ("training/anomalies.py", "training/accelerator.py", "training/compilation.py")
 NUMERIC += ("training/precision.py", "training/support.py", "data/order.py", "data/mixture.py")
@@ -51,7 +51,7 @@ print(sorted(each)[5])
 def test_an_engine_that_replaces_parameters_is_refused(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torchao's all-gather in fp8 does, so that a part of the model would never train."""
+    """torchao's all-gather in fp8 does this; a part of the model would never train."""
     prepare = Accelerator.prepare
 
     def replacing(self: Accelerator, model: Any, *others: Any, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def test_memory_that_a_step_frees_is_used_again_without_page_faults(small_run: A
     command = [sys.executable, "-c", MEASURE_FAULTS, *small_run(*QUIET)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    # the median of ten blocks; if each is mapped anew, 40 with huge pages, else 20,480
+    # median of ten blocks; if each block is mapped again: 40 with huge pages, else 20,480
     assert int(done.stdout.splitlines()[-1]) < 10
 
 
@@ -79,7 +79,7 @@ def test_memory_that_a_step_frees_is_used_again_without_page_faults(small_run: A
 
 
 def decide_on_two_ranks(rank: int, folder: Path) -> None:
-    """Write what one of two ranks gets from `on_main` and `all_ranks`."""
+    """Write the results of `on_main` and `all_ranks` on one of two ranks."""
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     found: dict[str, Any] = {"decision": on_main(lambda: f"of rank {rank}")}
@@ -127,7 +127,7 @@ def test_two_ranks_share_decisions_and_errors(tmp_path: Path) -> None:
 
 
 def is_number(node: ast.AST) -> bool:
-    """Whether an expression consists of nothing but numbers."""
+    """Return whether an expression consists only of numbers."""
     allowed = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Tuple, ast.expr_context)
     constants = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
     others = [part for part in ast.walk(node) if not isinstance(part, ast.Constant)]
@@ -139,7 +139,7 @@ def is_number(node: ast.AST) -> bool:
 
 
 def unsourced(path: Path) -> list[str]:
-    """The numeric constants of a module without a comment: on their line, above, or a docstring."""
+    """Return the numeric constants of a module without a comment beside, above or below."""
     text = path.read_text(encoding="utf-8")
     lines, body = text.splitlines(), ast.parse(text).body
     found = []

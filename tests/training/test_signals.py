@@ -25,12 +25,12 @@ def test_first_signal_is_remembered(number: signal.Signals) -> None:
     assert stop.received is None
     os.kill(os.getpid(), number)
     assert stop.received == number.name
-    os.kill(os.getpid(), number)  # the same press, delivered twice
+    os.kill(os.getpid(), number)  # the same key press, delivered twice
     assert stop.received == number.name
 
 
 def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> None:
-    """As the workers of a `multiprocessing.Pool`, which would be waited for for ever."""
+    """Otherwise a `multiprocessing.Pool` would wait for its workers forever."""
     stop = StopSignal()
     child = os.fork()
     if not child:
@@ -66,7 +66,7 @@ def test_second_signal_later_ends_at_once(saved: bool, code: int) -> None:
 def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save() -> None:
     now = time.monotonic
     stop = StopSignal(time_limit=1000.0, started=now() - 500)
-    # a long start and a first step that compiles: no measure for the others
+    # a long start and a first step that compiles do not predict later steps
     assert stop.agree_to_stop() == (False, False)
     stop.last_check = now() - 10
     assert stop.agree_to_stop(other=True) == (False, True)
@@ -124,7 +124,7 @@ with Watchdog("1s") as watchdog:
 @pytest.mark.slow
 @pytest.mark.parametrize(("hang", "code"), [("0", 0), ("60", 70)])
 def test_a_pause_is_no_hang_and_a_hang_after_it_is_found(hang: str, code: int) -> None:
-    """Paused for twice what faulthandler's timer would allow beside the pause."""
+    """The pause is twice as long as faulthandler's timer would allow."""
     with subprocess.Popen(
         [sys.executable, "-c", WATCHED, hang], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

@@ -1,4 +1,4 @@
-"""Files with the rows of each rank: read by any rank, by torch, and not where some are missing."""
+"""Files with the rows of each rank: any rank and torch read them; missing files are errors."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ FULL = torch.arange(15.0).view(5, 3)
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Of two ranks, the first with 3 of the 5 rows and with what is not sharded."""
+    """Files of two ranks; the first has 3 of the 5 rows and the unsharded tensors."""
     for rank, (start, rows) in enumerate([(0, FULL[:3]), (3, FULL[3:])]):
         content = rank_content({"w": rows, "step": torch.tensor(7.0)} if rank == 0 else {}, True)
         if rank:

@@ -1,4 +1,4 @@
-"""What a person sees: the live panel as a terminal shows it, and plain lines elsewhere."""
+"""The output of a run: the live panel on a terminal, and plain lines elsewhere."""
 
 import io
 import re
@@ -27,7 +27,7 @@ from tests.helpers.terminals import Terminal, in_python
 Arguments = Callable[..., list[str]]
 COLORS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])(?:;\d+)*m")
 SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
-FRAME = b"\x1b[2mstep "  # the bar begins so
+FRAME = b"\x1b[2mstep "  # the start of the bar
 SCENE = """
 import logging, sys, time, warnings
 from accel_gpt.config.experiment import Config, EvalConfig, TrainConfig
@@ -67,7 +67,7 @@ def full_panel() -> Panel:
 
 
 def drawn(panel: Panel, width: int) -> list[str]:
-    """The lines of a panel without their colours."""
+    """Return the lines of a panel without colours."""
     file = io.StringIO()
     Console(file=file, width=width, color_system=None).print(panel)
     return file.getvalue().splitlines()
@@ -82,7 +82,7 @@ def test_the_panel_tells_where_the_run_is_and_what_comes() -> None:
     assert re.fullmatch(r"step 15/20 ━+─+ 75% left 3 days, 0:00:00", figures[0])
     assert len(figures[0]) == 80
     told = "loss 0.7333   val 3.2000   1.2340 bits/byte   lr 6.00e-04   norm 0.50   skipped 0"
-    assert figures[1] == told.removesuffix("   skipped 0")  # which does not fit
+    assert figures[1] == told.removesuffix("   skipped 0")  # this part does not fit
     assert drawn(full_panel(), 100)[4] == told
     assert figures[2].startswith("1,234,567 tok/s   MFU 41.2%   71.20 GB   424.2 ms/step")
     assert figures[3].startswith("evaluation in 5 steps (3 days, 0:00:00)   save in 5 steps")
@@ -159,7 +159,7 @@ def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 def test_quiet_runs_print_warnings_and_other_ranks_nothing(
     active: bool, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # no panel either
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # still no panel
     config, panel = make(log=LogConfig(level="warning"))
     with Display(active, config, panel.plan) as display:
         display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
@@ -170,7 +170,7 @@ def test_quiet_runs_print_warnings_and_other_ranks_nothing(
 
 def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
-        """Closed by whoever looked at it."""
+        """A terminal that was closed."""
 
         gone, encoding = False, "utf-8"
 
@@ -386,7 +386,7 @@ def test_an_evaluation_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     assert shown(0, 64) == "evaluating: 0 of 64 batches"
     now = 104.0
     assert shown(4, 64) == "evaluating: 4 of 64 batches, left 0:01:00"
-    now = 1000.0  # the next split
+    now = 1000.0  # at the next split
     assert shown(0, 10) == "evaluating: 0 of 10 batches"
     now = 1002.0
     assert shown(1, 10) == "evaluating: 1 of 10 batches, left 0:00:18"
@@ -399,12 +399,12 @@ def test_an_acknowledged_signal_stays_in_the_panel(capsys: pytest.CaptureFixture
     panel.acknowledge(text)
     panel.activity = "evaluating: batch 3 of 64"
     assert text in "\n".join(drawn(panel, 100))
-    Display(False, config, make_plan(config, 1)).acknowledge(text)  # of another rank
+    Display(False, config, make_plan(config, 1)).acknowledge(text)  # on another rank
     assert capsys.readouterr().err == ""
 
 
 def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """rich reads `:car:` as an emoji unless it is told not to."""
+    """rich would replace `:car:` by an emoji."""
     text = "x[a:car:2] [red] 😀 👨\u200d👩\u200d👧 ❤\ufe0f"
     make()[1].print(text)
     assert capsys.readouterr().err == f"{text}\n"

@@ -1,4 +1,4 @@
-"""Trackers: what they are told, that a resumed run goes on in the same one, and nothing leaks."""
+"""Trackers: they get all metrics, a resumed run continues in the same one, nothing leaks."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = "custom_scalars__config__"
 SHORT = ["--train.max_steps", "8", "--schedule.decay_steps", "10"]
 LONGER = ["--schedule.decay_steps", "10", "--checkpoint.allow_change", "train.max_steps"]
-# trains where any connection that leaves the machine is an error
+# trains without a network: any connection to another machine is an error
 ALONE = """
 import socket, sys
 def alone(function):
@@ -55,12 +55,12 @@ def run_name(run: Path) -> str:
 
 
 def tags(path: Path) -> list[str]:
-    """The tags of all events in a file of curves."""
+    """Return the tags of all events in a file of curves."""
     return [v.tag for event in EventFileLoader(str(path)).Load() for v in event.summary.value]
 
 
 class Stub:
-    """Stands for the package trackio, and remembers what it was told."""
+    """Stands in for the package trackio, and records its calls."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_in_the_same_one(
     kept = (tmp_path / "run" / "samples" / "step_00000012.txt").read_text()
     assert samples[-1][1] + "\n" == kept
     curves = sorted((tmp_path / "run" / "tensorboard").rglob("events.*"))
-    assert [tags(path).count(LAYOUT) for path in curves] == [1, 1]  # what belongs together
+    assert [tags(path).count(LAYOUT) for path in curves] == [1, 1]  # the layout of related curves
     for config in stub.configs:
         assert config["optim.lr"] == "0.01"
 
@@ -132,7 +132,7 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Full from step 4 to 7; lines of metrics.jsonl wait for room, TensorBoard's are left out."""
+    """The disk is full from step 4 to 7; metrics.jsonl catches up later, TensorBoard does not."""
     full = False
 
     def refuse(function: Callable[..., None], *given: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
 
 
 def train_alone(arguments: list[str], folder: Path, **environment: str) -> None:
-    """Train in a process that has no network; it must end well."""
+    """Train in a process without a network; assert that it succeeds."""
     home = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *arguments], cwd=folder, capture_output=True, text=True,
@@ -208,7 +208,7 @@ def test_wandb_offline(small_run: Arguments, tmp_path: Path) -> None:
 
 
 def test_trackers_are_closed_once_also_after_an_error() -> None:
-    """The end of the process group closes those that Accelerate still has."""
+    """The end of the process group closes the trackers that Accelerate still holds."""
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "full")

@@ -1,4 +1,4 @@
-"""Checkpoints on their way to the disk: beside training, in order, and what a failure leaves."""
+"""Writing of checkpoints: in the background, in order, and after failures."""
 
 import io
 import json
@@ -29,7 +29,7 @@ Arguments = Callable[..., list[str]]
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Ask for a fault at a named point."""
+    """Request a fault at a named point."""
 
     def ask(spec: str) -> None:
         fault_counts.cache_clear()
@@ -60,7 +60,7 @@ def test_a_copy_in_memory_gives_the_files_of_save_state(
 def test_the_copy_is_not_changed_by_what_follows(
     small_run: Arguments, tmp_path: Path, fault: Callable[[str], None]
 ) -> None:
-    """Training goes on for two seconds before the copy is written."""
+    """Training continues for two seconds before the copy is written."""
     keep = ["--checkpoint.keep_last", "3"]
     assert launch(small_run(*QUIET, *keep, "--out_dir", str(tmp_path / "whole"))) == 0
     fault("save.copied=sleep")
@@ -109,7 +109,7 @@ def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
 def test_a_folder_is_synced_after_its_manifest_is_written(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a power cut leaves the name of a valid checkpoint without a manifest."""
+    """Otherwise a power cut could leave a checkpoint's folder without a manifest."""
     found = []
     sync = writer.sync
 
@@ -126,7 +126,7 @@ def test_a_folder_is_synced_after_its_manifest_is_written(
 def test_every_named_point_is_passed(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the fault harness names them; a folder of a checkpoint's name appears during the run."""
+    """The points of the fault harness; a folder with a checkpoint's name appears during the run."""
     log, source = tmp_path / "points.txt", Path(writer.__file__).parents[1]
     named = {
         name
@@ -144,7 +144,7 @@ def test_every_named_point_is_passed(
     monkeypatch.setenv("ACCEL_GPT_FAULT_LOG", str(log))
     keep = ["--checkpoint.keep_last", "1", "--checkpoint.keep_best", "true"]
     assert launch(small_run(*QUIET[2:], *keep, "--checkpoint.async_save", "true")) == 0
-    uploads = {"copy.file"}  # in the process of an uploader
+    uploads = {"copy.file"}  # reached in the uploader's process
     assert set(log.read_text().split()) == named - uploads - set(BESIDE_WRITER)
     assert set(BESIDE_WRITER) <= named
 
@@ -179,7 +179,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert ("No space left" if error == "enospc" else "Input/output error") in said
     assert re.search(r"it needs [\d,]+ bytes, [\d,]+ are free\); training continues", said)
     root = tmp_path / "run" / "checkpoints"
-    kept = [4, 8, 12] if point == "renamed" else [4, 12]  # it is valid once it has its name
+    kept = [4, 8, 12] if point == "renamed" else [4, 12]  # a checkpoint is valid once it is renamed
     assert f"step {kept[-2]} is the newest checkpoint so far" in said
     assert checkpoint_steps(root) == kept
     for step in kept:
@@ -329,7 +329,7 @@ def test_a_folder_of_that_name_is_kept_aside_and_never_reused(
     (root / "step_00000008" / "notes.txt").write_text("mine")
     before = root / "step_00000008" / "manifest.json"
     before.write_text(json.dumps({"format": 1, "files": {}}))
-    assert launch(small_run(*QUIET)) == 4  # all checkpoints are damaged: nothing starts over
+    assert launch(small_run(*QUIET)) == 4  # all checkpoints are damaged: the run does not restart
     before.unlink()
     (root / "step_00000008").rename(tmp_path / "aside")
     assert launch(small_run(*QUIET, "--train.max_steps", "12")) == 0
@@ -365,7 +365,7 @@ def test_a_checkpoint_needs_the_files_of_every_process(tmp_path: Path) -> None:
     files = {f"random_states_{rank}.pkl": {"size": 3, "sha256": ""} for rank in (0, 1)}
     check_visible(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 1)
     with pytest.raises(CheckpointError, match=r"random_states_1\.pkl .* that all nodes share"):
-        check_visible(tmp_path, files, 2)  # written, on another disk
+        check_visible(tmp_path, files, 2)  # the file is on another disk
     (tmp_path / "random_states_1.pkl").write_bytes(b"abc")
     with pytest.raises(CheckpointError, match=r"random_states_1\.pkl"):
         check_visible(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 2)
@@ -378,7 +378,7 @@ def test_a_checkpoint_that_has_its_name_already_is_accepted(
     fault: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last one was renamed, then the disk failed to sync its folder: it is tried again."""
+    """The last checkpoint was renamed, then syncing its folder failed: the save is retried."""
     monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
     fault("renamed:3=eio")
     assert launch(small_run(*QUIET)) == 0
@@ -392,7 +392,7 @@ def test_a_warning_that_cannot_be_written_hides_no_failure(
     fault: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The log of the job lies on the same full disk."""
+    """The log of the job is on the same full disk."""
 
     class Full(io.StringIO):
         def write(self, text: str) -> int:
@@ -404,13 +404,13 @@ def test_a_warning_that_cannot_be_written_hides_no_failure(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", Full())
         with pytest.raises(OSError, match="No space"):
-            launch(options)  # the sentence of the error itself has no room, either
+            launch(options)  # there is no space for the error message either
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
 
 
 @pytest.mark.parametrize("main", [True, False])
 def test_the_first_rank_alone_writes_the_scale_of_the_loss(main: bool, tmp_path: Path) -> None:
-    """Also where a save fails; the ranks would write one file."""
+    """Also if a save fails; otherwise all ranks would write the same file."""
     seen = []
 
     def save_state(_: str) -> None:

@@ -256,13 +256,13 @@ def format_hours(hours: float) -> str:
 
 
 def exit_while_importing() -> None:
-    """Let Ctrl-C end this process with one sentence until `run_main` begins."""
+    """Let Ctrl-C end this process with one sentence until `run_main` starts."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may ignore it
         signal.signal(signal.SIGINT, exit_at_once)
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """Handle a signal before anything was begun."""
+    """Handle a signal before any work has started."""
     os.write(2, INTERRUPTED.encode() + b"\n")
     os._exit(128 + number)
 

@@ -341,7 +341,7 @@ def test_an_accelerate_config_brings_processes_precision_and_fsdp(
     path.write_text("distributed_type: FSDP\nnum_processes: 16\n" + two % 3)
     told = mistake(capsys, GPT2, "--config_file", path, "--gpu", "h100")
     assert "dp_replicate_size in" in told
-    assert "is 3; it must divide the 16 devices" in told
+    assert "is 3; it must divide the number of devices, 16" in told
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: many\n")
     assert "num_processes in" in mistake(capsys, GPT2, "--config_file", path)
 

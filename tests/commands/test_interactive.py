@@ -245,7 +245,7 @@ interact(GPT(tiny(), 3), CharsTokenizer("abc"), config, torch.Generator(), print
 def test_a_session_on_a_real_terminal() -> None:
     path = os.pathsep.join(sys.path)
     with Terminal(in_python(SESSION), TERM="dumb", PYTHONPATH=path) as terminal:
-        terminal.wait_for("leaves.\r\n> ")
+        terminal.wait_for("exits.\r\n> ")
         terminal.press(b"cab\n")
         terminal.wait_for("> cab\r\n")
         time.sleep(1)  # to write some of a million tokens

@@ -313,5 +313,5 @@ def test_training_killed_on_changing_numbers_of_processes(
     assert call(*small_run(*options, "--train.micro_batch_size", "2")) == 0
     shown = capsys.readouterr()
     assert "on 2 processes" in shown.err
-    assert "within 0.001; set train.reproducible true" in shown.out
+    assert "within 0.001; set train.reproducible to true" in shown.out
     assert not list(rooms.iterdir())

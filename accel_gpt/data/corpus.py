@@ -1,4 +1,4 @@
-"""The data of a run: what it trains on, what it evaluates, and where a resumed run continues."""
+"""The data of a run: training sources, evaluation splits, and the position to resume from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ StateDict = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class EvalSplit:
-    """One source of what is evaluated."""
+    """One split to evaluate."""
 
-    name: str | None  # None: the only one
-    share: float  # of the mean
+    name: str | None  # None if it is the only one
+    share: float  # weight of this split in the mean loss
     split: Split
-    tokens: int | None  # evaluated, the same ones every time; None: all
+    tokens: int | None  # tokens to evaluate, counted from the first; None: all
 
     @property
     def evaluated_tokens(self) -> int:
@@ -47,33 +47,33 @@ class EvalSplit:
 
 @dataclass(kw_only=True)
 class Corpus:
-    """Token shards of one source or several, what is evaluated of them, and their tokenizer."""
+    """The training sources, the splits to evaluate, and their tokenizer."""
 
     train: Mixture
     tokenizer: Tokenizer
-    evaluated: Mapping[str, tuple[EvalSplit, ...]]  # of the splits train and val
-    vocab_size: int  # of the model: the tokenizer's, or more
-    document_end: int | None  # the token at which attention ends; None: no data.document_mask
+    evaluated: Mapping[str, tuple[EvalSplit, ...]]  # keys: train and val
+    vocab_size: int  # the model's vocabulary, at least as large as the tokenizer's
+    document_end: int | None  # the token at which attention ends; None without data.document_mask
     commits: Mapping[str, str]  # URL in a repository of the Hub -> commit
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what is trained on: the sources and their shares."""
+        """Return a SHA-256 (hex) of the training sources and their shares."""
         return self.train.fingerprint
 
     def identity(self) -> dict[str, str]:
-        """Fingerprints of what is trained on and evaluated, the same on all ranks."""
+        """Return the fingerprints that must be the same on all ranks, by description."""
         val = [part.split.fingerprint[:12] for part in self.evaluated["val"]]
         return {
             "the fingerprint of the training data": self.fingerprint[:12],
-            "that of the validation data": ", ".join(val),
-            "that of the tokenizer": self.tokenizer.fingerprint[:12],
+            "the fingerprint of the validation data": ", ".join(val),
+            "the fingerprint of the tokenizer": self.tokenizer.fingerprint[:12],
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the data, by the names of `TrainState`.
+        """Return the data fields of `TrainState`, for a checkpoint.
 
-        The position is not among it: `TrainState.sequences` counts the sequences of the run.
+        They do not include the position, `TrainState.sequences`.
         """
         return {
             "data_fingerprint": self.fingerprint,
@@ -89,8 +89,8 @@ class Corpus:
     def load_state_dict(self, state: StateDict) -> None:
         """Resume from the fields of a `TrainState`.
 
-        Other sources or weights than before begin a new pattern at this sequence, in which each
-        source continues after the sequences that it has given.
+        If the sources or weights have changed, a new pattern begins at the current sequence. Each
+        source continues after the sequences that were already read from it.
         """
         if state["data_fingerprint"] == self.fingerprint:
             origin = state["data_origin"]
@@ -101,7 +101,7 @@ class Corpus:
         self.train = replace(self.train, origin=origin, given=given)
 
     def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
-        """Micro-batches of one rank, from sequence `position` of the run on."""
+        """Return the micro-batches of one rank, starting at sequence `position` of the run."""
         chunks = read_sequences(
             mixture=self.train,
             plan=plan,
@@ -112,21 +112,21 @@ class Corpus:
         return Loader(chunks, plan.micro_batch_size, device)
 
     def evaluated_splits(self) -> list[Split]:
-        """Return what is evaluated, of the splits train and val."""
+        """Return all splits that are evaluated, train and val."""
         return [part.split for parts in self.evaluated.values() for part in parts]
 
     def splits(self) -> list[Split]:
-        """Return what is evaluated and trained on."""
+        """Return all splits that are evaluated or trained on."""
         return self.evaluated_splits() + [source.split for source in self.train.sources]
 
     @property
     def evaluated_tokens(self) -> int:
-        """Return the number of tokens that each evaluation reads, of all splits."""
+        """Return the number of tokens that each evaluation reads from all splits together."""
         parts = [part for parts in self.evaluated.values() for part in parts]
         return sum(part.evaluated_tokens for part in parts)
 
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
-        """Return the epochs read after so many sequences of the run, for each source."""
+        """Return metrics: the epochs of each source read after `sequences` of the run."""
         epochs = self.train.epochs(sequences)
         if len(epochs) == 1:
             return {"data/epochs": epochs[0]}
@@ -134,7 +134,7 @@ class Corpus:
         return {f"data/epochs/{source.name}": count for source, count in each}
 
     def lines(self, plan: Plan) -> list[str]:
-        """Describe sources, tokens and epochs of the whole run, for its first lines."""
+        """Return the first log lines of a run: its sources, with the tokens and epochs of each."""
         epochs = self.train.epochs(plan.max_steps * plan.sequences_per_step)
         lines = []
         for source, count in zip(self.train.sources, epochs, strict=True):
@@ -143,7 +143,7 @@ class Corpus:
             where = remote.description if remote else source.split.folder
             lines.append(
                 f"data     {where}: {source.split.tokens:,} train tokens{weight}; "
-                f"this run reads {count:.2f} epochs of them"
+                f"this run reads {count:.2f} epochs"
             )
         val_tokens = sum(part.split.tokens for part in self.evaluated["val"])
         lines[-1] += (
@@ -155,17 +155,17 @@ class Corpus:
         grouped_shards, grouped_gb = grouped.remote_reads(plan.sequences_per_step)
         if grouped_shards < shards:
             lines.append(
-                f"data     the first step needs {shards:,} remote shards, {gb:,.1f} GB, as "
-                f"data.shuffle is {self.train.shuffle}; with groups it needs {grouped_shards:,}, "
-                f"{grouped_gb:,.1f} GB"
+                f"data     with data.shuffle {self.train.shuffle} the first step needs "
+                f"{shards:,} remote shards, {gb:,.1f} GB; with groups it needs "
+                f"{grouped_shards:,}, {grouped_gb:,.1f} GB"
             )
         return lines
 
     def lines_on_bytes(self) -> list[str]:
         """Return a line for each split whose bits per byte cannot be computed."""
         return [
-            f"data     no bits per byte of the {split.name} split: the tokenizer changes text, or "
-            f"lacks characters, and {split.folder} does not say how many bytes its text had"
+            f"data     no bits per byte for the {split.name} split: the tokenizer changes text or "
+            f"lacks characters, and {split.folder} does not record the bytes of its text"
             for split in self.evaluated_splits()
             if np.isnan(self.tokenizer.bytes_within(split)).any()
         ]
@@ -175,14 +175,17 @@ class Corpus:
 
 
 def open_corpus(config: Config) -> Corpus:
-    """Open `data.train` and `data.val`; `DataError` where they do not fit each other."""
+    """Open `data.train` and `data.val`.
+
+    Raises `DataError` if they were made with different tokenizers.
+    """
     data = config.data
     sources = open_sources(train_paths(data), "train", data)
-    sources.sort(key=lambda source: source.split.fingerprint)  # however they are listed
+    sources.sort(key=lambda source: source.split.fingerprint)  # independent of the listed order
     for before, source in pairwise(sources):
         require(
             source.split.fingerprint != before.split.fingerprint,
-            f"data.train has the tokens of {source.path} twice; give them once, with their weight",
+            f"data.train lists the tokens of {source.path} twice; list them once, with a weight",
         )
     train = Mixture(
         sources=tuple(sources),
@@ -220,10 +223,10 @@ def open_corpus(config: Config) -> Corpus:
 def eval_splits(
     sources: Sequence[Source], tokens: int | None, named: bool = False
 ) -> tuple[EvalSplit, ...]:
-    """Return what is evaluated: of each source its share of `tokens`; if `named`, all `tokens`.
+    """Return one split to evaluate for each source.
 
-    The first tokens of a remote source are read into memory. Raises `UserError` if all tokens of a
-    remote source are to be evaluated.
+    The sources divide `tokens` by weight; if `named`, each source evaluates all `tokens`. Remote
+    tokens are read into memory. Raises `UserError` if a source is remote and `tokens` is None.
     """
     total = sum(source.weight for source in sources)
     found = []
@@ -236,7 +239,7 @@ def eval_splits(
         if split.remote is not None:
             if budget is None:
                 raise UserError(
-                    f"eval.tokens is null, the whole split, but {source.path} is remote; give a "
+                    f"eval.tokens is null (the whole split), but {source.path} is remote; set a "
                     "number"
                 )
             split = resident(split, budget)
@@ -246,14 +249,17 @@ def eval_splits(
 
 
 def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
-    """Return the vocabulary of the model; `UserError` if it has less than the tokenizer."""
+    """Return the vocabulary size of the model.
+
+    Raises `UserError` if it is smaller than the tokenizer's.
+    """
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         start = config.model.init_from
         require(
             start == "scratch",
             f"the vocabulary of {start} has {vocab_size:,} tokens but the tokenizer of {path} has "
-            f"{tokenizer.vocab_size:,}; prepare the data with the tokenizer of those weights",
+            f"{tokenizer.vocab_size:,}; prepare the data with the tokenizer of {start}",
         )
         raise UserError(
             f"model.vocab_size is {vocab_size:,} but the tokenizer of {path} has "
@@ -263,7 +269,10 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
-    """Return the token at which attention ends; `UserError` if the tokenizer has none."""
+    """Return the token at which attention ends, or None without `data.document_mask`.
+
+    Raises `UserError` if the tokenizer has no end-of-text token.
+    """
     require(
         not data.document_mask or tokenizer.eot_id is not None,
         f"data.document_mask is true but the {tokenizer.kind} tokenizer has no end-of-text token; "
@@ -275,7 +284,7 @@ def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
     """Raise `UserError` if the remote shards that are shuffled together do not fit the cache.
 
-    With `groups` these are two groups, as a batch may end one and begin the next.
+    With `groups` the cache must hold two groups, because a batch may span two.
     """
     if data.shuffle in ("shards", "none"):
         return
@@ -284,7 +293,7 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
     advice = "set data.shuffle to groups"
     if data.shuffle == "groups":
         count = 2 * data.shuffle_group
-        together = "two groups"
+        together = "two groups of"
         advice = "lower data.shuffle_group"
     needed = 0
     for source in sources:
@@ -293,8 +302,9 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
             needed += sum(sorted(sizes, reverse=True)[:count])
     require(
         needed <= data.cache_gb * 1e9,
-        f"data.shuffle is {data.shuffle}, which needs {together} of the remote shards at once, "
-        f"{needed / 1e9:,.1f} GB, more than data.cache_gb {data.cache_gb:g}; {advice} or raise it",
+        f"data.shuffle {data.shuffle} needs {together} remote shards in the cache at once, "
+        f"{needed / 1e9:,.1f} GB, but data.cache_gb is {data.cache_gb:g}; {advice}, or raise "
+        "data.cache_gb",
     )
 
 
@@ -302,7 +312,7 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
 
 
 def sequences_given(state: StateDict) -> dict[str, int]:
-    """Count the sequences that each source has given in all, by fingerprint."""
+    """Count the sequences read so far from each source, by fingerprint."""
     sources = trained_sources(state)
     given = dict(state["data_given"])
     pattern = Pattern(tuple(source.weight for source in sources))
@@ -331,7 +341,7 @@ def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[Any, An
         one = new or old
         assert one is not None
         key = f"data.train[{one.name}]"
-        if key in changes:  # another content under the same name
+        if key in changes:  # other content under the same name
             (content,) = [
                 source.fingerprint for source in former.values() if source.name == one.name
             ]
@@ -347,7 +357,7 @@ def describe_weight(source: TrainedSource | None) -> str:
 
 
 def describe_data(state: StateDict) -> str:
-    """Return the path and the fingerprint of a state's one source: `data/web (1a2b3c4d5e6f)`."""
+    """Return the path and fingerprint of a state's only source: `data/web (1a2b3c4d5e6f)`."""
     config = state.get("config", {})
     fingerprint = state["data_fingerprint"][:12]
     if "data.train.streaming" in config:  # an earlier version tokenized it while training

@@ -1,8 +1,11 @@
-"""Token files of other projects, read where they lie without conversion.
+"""Read the token files of other projects in place, without conversion.
 
-nanoGPT: train.bin and val.bin, raw ids, with a vocabulary of characters in meta.pkl or none.
-llm.c and modded-nanogpt: .bin with a header of 256 int32. build-nanogpt: .npy. datatrove: .ds, raw
-ids, described by NAME.ds.metadata and NAME.ds.index. The name tells the split.
+- nanoGPT: train.bin and val.bin hold raw ids; meta.pkl may hold a vocabulary of characters.
+- llm.c and modded-nanogpt: .bin files with a header of 256 int32.
+- build-nanogpt: .npy files.
+- datatrove: .ds files hold raw ids; NAME.ds.metadata and NAME.ds.index describe them.
+
+The split follows from the file name.
 """
 
 import hashlib
@@ -33,21 +36,21 @@ from accel_gpt.errors import DataError, UserError
 META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # as files of others name it
+GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # its names in files of other projects
 ENDINGS = (".bin", ".npy", ".ds")
 RAW = ("train.bin", "val.bin")
 BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
-BLOCKS = 5  # sampled of a shard: the first, the last, and some between
-FEWEST = 16  # ids from which on zeros between them tell something
+BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between
+FEWEST = 16  # ids; with fewer, zeros at every second place may be chance
 # magic, version, type and tokenizer of a .bin file; llm.c, dev/data/data_common.py
 HEADERS = ((20240520, 1, "<u2", "gpt2"), (20240801, 7, "<u4", None))
-EVALUATION = 20240522  # magic of questions with answers, as hellaswag_val.bin
+EVALUATION = 20240522  # magic of files with questions and answers, such as hellaswag_val.bin
 HEADER_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens, and what it says of itself (None: nothing)."""
+    """A file of tokens, as its header or metadata describes it; None if they do not say."""
 
     name: str
     size: int  # bytes
@@ -56,12 +59,12 @@ class TokenFile:
     dtype: np.dtype[Any] | None = None
     tokens: int | None = None
     tokenizer: str | None = None
-    path: Path | None = None  # if it is here
+    path: Path | None = None  # None: not downloaded
 
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A folder of this machine, or behind a URL: then `remote` brings its files to `path`."""
+    """A local folder, or a folder at a URL whose files `remote` downloads to `path`."""
 
     path: Path
     remote: RemoteFolder | None = None
@@ -79,27 +82,27 @@ class DataFolder:
 
     @cached_property
     def files(self) -> dict[str, FileInfo]:
-        """List the files; raises `UserError` if a remote folder cannot be listed."""
+        """List the files by name. Raises `UserError` if a remote folder cannot be listed."""
         if self.remote:
             return self.remote.list()
         files = [file for file in self.path.iterdir() if file.is_file()]
         return {file.name: FileInfo(file.stat().st_size) for file in files}
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; 0 if there is none."""
+        """Return the size of a file in bytes; 0 if there is no such file."""
         return self.files[name].size if name in self.files else 0
 
     def fetch(self, name: str) -> Path:
-        """Return where a file lies, after downloading it if it is remote."""
+        """Return the path of a file, after downloading it if the folder is remote."""
         return self.remote.fetch(name) if self.remote else self.path / name
 
 
 def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple[Split, Tokenizer]:
-    """Open a split of a folder that another project wrote, and the tokenizer that made it.
+    """Open a split of a folder that another project wrote, with its tokenizer.
 
-    `tokenizer`: gpt2, bytes or a path, for files that do not name theirs. Of a remote folder only
-    the first shard of each series is downloaded. Raises `DataError` for files that are not tokens
-    of one format, `UserError` when the tokenizer is not known.
+    `tokenizer`: gpt2, bytes, a path or a Hub id, for files that do not name their tokenizer. If the
+    folder is remote, only the first shard of each series is downloaded. Raises `DataError` if the
+    files have several formats or are damaged, `UserError` if the tokenizer is not known.
     """
     files = find_token_files(folder, split)
     require_one(folder, split, "formats", {file.project: file.name for file in files})
@@ -111,7 +114,7 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
     dtype = files[0].dtype or default_dtype
     unsigned = np.dtype(f"<u{dtype.itemsize}")
     shards: list[Shard] = []
-    content: list[list[Any]] = []  # what the fingerprint covers
+    content: list[list[Any]] = []  # hashed into the fingerprint
     for file in files:
         tokens = tokens_in(folder.path, file, dtype)
         if not tokens:
@@ -128,7 +131,7 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
         else:
             content.append([tokens, digest])
     if not shards:
-        raise DataError(f"the {split} shards of {folder.path} are all empty; make them again")
+        raise DataError(f"the {split} shards of {folder.path} are all empty; write them again")
     identity = json.dumps([made_by.fingerprint, content])
     opened = Split(
         folder=folder.path,
@@ -146,19 +149,26 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
 
 
 def require_one(folder: DataFolder, split: str, what: str, found: Mapping[str, str]) -> None:
-    """Raise `DataError` if the files of a split are of several kinds; `found`: one of each."""
+    """Raise `DataError` if the files of a split differ in format or type.
+
+    `what`: "formats" or "types". `found`: one file name for each format or type.
+    """
     if len(found) > 1:
         several = ", ".join(f"{kind} ({name})" for kind, name in found.items())
-        raise DataError(f"{folder.path} holds {split} shards of several {what}: {several}")
+        raise DataError(
+            f"{folder.path} holds {split} shards of several {what}: {several}; put each into its "
+            "own folder"
+        )
 
 
 # --------------------------------------------------------------------------- which files
 
 
 def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
-    """Describe the token files of a split in order.
+    """Describe the token files of a split, sorted by the numbers in their names.
 
-    Of a remote series, names that differ in their numbers only, just the first file is read.
+    Files whose names differ only in numbers form a series. In a remote folder only the first file
+    of each series is read.
     """
     names = [name for name in folder.files if name.endswith(ENDINGS) and is_shard_name(name)]
     candidates = sorted(names, key=number_order)
@@ -178,22 +188,25 @@ def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
         raise NoSplit(
-            f"{folder.path} has no {INDEX}, and no {split} shards of another project that are "
-            "read: train.bin and val.bin of nanoGPT, .bin of llm.c and modded-nanogpt, .npy of "
-            f"build-nanogpt, .ds of datatrove, with {split} as a word of the name (of letters, "
-            f"digits, '.', '_', '-'); it has: {', '.join(candidates[:5]) or 'none'}{remedy}"
+            f"{folder.path} has no {INDEX}, and no {split} shards of a known format: train.bin and "
+            "val.bin of nanoGPT, .bin of llm.c and modded-nanogpt, .npy of build-nanogpt, .ds of "
+            f"datatrove, with {split} as a word of the name (letters, digits, '.', '_', '-'); "
+            f"token files found: {', '.join(candidates[:5]) or 'none'}{remedy}"
         )
     return files
 
 
 def number_order(name: str) -> tuple[list[str | int], str]:
-    """Return a key that sorts names with the numbers in them as numbers."""
+    """Return a sort key that compares the numbers in names by value."""
     parts = re.split(r"([0-9]+)", name)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
 def split_of(name: str) -> str | None:
-    """Return val, train or test, by the words of a file name; None if it has none of these."""
+    """Return the split that the words of a file name say: val, train or test; else None.
+
+    datatrove's test files count as val.
+    """
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & {"val", "valid", "validation"} or ("test" in words and name.endswith(".ds")):
         return "val"
@@ -206,8 +219,8 @@ def split_of(name: str) -> str | None:
 def files_of_split(names: Sequence[str], split: str) -> list[str]:
     """Choose the files of a split.
 
-    If no name says train, files of datatrove that name no split are train; in a folder where no
-    file names one, all are.
+    If no name says train, the datatrove files whose names say no split are train. If no name in
+    the folder says a split, all files are train.
     """
     chosen = [name for name in names if split_of(name) == split]
     if chosen or split != "train":
@@ -219,17 +232,16 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
 
 
 # --------------------------------------------------------------------------- the formats
-# Each function returns what a file says of its tokens; None if it holds something else.
+# Each function returns the description of a file, or None if the file does not hold tokens.
 
 
 def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
-    """Describe a one-dimensional array of numpy."""
+    """Describe a one-dimensional .npy array."""
     path = folder.fetch(name)
     dtype, tokens, offset = npy_header(path)
     if dtype.str not in ("<u2", "<u4", "<i4"):
         raise DataError(
-            f"{path} holds {dtype} ({dtype.str}); save it as what is read: uint16, uint32 and "
-            "int32, little-endian"
+            f"{path} holds {dtype} ({dtype.str}); save it as little-endian uint16, uint32 or int32"
         )
     return TokenFile(
         name=name,
@@ -243,7 +255,11 @@ def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
 
 
 def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
-    """Describe a file of llm.c if its header says so, else of nanoGPT if its name does."""
+    """Describe a .bin file: of llm.c if it has the header, else of nanoGPT if its name is in `RAW`.
+
+    Returns None for llm.c's evaluation files and for files whose name says no split. Raises
+    `DataError` for any other file without the header.
+    """
     path = folder.fetch(name)
     size = folder.size(name)
     raw: TokenFile | None = None
@@ -257,7 +273,10 @@ def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
         if magic != known or (raw and not (fits and version == known_version)):
             continue
         if version != known_version:
-            raise DataError(f"{path} has version {version} of llm.c's format, not {known_version}")
+            raise DataError(
+                f"{path} has version {version} of llm.c's format; expected {known_version}; write "
+                "it again"
+            )
         return TokenFile(
             name=name,
             size=size,
@@ -271,13 +290,13 @@ def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
     if not raw and magic != EVALUATION and split_of(name):
         raise DataError(
             f"{path} has no header of llm.c ({HEADER_BYTES} bytes that begin with 20240520 or "
-            "20240801); raw uint16 is read from files named train.bin or val.bin"
+            "20240801); if it holds raw ids, rename it to train.bin or val.bin"
         )
     return raw
 
 
 def read_datatrove(folder: DataFolder, name: str) -> TokenFile | None:
-    """Describe a .ds file, by its .metadata and by its .index (uint64 ends of documents)."""
+    """Describe a .ds file from its .metadata and its .index (document ends as uint64)."""
     path = None if folder.remote else folder.fetch(name)
     file = TokenFile(name, folder.size(name), "datatrove .ds", path=path)
     if f"{name}.metadata" in folder.files:
@@ -287,13 +306,19 @@ def read_datatrove(folder: DataFolder, name: str) -> TokenFile | None:
         index = folder.fetch(f"{name}.index")
         tokens = int.from_bytes(read_at(index, size - 8, 8), "little")
         if file.tokens not in (None, tokens):
-            raise DataError(f"{index} ends at token {tokens}, its .metadata says {file.tokens}")
+            raise DataError(
+                f"{index} ends at token {tokens}, but its .metadata says {file.tokens} tokens; "
+                "write both again"
+            )
         file = replace(file, tokens=tokens)
     return file
 
 
 def with_metadata(file: TokenFile, folder: DataFolder) -> TokenFile:
-    """Add what NAME.ds.metadata says: tokenizer|bytes of a token, and in line 2 the tokens."""
+    """Add the fields of NAME.ds.metadata.
+
+    Line 1 is `tokenizer|bytes per token`, line 2 the number of tokens.
+    """
     name = f"{file.name}.metadata"
     path = folder.fetch(name)
     text = read_at(path, 0, min(folder.size(name), BLOCK)).decode("utf-8", "replace")
@@ -316,15 +341,17 @@ READERS = MappingProxyType({".npy": read_npy, ".bin": read_bin, ".ds": read_data
 
 
 def read_at(path: Path, start: int, length: int) -> bytes:
-    """Read exactly `length` bytes of a file from `start` on."""
+    """Read exactly `length` bytes of a file, starting at byte `start`."""
     try:
         with path.open("rb") as file:
             file.seek(start)
             content = file.read(length)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it") from None
     if len(content) < length:
-        raise DataError(f"{path} ends before byte {start + length}; it was cut short or changed")
+        raise DataError(
+            f"{path} ends before byte {start + length}: it was cut short or changed; restore it"
+        )
     return content
 
 
@@ -332,7 +359,7 @@ def read_at(path: Path, start: int, length: int) -> bytes:
 
 
 def tokens_in(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
-    """Return the tokens in a file; `DataError` if its size is another than it says."""
+    """Return the number of tokens in a file. Raises `DataError` if its size does not fit."""
     tokens = file.tokens
     if tokens is None:
         tokens = max(file.size - file.offset, 0) // dtype.itemsize
@@ -340,13 +367,14 @@ def tokens_in(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
     if file.size != expected:
         raise DataError(
             f"{folder / file.name} has {file.size} bytes, expected {expected} for {tokens} tokens "
-            f"of {dtype}; it was cut short or changed, or its type is another than the tokenizer's"
+            f"of {dtype}: it was cut short or changed, or the type is wrong; restore it, or check "
+            "data.tokenizer"
         )
     return tokens
 
 
 def sample_blocks(path: Path, file: TokenFile) -> Iterator[bytes]:
-    """Read a few blocks of a file's tokens: the first, the last, and some between."""
+    """Yield a few blocks of a file's tokens: the first, the last, and some between."""
     body = file.size - file.offset
     last = max(body - BLOCK, 0)
     starts = {last}
@@ -357,7 +385,7 @@ def sample_blocks(path: Path, file: TokenFile) -> Iterator[bytes]:
 
 
 def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_size: int) -> None:
-    """Raise `DataError` if sampled tokens look like another type or are beyond the vocabulary."""
+    """Raise `DataError` if sampled ids look like another type or exceed the vocabulary."""
     ids = [np.frombuffer(block, dtype) for block in blocks]
     if not file.offset and dtype.itemsize == 2 and sum(map(len, ids)) >= FEWEST:
         even = max(int(part[0::2].max(initial=0)) for part in ids)
@@ -365,13 +393,13 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
         if even and not odd:
             raise DataError(
                 f"{file.path} looks like uint32 but is read as uint16: every second number is 0; "
-                "set data.tokenizer to the one that made it, or convert it to uint16"
+                "set data.tokenizer to the tokenizer that made it, or convert the file to uint16"
             )
     largest = max(int(part.max()) for part in ids)
     if largest >= vocab_size:
         raise DataError(
-            f"{file.path} holds token {largest} beyond the vocabulary of {vocab_size}; its type "
-            f"may be another than {dtype}, or set data.tokenizer to the one that made it"
+            f"{file.path} holds token {largest}, beyond the vocabulary of {vocab_size}, when it is "
+            f"read as {dtype}; set data.tokenizer to the tokenizer that made it"
         )
 
 
@@ -381,26 +409,29 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
 def foreign_tokenizer(
     folder: DataFolder, files: Sequence[TokenFile], spec: str | None
 ) -> Tokenizer:
-    """Return the tokenizer: from the folder, else data.tokenizer, else what the files name."""
+    """Return the tokenizer of the folder, else of `data.tokenizer`, else the one the files name.
+
+    Raises `DataError` if the folder's tokenizer differs from `data.tokenizer`.
+    """
     given = named_tokenizer(spec) if spec else None
-    beside: Tokenizer | None = None
+    stored: Tokenizer | None = None
     if META in folder.files:
-        beside = CharsTokenizer(read_vocabulary(folder.fetch(META)))
+        stored = CharsTokenizer(read_vocabulary(folder.fetch(META)))
     elif TOKENIZER in folder.files:
         if CONFIG in folder.files:
             folder.fetch(CONFIG)
-        beside = load_tokenizer(folder.fetch(TOKENIZER))
-    if beside and given:
-        given.require_same(beside, f"data.tokenizer {spec}", f"the one in {folder.path}")
-    known = beside or given
+        stored = load_tokenizer(folder.fetch(TOKENIZER))
+    if stored and given:
+        given.require_same(stored, f"data.tokenizer {spec}", f"the folder {folder.path}")
+    known = stored or given
     if known is not None:
         return known
     named = {file.tokenizer for file in files}
     if named <= GPT2:
         return load_gpt2()
     name = min(str(name) for name in named - GPT2)
-    which = "do not say their tokenizer" if None in named else f"name the tokenizer {name!r}"
+    problem = "do not name their tokenizer" if None in named else f"name the tokenizer {name!r}"
     raise UserError(
-        f"{folder.path} holds token shards of another project, which {which}; set data.tokenizer "
-        "to gpt2, bytes or the path of a tokenizer.json"
+        f"the token shards in {folder.path} {problem}; set data.tokenizer to gpt2, bytes or the "
+        "path of a tokenizer.json"
     )

@@ -1,6 +1,6 @@
-"""Access to the Hugging Face Hub, its errors as one sentence each.
+"""Download from the Hugging Face Hub, and turn its errors into one sentence each.
 
-The client finds the token itself (`hf auth login`, or HF_TOKEN): this package never handles it.
+`huggingface_hub` reads the access token (`hf auth login`, or HF_TOKEN); this package never does.
 """
 
 import errno
@@ -18,19 +18,19 @@ OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes of a temporary failure
 STATUS = MappingProxyType(
     {
-        401: "it does not know you; log in with hf auth login, or set HF_TOKEN",
-        403: "your token lacks the permission; it needs the write role for this repository",
-        404: "there is no such repository, or it is not yours; check its name and your login",
+        401: "you are not logged in; run hf auth login, or set HF_TOKEN",
+        403: "your token lacks the permission; create one with the write role for this repository",
+        404: "the repository does not exist, or is not yours; check its name and your login",
     }
 )
 
 
 class UnreachableError(UserError):
-    """The connection broke or the Hub is busy: trying again may help."""
+    """The connection failed or the Hub is busy; a retry may succeed."""
 
 
 def is_repo(name: str) -> bool:
-    """Whether the Hub accepts `name` or `user/name` as the name of a repository."""
+    """Return whether the Hub accepts a repository name: `name` or `user/name`."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # no __all__
 
@@ -38,35 +38,37 @@ def is_repo(name: str) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return name.isascii()  # older clients than constraints.txt has accept any letter
+    return name.isascii()  # older versions of huggingface_hub accept any letter
 
 
 def parse_repo(name: str) -> tuple[str, str | None]:
-    """Split `hf://user/name@revision` into user/name and revision; scheme, revision: optional.
+    """Split `hf://user/name@revision` into user/name and revision.
 
-    GPT-2's weights are known without an owner. Raises `UserError` for an invalid name.
+    The scheme and the revision are optional, and so is the user for GPT-2's models. Raises
+    `UserError` for an invalid name.
     """
     repo, _, revision = name.removeprefix(SCHEME).partition("@")
     require(
         is_repo(repo),
-        f"{name} is neither a folder nor a repository on the Hub (user/name, user/name@revision)",
+        f"{name} is neither a folder nor a repository on the Hub; give a path, user/name or "
+        "user/name@revision",
     )
     return f"openai-community/{repo}" if repo in OPENAI else repo, revision or None
 
 
 def download_tokenizer(name: str) -> Path:
-    """Download the tokenizer of a repository as `download_repo`; return its folder."""
+    """Download the tokenizer files of a repository; return their folder."""
     folder = download_repo(name, *HUB_FILES)
     require(
         (folder / FILE).is_file() or (folder / "vocab.json").is_file(),
         f"{name} has no {FILE} on the Hub, or the Hub cannot be reached and the cache has none; "
-        "name a repository that has one",
+        "choose another repository, or check the network",
     )
     return folder
 
 
 def cached_gpt2_folders() -> Iterator[Path]:
-    """Folders of the Hub's cache that may hold GPT-2's tokenizer, without a request."""
+    """Yield folders of the Hub's local cache that may hold GPT-2's tokenizer, without a request."""
     from huggingface_hub import try_to_load_from_cache
 
     for repo in ("openai-community/gpt2", "gpt2"):
@@ -76,9 +78,9 @@ def cached_gpt2_folders() -> Iterator[Path]:
 
 
 def download_repo(name: str, *patterns: str) -> Path:
-    """Download the files of a repository that match `patterns`, unless cached; return the folder.
+    """Download the files of a repository that match `patterns`; return their folder in the cache.
 
-    Raises `UserError` if there is no such repository or it cannot be reached.
+    Raises `UserError` if the repository does not exist or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -98,14 +100,17 @@ def is_offline() -> bool:
 def hub_errors(
     repo: str, action: str, revision: str | None = None, repo_type: str = "model"
 ) -> Iterator[None]:
-    """Turn any error of the client into a `UserError` of one sentence; `action`: read, written."""
+    """Turn errors of `huggingface_hub` into a `UserError` of one sentence.
+
+    `action`: "read" or "written".
+    """
     from huggingface_hub import errors
 
     try:
         yield
     except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]  # of httpx
         cause: BaseException = error
-        # the cause: why it could not look beyond its cache, or upload a large file
+        # these two wrap the error that says why the request or the upload failed
         if isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__:
             cause = error.__cause__
         raise user_error(cause, repo, action, revision, repo_type) from None
@@ -114,7 +119,7 @@ def hub_errors(
 def user_error(
     error: BaseException, repo: str, action: str, revision: str | None, repo_type: str
 ) -> UserError:
-    """Describe an error of the client in one sentence."""
+    """Describe an error of `huggingface_hub` in one sentence."""
     from huggingface_hub import errors
 
     failed = f"{repo} cannot be {action}"
@@ -125,10 +130,10 @@ def user_error(
             return UserError(f"{failed}: HF_HUB_OFFLINE is set; unset it")
         return UserError(f"{failed}: {not_cached(repo, repo_type)}")
     if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{repo} on the Hub has no revision {revision}")
+        return UserError(f"{repo} on the Hub has no revision {revision}; check its name")
     if isinstance(error, errors.GatedRepoError):
         return UserError(
-            f"{repo} on the Hub is gated; accept its terms on its page, then hf auth login"
+            f"{repo} on the Hub is gated; accept its terms on its page, then run hf auth login"
         )
     if isinstance(error, errors.RepositoryNotFoundError) and action == "read":
         what = "neither a local folder nor a repository"
@@ -146,9 +151,9 @@ def user_error(
         reason = STATUS.get(code, f"the Hub answered with status {code}; try again later")
         return kind(f"{failed}: {reason}")
     if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
-        return UserError(f"{failed}: {error.strerror}: {error.filename}")  # of this machine
+        return UserError(f"{failed}: {error.strerror}: {error.filename}")  # a local file
     if action == "read" and repo_type == "model":
-        failed = f"{repo} is not a local folder, and cannot be read"
+        failed = f"{repo} is not a local folder and cannot be read from the Hub"
     return UnreachableError(f"{failed}: the Hub cannot be reached: {first_line(error)}")
 
 
@@ -175,7 +180,10 @@ def no_progress_bar() -> Any:
 def describe_dataset_error(
     dataset: str, config: str | None, split: str, error: BaseException
 ) -> str:
-    """Say what went wrong with a data set, and what to do, by the classes of the errors."""
+    """Describe why a data set could not be read and how to fix it.
+
+    The classes and messages of the error and its causes decide the advice.
+    """
     names: set[str] = set()
     texts: list[str] = []
     link: BaseException | None = error
@@ -183,7 +191,7 @@ def describe_dataset_error(
         names |= {kind.__name__ for kind in type(link).__mro__}
         texts.append(str(link))
         link = link.__cause__ or link.__context__
-    log_in = "hf auth login, or set HF_TOKEN"
+    log_in = "run hf auth login, or set HF_TOKEN"
     unreachable = {
         "ConnectionError",
         "ConnectError",
@@ -200,9 +208,9 @@ def describe_dataset_error(
     elif "GatedRepoError" in names or any("gated dataset" in text for text in texts):
         advice = f"it is gated: accept its terms at https://hf.co/datasets/{dataset}, then {log_in}"
     elif names & missing:
-        advice = f"it does not exist, or is private: check its id; for a private one {log_in}"
+        advice = f"it does not exist or is private: check its id; if it is private, {log_in}"
     elif names & unreachable:
-        advice = "the Hub was not reached: check the network"
+        advice = "the Hub cannot be reached: check the network"
     else:
         advice = "check its id, configuration and split"
     return (

@@ -1,6 +1,6 @@
-"""The index of a data folder: dataset.json, which `prepare/` writes.
+"""Read the index of a data folder: dataset.json, which `prepare/` writes.
 
-It names the tokenizer, the vocabulary, how the data was prepared, and what each shard holds.
+The index holds the tokenizer, the vocabulary size, the settings of `data.prepare` and the shards.
 """
 
 import re
@@ -25,7 +25,7 @@ SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """The tokenizer that made the shards."""
+    """The tokenizer that encoded the shards."""
 
     kind: str
     fingerprint: str
@@ -33,7 +33,7 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard file."""
+    """One shard file, as the index describes it."""
 
     name: str
     tokens: int = option(REQUIRED, "Tokens in the shard.", at_least=1)
@@ -47,7 +47,7 @@ class ShardEntry:
 class Index:
     """The content of dataset.json."""
 
-    OPEN: ClassVar = True  # notes of its user
+    OPEN: ClassVar = True  # a user may add notes
 
     format: str
     version: int
@@ -58,25 +58,27 @@ class Index:
     prepared: dict[str, Any] = field(default_factory=dict)
     """The settings of `data.prepare`, and a fingerprint of the text."""
     completions: bool = False
-    """An earlier version marked the tokens of prompts."""
+    """Whether the shards hold prompts and completions, which only earlier versions wrote."""
 
 
 def read_index(folder: Path) -> Index:
     """Read the index of a data folder.
 
-    Raises `UserError` if there is no folder, `DataError` if its index is missing, damaged or of
-    another version.
+    Raises `UserError` if there is no folder, `DataError` if its index is missing, is damaged or
+    has another version.
     """
     check_folder(folder)
     where = folder / INDEX
     if not where.exists():
-        raise DataError(f"{folder} has no {INDEX}; it is not a prepared data folder")
+        raise DataError(
+            f"{folder} has no {INDEX}, so it is not a prepared data folder; run accel-gpt prepare"
+        )
     content = read_object(where, DataError, ADVICE)
     check_version(where, content)
     index = parse_record(Index, content, where, DataError, ADVICE)
     if index.completions:
         raise DataError(
-            f"{folder} holds prompts and completions, and accel_gpt no longer trains on these; "
+            f"{folder} holds prompts and completions, which accel_gpt no longer supports; "
             f"{FINETUNE_WITH_TRL}"
         )
     for shards in index.splits.values():
@@ -86,17 +88,17 @@ def read_index(folder: Path) -> Index:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `UserError` unless there is a folder."""
+    """Raise `UserError` unless `folder` is a folder."""
     if folder.is_dir():
         return
     if not folder.exists():
         raise UserError(
-            f"data folder {folder} does not exist; give an existing one, or say how to make it "
-            "in data.prepare (source, path, tokenizer)"
+            f"data folder {folder} does not exist; give an existing folder, or set data.prepare "
+            "(source, path, tokenizer) to prepare it"
         )
     advice = "give the path of a folder"
     if folder.is_file():
-        advice = f"make one of a text with accel-gpt prepare {shlex.quote(str(folder))}"
+        advice = f"prepare a text with accel-gpt prepare {shlex.quote(str(folder))}"
     raise UserError(
         f"{folder} {describe_path(folder)}, but a folder of token shards is expected; {advice}"
     )
@@ -105,12 +107,14 @@ def check_folder(folder: Path) -> None:
 def check_version(where: Path, content: Mapping[str, Any]) -> None:
     """Raise `DataError` unless the file is an index of the version that this code reads."""
     if content.get("format") != FORMAT:
-        raise DataError(f"{where} is not an index of ours; expected format {FORMAT!r} in it")
+        raise DataError(
+            f"{where} is not an index of accel_gpt: its format is not {FORMAT!r}; {ADVICE}"
+        )
     version = content.get("version")
     if version != VERSION:
         raise DataError(
-            f"{where} has format version {version}; this code reads version {VERSION}: update "
-            "accel_gpt, or prepare the data again"
+            f"{where} has format version {version}; this version of accel_gpt reads {VERSION}: "
+            "update accel_gpt, or prepare the data again"
         )
 
 
@@ -123,6 +127,6 @@ def check_shard_name(where: Path, name: str) -> None:
     """Raise `DataError` if the name of a shard could lead to another folder."""
     if not is_shard_name(name):
         raise DataError(
-            f"{where} names a shard {name[:100]!r}; expected a plain file name of letters, digits, "
-            "'.', '_' and '-'"
+            f"{where} names a shard {name[:100]!r}; expected a file name of letters, digits, '.', "
+            f"'_' and '-'; {ADVICE}"
         )

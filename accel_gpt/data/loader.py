@@ -1,7 +1,7 @@
-"""Micro-batches of one rank, prefetched by a thread.
+"""Read the micro-batches of one rank, prefetched by a thread.
 
-Not passed to `Accelerator.prepare()`, which would let one rank read everything and broadcast it:
-every rank computes its own sequences from the position, so the position is the whole state.
+The loader is not passed to `Accelerator.prepare()`, whose loaders may read on one rank and
+broadcast. Each rank computes its own sequences from the position, which is the whole state.
 
 Legend: B micro-batch, T block_size.
 """
@@ -27,24 +27,26 @@ from accel_gpt.data.shards import token_beyond
 
 Sequences = npt.NDArray[np.unsignedinteger[Any]]
 PREFETCH_CHUNKS = 4
-CHUNK_BYTES = 1 << 18  # read at once, or one micro-batch; locating takes 1 ms however many
-CLOSE_SECONDS = 2.0  # a stopping run has 30 s in all; assumption
-HASH_BITS = 48  # also exact as a float64, and in the JSON of any language
+CHUNK_BYTES = 1 << 18  # bytes of a chunk, at least one micro-batch; each chunk costs 1 ms to locate
+CLOSE_SECONDS = 2.0  # assumption: a stopping run has 30 s in total
+HASH_BITS = 48  # exact as a float64, and so in JSON
 
 
 class Loader:
-    """Endless `(tokens, targets)` pairs, each (B, T) int64 on `device`.
+    """Iterate over `(tokens, targets)` pairs without end, each (B, T) int64 on `device`.
 
-    `chunks`: arrays (n B, T + 1) of whole micro-batches. With `keep_sequences` the sequences handed
-    out are kept on the host, in `kept`, until the caller empties it. Errors of the prefetching
-    thread (`DataError`, an unreadable disk) are raised by `next`.
+    `chunks`: arrays (n B, T + 1) of whole micro-batches. With `keep_sequences` each batch is also
+    appended to `kept`, on the host, until the caller clears it. `next` raises the errors of the
+    prefetching thread, such as `DataError`.
     """
 
     def __init__(self, chunks: Iterator[Sequences], batch_size: int, device: torch.device) -> None:
         self.chunks = chunks
         self.batch_size = batch_size
         self.device = device
-        self.overlaps = device.type == "cuda"  # elsewhere the chunk may be gone before it is copied
+        self.overlaps = (
+            device.type == "cuda"
+        )  # on other devices the copy must finish before the chunk is freed
         self.keep_sequences = False
         self.kept: list[Tensor] = []
         self.batches: Iterator[Tensor] = iter(())
@@ -71,37 +73,39 @@ class Loader:
         return batch[:, :-1], batch[:, 1:]
 
     def close(self) -> None:
-        """Stop the thread; one that waits for the network ends with the process."""
+        """Stop the thread. If it waits for the network, it ends with the process."""
         self.stop.set()
         end = time.monotonic() + CLOSE_SECONDS
         while self.thread.is_alive() and time.monotonic() < end:
             try:
-                self.ready.get_nowait()  # the thread may wait to hand over
+                self.ready.get_nowait()  # a full queue blocks the thread
             except queue.Empty:
                 self.thread.join(0.01)
 
     def prefetch(self) -> None:
-        """Fill the queue until closed, with memory that CUDA can copy from while it computes."""
+        """Fill the queue with chunks until closed; for CUDA, in pinned memory."""
         cuda = self.device.type == "cuda"
         try:
             if cuda and self.device.index is not None:
-                torch.cuda.set_device(self.device)  # per thread; each starts with the first GPU
+                torch.cuda.set_device(
+                    self.device
+                )  # each thread starts with the first GPU as its current device
             for chunk in self.chunks:
                 if self.stop.is_set():
                     return
                 tensor = torch.from_numpy(chunk)
                 self.ready.put(tensor.pin_memory() if cuda else tensor)
-        except Exception as error:  # whatever it is, the training thread must raise it
+        except Exception as error:  # the training thread raises it
             self.ready.put(error)
 
 
 def read_sequences(
     mixture: Mixture, plan: Plan, vocab_size: int, rank: int, position: int
 ) -> Iterator[Sequences]:
-    """Yield chunks (n B, T + 1) of one rank, in the type of the shards, from `position` on.
+    """Yield chunks (n B, T + 1) of one rank, starting at `position`, in the type of the shards.
 
-    Counted from `position`, sequence b of micro-step m is number
-    `position + (m * world_size + rank) * B + b`: the same sequences a step at any world size.
+    Sequence b of micro-step m has the number `position + (m * world_size + rank) * B + b`. A step
+    therefore reads the same sequences at any world size.
     """
     size = plan.micro_batch_size
     length = plan.block_size + 1
@@ -120,8 +124,8 @@ def read_sequences(
 def batch_hash(batches: Iterable[Tensor]) -> int:
     """Return a fingerprint below 2^48 of sequences (B, T + 1), independent of their order.
 
-    The sum, modulo 2^48, of the BLAKE2b of each sequence as little-endian uint32: the fingerprints
-    of the ranks of a step add up to that of the whole step.
+    It is the sum, modulo 2^48, of the BLAKE2b of each sequence as little-endian uint32. The
+    fingerprints of all ranks therefore add up to the fingerprint of the step.
     """
     total = 0
     for batch in batches:
@@ -134,9 +138,9 @@ def batch_hash(batches: Iterable[Tensor]) -> int:
 def check_tokens(
     tokens: Sequences, vocab_size: int, file_of: Callable[[int], tuple[str | Path, int]]
 ) -> None:
-    """Raise `DataError` for a token that the model lacks: on a GPU it would be an assertion.
+    """Raise `DataError` for a token beyond the vocabulary, which on a GPU fails an assertion.
 
-    `tokens`: (N, L). `file_of`: the file of a row, and the index of its first token there.
+    `tokens`: (N, L). `file_of`: returns the file of a row, and the index of its first token there.
     """
     if int(tokens.max()) >= vocab_size:
         row, column = np.argwhere(tokens >= vocab_size)[0].tolist()

@@ -1,8 +1,8 @@
-"""Several sources read in exact proportion: which source gives the k-th sequence of a run.
+"""Mix several sources in exact proportion: decide which source gives sequence k of a run.
 
-The pattern of sources repeats after D sequences, D being the common denominator of the weights; at
-every prefix each source is less than one sequence off its share (Tijdeman 1980, "The chairman
-assignment problem"). Its table has D entries, so that any position is found by arithmetic.
+The pattern of sources repeats after D sequences, where D is the common denominator of the shares.
+After any number of sequences, each source is less than one sequence from its exact share (Tijdeman
+1980, "The chairman assignment problem"). A table of D entries locates any position directly.
 
 Legend: M sources, D length of the pattern.
 """
@@ -23,21 +23,21 @@ from accel_gpt.data.shards import Ints, Tokens
 from accel_gpt.data.sources import Source
 from accel_gpt.errors import UserError
 
-LONGEST_PATTERN = 100_000  # sequences; its table takes a tenth of a second and 1 MB a source
-PREFETCH_SHARDS = 4  # of a remote source, before they are needed
+LONGEST_PATTERN = 100_000  # sequences; the table takes 0.1 s and 1 MB per source
+PREFETCH_SHARDS = 4  # shards of a remote source to download ahead
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which source gives which sequence, for weights (M,) relative to each other."""
+    """The repeating pattern of sources for relative weights (M,)."""
 
     weights: tuple[float, ...]
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """(M,) sequences of each source in one pattern; they add up to D.
+        """Return the sequences of each source in one pattern, (M,); they add up to D.
 
-        Raises `UserError` where the pattern would be too long.
+        Raises `UserError` if the pattern is too long.
         """
         exact = [Fraction(str(weight)) for weight in self.weights]
         shares = [weight / sum(exact) for weight in exact]
@@ -45,39 +45,42 @@ class Pattern:
         if length > LONGEST_PATTERN:
             raise UserError(
                 f"the weights of data.train, {', '.join(map(str, self.weights))}, repeat only "
-                f"after {length:,} sequences, at most {LONGEST_PATTERN:,}; give whole numbers or "
-                "fewer decimals"
+                f"after {length:,} sequences; the limit is {LONGEST_PATTERN:,}: use whole numbers "
+                "or fewer decimals"
             )
         return tuple(int(share * length) for share in shares)
 
     @cached_property
     def sources(self) -> Ints:
-        """(D,) source of each sequence of a pattern."""
+        """Return the source of each sequence of a pattern, (D,)."""
         return np.fromiter(assign(self.shares), np.int64, sum(self.shares))
 
     @cached_property
     def preceding(self) -> Ints:
-        """(D,) how many sequences of the same source precede each sequence of a pattern."""
+        """Count the earlier sequences of the same source for each sequence of a pattern, (D,)."""
         preceding = np.empty_like(self.sources)
         for source, share in enumerate(self.shares):
             preceding[self.sources == source] = np.arange(share)
         return preceding
 
     def locate(self, k: Ints) -> tuple[Ints, Ints]:
-        """Source of the sequences number `k`, and how many of that source precede each."""
+        """Return the source of each sequence in `k`, and its index within the source."""
         pattern, position = np.divmod(k, len(self.sources))
         source = self.sources[position]
         return source, pattern * np.array(self.shares)[source] + self.preceding[position]
 
     def counts(self, k: int) -> list[int]:
-        """(M,) sequences that each source gives among the first `k`."""
+        """Count the sequences of each source among the first `k`, (M,)."""
         pattern, position = divmod(k, sum(self.shares))
         rest = np.bincount(self.sources[:position], minlength=len(self.shares))
         return [pattern * share + int(n) for share, n in zip(self.shares, rest, strict=True)]
 
 
 def assign(shares: Sequence[int]) -> Iterator[int]:
-    """Source of each sequence of one pattern: of those that lag, the one due first (Tijdeman)."""
+    """Yield the source of each sequence of one pattern, by Tijdeman's algorithm.
+
+    Of the sources that lag behind their share, the one with the earliest deadline is next.
+    """
     length, slack = sum(shares), max(1, 2 * len(shares) - 2)
     common = math.lcm(*shares)
     per_share = [common // share for share in shares]
@@ -91,7 +94,7 @@ def assign(shares: Sequence[int]) -> Iterator[int]:
 
 
 class Located(NamedTuple):
-    """Where sequences lie: arrays of one shape."""
+    """The positions of sequences in their sources, as arrays of equal shape."""
 
     source: Ints
     shard: Ints
@@ -101,10 +104,11 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sequences of a run: of one source in its order, or of several by their weights.
+    """The sequences of a run, from one source or from several by weight.
 
-    `origin` and `given`: where a run resumed with this mixture. Sequence `origin` is the first of
-    its pattern, and each source continues after the sequences that it had given before.
+    `origin`: the sequence of the run at which this pattern starts, above 0 if a run resumed with
+    other sources or weights. `given`: the sequences that each source gave before `origin`, by
+    fingerprint; each source continues after them.
     """
 
     sources: tuple[Source, ...]
@@ -114,19 +118,18 @@ class Mixture:
     seed: int
     origin: int = 0
     given: Mapping[str, int] = field(default_factory=dict)
-    """Sequences before `origin`, by the fingerprint of their source."""
 
     def __post_init__(self) -> None:
-        self.epochs(0)  # refuses a source shorter than a sequence, and weights that never repeat
+        self.epochs(0)  # rejects sources shorter than a sequence, and too long patterns
 
     @cached_property
     def pattern(self) -> Pattern:
-        """Which source gives which sequence."""
+        """Return the pattern of the sources."""
         return Pattern(tuple(source.weight for source in self.sources))
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """(M,) the order of each source."""
+        """Return the order of each source, (M,)."""
         return tuple(
             Order(
                 lengths=source.split.lengths,
@@ -141,12 +144,12 @@ class Mixture:
 
     @cached_property
     def start(self) -> list[int]:
-        """(M,) sequences that each source had given at `origin`."""
+        """Return the sequences that each source gave before `origin`, (M,)."""
         return [self.given.get(source.split.fingerprint, 0) for source in self.sources]
 
     @property
     def fingerprint(self) -> str:
-        """Of one source its own; of several SHA-256 (hex) of theirs and their shares."""
+        """Return the only source's fingerprint, or a SHA-256 (hex) of all sources and shares."""
         prints = [source.split.fingerprint for source in self.sources]
         if len(prints) == 1:
             return prints[0]
@@ -154,11 +157,11 @@ class Mixture:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type that holds the ids of every source."""
+        """Return the smallest type that holds the ids of all sources."""
         return np.result_type(*(source.split.dtype for source in self.sources))
 
     def locate(self, k: Ints) -> Located:
-        """Locate the sequences number `k`."""
+        """Locate the sequences `k` of the run."""
         source, index = self.pattern.locate(k - self.origin)
         index += np.array(self.start)[source]
         shard = np.empty_like(k)
@@ -177,22 +180,22 @@ class Mixture:
         return tokens
 
     def file_of(self, located: Located, row: int) -> tuple[Path, int]:
-        """Return the file of sequence number `row`, and the index of its first token there."""
+        """Return the file of sequence `row`, and the index of its first token in the file."""
         split = self.sources[int(located.source[row])].split
         return split.path(int(located.shard[row])), int(located.first[row])
 
     def counts(self, k: int) -> list[int]:
-        """(M,) sequences that each source has given when `k` sequences of the run are done."""
+        """Count the sequences that each source has given after `k` sequences of the run, (M,)."""
         counts = self.pattern.counts(k - self.origin)
         return [start + count for start, count in zip(self.start, counts, strict=True)]
 
     def epochs(self, k: int) -> list[float]:
-        """(M,) how often each source has been read through after `k` sequences."""
+        """Return the epochs of each source after `k` sequences of the run, (M,)."""
         each = zip(self.counts(k), self.orders, strict=True)
         return [count / order.sequences_per_epoch for count, order in each]
 
     def remote_reads(self, count: int) -> tuple[int, float]:
-        """Return how many remote shards the first `count` sequences lie in, and their GB."""
+        """Return the number and GB of the remote shards of `count` sequences from `origin` on."""
         located = self.locate(self.origin + np.arange(count))
         shards = 0
         size = 0
@@ -205,7 +208,7 @@ class Mixture:
         return shards, size / 1e9
 
     def prefetch(self, located: Located, k: int) -> None:
-        """Download remote shards in the background: first for `located`, then from `k` on."""
+        """Download remote shards in the background: for `located`, then from sequence `k` on."""
         for number, source in enumerate(self.sources):
             if source.split.remote is not None:
                 here = located.source == number

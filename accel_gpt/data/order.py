@@ -1,10 +1,9 @@
-"""The order of the training sequences: pure functions of the seed, the data's fingerprint and k.
+"""Compute the order of the training sequences from the seed, the data's fingerprint and k.
 
-The k-th sequence of a source is `block_size + 1` tokens of one shard. It does not depend on the
-number of ranks, the micro-batch or restarts: k is the whole state. Its epoch is
-k // sequences_per_epoch.
+Sequence k of a source is `block_size + 1` tokens of one shard. It does not depend on the number of
+ranks, the micro-batch or restarts, so k is the whole state. Its epoch is k // sequences_per_epoch.
 Each epoch after the first cuts every shard at a new offset, so that a small corpus does not repeat
-its sequences. Any k can be located directly, without a stored permutation.
+its sequences. Any k is located directly, without a stored permutation.
 
 Legend: N sequences per epoch, S shards, T block_size.
 """
@@ -22,7 +21,8 @@ from accel_gpt.errors import DataError
 
 Shuffle = Literal["global", "groups", "shards", "none", "replacement"]
 Words = npt.NDArray[np.uint64]
-ROUNDS = 6  # Feistel rounds, even so that the halves end where they began; 4 suffice (Luby-Rackoff)
+# Feistel rounds; an even number leaves both halves with their own widths. 4 suffice (Luby-Rackoff).
+ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Order:
     def counts(self) -> Ints:
         """Count the sequences of each shard in an epoch, (S,).
 
-        A shard counts as many as fit at the largest offset, T - 1, so all epochs have the same
-        number.
+        This is the number that fits at the largest offset, T - 1, so all epochs have equal length.
+        A shard below 2 T tokens has one sequence if it holds T + 1 tokens, else none.
         """
         fits = np.maximum(self.lengths // self.block_size - 1, 1)
         counts: Ints = np.where(self.lengths > self.block_size, fits, 0)
@@ -62,7 +62,7 @@ class Order:
         return int(self.counts.sum())
 
     def locate(self, k: Ints) -> tuple[Ints, Ints]:
-        """Find the shard and first token of the sequences `k`: two arrays shaped like `k`."""
+        """Return the shard and first token of the sequences `k`, as two arrays shaped like `k`."""
         if self.shuffle == "replacement":
             return self.random_crops(k)
         shard = np.empty_like(k)
@@ -74,7 +74,7 @@ class Order:
         return shard, start
 
     def within_epoch(self, epoch: int, index: Ints) -> tuple[Ints, Ints]:
-        """Find the shard and first token of the sequences `index` (0 to N - 1) of one epoch."""
+        """Return the shard and first token of the sequences `index` (0 to N - 1) of one epoch."""
         if self.shuffle == "global":
             index = permute(index, self.sequences_per_epoch, self.key(epoch, "windows"))
         shards = self.shard_order(epoch)
@@ -85,11 +85,11 @@ class Order:
         slot = np.searchsorted(ends, index, side="right")  # which of `shards` holds the sequence
         shard = shards[slot]
         starts = ends - counts
-        number = index - starts[slot]  # of the sequence in its shard
+        number = index - starts[slot]  # index of the sequence within its shard
         return shard, self.offset(epoch, shard) + number * self.block_size
 
     def within_groups(self, epoch: int, shards: Ints, index: Ints) -> Ints:
-        """Permute `index` within each group of `shards`, which are in the order of the epoch."""
+        """Permute `index` within each group of `shards`; `shards` are in the order of the epoch."""
         _, edges = self.groups(shards)
         group = np.searchsorted(edges, index, side="right") - 1
         image = np.empty_like(index)
@@ -102,9 +102,9 @@ class Order:
         return image
 
     def groups(self, shards: Ints) -> tuple[Ints, Ints]:
-        """Find the first shard and the first sequence of each group, as indices in the epoch.
+        """Return the first shard and the first sequence of each group, as indices in the epoch.
 
-        Both arrays end with the totals, S and N. Group sizes differ by one shard at most. Each
+        Both arrays end with the totals, S and N. Group sizes differ by at most one shard. Each
         shard is its own group unless `shuffle` is groups.
         """
         S = len(self.lengths)
@@ -115,10 +115,10 @@ class Order:
         return first_shards, sequences_before[first_shards]
 
     def upcoming(self, k: int, count: int) -> list[int]:
-        """List the next `count` shards that are read from sequence `k` on, in order.
+        """List the next `count` shards to read from sequence `k` on, in order.
 
-        With shuffle `groups` the result covers two groups, whatever `count` is. With `global` and
-        `replacement`, which jump between shards, it is all shards.
+        With shuffle `groups` the list covers two groups, regardless of `count`. With `global` and
+        `replacement`, which jump between shards, it has all shards.
         """
         if self.shuffle in ("global", "replacement"):
             return np.flatnonzero(self.counts).tolist()
@@ -139,7 +139,7 @@ class Order:
     def shard_order(self, epoch: int) -> Ints:
         """Return the shards (S,) in the order in which an epoch reads them.
 
-        With shuffle `none`, `global` and `replacement` this is their order in the data folder.
+        With shuffle `none`, `global` and `replacement` this is the order of the data folder.
         """
         shards = np.arange(len(self.lengths))
         if self.shuffle in ("shards", "groups"):
@@ -147,7 +147,7 @@ class Order:
         return shards
 
     def offset(self, epoch: int, shard: Ints) -> Ints:
-        """Compute the first token of the first sequence of each shard in this epoch, below T."""
+        """Return the offset at which each shard is cut in this epoch: 0 to T - 1."""
         if epoch == 0:
             return np.zeros_like(shard)
         slack = self.lengths[shard] - 1 - self.counts[shard] * self.block_size
@@ -157,7 +157,7 @@ class Order:
         return first
 
     def random_crops(self, k: Ints) -> tuple[Ints, Ints]:
-        """Draw independent sequences; every first token of every shard is equally likely."""
+        """Draw independent sequences: each possible first token of any shard is equally likely."""
         draw = mix(mix(k.astype(np.uint64)) ^ np.uint64(self.key(0, "crops")))
         ends = np.cumsum(np.maximum(self.lengths - self.block_size, 0))
         position = (draw % np.uint64(ends[-1])).astype(np.int64)
@@ -165,12 +165,12 @@ class Order:
         return shard, position - np.where(shard > 0, ends[shard - 1], 0)
 
     def key(self, epoch: int, purpose: str) -> int:
-        """Derive 64 bits from everything that the order depends on."""
+        """Derive a 64-bit key from the seed, the fingerprint, the epoch and the purpose."""
         return derive_seed(self.seed, self.fingerprint, epoch, purpose)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive 64 bits from `parts`, the same on every machine."""
+    """Derive a 64-bit seed from `parts`, equal on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -178,9 +178,9 @@ def derive_seed(*parts: int | str) -> int:
 def permute(index: Ints, size: int, key: int) -> Ints:
     """Map `index` by a keyed permutation of 0 ... size - 1.
 
-    A Feistel network permutes the words of the smallest sufficient number of bits. A result outside
-    the range goes through it again (cycle walking, Black & Rogaway 2002): at most two passes on
-    average.
+    A Feistel network permutes the smallest power of two that covers the range. A result outside
+    the range goes through the network again (cycle walking, Black & Rogaway 2002). This takes at
+    most two passes on average.
     """
     bits = max(2, (size - 1).bit_length())
     value = index.astype(np.uint64)
@@ -211,10 +211,7 @@ def mask(bits: int) -> np.uint64:
 
 
 def mix(word: Words) -> Words:
-    """Make every bit depend on every other bit: the finaliser of splitmix64.
-
-    Steele, Lea & Flood 2014.
-    """
+    """Mix the bits of each word with the finalizer of splitmix64 (Steele, Lea & Flood 2014)."""
     word = word + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""What a config tells of its data before training opens it: vocabulary and numbers of tokens.
+"""Estimate vocabulary size and numbers of tokens from a config, before training opens its data.
 
 Needs no torch.
 """
@@ -14,11 +14,11 @@ from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
 
-PRINTABLE = 96  # ASCII's, and the line end: assumption for `chars` before the text is read
+PRINTABLE = 96  # printable ASCII and the line end; assumption for `chars` before the text is read
 
 
 def data_folders(config: Config) -> list[Path]:
-    """Return the folders of `data.train`."""
+    """Return the folders that `data.train` names."""
     train = config.data.train
     if isinstance(train, str):
         return [Path(train)]
@@ -26,9 +26,9 @@ def data_folders(config: Config) -> list[Path]:
 
 
 def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
-    """Return the number of tokens in the vocabulary, and what says so.
+    """Return the vocabulary size, and the option or file that it comes from.
 
-    `given`: the number that an option sets. Raises `UserError` if nothing says it.
+    `given`: the value of --vocab_size. Raises `UserError` if the size is not known.
     """
     data = config.data
     if given:
@@ -47,22 +47,22 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
         return tokenizer.vocab_size, str(folders[0])
     if name is None:
         raise UserError(
-            f"the vocabulary of {data.train or 'data.train'} is not known before it is there; "
-            "give --vocab_size, or the tokenizer as data.tokenizer"
+            f"the vocabulary size is not known, because {data.train or 'data.train'} is not "
+            "prepared; set --vocab_size or data.tokenizer"
         )
     return tokenizer_size(config, name)
 
 
 def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
-    """Return the number of tokens of the tokenizer `name`, and what says so."""
+    """Return the vocabulary size of the tokenizer `name`, and where it comes from."""
     prepare = config.data.prepare
     known = tokenizer_vocabulary(name, prepare.vocab_size)
     if known:
         return known, f"tokenizer {name}"
     if name == "chars":
-        return PRINTABLE, "assumption for chars; prepare the data, or give --vocab_size"
+        return PRINTABLE, "assumption for chars; prepare the data, or set --vocab_size"
     if name.endswith(".json") and not Path(name).exists():
-        return prepare.vocab_size, f"data.prepare.vocab_size: {name} is not there yet"
+        return prepare.vocab_size, f"data.prepare.vocab_size: {name} does not exist yet"
     return named_tokenizer(name).vocab_size, name
 
 
@@ -70,9 +70,9 @@ def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
 
 
 def evaluation_tokens(config: Config, steps: int) -> int | None:
-    """Return the number of tokens that all evaluations of a run of `steps` steps read.
+    """Count the tokens that all evaluations of a run of `steps` steps read.
 
-    None if they read whole splits that are not there yet.
+    Returns None if they read whole splits that are not prepared yet.
     """
     limit, val = config.eval.tokens, config.data.val
     train = [str(folder) for folder in data_folders(config)]
@@ -101,9 +101,9 @@ def evaluation_tokens(config: Config, steps: int) -> int | None:
 
 
 def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int | None:
-    """Return the tokens of a split of all `folders` together, at most `limit`.
+    """Count the tokens in a split of all `folders` together, up to `limit`.
 
-    If a folder is not there yet, that is `limit`.
+    Returns `limit` if a folder is not prepared yet.
     """
     if not folders:
         return limit

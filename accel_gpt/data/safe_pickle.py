@@ -8,11 +8,11 @@ from accel_gpt.errors import DataError
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles plain values only: any call in a pickle has to name a class or function."""
+    """Unpickle plain values only, by rejecting every class and function that a pickle names."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
         """Raise `UnpicklingError`."""
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which would execute code")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and calling that executes code")
 
 
 def read_vocabulary(path: Path) -> str:
@@ -24,8 +24,10 @@ def read_vocabulary(path: Path) -> str:
     try:
         with path.open("rb") as file:
             meta = PlainUnpickler(file).load()
-    except Exception as error:  # pickle raises no common class for damaged files
-        raise DataError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # pickle has no common class of errors for damaged files
+        raise DataError(
+            f"{path} cannot be read: {error}; remove the file and set data.tokenizer"
+        ) from None
     itos = meta.get("itos") if isinstance(meta, dict) else None
     chars: list[Any] = []
     if isinstance(itos, dict):
@@ -33,7 +35,7 @@ def read_vocabulary(path: Path) -> str:
     plain = all(isinstance(c, str) and len(c) == 1 and not "\ud800" <= c <= "\udfff" for c in chars)
     if not chars or not plain or len(set(chars)) < len(chars):
         raise DataError(
-            f"{path} holds no vocabulary of characters: itos must map each id from 0 to its "
-            "character; remove the file and set data.tokenizer"
+            f"{path} holds no vocabulary of characters: itos must map the ids from 0 to different "
+            "characters; remove the file and set data.tokenizer"
         )
     return "".join(chars)

@@ -1,7 +1,7 @@
-"""Formats on disk: token shards and their index (written by `prepare/`), and how they are read.
+"""Read token shards, local or remote.
 
-A data folder holds `{split}_{000000}.npy` (one dimension, uint16 or uint32), tokenizer.json and
-dataset.json, the index: tokenizer, vocabulary, and what each shard holds.
+A data folder of `prepare/` holds shards `{split}_{000000}.npy` (one dimension, uint16 or uint32),
+tokenizer.json, and the index dataset.json.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from accel_gpt.errors import DataError
 Tokens = NDArray[Any]
 Ints = NDArray[np.int64]
 
-HEADER = 128  # bytes before the tokens in a shard of ours
-OPEN_FILES = 256  # of a split; a process may have 1,024 on many systems
+HEADER = 128  # bytes before the tokens in a shard that `prepare/` wrote
+OPEN_FILES = 256  # open files per split; many systems allow 1,024 per process
 
 
 class NoSplit(DataError):
@@ -33,21 +33,21 @@ class NoSplit(DataError):
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """What ids are stored as: 2 bytes when the vocabulary is below 65,536, else 4."""
+    """Return the type of stored ids: 2 bytes if `vocab_size` is below 65,536, else 4."""
     return np.dtype("<u2" if vocab_size < 65536 else "<u4")
 
 
 def token_beyond(file: str | Path, token: int, index: int, vocab_size: int) -> DataError:
-    """The error for a token that the model does not have, number `index` of a file."""
+    """Return the error for a token beyond the vocabulary, at `index` of a file."""
     return DataError(
         f"{file} holds token {token} at index {index:,}, beyond the vocabulary of {vocab_size}; "
-        "set model.vocab_size above it or prepare the data again"
+        "raise model.vocab_size above it, or prepare the data again"
     )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file, as the index describes it; None: other projects' files do not say it."""
+    """One shard file. Fields are None if a file of another project does not say them."""
 
     name: str
     tokens: int
@@ -56,7 +56,7 @@ class Shard:
     bytes: int | None = None
     """UTF-8 bytes of the documents that begin in this shard."""
     sha256: str | None = None
-    """Of the file, hex."""
+    """SHA-256 of the file, hex."""
     max_token: int | None = None
     offset: int = HEADER
     """Bytes before the first token."""
@@ -76,42 +76,42 @@ class Split:
     tokenizer_kind: str
     tokenizer_fingerprint: str
     fingerprint: str
-    """SHA-256 (hex) of the tokenizer's fingerprint and each shard's tokens and content."""
+    """SHA-256 (hex) of the tokenizer's fingerprint, and each shard's token count and content."""
     remote: RemoteFolder | None = field(default=None, compare=False)
-    """Where the files are downloaded from; None: they are in `folder`."""
+    """The folder to download the files from; None: they are in `folder`."""
     memory: Tokens | None = field(default=None, repr=False, compare=False)
-    """The tokens of all shards in memory, in place of files."""
+    """The tokens of all shards, if they are in memory and not in files."""
     lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
     opened: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Descriptors of the shards that were opened last."""
+    """File descriptors of the open shards, by shard number, oldest first."""
     checked: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
-    """Shards whose header is right."""
+    """Numbers of the shards whose header was checked."""
 
     @cached_property
     def lengths(self) -> Ints:
-        """Tokens in each shard."""
+        """Return the tokens in each shard."""
         return np.array([shard.tokens for shard in self.shards], np.int64)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all shards."""
+        """Return the tokens in all shards together."""
         return int(self.lengths.sum())
 
     def path(self, number: int) -> Path:
-        """Return the file of a shard: in the cache, if the split is remote."""
+        """Return the path of a shard; if the split is remote, its path in the cache."""
         name = self.shards[number].name
         return self.remote.path(name) if self.remote else self.folder / name
 
     def read(self, shard: int, start: int, length: int) -> Tokens:
-        """Tokens `start` to `start + length` of a shard; see `read_many`."""
+        """Read tokens `start` to `start + length` of one shard, as `read_many()` does."""
         assert 0 <= start <= start + length <= self.shards[shard].tokens
         tokens: Tokens = self.read_many(np.array([shard]), np.array([start]), length)[0]
         return tokens
 
     def read_many(self, shard: Ints, start: Ints, length: int) -> Tokens:
-        """`length` tokens from `start` (N,) of each `shard` (N,) on, as (N, length).
+        """Read `length` tokens of each `shard` (N,), from token `start` (N,) on, as (N, length).
 
-        Raises `DataError` when a file is not what the index says.
+        Raises `DataError` if a file cannot be read or does not match the index.
         """
         if self.memory is not None:
             first = (np.cumsum(self.lengths) - self.lengths)[shard] + start
@@ -119,7 +119,7 @@ class Split:
             return chosen
         tokens = np.empty((len(shard), length), self.dtype)
         begin = start * self.dtype.itemsize
-        with self.lock:  # so that no file is closed while it is read
+        with self.lock:  # no other thread may close a file that is being read
             for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
                 one = self.shards[number]
                 try:
@@ -127,7 +127,7 @@ class Split:
                         self.open(number)
                     file, first = self.opened[number], one.offset + skip
                     found = more = os.preadv(file, [row.data], first)
-                    while more and found < row.nbytes:  # Linux reads at most 2 GiB at once
+                    while more and found < row.nbytes:  # Linux reads at most 2 GiB per call
                         more = os.preadv(file, [row.view(np.uint8)[found:].data], first + found)
                         found += more
                 except OSError as error:
@@ -136,13 +136,13 @@ class Split:
                     ) from None
                 if found != row.nbytes:
                     raise DataError(
-                        f"shard {self.path(number)} was cut short while it was being read; "
-                        "restore it and launch again"
+                        f"shard {self.path(number)} became shorter during the run; restore it and "
+                        "launch again"
                     )
         return tokens
 
     def open(self, number: int) -> None:
-        """Open a shard's file, checking its header the first time; of many, close the oldest."""
+        """Open a shard, check its header the first time, and close the oldest of too many files."""
         shard = self.shards[number]
         path = self.remote.fetch(shard.name) if self.remote else self.path(number)
         if shard.name.endswith(".npy") and number not in self.checked:
@@ -158,15 +158,15 @@ class Split:
             os.close(self.opened.pop(next(iter(self.opened))))
 
     def prefetch(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
-        """Have the shards needed now and next downloaded, in this order; closes the others."""
+        """Download remote shards in the background, first `now`, then `then`; close all others."""
         if self.remote is not None:
-            with self.lock:  # of a file that the cache removes, an open descriptor keeps the room
+            with self.lock:  # an open descriptor keeps the disk space of a removed file
                 self.close(keep=[*now, *then])
             needed, rest = ([self.shards[number].name for number in part] for part in (now, then))
             self.remote.prefetch(needed, rest)
 
     def close(self, keep: Sequence[int] = ()) -> None:
-        """Close all files but those of the shards `keep`."""
+        """Close all files except the shards `keep`."""
         for number in self.opened.keys() - set(keep):
             os.close(self.opened.pop(number))
 
@@ -175,12 +175,12 @@ class Split:
 
 
 def resident(split: Split, tokens: int | None) -> Split:
-    """The first `tokens` of a split (None: all), and one more as a target, read into memory."""
+    """Return a split with its first `tokens` (None: all) in memory, plus one as the last target."""
     wanted = split.tokens if tokens is None else min(tokens + 1, split.tokens)
     before = np.cumsum(split.lengths) - split.lengths
     lengths = np.minimum(split.lengths, wanted - before)[before < wanted]
     memory = np.concatenate([split.read(i, 0, int(n)) for i, n in enumerate(lengths)])
-    split.prefetch([])  # what was read is needed no more
+    split.prefetch([])  # closes the files
     shards = zip(split.shards, lengths.tolist(), strict=False)
     kept = tuple(
         replace(shard, tokens=length, bytes=(shard.bytes or 0) * length // shard.tokens)
@@ -190,7 +190,10 @@ def resident(split: Split, tokens: int | None) -> Split:
 
 
 def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Type of the tokens, their number and bytes before them, of a one-dimensional .npy file."""
+    """Return the type and number of tokens in a .npy file, and the bytes before them.
+
+    Raises `DataError` unless the file holds a one-dimensional array of integers.
+    """
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
@@ -199,10 +202,12 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             offset = file.tell()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; restore it") from None
-    except Exception as error:  # also what Python's tokenizer and parser raise for the header
-        raise DataError(f"{path} is no .npy file that can be read: {error}") from None
+    except Exception as error:  # numpy may also raise errors of Python's parser
+        raise DataError(f"{path} is not a valid .npy file: {error}; restore it") from None
     if len(shape) != 1 or dtype.kind not in "ui":
-        raise DataError(f"{path} holds {dtype} of shape {shape}; expected a row of token ids")
+        raise DataError(
+            f"{path} holds {dtype} of shape {shape}; expected a one-dimensional array of token ids"
+        )
     return dtype, shape[0], offset
 
 
@@ -210,23 +215,24 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def open_split(folder: str | Path, split: str, remote: RemoteFolder | None = None) -> Split:
-    """Open a split of a data folder of ours; checks the index and the size of each shard.
+    """Open a split of a data folder, and check its index and the size of each shard.
 
-    With a `remote` the folder holds the index alone, and the shards are downloaded when they are
-    needed. Raises `UserError` if there is no folder, `DataError` if it cannot be trained on.
+    With `remote`, `folder` holds only the index and the tokenizer; shards are downloaded before
+    they are read. Raises `UserError` if there is no folder, `DataError` if its data is not usable.
     """
     folder = Path(folder)
     index = read_index(folder)
     entries = index.splits.get(split)
     if not entries:
         known = ", ".join(index.splits) or "none"
-        raise NoSplit(f"{folder / INDEX} lists no shards of split {split}; it has: {known}")
+        raise NoSplit(f"{folder / INDEX} lists no {split} shards; its splits: {known}")
     dtype = token_dtype(index.vocab_size)
     for entry in entries:
         if entry.max_token >= index.vocab_size:
             raise DataError(
                 f"shard {folder / entry.name} holds token {entry.max_token}, expected less than "
-                f"vocab_size {index.vocab_size}; it was made with another tokenizer"
+                f"vocab_size {index.vocab_size}: it was made with another tokenizer; prepare the "
+                "data again"
             )
         size = HEADER + entry.tokens * dtype.itemsize
         if remote is None:
@@ -249,16 +255,17 @@ def open_split(folder: str | Path, split: str, remote: RemoteFolder | None = Non
 
 
 def check_size(path: Path, expected: int) -> None:
-    """`DataError` unless a shard's file is there, with the bytes that it should have."""
+    """Raise `DataError` unless the file of a shard exists and has `expected` bytes."""
     try:
         actual = os.stat(path).st_size
     except OSError as error:
         raise DataError(
-            f"shard {path} of {expected} bytes cannot be found: {error.strerror}; restore it, or "
+            f"shard {path} ({expected} bytes) cannot be found: {error.strerror}; restore it, or "
             "prepare the data again"
         ) from None
     if actual != expected:
         raise DataError(
-            f"shard {path} has {actual} bytes, expected {expected}; it was "
-            f"{'cut short' if actual < expected else 'changed'}: prepare the data again"
+            f"shard {path} has {actual} bytes, expected {expected}: it was "
+            f"{'cut short' if actual < expected else 'changed'}; restore it, or prepare the data "
+            "again"
         )

@@ -1,4 +1,4 @@
-"""Where training data comes from: a folder of this machine or a URL, ours or of another project."""
+"""Open the sources of training data: local folders and URLs, in our format or another project's."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from accel_gpt.errors import DataError, require
 
 @dataclass(frozen=True)
 class Source:
-    """One split of one data folder or URL, opened, with its weight in a mixture."""
+    """One opened split of a data folder or URL, with its weight in the mixture."""
 
     name: str
-    """As metrics and messages have it."""
+    """Name in metrics and messages."""
     path: str
     weight: float
     split: Split
@@ -32,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TrainedSource:
-    """A source of the training data, as a checkpoint keeps it."""
+    """A source of the training data, as a checkpoint stores it."""
 
     FORMER_KEYS: ClassVar = ("start",)
 
@@ -42,7 +42,10 @@ class TrainedSource:
 
 
 def trained_sources(state: Mapping[str, Any]) -> list[TrainedSource]:
-    """Return the sources of a state; a state that lists none had one."""
+    """Return the sources of a state.
+
+    A state that lists no sources was written by an earlier version and had one source.
+    """
     one = TrainedSource(name="data", weight=1.0, fingerprint=state["data_fingerprint"])
     return state["data_sources"] or [one]
 
@@ -54,11 +57,11 @@ def open_sources(
     names: Sequence[str] = (),
     known: Sequence[Source] = (),
 ) -> list[Source]:
-    """Open a split of each path; `names` default to the paths, made short.
+    """Open a split of each path.
 
-    `known`: sources whose open folder serves another split of the same path.
-    Raises `UserError` for a path that does not exist, `DataError` for one that cannot be trained
-    on.
+    `names` default to short forms of the paths. `known`: opened sources; their folder is reused for
+    the same path. Raises `UserError` if a path does not exist, `DataError` if its data is not
+    usable.
     """
     folders = {source.path: source.folder for source in known}
     found = []
@@ -101,9 +104,9 @@ def open_data(
 ) -> tuple[Split, Tokenizer]:
     """Open a split of a data folder or URL, and its tokenizer.
 
-    `folder`: the one at `path`, if it is open already. `data.tokenizer` names the tokenizer of
-    files that do not name their own. Raises `UserError` if there is no such folder or no tokenizer,
-    `DataError` for unusable data.
+    `folder`: the folder at `path`, if it is already open. `data.tokenizer` is the tokenizer of
+    files that do not name one. Raises `UserError` if there is no folder or no tokenizer,
+    `DataError` if the data is not usable.
     """
     folder = folder or open_folder(path, data)
     if folder.is_foreign:
@@ -112,9 +115,10 @@ def open_data(
     tokenizer = folder.tokenizer
     if opened.tokenizer_fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"the {split} shards of {folder.path} were made with another tokenizer "
-            f"({opened.tokenizer_kind}, {opened.tokenizer_fingerprint[:12]}) than the one beside "
-            f"them ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare them again"
+            f"the {split} shards of {folder.path} were made with a different tokenizer "
+            f"({opened.tokenizer_kind}, {opened.tokenizer_fingerprint[:12]}) than its "
+            f"tokenizer.json ({tokenizer.kind}, {tokenizer.fingerprint[:12]}); prepare the data "
+            "again"
         )
     return opened, tokenizer
 
@@ -123,27 +127,28 @@ def open_data(
 
 
 def train_paths(data: DataConfig) -> list[Weighted]:
-    """The folders or URLs of `data.train`, one or several."""
+    """Return the folders or URLs of `data.train`."""
     require(
-        bool(data.train), "data.train is empty; name the folder of token shards, or one to prepare"
+        bool(data.train),
+        "data.train is empty; set it to a folder of token shards, or to the folder to prepare",
     )
     return [Weighted(data.train)] if isinstance(data.train, str) else list(data.train)
 
 
 def val_paths(data: DataConfig) -> list[Weighted]:
-    """The folders or URLs of `data.val`, of equal weight; empty: those of `data.train`."""
+    """Return the folders or URLs of `data.val`, with equal weights; empty if it is not set."""
     if data.val is None or isinstance(data.val, str):
         return [Weighted(data.val)] if data.val else []
     return [Weighted(path) for path in data.val.values()]
 
 
 def val_names(data: DataConfig) -> tuple[str, ...]:
-    """The names that `data.val` gives to its folders; empty where it gives none."""
+    """Return the names that `data.val` gives to its folders; empty if it gives none."""
     return tuple(data.val) if isinstance(data.val, Mapping) else ()
 
 
 def names_of(listed: Sequence[Weighted]) -> tuple[str, ...]:
-    """The last part of each path where these differ, else the whole path."""
+    """Return the last part of each path; if two are equal, return the whole paths."""
     paths = tuple(source.path for source in listed)
     names = tuple(Path(path).name for path in paths)
     return names if len(set(names)) == len(names) else paths

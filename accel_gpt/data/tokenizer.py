@@ -1,7 +1,7 @@
-"""Text -> token ids and back, one interface for every kind of tokenizer.
+"""Convert text to token ids and back, with one interface for every kind of tokenizer.
 
-Reads any tokenizer.json of Hugging Face's format and what lies beside it; writes tokenizer.json so
-that `tokenizers` and transformers open it as well.
+Reads any tokenizer.json in Hugging Face's format, with tokenizer_config.json and the chat template
+in the same folder. Writes a tokenizer.json that `tokenizers` and transformers can open.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 Ids = NDArray[Any]
 
-# GPT-2's vocab.bpe and encoder.json in tiktoken's cache: SHA-1 of the URL that each comes from
+# Names of GPT-2's vocab.bpe and encoder.json in tiktoken's cache: the SHA-1 of each file's URL
 TIKTOKEN_FILES = (
     "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
     "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
 )
 
 OTHER_SCRIPTS = "\u00e9\u4e2d\u0430\U0001f600"  # Latin, Chinese, Cyrillic, emoji
-# of what tokenizers change or lack: a text's first letter, white space, letters of many scripts
+# Texts that tokenizers may change or lack: a first letter, white space, letters of many scripts
 PROBES = (
     "a",
     " A  b\n\n\tc. ",
@@ -51,26 +51,26 @@ PROBES = (
 
 
 class Tokenizer(ABC):
-    """Converts text to ids and back.
+    """Convert text to ids and back.
 
-    Text that spells a special token stays text; `decode` spells `eot_id` out.
+    Text that spells a special token is encoded as plain text. `decode` writes `eot_id` as text.
     """
 
     kind: str
     vocab_size: int
     eot_id: int | None
     eot = EOT
-    """Spelling of end-of-text, if there is one."""
+    """The text of the end-of-text token, if there is one."""
     fingerprint: str
-    """SHA-256 (hex) of kind, vocabulary, pattern and special tokens."""
+    """SHA-256 (hex) of the kind, vocabulary, pattern and special tokens."""
     token_bytes: NDArray[np.int64]
-    """(V,): bytes of UTF-8 text that each token stands for, 0 for special tokens."""
+    """(V,): UTF-8 bytes of each token's text, 0 for special tokens."""
     config: Mapping[str, Any] = MappingProxyType({})
-    """tokenizer_config.json and chat_template.jinja: kept for others, they decide no id."""
+    """Content of tokenizer_config.json and chat_template.jinja; it does not change any id."""
     bytes_add_up = True
-    """Whether the `token_bytes` of the ids of a text sum to its UTF-8 bytes, in form NFC."""
+    """Whether the `token_bytes` of a text's ids sum to its UTF-8 bytes, in form NFC."""
     cuts_at_lines = True
-    """Whether encoding the `pieces` of a text one by one gives the ids of the whole."""
+    """Whether a text cut into `pieces()` gets the same ids as the whole text."""
 
     @cached_property
     def file_text(self) -> str:
@@ -79,11 +79,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_array(self, text: str) -> Ids:
-        """Encode a text without lone surrogates as an array of any unsigned type."""
+        """Encode a text without lone surrogates; return an array of any unsigned type."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`, with U+FFFD for bytes that are not UTF-8."""
 
     def encode(self, text: str) -> list[int]:
         """Encode `text`, without end-of-text."""
@@ -96,7 +96,7 @@ class Tokenizer(ABC):
         return [self.encode_array(clean(text)).astype(dtype) for text in texts]
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[Ids]:
-        """Encode each (text, whether it ends a document), with end-of-text if it does."""
+        """Encode each (text, ends a document), and add end-of-text if it ends a document."""
         encoded = self.encode_batch([text for text, _ in pieces])
         if self.eot_id is None:
             return encoded
@@ -105,9 +105,10 @@ class Tokenizer(ABC):
         return [np.append(ids, end) if last else ids for ids, (_, last) in each]
 
     def bytes_within(self, split: Split) -> NDArray[np.float64]:
-        """Return the UTF-8 bytes of text that each token stands for in `split`, (V,).
+        """Return the UTF-8 bytes of each token's text in `split`, (V,).
 
-        If bytes do not add up, each token has the mean of the split by its index; NaN without it.
+        Without `bytes_add_up`, every token gets the split's mean bytes per token, or NaN if the
+        index does not record the bytes.
         """
         if self.bytes_add_up:
             return self.token_bytes.astype(np.float64)
@@ -117,22 +118,23 @@ class Tokenizer(ABC):
     def require_same(
         self, other: "Tokenizer", ours: str, theirs: str, error: type[AccelGPTError] = DataError
     ) -> None:
-        """Raise `error` unless `other` gives every text the same ids; `ours` and `theirs` name what
-        has the two tokenizers.
+        """Raise `error` unless `other` gives every text the same ids.
+
+        `ours` and `theirs`: the owners of the two tokenizers, for the message.
         """
         if self.fingerprint != other.fingerprint:
             raise error(
-                f"{ours} has another tokenizer ({self.summary}) than {theirs} ({other.summary}); "
-                "prepare the data again with the same tokenizer.json"
+                f"{ours} has a different tokenizer ({self.summary}) than {theirs} "
+                f"({other.summary}); prepare the data again with the same tokenizer.json"
             )
 
     @property
     def summary(self) -> str:
-        """Return kind, size and fingerprint, for an error."""
+        """Return kind, vocabulary size and fingerprint, for error messages."""
         return f"{self.kind} of {self.vocab_size:,}, {self.fingerprint[:12]}"
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json into `folder`, and tokenizer_config.json if there was one."""
+        """Write tokenizer.json into `folder`, and tokenizer_config.json if `config` has content."""
         (Path(folder) / FILE).write_text(self.file_text, encoding="utf-8")
         if self.config:
             config = json.dumps(dict(self.config), ensure_ascii=False, indent=2)
@@ -140,7 +142,7 @@ class Tokenizer(ABC):
 
 
 class BytesTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and end-of-text."""
+    """One token for each of the 256 bytes, and end-of-text."""
 
     kind = "bytes"
     vocab_size = 257
@@ -152,17 +154,17 @@ class BytesTokenizer(Tokenizer):
         self.file_text = to_json(tokenizer_json.bytes_content())
 
     def encode_array(self, text: str) -> Ids:
-        """Return the bytes themselves."""
+        """Return the UTF-8 bytes of the text as ids."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Read the bytes as UTF-8."""
+        """Decode the ids as UTF-8 bytes."""
         parts = (EOT.encode() if i == 256 else bytes([i]) for i in ids)
         return b"".join(parts).decode("utf-8", "replace")
 
 
 class CharsTokenizer(Tokenizer):
-    """The sorted set of characters of a text, as nanoGPT's shakespeare_char; no end-of-text."""
+    """One token for each character of a text, as in nanoGPT's shakespeare_char; no end-of-text."""
 
     kind = "chars"
     eot_id = None
@@ -172,31 +174,32 @@ class CharsTokenizer(Tokenizer):
         self.vocab_size = len(chars)
         self.fingerprint = digest("chars", "", [], [c.encode() for c in chars])
         codes = np.array([ord(c) for c in chars])
-        self.ids = np.full(codes.max() + 2, len(chars))  # the last entry stands for all above
+        self.ids = np.full(codes.max() + 2, len(chars))  # the last entry: all higher codes
         self.ids[codes] = np.arange(len(chars))
         self.token_bytes = np.array([len(c.encode()) for c in chars])
         self.file_text = to_json(tokenizer_json.chars_content(chars))
 
     def encode_array(self, text: str) -> Ids:
-        """Return the id of each character; raises `UserError` for one that has none."""
+        """Return the id of each character. Raises `UserError` if a character has no id."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
         ids: Ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
         unknown = np.flatnonzero(ids == self.vocab_size)
         if len(unknown):
             raise UserError(
-                f"character {text[unknown[0]]!r} is not among the {self.vocab_size} of the chars "
-                "tokenizer; leave it out, or prepare the data with a tokenizer that knows it"
+                f"the chars tokenizer has no token for character {text[unknown[0]]!r}; remove the "
+                "character, or prepare the data with another tokenizer"
             )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the characters of these ids."""
+        """Return the characters of `ids`."""
         return "".join(self.chars[i] for i in ids)
 
 
 class RankTokenizer(Tokenizer):
-    """Byte-level BPE driven by tiktoken, the faster of the two libraries: GPT-2's, or a trained
-    one, with its tokenizer.json (None: GPT-2's).
+    """A byte-level BPE run by tiktoken, which is faster than `tokenizers`.
+
+    `text`: its tokenizer.json. None: generate the tokenizer.json of GPT-2 when it is needed.
     """
 
     def __init__(self, kind: str, encoding: "tiktoken.Encoding", text: str | None = None) -> None:
@@ -212,13 +215,16 @@ class RankTokenizer(Tokenizer):
 
     @cached_property
     def file_text(self) -> str:
-        """Return GPT-2's tokenizer.json; takes about a second."""
+        """Generate GPT-2's tokenizer.json, which takes about a second."""
         tokens = ["".join(BYTE_CHARS[byte] for byte in token) for token in self.vocabulary]
         merges = tokenizer_json.learned_merges(tokens)
         return to_json(tokenizer_json.gpt2_content(tokens, merges))
 
     def encode_array(self, text: str) -> Ids:
-        """Encode by tiktoken, whose regex gives up on about a million white spaces in a row."""
+        """Encode with tiktoken.
+
+        tiktoken's regex fails on about a million white spaces in a row, so longer runs are cut.
+        """
         encode = self.encoding.encode_to_numpy
         try:
             return encode(text, disallowed_special=())
@@ -230,12 +236,12 @@ class RankTokenizer(Tokenizer):
         return np.concatenate([encode(part, disallowed_special=()) for part in whole])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the tokens' bytes."""
+        """Decode the bytes of the tokens as UTF-8."""
         return self.encoding.decode(list(ids))
 
 
 class HFTokenizer(Tokenizer):
-    """Any tokenizer.json of Hugging Face `tokenizers`, without template, padding, truncation."""
+    """Any tokenizer.json of Hugging Face `tokenizers`, without template, padding or truncation."""
 
     kind = "hf"
     cuts_at_lines = False
@@ -244,13 +250,13 @@ class HFTokenizer(Tokenizer):
         import tokenizers
 
         self.where = where
-        with self.explained():  # also whether the text is a tokenizer.json at all
+        with self.explained():  # also raises if the text is not a tokenizer.json
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
         content = json.loads(text)
-        if content["model"].get("dropout"):  # draws the merges of each text anew
+        if content["model"].get("dropout"):  # encodes a text differently each time
             sys.stderr.write(
-                f"WARNING: {where} has a model with dropout {content['model']['dropout']}, which "
-                "gives a text other tokens each time; it is switched off\n"
+                f"WARNING: {where} sets dropout {content['model']['dropout']}, which would give a "
+                "text different tokens each time; dropout is switched off\n"
             )
             content["model"]["dropout"] = None
             text = to_json(content)
@@ -258,8 +264,8 @@ class HFTokenizer(Tokenizer):
         self.file_text = text
         if lost := dropped_character(self.tokenizer):
             raise DataError(
-                f"the tokenizer of {where} drops {lost!r}, so its tokens would not hold the whole "
-                "text; use another tokenizer"
+                f"the tokenizer of {where} drops {lost!r}, so its tokens would not contain the "
+                "whole text; use another tokenizer"
             )
         self.tokenizer.post_processor = None  # a template may drop or repeat the text itself
         self.tokenizer.no_padding()
@@ -272,26 +278,26 @@ class HFTokenizer(Tokenizer):
         parts = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
         self.token_bytes = self.count_bytes(parts.get("decoder"))
-        try:  # many put a space before a text, drop spaces or accents, or lack characters
+        try:  # many tokenizers add a leading space, drop spaces or accents, or lack characters
             lengths = [self.token_bytes[self.encode(text)].sum() for text in PROBES]
             self.bytes_add_up = lengths == [len(text.encode()) for text in PROBES]
         except DataError:
             self.bytes_add_up = False
 
     def encode_array(self, text: str) -> Ids:
-        """Encode without the tokens that a template would add."""
+        """Encode without the tokens of a template."""
         with self.explained():
             (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(found.ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text by the decoder of the file."""
+        """Decode with the decoder of the tokenizer.json."""
         with self.explained():
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise `DataError` for the errors of the library: a bare Exception, or a panic."""
+        """Turn errors of the library (a bare Exception, or a panic) into a `DataError`."""
         try:
             yield
         except BaseException as error:
@@ -300,9 +306,10 @@ class HFTokenizer(Tokenizer):
             raise DataError(f"the tokenizer of {self.where} failed: {error}") from None
 
     def count_bytes(self, decoder: object) -> NDArray[np.int64]:
-        """Count the bytes of each token by its spelling.
+        """Count the UTF-8 bytes of each token's text from its spelling in the vocabulary.
 
-        The spelling depends on the decoder: SentencePiece, WordPiece, or a character for each byte.
+        A ByteLevel decoder spells each byte as one character. SentencePiece and WordPiece spell
+        text, with markers for spaces and continued words.
         """
         sizes = np.zeros(self.vocab_size, np.int64)
         byte_level = '"ByteLevel"' in json.dumps(decoder)
@@ -329,18 +336,18 @@ def dropped_character(tokenizer: "tokenizers.Tokenizer") -> str | None:
 
 
 def digest(kind: str, pattern: str, specials: list[str], vocabulary: Iterable[bytes]) -> str:
-    """Hash everything that decides which ids a text gets: SHA-256, hex."""
+    """Return a SHA-256 (hex) of everything that determines the ids of a text."""
     tokens = [token.hex() for token in vocabulary]
     return hashlib.sha256(json.dumps([kind, pattern, specials, tokens]).encode()).hexdigest()
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """Return the text of a tokenizer.json."""
+    """Serialize the content of a tokenizer.json."""
     return json.dumps(content, ensure_ascii=False)
 
 
 def clean(text: str) -> str:
-    """Replace each lone surrogate, which UTF-8 cannot hold, by U+FFFD."""
+    """Replace each lone surrogate by U+FFFD, because UTF-8 cannot encode it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -354,9 +361,10 @@ def clean(text: str) -> str:
 def named_tokenizer(
     spec: str, key: str = "data.tokenizer", kinds: str = "gpt2, bytes"
 ) -> Tokenizer:
-    """Load the tokenizer that a config names: gpt2, bytes, a path or a repository on the Hub.
+    """Load the tokenizer that a config names: gpt2, bytes, a path or a Hub id (user/name).
 
-    A path that exists comes first; a Hub id has an owner. Raises `UserError` for anything else.
+    A path that exists takes precedence over a Hub id. Raises `UserError` for any other name.
+    `key` and `kinds`: the option and the names that it accepts, for the message.
     """
     if spec == "gpt2":
         return load_gpt2()
@@ -368,13 +376,13 @@ def named_tokenizer(
     if could_be_repo and is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
         return load_tokenizer(download_tokenizer(spec))
     raise UserError(
-        f"{key} is {spec!r}, which is no file; expected {kinds}, the path of a tokenizer.json or a "
-        "Hub id (user/name)"
+        f"{key} is {spec!r}, but there is no such file; set it to {kinds}, the path of a "
+        "tokenizer.json or a Hub id (user/name)"
     )
 
 
 def load_gpt2() -> Tokenizer:
-    """Load GPT-2's 50,257 tokens from tiktoken's cache, the Hub's cache or the network."""
+    """Load the GPT-2 tokenizer from tiktoken's cache, the Hub's cache or the network."""
     import tiktoken
 
     if not tiktoken_has_gpt2():
@@ -385,17 +393,21 @@ def load_gpt2() -> Tokenizer:
                     return found
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # requests' errors, or OSError and ValueError of the cache
+    except Exception as error:  # errors of requests, or OSError and ValueError of the cache
         raise UserError(
-            f"the gpt2 tokenizer could not be fetched by tiktoken ({type(error).__name__}); connect"
-            " once, set TIKTOKEN_CACHE_DIR to a folder that holds its files, run hf download "
-            "openai-community/gpt2 where there is a network, or choose data.prepare.tokenizer bpe"
+            f"tiktoken could not download the gpt2 tokenizer ({type(error).__name__}); connect to "
+            "the network once, set TIKTOKEN_CACHE_DIR to a folder that holds its files, run hf "
+            "download openai-community/gpt2 on a node with network, or set data.prepare.tokenizer "
+            "to bpe"
         ) from None
     return RankTokenizer("gpt2", encoding)
 
 
 def tiktoken_has_gpt2() -> bool:
-    """Return whether tiktoken's cache, found as its load.py does, holds GPT-2's two files."""
+    """Return whether tiktoken's cache holds GPT-2's two files.
+
+    The folder is found as in tiktoken's load.py.
+    """
     folder = os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
     return all((Path(folder) / name).is_file() for name in TIKTOKEN_FILES)
@@ -404,8 +416,8 @@ def tiktoken_has_gpt2() -> bool:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer.json, or the tokenizer in a folder: tokenizer.json or GPT-2's older files.
 
-    A file that is recognized gives the kind bytes, chars, bpe or gpt2; any other is of kind hf.
-    Raises `UserError` if there is none, `DataError` if it cannot be read.
+    A recognized file gives the kind bytes, chars, bpe or gpt2; any other file gives the kind hf.
+    Raises `UserError` if there is no tokenizer, `DataError` if it cannot be read.
     """
     where = Path(path) / FILE if Path(path).is_dir() else Path(path)
     text, content = tokenizer_json.read_file(where)
@@ -427,10 +439,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def rank_tokenizer(
     kind: str, vocabulary: list[str], text: str, pattern: str = PATTERN
 ) -> RankTokenizer:
-    """Return our BPE, which splits text by `pattern`, or GPT-2's (`kind`).
+    """Make the tokenizer of `kind` bpe, which splits text by `pattern`, or gpt2.
 
-    `vocabulary`: its tokens by id without end-of-text, in byte-level spelling. `text`: the content
-    of its tokenizer.json.
+    `vocabulary`: tokens by id without end-of-text, in byte-level spelling. `text`: the content of
+    tokenizer.json.
     """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]  # no types

@@ -1,8 +1,11 @@
-"""The files of a tokenizer: tokenizer.json in the format of Hugging Face `tokenizers`, written for
-our own kinds and recognized; tokenizer_config.json and chat_template.jinja beside it; and GPT-2's
-older vocab.json and merges.txt in its place.
+"""Read, write and recognize the files of a tokenizer.
 
-Content is JSON as Python objects; tokens are in the byte-level spelling, a character for each byte.
+- tokenizer.json in the format of Hugging Face `tokenizers`, written for the kinds bytes, chars and
+  bpe, and for gpt2;
+- tokenizer_config.json and chat_template.jinja in the same folder;
+- GPT-2's older vocab.json and merges.txt, read if there is no tokenizer.json.
+
+`content` is parsed JSON. Tokens are in the byte-level spelling, with one character for each byte.
 """
 
 import hashlib
@@ -20,7 +23,7 @@ FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_templa
 HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-# Keys of tokenizer_config.json that name Python code to run, or files of the machine that wrote it.
+# Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it.
 LEFT_OUT = (
     "auto_map",
     "name_or_path",
@@ -29,57 +32,59 @@ LEFT_OUT = (
     "merges_file",
     "special_tokens_map_file",
 )
-# Keys of tokenizer.json that decide no id of `Tokenizer.encode`, and that transformers changes when
-# it saves a file.
+# Keys of tokenizer.json that do not change the ids of `Tokenizer.encode()`. transformers may change
+# them when it saves a file.
 BESIDE_THE_POINT = ("post_processor", "truncation", "padding")
 
-# The character by which the byte-level scheme spells each byte (GPT-2's encoder.py): itself where
-# it is printable in Latin-1, else the next one from 256 on.
+# The character that spells each byte (GPT-2's encoder.py): the Latin-1 character if it is
+# printable, else the next unused character from code 256 on.
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 OTHER_BYTES = tuple(byte for byte in range(256) if byte not in PRINTABLE)
 BYTE_CHARS = tuple(chr(b if b in PRINTABLE else 256 + OTHER_BYTES.index(b)) for b in range(256))
 
-# What may become one token of our BPE, in order of preference. The scheme is Llama 3's, so that
-# llama.cpp knows it, as "llama-bpe".
+# How the kind bpe splits text into words; no token spans two words. This is the pattern of Llama 3,
+# which llama.cpp supports as "llama-bpe".
 PATTERN = "|".join(
     (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of a contraction: "'s"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the ending of a contraction: "'s"
         r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word, with one leading non-letter: " the", "_name", ".py"
         r"\p{N}{1,3}",  # digits in groups of at most three
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it: "):\n"
         r"\s*[\r\n]+",  # empty lines and the indentation of empty lines
-        r"\s+(?!\S)",  # a run of spaces, the last one left to the word that follows
-        r"\s+",  # the space that is left before a digit or at a lone tab
+        r"\s+(?!\S)",  # white space, except its last character before a word
+        r"\s+",  # any other white space, such as one space before a digit
     )
 )
-# The pattern before contractions were split off: of tokenizers that older versions trained
+# The pattern of tokenizers that older versions trained: without the alternative for contractions
 FORMER_PATTERN = PATTERN[PATTERN.index("|[^") + 1 :]
 GPT2_TOKENS = 50_256  # without end-of-text
 # SHA-256 of the JSON of openai-community/gpt2's [tokens by id without end-of-text, merges by rank]
 GPT2_SUM = "e1bf1d7abcc7e361ff81bef4019332b6b745a38a09133324388925dd4ba005e0"
 
 
-# --------------------------------------------------------------------------- read
+# --------------------------------------------------------------------------- reading
 
 
 def read_file(where: Path) -> tuple[str, Any]:
-    """Read a tokenizer.json, or in its place vocab.json and merges.txt: its text and its content.
+    """Read a tokenizer.json; return its text and its parsed content.
 
-    Raises `UserError` if there is none, `DataError` if it is not JSON.
+    If there is none, vocab.json and merges.txt in the same folder replace it. Raises `UserError` if
+    there is no tokenizer, `DataError` if it is not JSON.
     """
     if where.exists():
         content = read_object(where, DataError)
         return where.read_bytes().decode(), content
     joined = join_two_files(where.parent) if where.name == FILE else None
     if joined is None:
-        raise UserError(f"there is no tokenizer at {where}; expected a {FILE}")
+        raise UserError(f"there is no tokenizer at {where}; give the path of a {FILE}")
     return json.dumps(joined, ensure_ascii=False), joined
 
 
 def join_two_files(folder: Path) -> dict[str, Any] | None:
     """Make GPT-2's tokenizer.json from its vocab.json and merges.txt; None if they are missing.
 
-    Raises `UserError` if they belong to another tokenizer: they do not say how it splits text.
+    Raises `UserError` if they belong to another tokenizer, because they do not say how that
+    tokenizer splits text.
     """
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocabulary.is_file() and merges.is_file()):
@@ -100,9 +105,9 @@ def join_two_files(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config(where: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json and chat_template.jinja beside the file `where`, if any.
+    """Read tokenizer_config.json and chat_template.jinja from the folder of `where`, if any.
 
-    The keys `LEFT_OUT` are dropped. Raises `DataError` if a file cannot be read.
+    Drops the keys in `LEFT_OUT`. Raises `DataError` if a file is damaged.
     """
     config: dict[str, Any] = {}
     path = where.with_name(CONFIG)
@@ -119,26 +124,32 @@ def read_config(where: Path) -> dict[str, Any]:
 
 
 def spelling(token: object) -> object:
-    """Return a special token of tokenizer_config.json; it may be an object with its `content`."""
+    """Return the text of a special token in tokenizer_config.json: a string or an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def find_eot(ids: Mapping[str, int], where: Path, config: Mapping[str, Any]) -> str:
-    """Return the token that ends a document, from `EOT_NAMES` or tokenizer_config.json."""
+    """Return the end-of-text token: one of `EOT_NAMES`, else eos_token in tokenizer_config.json.
+
+    Raises `UserError` if the vocabulary has none of them.
+    """
     for name in (*EOT_NAMES, spelling(config.get("eos_token"))):
         if isinstance(name, str) and name in ids:
             return name
     raise UserError(
-        f"{where} has no end-of-text token (looked for {', '.join(EOT_NAMES)} and for eos_token in "
-        f"{CONFIG} beside it); name it there"
+        f"{where} has no end-of-text token ({', '.join(EOT_NAMES)}); set eos_token in {CONFIG} in "
+        "the same folder"
     )
 
 
-# --------------------------------------------------------------------------- written
+# --------------------------------------------------------------------------- writing
 
 
 def bpe_content(vocabulary: list[str], pattern: str = PATTERN) -> dict[str, Any]:
-    """Return the tokenizer.json of our BPE: tokens by id, bytes first, without end-of-text."""
+    """Return the tokenizer.json of the kind bpe.
+
+    `vocabulary`: tokens by id, the 256 bytes first, without end-of-text.
+    """
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     steps = [split | {"invert": False}, byte_level()]
     content = byte_level_content(vocabulary, all_merges(vocabulary))
@@ -146,12 +157,15 @@ def bpe_content(vocabulary: list[str], pattern: str = PATTERN) -> dict[str, Any]
 
 
 def bytes_content() -> dict[str, Any]:
-    """Return the tokenizer.json of the bytes tokenizer: a BPE with nothing to merge."""
+    """Return the tokenizer.json of the kind bytes: a BPE without merges."""
     return with_eot_in_vocabulary(byte_level_content([*BYTE_CHARS], []))
 
 
 def gpt2_content(vocabulary: list[str], merges: list[list[str]]) -> dict[str, Any]:
-    """Return the tokenizer.json of openai-community/gpt2: tokens by id, without end-of-text."""
+    """Return the tokenizer.json of openai-community/gpt2.
+
+    `vocabulary`: tokens by id, without end-of-text.
+    """
     split = byte_level() | {"use_regex": True}
     return with_eot_in_vocabulary(byte_level_content(vocabulary, merges)) | {
         "pre_tokenizer": split,
@@ -160,10 +174,10 @@ def gpt2_content(vocabulary: list[str], merges: list[list[str]]) -> dict[str, An
 
 
 def chars_content(chars: str) -> dict[str, Any]:
-    """Return the tokenizer.json of a chars tokenizer: each character is a word.
+    """Return the tokenizer.json of the kind chars: each character is a word.
 
-    Its unknown token is not in the vocabulary, so that a character that is not there either is an
-    error ("Missing [UNK] token"), as it is for `CharsTokenizer`.
+    The unknown token is not in the vocabulary. An unknown character is therefore an error ("Missing
+    [UNK] token"), as in `CharsTokenizer`.
     """
     every = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
     vocabulary = {char: i for i, char in enumerate(chars)}
@@ -195,7 +209,7 @@ def byte_level_content(vocabulary: list[str], merges: list[list[str]]) -> dict[s
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a word that is a token is that token, as in tiktoken
+            "ignore_merges": True,  # a word that is a token needs no merges, as in tiktoken
             "vocab": {token: i for i, token in enumerate(vocabulary)},
             "merges": merges,
         },
@@ -203,23 +217,23 @@ def byte_level_content(vocabulary: list[str], merges: list[list[str]]) -> dict[s
 
 
 def byte_level() -> dict[str, Any]:
-    """Return the step that spells bytes as printable characters, without a regex."""
+    """Return the pre-tokenizer that spells bytes as printable characters and does not split."""
     settings = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "ByteLevel", **settings}
 
 
 def with_eot_in_vocabulary(content: dict[str, Any]) -> dict[str, Any]:
-    """Add end-of-text to the model's vocabulary, and let it find words by merging alone."""
+    """Add end-of-text to the model's vocabulary and set `ignore_merges` to false."""
     model = content["model"]
     vocabulary = model["vocab"] | {EOT: len(model["vocab"])}
     return content | {"model": model | {"ignore_merges": False, "vocab": vocabulary}}
 
 
 def all_merges(vocabulary: list[str]) -> list[list[str]]:
-    """List every split (left, right) of each token into two tokens, by their ranks.
+    """List every split (left, right) of each token into two tokens, sorted by their ranks.
 
-    tiktoken merges any neighbours whose concatenation is a token, Hugging Face only listed pairs;
-    with all pairs listed in this order both do the same.
+    tiktoken merges any neighbours whose concatenation is a token. Hugging Face merges only listed
+    pairs. With all pairs in this order both give the same ids.
     """
     rank = {token: i for i, token in enumerate(vocabulary)}
     merges: list[list[str]] = []
@@ -231,9 +245,9 @@ def all_merges(vocabulary: list[str]) -> list[list[str]]:
 
 
 def learned_merges(vocabulary: list[str]) -> list[list[str]]:
-    """List the two tokens from which each token above the bytes was merged when it was learned.
+    """List the two tokens that were merged into each token when the BPE was trained.
 
-    They are what merging its characters, lowest rank first, leaves at last.
+    They are the last two parts left when the characters of a token are merged, lowest rank first.
     """
     rank = {token: i for i, token in enumerate(vocabulary)}
     merges = []
@@ -241,30 +255,30 @@ def learned_merges(vocabulary: list[str]) -> list[list[str]]:
         parts = list(token)
         while len(parts) > 2:
             pairs = [rank.get(a + b, rank[token]) for a, b in pairwise(parts)]
-            at = pairs.index(min(pairs))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            left = pairs.index(min(pairs))
+            parts[left : left + 2] = [parts[left] + parts[left + 1]]
         merges.append(parts)
     return merges
 
 
-# --------------------------------------------------------------------------- recognized
+# --------------------------------------------------------------------------- recognizing
 
 
 class Known(NamedTuple):
-    """A tokenizer.json of ours or GPT-2's."""
+    """A recognized tokenizer.json: one of the kinds that this package writes, or GPT-2's."""
 
     kind: Literal["bytes", "chars", "bpe", "gpt2"]
     vocabulary: list[str]
     """Tokens by id without end-of-text."""
     pattern: str = ""
-    """How a bpe splits text."""
+    """The regex by which the kind bpe splits text."""
 
 
 def recognize(content: Any) -> Known | None:
-    """Recognize a tokenizer.json of ours or GPT-2's; return None for any other.
+    """Recognize a tokenizer.json that this package writes, or GPT-2's; return None for any other.
 
-    GPT-2's files of every age are known: merges as strings or lists, end-of-text in the vocabulary
-    or beside it, defaults left out.
+    GPT-2's files vary with their age: merges are strings or lists, end-of-text is in the vocabulary
+    or not, and defaults may be left out.
     """
     try:
         if adds_tokens(content.get("post_processor")):
@@ -286,7 +300,7 @@ def recognize(content: Any) -> Known | None:
 
 
 def adds_tokens(post_processor: Any) -> bool:
-    """Return whether a post-processor adds tokens to a text."""
+    """Return whether a post-processor may add tokens to a text."""
     if not post_processor or post_processor["type"] == "ByteLevel":
         return False
     template = post_processor["type"] == "TemplateProcessing"
@@ -294,14 +308,14 @@ def adds_tokens(post_processor: Any) -> bool:
 
 
 def is_bpe(content: dict[str, Any], vocabulary: list[str], pattern: str) -> bool:
-    """Return whether a tokenizer.json is a BPE of ours."""
+    """Return whether a tokenizer.json is of the kind bpe."""
     byte_spelling = set("".join(vocabulary)) <= set(BYTE_CHARS)
     bytes_first = tuple(vocabulary[:256]) == BYTE_CHARS
     return byte_spelling and bytes_first and content == bpe_content(vocabulary, pattern)
 
 
 def is_gpt2(content: dict[str, Any], vocabulary: list[str]) -> bool:
-    """Return whether a tokenizer.json does what GPT-2's does."""
+    """Return whether a tokenizer.json gives the same ids as GPT-2's."""
     model = content["model"]
     split = content["pre_tokenizer"]
     added = [(token["content"], token["id"], token["special"]) for token in content["added_tokens"]]
@@ -324,5 +338,5 @@ def is_gpt2(content: dict[str, Any], vocabulary: list[str]) -> bool:
 
 
 def tokens_by_id(ids: dict[str, int]) -> list[str]:
-    """List tokens in the order of their ids, without end-of-text."""
+    """List tokens by id, without end-of-text."""
     return [token for token in sorted(ids, key=ids.__getitem__) if token != EOT]

@@ -1,11 +1,12 @@
 """Verify the token files of a run by their SHA-256, in the background, while it trains.
 
-A shard of ours must have the SHA-256 in its dataset.json. A file of another project must have the
-SHA-256 that the first launch of the run recorded. The same pass finds tokens beyond the vocabulary
-and files that hold nothing but token 0. Downloaded shards are verified by the cache (`remote.py`).
+A shard with an entry in dataset.json must have the SHA-256 of that entry. A file of another project
+must have the SHA-256 that an earlier launch of the run recorded. The same pass finds tokens beyond
+the vocabulary, and files that hold only token 0. The cache verifies downloaded shards
+(`remote.py`).
 
-Reads and writes data_files.json in the run's folder: the SHA-256 of each verified file with its
-size, time of change and inode. A file that still has all three is not read again.
+Reads and writes data_files.json in the run's folder: the SHA-256 of each verified file, with its
+size, modification time and inode. If these three are unchanged, the file is not read again.
 """
 
 import contextlib
@@ -32,17 +33,17 @@ from accel_gpt.records import load_record_or_none
 
 RECORD = "data_files.json"
 BLOCK = 4 << 20  # bytes read at once, a multiple of every token size
-FEWEST = 16  # tokens from which on nothing but token 0 is no text
+FEWEST = 16  # tokens; a shorter file may hold only token 0
 RECORD_SECONDS = 30.0  # between two writes of the record; assumption
-CLOSE_SECONDS = 2.0  # for which a run that ends waits for the thread; assumption
+CLOSE_SECONDS = 2.0  # longest wait for the thread at the end of a run; assumption
 
 
 @dataclass(frozen=True)
 class VerifiedFile:
-    """A file in the record."""
+    """An entry of data_files.json."""
 
     size: int
-    mtime_ns: int = option(REQUIRED, "Time of change, nanoseconds.", at_most=2**64)
+    mtime_ns: int = option(REQUIRED, "Modification time, nanoseconds.", at_most=2**64)
     inode: int = option(REQUIRED, "Inode.", at_most=2**64)
     sha256: str = option(REQUIRED, "SHA-256, hex.")
 
@@ -57,26 +58,26 @@ class DataFile:
 
     @property
     def key(self) -> str:
-        """The name of the file in the record: the same wherever the folder is."""
+        """Return the key of the file in the record; it does not depend on the folder's path."""
         return f"{self.split.fingerprint[:16]}/{self.shard.name}"
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one pass over a file found."""
+    """The result of reading one file."""
 
     sha256: str
     largest: int
     """The largest token."""
     beyond: tuple[int, int] | None
-    """The first token beyond the vocabulary, and its index; None: there is none."""
+    """The first token beyond the vocabulary, and its index; None if there is none."""
 
 
 class DataVerifier:
-    """Verifies the files of `splits` on a thread of low priority, each once a launch.
+    """Verify each file of `splits` once per launch, on a thread of low priority.
 
-    `folder`: the run's. `accept_changes`: record a changed file of another project and do not
-    refuse it. Only rank 0 writes the record.
+    `folder`: the folder of the run. `accept_changes`: accept and record changed files of other
+    projects. Only rank 0 writes the record.
     """
 
     def __init__(
@@ -101,21 +102,21 @@ class DataVerifier:
         self.thread.start()
 
     def check(self, wait_seconds: float = 0.0) -> None:
-        """Raise what was found so far, after at most `wait_seconds` for the rest of the files.
+        """Raise the error found so far, if any, after waiting up to `wait_seconds` for the thread.
 
-        Raises `DataError` for a file that was altered, cannot be read or cannot be trained on.
+        Raises `DataError` if a file was altered, cannot be read or holds invalid tokens.
         """
         self.thread.join(wait_seconds)
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """End the thread; the next launch verifies the rest."""
+        """Stop the thread; the next launch verifies the remaining files."""
         self.closing.set()
         self.thread.join(CLOSE_SECONDS)
 
     def work(self) -> None:
-        """Verify all files; the training thread raises the error."""
+        """Verify all files, and keep the first error for `check()`."""
         lower_priority()
         try:
             for file in self.files:
@@ -125,12 +126,12 @@ class DataVerifier:
                 self.verified += 1
                 if time.monotonic() - self.recorded > RECORD_SECONDS:
                     self.write_record()
-        except Exception as error:  # whatever it is, the training thread must raise it
+        except Exception as error:
             self.error = error
         self.write_record()
 
     def verify(self, file: DataFile) -> None:
-        """Verify one file and record it; `DataError` if it cannot be trained on."""
+        """Verify one file and record it. Raises `DataError` if the file is not usable."""
         known = self.record.get(file.key)
         recorded = known.sha256 if known else None
         try:
@@ -151,27 +152,28 @@ class DataVerifier:
             raise token_beyond(file.path, token, index, self.vocab_size)
         if content.largest == 0 and file.shard.tokens >= FEWEST:
             raise DataError(
-                f"{file.path} holds nothing but token 0: it was never written; make it again"
+                f"{file.path} holds only token 0, so its content was never written; prepare the "
+                "data again"
             )
         self.record[file.key] = replace(seen, sha256=content.sha256)
         self.changed = True
 
     def require_unaltered(self, file: DataFile, found: str, recorded: str | None) -> None:
-        """Raise `DataError` if a file has another SHA-256 than its index or record says."""
+        """Raise `DataError` if the SHA-256 of a file differs from its index or the record."""
         if file.shard.sha256 not in (None, found):
             raise DataError(
-                f"{file.path} was altered: its SHA-256 begins with {found[:12]}, in {INDEX} with "
+                f"{file.path} was altered: its SHA-256 begins with {found[:12]}, but {INDEX} says "
                 f"{file.shard.sha256[:12]}; restore the file or prepare the data again"
             )
         if file.shard.sha256 is None and recorded not in (None, found) and not self.accept_changes:
             raise DataError(
-                f"{file.path} was altered: its SHA-256 begins with {found[:12]}, at an earlier "
-                f"launch with {recorded[:12]}; restore the file, or accept it with "
+                f"{file.path} was altered: its SHA-256 begins with {found[:12]}, but an earlier "
+                f"launch recorded {recorded[:12]}; restore the file, or accept it with "
                 "--checkpoint.allow_change data.train"
             )
 
     def read(self, opened: BufferedReader, file: DataFile) -> Content | None:
-        """Read a file from its beginning to its end; None if the run ends meanwhile."""
+        """Read a whole file; return None if `close()` is called meanwhile."""
         digest = hashlib.sha256(opened.read(file.shard.offset))
         buffer = bytearray(BLOCK)
         largest = 0
@@ -194,7 +196,7 @@ class DataVerifier:
         return Content(digest.hexdigest(), largest, beyond)
 
     def write_record(self) -> None:
-        """Write the record if rank 0 verified files; a disk that is full does not end the run."""
+        """Write the record if it changed, on rank 0. A failed write does not end the run."""
         if self.changed and is_main():
             with contextlib.suppress(OSError):
                 content = {key: asdict(entry) for key, entry in self.record.items()}
@@ -204,7 +206,7 @@ class DataVerifier:
 
 
 def local_files(splits: Sequence[Split]) -> list[DataFile]:
-    """List the files of `splits`, each once, without files that are downloaded or in memory."""
+    """List the local files of `splits`, each once; skip remote splits and splits in memory."""
     found: dict[Path, DataFile] = {}
     for split in splits:
         if split.remote is None and split.memory is None:
@@ -215,7 +217,7 @@ def local_files(splits: Sequence[Split]) -> list[DataFile]:
 
 
 def describe_file(opened: BufferedReader, sha256: str) -> VerifiedFile:
-    """Return what changes with the content of a file, and is known without reading it."""
+    """Describe an open file by its size, modification time and inode, with the given SHA-256."""
     stat = os.fstat(opened.fileno())
     return VerifiedFile(
         size=stat.st_size,
@@ -226,7 +228,7 @@ def describe_file(opened: BufferedReader, sha256: str) -> VerifiedFile:
 
 
 def read_record(path: Path, log: Callable[[str], None]) -> dict[str, VerifiedFile]:
-    """Read the verified files of earlier launches; none, with a warning, if it is damaged."""
+    """Read the record of earlier launches. If it is damaged, warn and return an empty record."""
     record = load_record_or_none(dict[str, VerifiedFile], path)
     if record is None and path.exists():
         log(f"WARNING: {path} is damaged; all data files are verified again")
@@ -234,6 +236,6 @@ def read_record(path: Path, log: Callable[[str], None]) -> dict[str, VerifiedFil
 
 
 def lower_priority() -> None:
-    """Let other threads run before this one, where threads have priorities: on Linux."""
+    """Lower the priority of this thread on Linux; other systems have no priority per thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

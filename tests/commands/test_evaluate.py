@@ -176,7 +176,7 @@ def test_other_data_is_named(
     recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "chars"}
     prepare(PrepareConfig(source="text", workers=1, **recipe), tmp_path / "chars")
     assert call(trained, "--data", tmp_path / "chars") == 3
-    assert "the data has another tokenizer (chars" in capsys.readouterr().err
+    assert "the data has a different tokenizer (chars" in capsys.readouterr().err
 
 
 def test_mistakes_of_the_command(

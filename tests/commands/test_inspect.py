@@ -157,7 +157,7 @@ def test_damage_is_listed_and_the_rest_reported(data: Path, capsys: Printed) -> 
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 3
-    assert "val_000000.npy of 138 bytes cannot be found" in errors[0]
+    assert "val_000000.npy (138 bytes) cannot be found" in errors[0]
     for number in (0, 1):
         assert f"train_00000{number}.npy is damaged: its SHA-256" in errors[number + 1]
     assert "2 different" in printed.out

@@ -57,5 +57,5 @@ def test_a_folder_of_prompts_is_refused(
         code = run_here(dispatch, ["prepare", "--source", "stdlib", "--out", str(corpus)])
     assert code == 3
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert f"{corpus} holds prompts and completions, and accel_gpt no longer trains" in sentence
+    assert f"{corpus} holds prompts and completions, which accel_gpt no longer" in sentence
     assert "SFTTrainer; docs/how-to/finetune.md has an example" in sentence

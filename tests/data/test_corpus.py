@@ -52,7 +52,7 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     shown = capsys.readouterr().err
     assert f"{two[0]}: " in shown
     assert "weight 0.3" in shown
-    assert len(re.findall(r"this run reads \d+\.\d\d epochs of ", shown)) == 2
+    assert len(re.findall(r"this run reads \d+\.\d\d epochs", shown)) == 2
     with monkeypatch.context() as patch:
         signal_after(patch, 5, 15)
         assert launch(small_run(*mixed)) == 75
@@ -167,7 +167,7 @@ def test_neither_the_scale_of_weights_nor_the_order_of_sources_matters(
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("[{path: DATA1}, {path: DATA1}]", "has the tokens of .* twice"),
+        ("[{path: DATA1}, {path: DATA1}]", "lists the tokens of .* twice"),
         ("[{path: DATA1, weight: 0}]", "data.train.weight is 0.0; it must be above 0"),
         ("[{weight: 1}]", "has no path"),
         ("[{path: DATA1}, {path: none}]", "none does not exist"),

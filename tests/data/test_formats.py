@@ -332,7 +332,7 @@ def old_identity(ids: np.ndarray[Any, Any]) -> str:
 
 # --------------------------------------------------------------------------- what is refused
 
-UNKNOWN = "holds token shards of another project, which do not say their tokenizer; set " + (
+UNKNOWN = "do not name their tokenizer; set " + (
     r"data\.tokenizer to gpt2, bytes or the path of a tokenizer\.json$"
 )
 
@@ -366,35 +366,35 @@ def wrong_metadata(text: str) -> Callable[[Path], None]:
     [
         (lambda f: None, r"no dataset\.json, and no train shards .*train\.bin and val\.bin of nanoG"
          r"PT, .bin of llm\.c and modded-nanogpt, .npy of build-nanogpt, .ds of datatrove.*: non"),
-        (lambda f: (f / "pytorch_model.bin").write_bytes(b"x" * 2000), r"no dataset\.json.* it has:"
+        (lambda f: (f / "pytorch_model.bin").write_bytes(b"x" * 2000), r"no dataset\.json.* found:"
          r" pytorch_model\.bin$"),
         (lambda f: raw(f / "x_train_0.bin", [1]), r"x_train_0\.bin has no header of llm\.c .1024 by"
-         r"tes that begin with 20240520 or 20240801.; raw uint16 is read from files named train"),
+         r"tes that begin with 20240520 or 20240801.; if it holds raw ids, rename it to train"),
         (lambda f: llmc(f / "train_0.bin", [1, 2], count=3), r"train_0\.bin has 1028 bytes, expecte"
-         r"d 1030 for 3 tokens of uint16; it was cut short or changed"),
+         r"d 1030 for 3 tokens of uint16: it was cut short or changed"),
         (lambda f: llmc(f / "train_0.bin", [1, 2], count=2_500_000_000), "train_0.bin has 1028 byte"
          "s, expected 5000001024 for 2500000000 tokens of uint16"),
-        (lambda f: llmc(f / "train_0.bin", [1], version=2), r"has version 2 of llm\.c's format, not"
-         " 1"),
+        (lambda f: llmc(f / "train_0.bin", [1], version=2), r"has version 2 of llm\.c's format; exp"
+         "ected 1"),
         (lambda f: npy(f / "train_0.npy", [1], "<i8"), r"train_0\.npy holds int64 .<i8.; save it as"
-         " what is read: uint16, uint32 and int32, little-endian"),
-        (lambda f: npy(f / "train_0.npy", [1], ">u2"), "holds >u2 .>u2.; save it as what is read"),
+         " little-endian uint16, uint32 or int32"),
+        (lambda f: npy(f / "train_0.npy", [1], ">u2"), "holds >u2 .>u2.; save it as little-endian"),
         (lambda f: np.save(f / "train_0.npy", np.ones((2, 2), "<u2")), r"int16 of shape \(2, 2\)"),
         (lambda f: np.save(f / "train_0.npy", np.array([{}])), "holds object of shape"),
-        (lambda f: (f / "train_0.npy").write_bytes(b"x"), r"train_0\.npy is no \.npy file"),
+        (lambda f: (f / "train_0.npy").write_bytes(b"x"), "is not a valid .npy file"),
         (both, r"several formats: nanoGPT \(train\.bin\), build-nanogpt \.npy \(e_train_1\.npy\)|"
          r"several formats: build-nanogpt \.npy \(e_train_1\.npy\), nanoGPT \(train\.bin\)"),
         (types, r"several types: uint16 \(train_1\.npy\), uint32 \(train_2\.npy\)"),
-        (wrong_index, r"a\.ds\.index ends at token 4, its \.metadata says 3"),
+        (wrong_index, r"a\.ds\.index ends at token 4, but its \.metadata says 3"),
         (wrong_metadata("gpt2|2\n5"), r"a\.ds has 6 bytes, expected 10 for 5 tokens of uint16"),
         (wrong_metadata("gpt2|8\n5"), r"metadata begins with 'gpt2\|8'; expected tokenizer\|2 or "),
         (wrong_metadata("gpt2|4\n"), r"a\.ds has 6 bytes, expected 4 for 1 tokens of uint32"),
         (lambda f: (f / "train.bin").write_bytes(b"123"), r"train\.bin has 3 bytes, expected 2 for "
-         "1 tokens of uint16; it was cut short or changed, or its type"),
+         "1 tokens of uint16: it was cut short or changed, or the type"),
         (lambda f: raw(f / "train.bin", []), "the train shards of .* are all empty"),
-        (lambda f: raw(f / "train.bin", [1, 61_234]), r"train\.bin holds token 61234 beyond the voc"
-         r"abulary of 50257; its type may be another than uint16, or set data\.tokenizer"),
-        (lambda f: npy(f / "train_0.npy", [1, -5], "<i4"), "holds token 4294967291 beyond"),
+        (lambda f: raw(f / "train.bin", [1, 61_234]), r"train\.bin holds token 61234, beyond the vo"
+         r"cabulary of 50257, when it is read as uint16; set data\.tokenizer"),
+        (lambda f: npy(f / "train_0.npy", [1, -5], "<i4"), "holds token 4294967291, beyond"),
         (lambda f: raw(f / "train.bin", list(range(5000)), "<u4"), r"train\.bin looks like uint32 b"
          "ut is read as uint16: every second number is 0"),
     ],
@@ -415,7 +415,7 @@ def test_a_token_beyond_the_vocabulary_is_found_in_sampled_blocks(
     ids = np.ones(1_000_000, "<u2")
     ids[where] = 257
     raw(tmp_path / "train.bin", ids)
-    with pytest.raises(DataError, match="holds token 257 beyond the vocabulary of 257"):
+    with pytest.raises(DataError, match="holds token 257, beyond the vocabulary of 257"):
         open_folder(tmp_path, tokenizer="bytes")
 
 
@@ -433,7 +433,7 @@ def test_without_val_files_data_val_is_named(tmp_path: Path) -> None:
         (lambda folder: datatrove(folder / "x.ds", [[1]], metadata="Unknown Tokenizer|2"), UNKNOWN),
         (
             lambda folder: datatrove(folder / "x.ds", [[1]], metadata="meta-llama/Llama-3.1-8B"),
-            r"which name the tokenizer 'meta-llama/Llama-3\.1-8B'; set",
+            r"name the tokenizer 'meta-llama/Llama-3\.1-8B'; set",
         ),
     ],
 )
@@ -453,13 +453,13 @@ def test_the_folders_tokenizer_and_data_tokenizer_must_agree(tmp_path: Path) -> 
     assert open_folder(tmp_path, tokenizer="bytes")[1].kind == "bytes"
     assert open_folder(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))[1].kind == "bytes"
     with pytest.raises(
-        DataError, match=r"data\.tokenizer gpt2 has another tokenizer .* than the one in"
+        DataError, match=r"data\.tokenizer gpt2 has a different tokenizer .* than the folder"
     ):
         open_folder(tmp_path, tokenizer="gpt2")
     meta(tmp_path / "meta.pkl", "ab")
     assert open_folder(tmp_path)[1].kind == "chars"
     with pytest.raises(
-        DataError, match=r"data\.tokenizer gpt2 .* than the one in .* \(chars of 2, "
+        DataError, match=r"data\.tokenizer gpt2 .* than the folder .* \(chars of 2, "
     ):
         open_folder(tmp_path, tokenizer="gpt2")
 
@@ -467,7 +467,7 @@ def test_the_folders_tokenizer_and_data_tokenizer_must_agree(tmp_path: Path) -> 
 def test_a_file_cut_after_the_listing_is_told(tmp_path: Path) -> None:
     raw(tmp_path / "train.bin", [1, 2, 3])
     with pytest.raises(
-        DataError, match=r"train\.bin ends before byte 8; it was cut short or chang"
+        DataError, match=r"train\.bin ends before byte 8: it was cut short or chang"
     ):
         open_foreign(listed(tmp_path, {"train.bin": 8}), "train", "bytes")
     with pytest.raises(DataError, match=r"val\.bin cannot be read: No such file"):

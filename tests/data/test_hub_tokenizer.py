@@ -93,7 +93,7 @@ def test_a_tokenizer_of_the_hub_gives_the_ids_of_transformers(
         ("tester/none", "tester/none is neither a local folder nor a repository on the Hub"),
         (f"{REPO}@v9", f"{REPO} on the Hub has no revision v9"),
         ("tester/weights", "tester/weights has no tokenizer.json on the Hub"),
-        ("a b/c", "which is no file; expected bytes, chars, bpe, gpt2, the path of a"),
+        ("a b/c", "no such file; set it to bytes, chars, bpe, gpt2, the path of a"),
     ],
 )
 def test_a_wrong_id_is_one_sentence(

@@ -499,11 +499,11 @@ def test_a_cache_of_two_groups_reads_each_shard_once(
 def test_an_order_that_needs_more_than_the_cache_is_refused(many: Callable[..., Config]) -> None:
     open_corpus(many("shards", 1))
     with pytest.raises(
-        UserError, match=r"is groups, which needs two groups .*lower data.shuffle_g"
+        UserError, match=r"data.shuffle groups needs two groups .*lower data.shuffle_g"
     ):
         open_corpus(many("groups", 1))
     with pytest.raises(
-        UserError, match=r"is global, which needs all .* set data.shuffle to groups"
+        UserError, match=r"data.shuffle global needs all .* set data.shuffle to groups"
     ):
         open_corpus(many("global", 4))
 
@@ -511,9 +511,7 @@ def test_an_order_that_needs_more_than_the_cache_is_refused(many: Callable[..., 
 def test_the_first_lines_say_what_a_global_order_downloads(many: Callable[..., Config]) -> None:
     plan = Plan(1, 4, 32, 8, 9, 0, 9)
     lines = open_corpus(many("global", 20)).lines(plan)
-    assert re.search(
-        r"first step needs [78] remote shards, .* is global; with groups .* 2, ", lines[-1]
-    )
+    assert re.search(r"first step needs [78] remote shards, .* with groups it needs 2, ", lines[-1])
     for shuffle in ("groups", "shards"):
         assert "remote" not in open_corpus(many(shuffle, 20)).lines(plan)[-1]
 

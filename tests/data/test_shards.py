@@ -118,7 +118,7 @@ def test_a_shard_cut_while_it_is_read_is_an_error_not_a_crash(
     monkeypatch.setattr(shards.os, "preadv", lambda file, rows, at: whole(file, [rows[0][:3]], at))
     assert split.read(0, 0, 4).tolist() == [1, 2, 3, 4]
     os.truncate(folder / "train_000000.npy", 130)
-    with pytest.raises(DataError, match=r"000000\.npy was cut short while it was being read"):
+    with pytest.raises(DataError, match=r"000000\.npy became shorter during the run"):
         split.read(0, 0, 4)
 
 
@@ -172,8 +172,8 @@ def first(content: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(version=2), "format version 2; this code reads version 1"),
-        (lambda c: c.update(format="x"), "not an index of ours"),
+        (lambda c: c.update(version=2), "format version 2; this version of accel_gpt reads 1"),
+        (lambda c: c.update(format="x"), "not an index of accel_gpt"),
         (lambda c: c.pop("vocab_size"), "damaged.*vocab_size"),
         (lambda c: c.update(splits=[]), "damaged"),
         (lambda c: first(c).pop("tokens"), "damaged.*tokens"),
@@ -195,8 +195,8 @@ def first(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: first(c).update(tokens=0), "damaged: .*tokens is 0; it must be at least 1"),
         (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
         (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),
-        (lambda c: first(c).update(name="gone.npy"), r"gone\.npy of 136 bytes cannot be found"),
-        (lambda c: c["splits"].update(train=[]), "no shards of split train; it has: train"),
+        (lambda c: first(c).update(name="gone.npy"), r"gone\.npy \(136 bytes\) cannot be found"),
+        (lambda c: c["splits"].update(train=[]), "no train shards; its splits: train"),
     ],
 )
 def test_a_wrong_index_is_refused(folder: Path, change: Edit, message: str) -> None:
@@ -209,7 +209,7 @@ def test_a_wrong_index_is_refused(folder: Path, change: Edit, message: str) -> N
 @pytest.mark.parametrize(("size", "word"), [(135, "cut short"), (0, "cut short"), (137, "changed")])
 def test_a_shard_of_another_size_is_refused(folder: Path, size: int, word: str) -> None:
     os.truncate(folder / "train_000000.npy", size)
-    with pytest.raises(DataError, match=rf"000000\.npy has {size} bytes, expected 136; .*{word}"):
+    with pytest.raises(DataError, match=rf"000000\.npy has {size} bytes, expected 136: .*{word}"):
         open_split(folder, "train")
 
 

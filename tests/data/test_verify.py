@@ -151,7 +151,7 @@ def test_a_file_of_zeros_is_refused(
         sparse.truncate(size)
     assert launch(foreign_run()) == 3
     shown = capsys.readouterr().err
-    assert f"{file} holds nothing but token 0" in shown
+    assert f"{file} holds only token 0" in shown
 
 
 def test_sources_of_a_mixture_are_verified(

@@ -163,7 +163,7 @@ def test_a_line_that_is_not_a_question_is_named(tmp_path: Path, file: Path) -> N
         path.write_text(f"{json.dumps(good)}\n\n{line}\n", encoding="latin-1")
         with pytest.raises(DataError, match=f"bad.jsonl line 3: .*{message}"):
             read_questions(str(path), BytesTokenizer(), BLOCK)
-    with pytest.raises(DataError, match="line 1: character"):
+    with pytest.raises(DataError, match="line 1: the chars tokenizer has no token"):
         read_questions(str(file), CharsTokenizer("abc"), BLOCK)
     path.write_text("")
     with pytest.raises(DataError, match="holds no questions"):

@@ -174,7 +174,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
         held = open_split(folder, name)
         held.read(0, 0, held.tokens).tofile(foreign / f"{name}.bin")
     unknown = open_corpus(load_config(small_run("--data.train", str(foreign)), "test"))
-    assert "no bits per byte of the val split: the tokenizer" in unknown.lines_on_bytes()[1]
+    assert "no bits per byte for the val split: the tokenizer" in unknown.lines_on_bytes()[1]
     metrics = evaluate_splits(model, unknown, Accelerator(cpu=True), 8)
     assert "eval/val_loss" in metrics
     assert not any("bits_per_byte" in key for key in metrics)
@@ -242,7 +242,7 @@ def test_named_sets_in_a_run_that_is_resumed(
     recipe = PrepareConfig(source="text", path=str(tmp_path / "text.txt"), tokenizer="chars")
     prepare(recipe, tmp_path / "chars")
     assert launch(small_run("--data.val", f"{{web: {corpus}, code: {tmp_path / 'chars'}}}")) == 3
-    assert "chars has another tokenizer (chars" in capsys.readouterr().err
+    assert "chars has a different tokenizer (chars" in capsys.readouterr().err
 
 
 def test_names_and_folders_of_val_sets(small_run: Arguments) -> None:

@@ -108,7 +108,7 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
     folder: Path, small_run: Arguments
 ) -> None:
     export_tokenizer(CharsTokenizer("abc"), folder, 64)
-    with pytest.raises(UserError, match=r"another tokenizer \(chars of 3,.*bytes of 257"):
+    with pytest.raises(UserError, match=r"a different tokenizer \(chars of 3,.*bytes of 257"):
         started(small_run("--model.init_from", str(folder)))
     (folder / "tokenizer.json").unlink()
     said: list[str] = []
@@ -121,7 +121,7 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
 @pytest.mark.parametrize(
     ("vocabulary", "tokenizer", "message"),
     [
-        ("abc", "bytes", "has another tokenizer (chars of 3"),
+        ("abc", "bytes", "has a different tokenizer (chars of 3"),
         ("abc", "bpe", "need their own tokenizer; set data.prepare.tokenizer to "),
         ("", "bpe", "copy has no tokenizer.json: put the file of the model beside its weights"),
         ("", "big.json", "copy has 257 tokens but the tokenizer of data.prepare.tokenizer "),

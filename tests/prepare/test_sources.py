@@ -219,7 +219,7 @@ class ConnectError(Exception):
             r"gated: accept its terms at .*me/data, then hf auth login, or set",
         ),
         (RepositoryNotFoundError("404"), r"does not exist, or is private.*HF_TOKEN"),
-        (ConnectError("refused"), "the Hub was not reached: check the network"),
+        (ConnectError("refused"), "the Hub cannot be reached: check the network"),
         (ConnectionError("Couldn't reach"), "not reached: .*Couldn't reach"),
         (ValueError("Bad split: x"), "check its id, configuration and split .*Bad split"),
     ],
@@ -289,7 +289,7 @@ def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path)
         read = Counter(path.rpartition("/")[2] for _, path in hub.requests)
         assert read["train-0.parquet"] < read["train-1.parquet"]  # only for the columns
         offline = start("other", HF_HUB_OFFLINE="1")
-        assert "the Hub was not reached" in offline.communicate()[1]
+        assert "the Hub cannot be reached" in offline.communicate()[1]
         assert offline.returncode == 2
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes()

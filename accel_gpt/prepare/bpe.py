@@ -1,10 +1,14 @@
-"""Tokenizers made from text: its characters, or a byte-level BPE trained on it.
+"""Make a tokenizer from text: its characters, or a byte-level BPE trained on it.
 
-The BPE keeps digits in groups of at most three, from the left of a number, and no token holds a
-digit beside anything else. The last space before a word or a sign belongs to it, one before a digit
-stands alone; other spaces form tokens of their own, as indentation does; line ends go with the
-punctuation or the empty lines before them. Letters of every script count alike, and text is not
-normalized: decoding gives the same bytes.
+The regex `PATTERN` in `data/tokenizer_json.py` splits text before BPE merges:
+
+- Digits form groups of at most three, from the left of a number, without other characters.
+- The last space before a word or a punctuation mark belongs to it. A space before a digit is
+  separate, and so are other runs of spaces, such as indentation.
+- Line ends belong to the punctuation or the empty lines before them.
+- Letters of all scripts are treated alike.
+
+Text is not normalized, so decoding returns the same bytes.
 """
 
 import json
@@ -23,18 +27,19 @@ from accel_gpt.data.tokenizer_json import BYTE_CHARS, bpe_content
 from accel_gpt.errors import require
 from accel_gpt.prepare.pieces import pieces
 
-PIECE_CHARACTERS = 65_536  # of text, small enough to spread over the cores
-# Assumption: longer repeats are rulers and binary blobs, on which a vocabulary would be wasted.
+PIECE_CHARACTERS = 65_536  # characters; small enough to use all cores
+# The longest token, in bytes. Assumption: longer repeats are separator lines and binary blobs, and
+# tokens for them would waste the vocabulary.
 TOKEN_BYTES = 64
-# The time of the trainer grows with the square of the length of a word: a blob of base64 in the
-# text would stop it for hours.
+# Words are cut here, because training time grows with the square of a word's length. A base64 blob
+# in the text would take hours.
 LONG_WORDS = r"\S{1000}|\s{1000}"
 
 
 def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]]) -> Tokenizer:
-    """Make the tokenizer bytes, chars, bpe (of `vocab_size`), gpt2 or of a path.
+    """Make the tokenizer `spec`: bytes, chars, bpe, gpt2, a path or a Hub id.
 
-    chars and bpe read all of `texts()`, on whose amount the memory of bpe depends.
+    chars and bpe read all of `texts()`. The memory of bpe grows with the amount of text.
     """
     if spec == "bpe":
         return train_bpe(texts(), vocab_size)
@@ -42,16 +47,17 @@ def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]
         found: set[str] = set()
         for text in texts():
             found.update(text)
-        require(bool(found), "the text is empty; there are no characters for a chars tokenizer")
+        require(bool(found), "the text is empty, so a chars tokenizer has no tokens; give a text")
         return CharsTokenizer("".join(sorted(found)))
     return named_tokenizer(spec, "data.prepare.tokenizer", "bytes, chars, bpe, gpt2")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` tokens, or as many as there are, on all of `texts`.
+    """Train a byte-level BPE of `vocab_size` tokens on all of `texts`.
 
-    Ids: 0..255 the bytes, then merges in the order they were learned, end-of-text last. Fewer than
-    `vocab_size` where the text has too few different words, with a warning.
+    Ids 0 to 255 are the bytes. Merges follow in the order in which they were learned, then
+    end-of-text. If the text is too small for `vocab_size` tokens, the BPE has fewer and a warning
+    is printed.
     """
     import tokenizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -82,8 +88,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     reached = len(learned) + 1
     if reached < vocab_size:
         sys.stderr.write(
-            f"WARNING: the text is small: its bpe has {reached:,} tokens, fewer than the "
-            f"{vocab_size:,} of data.prepare.vocab_size\n"
+            f"WARNING: the text is too small for data.prepare.vocab_size {vocab_size:,}; the bpe "
+            f"has {reached:,} tokens\n"
         )
     vocabulary = [*BYTE_CHARS, *sorted(learned, key=learned.__getitem__)[256:]]
     return rank_tokenizer("bpe", vocabulary, to_json(bpe_content(vocabulary)))

@@ -1,13 +1,15 @@
-"""Which text is trained on: the documents of a source in order, and their splits.
+"""Read the documents of a source in order, and assign them to the splits train and val.
 
 Sources: Python's own library, files of text, JSON lines, Parquet or Arrow, a Hub data set, standard
-input. All are read in bounded memory, in the same order every time, and from any `Position` on.
-`files` are those that `select()` of `sources.py` chose; none for a data set and standard input.
+input. Each is read in bounded memory, in a fixed order, from any `Position` on. `files` are the
+files that `select()` of `sources.py` chose; a data set and standard input have none.
 
-Splits: fewer than `FEW_TEXTS` text files are cut, and the end of each is val, as in nanoGPT.
-Otherwise a hash of a document holds it out whole, so that equal documents stay together.
-Standard input (path "-") can be read once. As jsonl it is one object a line; as text every piece of
-about a megabyte is a text, whose end is val, with end-of-text after each part.
+Splits: if there are fewer than `FEW_TEXTS` text files, the end of each is val, as in nanoGPT.
+Otherwise a hash of each document decides its split, so equal documents are in the same split.
+
+Standard input (path "-") can be read only once. As jsonl, each line is one object. As text, it is
+cut into pieces of about a megabyte. The end of each piece is val, and end-of-text follows both
+parts.
 """
 
 import hashlib
@@ -33,37 +35,38 @@ from accel_gpt.prepare.readers import (
 )
 from accel_gpt.prepare.sources import COMPRESSIONS
 
-BATCH_CHARACTERS = 1_000_000  # of text given to a process at once
-FEW_TEXTS = 100  # fewer texts are cut near their end instead of held out whole
+BATCH_CHARACTERS = 1_000_000  # characters of text that a process tokenizes at once
+FEW_TEXTS = 100  # with fewer text files, the end of each file is val
 COMPRESSED = (*COMPRESSIONS, ".parquet")
-EXPANSION = 3  # bytes of text for one of a compressed file; assumption: prose and code
+EXPANSION = 3  # bytes of text per byte of a compressed file; assumption for prose and code
 STDIN = "standard input"
 SPLITS = ("train", "val")
 
 
 class Position(NamedTuple):
-    """Where to resume reading. JSON can hold it."""
+    """The position at which to resume reading, as values that JSON can hold."""
 
     file: int = 0
-    """Number of the file; 0 for a data set and standard input."""
+    """Index of the file; 0 for a data set and standard input."""
     offset: int = 0
-    """Offset in the UTF-8 of a text file, or number of the row in other sources."""
+    """Byte offset in a text file; in other sources the number of the row."""
     piece: int = 0
-    """Pieces of that row that were read."""
+    """Number of pieces of this row that were already read."""
     state: State | None = None
-    """Of a data set: its own state at that row or before."""
+    """State of a data set at this row or an earlier row."""
 
 
 class Piece(NamedTuple):
-    """A document or a part of one, with its split."""
+    """A document or part of a document, with its split."""
 
     split: str
     text: str
     first: bool
     last: bool
     key: bytes
-    """Hash of the whole document (`split_hash`): equal for equal documents."""
+    """Hash of the whole document (`split_hash()`), equal for equal documents."""
     after: Position
+    """The position after this piece."""
 
 
 def split_pieces(
@@ -73,11 +76,11 @@ def split_pieces(
     start: Position,
     skipped: Skipped,
 ) -> Iterator[Piece]:
-    """Read the documents after position `start` in pieces.
+    """Yield the documents from position `start` on, as pieces.
 
-    `cut_long`: documents in pieces of about `BATCH_CHARACTERS` (see `pieces`), otherwise whole.
-    `skipped` counts invalid documents if config.skip_invalid is set.
-    Raises `DataError` if a file cannot be decoded.
+    `cut_long`: cut documents into pieces of about `BATCH_CHARACTERS` with `pieces()`; otherwise
+    each document is one piece. `skipped` counts invalid documents if `config.skip_invalid` is set;
+    otherwise they raise `DataError`.
     """
     read_pieces = text_pieces if is_text(config) else row_pieces
     return read_pieces(config, files, cut_long, start, skipped)
@@ -86,24 +89,26 @@ def split_pieces(
 def documents(
     config: PrepareConfig, files: Sequence[Path], size: int = BATCH_CHARACTERS
 ) -> Iterator[str]:
-    """Read the texts of the source in order, long ones in pieces of about `size` characters.
+    """Yield the texts of the source in order, cut into pieces of about `size` characters.
 
-    Raises as `split_pieces`, and `UserError` for standard input, which cannot be read again.
+    Raises the errors of `split_pieces()`, and `UserError` for standard input, which can be read
+    only once.
     """
     require(
         config.path != "-",
-        f"data.prepare.path is -, but {STDIN} can be read only once and the tokenizer "
-        f"{config.tokenizer} is made from the text first; give a file, or another "
-        "data.prepare.tokenizer such as gpt2 or the path of a tokenizer.json",
+        f"data.prepare.path is -, but {STDIN} can be read only once, and the tokenizer "
+        f"{config.tokenizer} needs to read the text first; give a file, or set "
+        "data.prepare.tokenizer to gpt2 or the path of a tokenizer.json",
     )
     return all_texts(config, files, size)
 
 
 def sample_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterator[str]:
-    """Sample about `size` UTF-8 bytes of documents, and of pieces of long ones.
+    """Yield a sample of about `size` UTF-8 bytes: short documents, and pieces of long ones.
 
-    A hash of their number decides, so that they are spread evenly over the whole source. The
-    size of a data set is not known beforehand: its beginning is taken. Raises as `documents`.
+    A hash of each text's number selects it, so the sample is spread evenly over the source. The
+    size of a data set is not known in advance, so the sample is its beginning. Raises the errors
+    of `documents()`.
     """
     texts = documents(config, files, min(BATCH_CHARACTERS, max(1, size // 16)))
     total = size
@@ -112,7 +117,7 @@ def sample_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Ite
         for path in files:
             total += path.stat().st_size * (EXPANSION if is_compressed(path) else 1)
     keep = min(1.0, size / max(total, 1))
-    limit = size if keep == 1 else 2 * size  # the total of compressed files is a guess
+    limit = size if keep == 1 else 2 * size  # the total of compressed files is an estimate
     given = 0
     owed = 0.0
     for number, text in enumerate(texts):
@@ -128,19 +133,19 @@ def sample_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Ite
 
 
 def expected_bytes(config: PrepareConfig, files: Sequence[Path]) -> int | None:
-    """Return the bytes of text that will be read; None if that is not known beforehand."""
+    """Return the bytes of text in the source; None if they are not known in advance."""
     if not is_text(config) or any(is_compressed(path) for path in files):
         return None
     return sum(path.stat().st_size for path in files)
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file holds more bytes of text than its size."""
+    """Return whether a file is compressed, so that its size is not the size of its text."""
     return path.name.lower().endswith(COMPRESSED)
 
 
 def is_text(config: PrepareConfig) -> bool:
-    """Whether each file of the source is one text."""
+    """Return whether each file of the source is one text."""
     return config.source in ("stdlib", "text") and config.path != "-"
 
 
@@ -156,8 +161,8 @@ class Part(NamedTuple):
     """A document in a text file."""
 
     split: str
-    start: int  # bytes
-    end: int
+    start: int  # byte offset
+    end: int  # byte offset
     key: bytes
 
 
@@ -168,7 +173,7 @@ def text_pieces(
     start: Position,
     skipped: Skipped,
 ) -> Iterator[Piece]:
-    """Read the pieces of text files. Each file is read twice: first to decide its splits."""
+    """Yield the pieces of text files. Each file is read in full before, to decide its splits."""
     for number, path in enumerate(files):
         if number < start.file:
             continue
@@ -196,11 +201,11 @@ def text_pieces(
                     key=part.key,
                     after=Position(number, offset),
                 )
-            require(offset == part.end, f"{path} changed while it was read; start again")
+            require(offset == part.end, f"{path} changed while it was read; run the command again")
 
 
 def text_parts(path: Path, config: PrepareConfig, few: bool) -> list[Part]:
-    """Return the documents in a text file: the whole file, or of `few` files its train and val."""
+    """Return the documents in a text file: the whole file, or with `few` its train and val part."""
     start = text_start(path)
     cut = sys.maxsize  # characters before val
     if few:
@@ -235,7 +240,7 @@ def row_pieces(
     start: Position,
     skipped: Skipped,
 ) -> Iterator[Piece]:
-    """Read the pieces of the rows of files, a data set or standard input."""
+    """Yield the pieces of the rows of files, a data set or standard input."""
     for file, rows in row_sources(config, files, start, skipped):
         for row in rows:
             found = document_pieces(config, cut_long, file, row)
@@ -246,7 +251,10 @@ def row_pieces(
 def row_sources(
     config: PrepareConfig, files: Sequence[Path], start: Position, skipped: Skipped
 ) -> Iterator[tuple[int, Iterator[Row]]]:
-    """Number each file from `start` on, with its rows. Data set, standard input: one file."""
+    """Yield each file's index and rows, from `start` on.
+
+    A data set and standard input count as one file.
+    """
     if config.source == "dataset":
         yield 0, hub_rows(config, start.offset, start.state, skipped.add)
     elif config.path == "-":
@@ -265,7 +273,10 @@ def row_sources(
 
 
 def stdin_rows(config: PrepareConfig, first: int, skipped: Skipped) -> Iterator[Row]:
-    """Read lines of JSON from number `first` on, or pieces of about `BATCH_CHARACTERS` of text."""
+    """Yield the rows of standard input from number `first` on.
+
+    A row is a line of JSON, or a piece of text of about `BATCH_CHARACTERS`.
+    """
     if config.source == "jsonl":
         yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, first, skipped.add)
         return
@@ -275,11 +286,11 @@ def stdin_rows(config: PrepareConfig, first: int, skipped: Skipped) -> Iterator[
             if number >= first:
                 yield Row(number, text.removeprefix("\ufeff") if number == 0 else text)
     except DataError as error:
-        skipped.add(f"{error}; what follows cannot be read either")
+        skipped.add(f"{error}; the rest of {STDIN} cannot be read either")
 
 
 def document_pieces(config: PrepareConfig, cut_long: bool, file: int, row: Row) -> list[Piece]:
-    """Cut a row into pieces. A piece of standard input is cut near its end, as a text file is."""
+    """Cut a row into pieces. The end of a text from standard input is val, as in a text file."""
     text = line_ends(config, clean(row.text))
     parts: list[tuple[str | None, str]]
     if config.source == "text":
@@ -287,7 +298,7 @@ def document_pieces(config: PrepareConfig, cut_long: bool, file: int, row: Row) 
         parts = [("train", text[:cut]), ("val", text[cut:])]
         cut_long = False
     else:
-        parts = [(None, text)]  # the hash decides
+        parts = [(None, text)]  # a hash decides the split
     found: list[Piece] = []
     for split, part in parts:
         if not part:
@@ -311,8 +322,9 @@ def document_pieces(config: PrepareConfig, cut_long: bool, file: int, row: Row) 
 
 
 def all_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterator[str]:
-    """Read the texts of the source, in pieces of about `size` characters."""
-    skipped = Skipped(config.skip_invalid, count=1)  # reported when the text is tokenized
+    """Yield the texts of the source in order, cut into pieces of about `size` characters."""
+    # A count of 1 keeps `skipped` silent: invalid documents are reported when they are tokenized.
+    skipped = Skipped(config.skip_invalid, count=1)
     if not is_text(config):
         for _, rows in row_sources(config, files, Position(), skipped):
             for row in rows:
@@ -324,7 +336,7 @@ def all_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterat
             start = text_start(path)
             if config.skip_invalid:
                 for _ in text_chunks(path, start):
-                    pass  # raises before any of a file that is skipped is used
+                    pass  # raises before any text of an invalid file is used
         except DataError as error:
             skipped.add(str(error))
             continue
@@ -337,15 +349,15 @@ def all_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterat
 
 
 def split_hash(data: bytes = b"") -> "hashlib.blake2b":
-    """Start the hash, of 8 bytes, that decides about the split of a document given as UTF-8."""
+    """Start the hash (8 bytes) of a document's UTF-8 that decides its split."""
     return hashlib.blake2b(data, digest_size=8, key=b"accel_gpt val")
 
 
 def as_fraction(key: bytes) -> float:
-    """Convert a hash of 8 bytes to a number from 0 to 1."""
+    """Convert a hash of 8 bytes to a number between 0 and 1."""
     return int.from_bytes(key, "big") / 2**64
 
 
 def split_by_hash(key: bytes, val_fraction: float) -> str:
-    """Return val for a share `val_fraction` of all documents, decided by the hash alone."""
+    """Return the split of a document from its hash: val for a share `val_fraction` of hashes."""
     return "val" if as_fraction(key) < val_fraction else "train"

@@ -1,6 +1,6 @@
 """Prepare the data folder of a run if it is missing, at the start of the run.
 
-Runs `accel-gpt prepare` in a child process, which needs no torch and gives its memory back.
+Runs `accel-gpt prepare` in a child process, which needs no torch and frees its memory at the end.
 """
 
 import contextlib
@@ -32,10 +32,11 @@ from accel_gpt.training.stopping import interactive
 def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
     """Prepare the data folder of a run if it is missing; a collective.
 
-    Rank 0 prepares it, and one rank of each machine that does not share the folder, while the
-    others wait. The output of `accel-gpt prepare` goes to `stdout`. Exits on all ranks with its
-    code if it fails. Raises `UserError` if an existing folder was prepared in another way, or if
-    the text is missing.
+    Rank 0 prepares it. On nodes that do not share the folder, one rank prepares it as well. The
+    other ranks wait. `stdout` receives the output of `accel-gpt prepare`. If the command fails, all
+    ranks exit with its code.
+    Raises `UserError` if an existing folder was prepared with other settings, or if the text is
+    missing.
     """
     folder = Path(str(config.data.folder))
     with all_ranks():
@@ -44,7 +45,7 @@ def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
     if not any(missing_on_ranks):
         return
     prepares = missing and local_rank() == 0
-    if missing_on_ranks[0]:  # rank 0 prepares for all that share its folder
+    if missing_on_ranks[0]:  # rank 0 prepares for all ranks that share its folder
         shared = sees_main(folder.parent)
         prepares = prepares and (is_main() or not shared[rank()])
     settings: dict[str, object] | None = None
@@ -58,36 +59,39 @@ def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
 
 
 def is_missing(data: DataConfig) -> bool:
-    """Return whether the data folder must be prepared; compare an existing one with the config."""
+    """Return whether the data folder must be prepared.
+
+    Raises `UserError` if an existing folder does not match the config.
+    """
     folder = Path(str(data.folder))
     is_remote = is_url(str(data.folder))
     if data.prepare.source is None:
         text = data.prepare.path or data.prepare.dataset
         require(
             not (text and data.folder) or is_remote or folder.exists(),
-            f"data.train {data.folder} does not exist, and data.prepare.source does not say "
-            f"what {text} is; set it to text, jsonl, parquet, arrow or dataset",
+            f"data.train {data.folder} does not exist, and data.prepare.source is not set for "
+            f"{text}; set it to text, jsonl, parquet, arrow or dataset",
         )
         return False
     require(
         not is_remote,
-        f"data.train is {data.folder}, but data.prepare would prepare a folder; set "
-        "data.prepare.source to null to train on the shards behind the URL",
+        f"data.train is {data.folder}, but data.prepare would prepare a local folder; set "
+        "data.prepare.source to null to train on the shards at the URL",
     )
     require(
         bool(data.folder),
-        f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; name "
-        "the folder, or prepare those of a mixture one by one with accel-gpt prepare",
+        f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; set data.train "
+        "to a folder, or prepare each folder of a mixture with accel-gpt prepare",
     )
     if not (folder / INDEX).exists():
         return True
     if local_rank() == 0:
-        prepare(data.prepare, folder)  # only compares, as the folder is complete
+        prepare(data.prepare, folder)  # only compares the settings, because the folder is complete
     return False
 
 
 def check_text(config: Config) -> None:
-    """Raise `UserError`, with the key that the user set, if there is no text to prepare."""
+    """Raise `UserError` if there is no text to prepare; the message names the key the user set."""
     prepare = config.data.prepare
     kinds = ("auto", "text", "jsonl", "parquet", "arrow")
     if prepare.source not in kinds or prepare.path in (None, "-") or is_url(str(prepare.path)):
@@ -103,11 +107,12 @@ def check_text(config: Config) -> None:
 def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None) -> None:
     """Run `accel-gpt prepare` with `settings` until all ranks are done; a collective.
 
-    `settings` None: this rank only waits. Exits on all ranks with the code of one that fails.
+    If `settings` is None, this rank only waits. If the command fails on a rank, all ranks exit with
+    its code.
     """
     with exiting_on_signals():
         process = start_prepare(settings, stdout) if settings else None
-        try:  # a signal, or a rank that is lost, kills the process
+        try:  # a signal or the loss of a rank kills the child
             codes: list[int | None] = [None]
             while None in codes and not any(codes):
                 codes = all_gather(exit_code(process))
@@ -123,10 +128,10 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
 
 @contextlib.contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Let a signal raise `SystemExit` rather than reach the handlers of `StopSignal`.
+    """Raise `SystemExit` on a signal, in place of the handlers of `StopSignal`.
 
-    These would end this process and leave its child. An interrupt of an interactive session raises
-    `KeyboardInterrupt`.
+    Those handlers would end this process and leave its child running. In an interactive session,
+    SIGINT raises `KeyboardInterrupt`.
     """
     received: list[str] = []
 
@@ -153,22 +158,25 @@ def exiting_on_signals() -> Iterator[None]:
 def start_prepare(
     settings: dict[str, object], stdout: TextIO | None = None
 ) -> subprocess.Popen[str]:
-    """Start `accel-gpt prepare` with `settings`; its output goes to `stdout`.
+    """Start `accel-gpt prepare` with `settings`, and send its output to `stdout`.
 
-    The settings go through a pipe, which marks them as settings of a config: errors name its keys.
+    The settings go through a pipe. Errors of settings from a pipe name the keys of the config.
     """
     return launch_child(
         ["prepare"],
         environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
         secret=json.dumps(settings, ensure_ascii=False),
-        stdin=None,  # it may be the text
+        stdin=None,  # inherited, because the text may come from it
         stdout=stdout,
         own_group=settings["path"] != "-",  # only this process answers a Ctrl-C
     )
 
 
 def exit_code(process: subprocess.Popen[str] | None) -> int | None:
-    """Return the exit code of `process`, 0 without one; None if it still works after a second."""
+    """Return the exit code of `process`, or None if it still runs after a second.
+
+    Without a process, return 0.
+    """
     if process is None:
         return 0
     try:

@@ -1,9 +1,10 @@
-"""Long texts cut into pieces whose tokens are those of the whole.
+"""Cut long texts into pieces that have the same tokens as the whole text.
 
-No token of our own BPE or of GPT-2's reaches from a non-space over a space, or from one line end to
-a non-space: a text may be cut after such a line end and before such a space. Nor does one reach
-from a letter to what is none: text without spaces, as Chinese, is cut before its punctuation and
-its white space. The letters and signs below are such in any version of Unicode.
+No token of our BPE or of GPT-2's contains a non-space followed by a space, a single line end
+followed by a non-space, or a letter followed by another kind of character. A text can therefore be
+cut before a space, after a single line end, and between a letter and punctuation or white space.
+The last kind serves text without spaces, such as Chinese. The characters in `CUT` are letters and
+punctuation in every version of Unicode.
 """
 
 import re
@@ -16,47 +17,47 @@ LINE = re.compile(r"\S(?=\n\S)")
 CUT = re.compile(
     r"\S(?=[\n ]\S)|[A-Za-zぁ-ゖァ-ヺ一-龥](?=[\u3000-\u3002\uff01\uff0c\uff1a\uff1b\uff1f]|\s\s)"
 )
-LONGEST = 1 << 28  # characters that cannot be cut; assumption: longer is no text
+LONGEST = 1 << 28  # longest text without a cut, in characters; assumption: no real text is longer
 
 
 def pieces(chunks: Iterable[str], size: int, name: object = None) -> Iterator[str]:
-    """Cut a text into pieces of `size` to twice `size` characters, if it can be cut there.
+    """Cut a text into pieces of `size` to `2 * size` characters, or longer ones if it must.
 
-    The text is what `chunks` add up to; where they end makes no difference. With the `name` of the
-    text, raises `DataError` for `LONGEST` characters that cannot be cut.
+    `chunks` are joined; their borders do not matter. If `name` (of the text) is given, raises
+    `DataError` for more than `LONGEST` characters without a place to cut.
     """
-    held: list[str] = []
-    length = 0
-    enough = size
+    buffered: list[str] = []
+    length = 0  # characters in `buffered`
+    wanted = size  # characters to collect before the next search for a cut
     for chunk in chain(chunks, (None,)):
         if chunk is not None:
-            held.append(chunk)
+            buffered.append(chunk)
             length += len(chunk)
-            if length <= enough:
+            if length <= wanted:
                 continue
-        text = "".join(held)
+        text = "".join(buffered)
         start = 0
         while len(text) - start > size and (cut := find_cut(text, start, size)):
             yield text[start:cut]
             start = cut
-        held = [text[start:]]
-        length = len(held[0])
-        enough = size
+        buffered = [text[start:]]
+        length = len(buffered[0])
+        wanted = size
         if length > size:
-            enough = 2 * length  # or searching would take quadratic time
+            wanted = 2 * length  # doubling keeps the time of all searches linear
         if name is not None and length > LONGEST:
             raise DataError(
                 f"{name} has {length:,} characters without a line end or a space between words; "
-                f"text is cut there, so expected at most {LONGEST:,}: put line ends into it"
+                f"the limit is {LONGEST:,}: insert line ends"
             )
-    yield "".join(held)
+    yield "".join(buffered)
 
 
 def find_cut(text: str, start: int, size: int) -> int:
-    """Return where the piece that begins at `start` ends; 0 if `text` does not reach that far.
+    """Return the end of the piece that begins at `start`; 0 if `text` has no place to cut.
 
-    It is after the first line end between two non-spaces in the second `size` characters; if there
-    is none, then at the next such line end or other `CUT`.
+    Prefer the first single line end in the second `size` characters; otherwise cut at the next
+    match of `CUT`.
     """
     end = start + 2 * size
     found = LINE.search(text, start + size - 1, end) or CUT.search(text, end - 1)

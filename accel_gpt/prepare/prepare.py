@@ -1,14 +1,14 @@
-"""Text -> a data folder of token shards, made once, completely or not at all.
+"""Prepare a data folder of token shards from text; the folder is complete or does not exist.
 
-Reads the documents of a source; writes shards, dataset.json and tokenizer.json into
-`<out>.partial`, which gets the name `<out>` once it is complete. A journal there, written whenever
-a shard is full, lets the same command resume after any interruption, with the same bytes.
+Reads the documents of a source. Writes shards, dataset.json and tokenizer.json into
+`<out>.partial`, and renames it to `<out>` when it is complete. A journal there is written whenever
+a shard is full. With it, the same command resumes after any interruption and writes the same bytes.
 
-Memory, with w workers: at most 2w + 1 batches of about 1 MB of text wait here, and one in each
-worker. With the interpreter, its libraries and the vocabulary a process takes 100 to 150 MB, partly
-shared; a process that streams a data set takes about 250 MB. Other people's tokenizer.json files
-may not allow cutting (see `Tokenizer.cuts_at_lines`): then about ten times the longest document is
-added. Training a bpe comes before and takes what its `sample_bytes` need.
+Memory, with w workers: this process holds at most 2w + 1 batches of about 1 MB of text, and each
+worker holds one. The interpreter, its libraries and the vocabulary take 100 to 150 MB per process,
+partly shared. A process that streams a data set takes about 250 MB. A tokenizer without
+`cuts_at_lines` also needs about ten times the longest document. A bpe is trained before; its memory
+depends on `sample_bytes`.
 """
 
 import json
@@ -48,28 +48,28 @@ from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, wo
 
 JOURNAL = "progress.json"
 JOURNAL_VERSION = 1
-TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # tokenizers that are no file of the user's
-# What may be in an unfinished folder. Earlier versions added .part to the names of shards, and kept
-# a database of the documents seen.
-OURS = (
+TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # names that are not a path or Hub id
+# Names of the files in an unfinished folder. Earlier versions added .part to the names of shards,
+# and kept a database of seen documents.
+OWN_FILES = (
     r"((train|val)_\d+\.npy(\.part)?|tokenizer(_config)?\.json|seen\.sqlite3|"
     rf"{INDEX}|{JOURNAL})"
 )
-RESUMES = "run the same command again: it resumes"
+RESUMES = "run the same command again to resume"
 
 
 def prepare(config: PrepareConfig, out: Path) -> bool:
-    """Make the data folder `out`, unless it was already made with the same settings.
+    """Prepare the data folder `out`, unless it was already prepared with the same settings.
 
-    Of several processes one prepares and the others wait. Returns whether this one did. Raises
-    `UserError` for other settings, a folder in the way, too little text, a full disk; `DataError`
-    for text that cannot be read.
+    If several processes call this, one prepares and the others wait. Returns whether this process
+    prepared the folder. Raises `UserError` if `out` has other settings or other content, if there
+    is too little text or if the disk is full; `DataError` if the text cannot be read.
     """
     out = Path(out).resolve()
     config = with_source(config, out)
     if is_ready(config, out):
         return False
-    selection = select(config)  # fails before anything is made
+    selection = select(config)  # raises before anything is written
     folder = out.with_name(f"{out.name}.partial")
     start = time.monotonic()
     try:
@@ -89,7 +89,7 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
 
 
 def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
-    """Replace the source auto by the kind that `out` was made from, or that its files have."""
+    """Replace the source auto by the kind that `out` was prepared from, else by a guess."""
     if config.source != "auto":
         return config
     made = read_index(out).prepared.get("source") if (out / INDEX).exists() else None
@@ -97,7 +97,7 @@ def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
 
 
 def describe_selection(selection: Selection) -> None:
-    """Print which files are read and which are left out, if the source is files of the user's."""
+    """Print which of the user's files are read and which are left out."""
     if selection.files and selection.source != "stdlib":
         for line in selection.lines():
             write_err(line)
@@ -105,10 +105,10 @@ def describe_selection(selection: Selection) -> None:
 
 @contextmanager
 def lock_folder(out: Path, advice: str) -> Iterator[None]:
-    """Hold the lock of a data folder. An error of the disk is a `UserError` ending in `advice`."""
+    """Hold the lock of a data folder, and turn an `OSError` into a `UserError` with `advice`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        notice = f"another process prepares {out}; waiting for it\n"
+        notice = f"another process is preparing {out}; waiting for it\n"
         with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
             yield
     except OSError as error:
@@ -116,10 +116,10 @@ def lock_folder(out: Path, advice: str) -> Iterator[None]:
 
 
 def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
-    """Write the whole content of the data folder into `folder`, or what is missing there."""
-    copied = source_fingerprint(config, files, times=False)
-    requested = recipe(config) | {"source_fingerprint": copied}
-    if copied and (folder / INDEX).exists():  # stopped between its completion and its new name
+    """Write the content of the data folder into `folder`, resuming if it is unfinished."""
+    fingerprint = source_fingerprint(config, files, times=False)
+    requested = recipe(config) | {"source_fingerprint": fingerprint}
+    if fingerprint and (folder / INDEX).exists():  # interrupted before the folder was renamed
         check_same(folder, read_index(folder).prepared, requested)
         return
     work = resume_or_start(config, files, folder, requested)
@@ -130,9 +130,9 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
     if min(tokens.values()) < 2:
         shutil.rmtree(folder)
         raise UserError(
-            f"there is too little text to train on: {plural(tokens['train'], 'token')} "
-            f"for train and {tokens['val']} for val, expected at least 2 each; give more text, "
-            f"or another data.prepare.val_fraction than {config.val_fraction}"
+            f"there is too little text: {plural(tokens['train'], 'token')} for train and "
+            f"{tokens['val']} for val, expected at least 2 each; give more text, or change "
+            f"data.prepare.val_fraction ({config.val_fraction})"
         )
     sync(folder)
     counts = work.counts() if config.skip_invalid else {}
@@ -142,23 +142,23 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
 def fill_empty_split(
     writers: Mapping[str, ShardWriter], val_fraction: float, eot_id: int | None
 ) -> None:
-    """If every one of a few documents lies in one split, make its end the other split."""
+    """If every document lands in one split, move the end of that split to the other split."""
     for full, empty, share in (("train", "val", val_fraction), ("val", "train", 1 - val_fraction)):
-        lacking = writers[empty]
+        target = writers[empty]
         source = writers[full]
-        if not lacking.shards and lacking.tokens < 2 and source.tokens > 3:
+        if not target.shards and target.tokens < 2 and source.tokens > 3:
             count = min(max(2, int(source.tokens * share)), source.tokens - 2)
             tokens, document_count, utf8_bytes = source.cut_end(count, eot_id)
-            lacking.add(tokens, document_count, utf8_bytes)
+            target.add(tokens, document_count, utf8_bytes)
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Remove what is no part of the complete folder, and rename it to `out`."""
+    """Remove temporary files from the complete folder, and rename it to `out`."""
     splits = read_index(folder).splits
     shards = {shard.name for split in splits.values() for shard in split}
     kept = {INDEX, "tokenizer.json", "tokenizer_config.json", *shards}
     for path in folder.iterdir():
-        if re.match(OURS, path.name) and path.name not in kept:
+        if re.match(OWN_FILES, path.name) and path.name not in kept:
             path.unlink()
     sync(folder)
     folder.rename(out)
@@ -166,7 +166,7 @@ def publish(folder: Path, out: Path) -> None:
 
 
 def summary(index: Index) -> str:
-    """Describe shards, tokens, bytes per token, and how much was left out."""
+    """Describe shards, tokens, bytes per token, and the number of skipped documents."""
     tokens: dict[str, int] = {}
     utf8_bytes = 0
     count = 0
@@ -185,10 +185,11 @@ def summary(index: Index) -> str:
 
 
 class Preparation:
-    """A folder into which shards are written, from the position in its journal on.
+    """An unfinished data folder whose shards are written from the position in its journal on.
 
-    The journal holds its settings under "asked", the position in the source, how full the shards
-    are, and the `counts`. Raises `DataError` for a folder that holds less than the journal says.
+    The journal holds the settings (key "asked"), the position in the source, the state of the
+    shard writers, and the `counts()`. Raises `DataError` if the folder holds less than the journal
+    says.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class Preparation:
         }
 
     def write_shards(self) -> None:
-        """Append the documents of the source from the position of the journal on."""
+        """Tokenize the documents from the journal's position on, and append them to the shards."""
         total = expected_bytes(self.config, self.files)
         done = sum(writer.total_bytes for writer in self.writers.values())
         with (
@@ -234,7 +235,7 @@ class Preparation:
                     self.save(batch.journal)
 
     def batches(self, total: int | None) -> Generator[Tokenized, None, None]:
-        """Tokenize what follows the position of the journal, in order."""
+        """Yield tokenized batches from the journal's position on, in order."""
         pieces = split_pieces(
             config=self.config,
             files=self.files,
@@ -246,11 +247,11 @@ class Preparation:
         return encode_all(pieces, self.counts, self.folder, workers)
 
     def counts(self) -> dict[str, int]:
-        """Return how many invalid documents were skipped, as far as the source was read."""
+        """Return the number of invalid documents that were skipped so far."""
         return {"skipped": self.skipped.count}
 
     def save(self, changes: Mapping[str, Any]) -> None:
-        """Make all that was added safe on disk, then write the journal with `changes`."""
+        """Sync all added tokens to disk, then write the journal with `changes`."""
         splits = {name: writer.save() for name, writer in self.writers.items()}
         sync(self.folder)
         self.journal |= {"tokenizer": self.tokenizer.fingerprint, "splits": splits, **changes}
@@ -263,7 +264,7 @@ class Preparation:
 def resume_or_start(
     config: PrepareConfig, files: Sequence[Path], folder: Path, requested: Mapping[str, Any]
 ) -> Preparation:
-    """Resume in `folder` if that is possible; otherwise start over and report why."""
+    """Resume in `folder` if possible; otherwise print the reason and start over."""
     source = source_fingerprint(config, files)
     if folder.exists():
         try:
@@ -274,7 +275,7 @@ def resume_or_start(
     folder.mkdir()
     sys.stderr.write(f"making the {config.tokenizer} tokenizer\n")
     try:
-        if config.tokenizer == "bpe":  # its trainer's threads stay out of the process that forks
+        if config.tokenizer == "bpe":  # in a child: its threads must not exist when workers fork
             with child_processes(1) as pool:
                 pool.submit(create_tokenizer, config, files, folder).result()
         else:
@@ -306,22 +307,23 @@ def resume(
 ) -> Preparation:
     """Open the preparation that the journal in `folder` describes.
 
-    Raises `DataError` if it cannot be resumed, another `UserError` if it must not be discarded.
+    Raises `DataError` if it cannot be resumed and may be discarded, and another `UserError` if it
+    must be kept.
     """
     if not source:
         raise DataError("standard input cannot be read again")
-    given = None
+    fingerprint = None
     if config.tokenizer not in TOKENIZER_NAMES:
-        given = named_tokenizer(config.tokenizer).fingerprint
+        fingerprint = named_tokenizer(config.tokenizer).fingerprint
     try:
         journal = read_json(folder / JOURNAL)
         if journal["version"] != JOURNAL_VERSION:
-            raise DataError("another version of accel_gpt made it")
+            raise DataError("another version of accel_gpt wrote it")
         begun = {**journal["asked"], "skip_invalid": config.skip_invalid or journal["skipped"] > 0}
         if journal["source"] != source:
             begun["source_fingerprint"] = journal["source"]
         check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
-        if given not in (None, journal["tokenizer"]):
+        if fingerprint not in (None, journal["tokenizer"]):
             raise DataError("the tokenizer has changed")
         work = Preparation(config, files, folder, journal)
     except AccelGPTError:
@@ -343,11 +345,11 @@ def create_tokenizer(config: PrepareConfig, files: Sequence[Path], folder: Path)
 
 
 def discard(folder: Path) -> None:
-    """Remove an unfinished folder; `UserError` if it holds a file that this module did not make."""
-    strange = [path.name for path in folder.iterdir() if not re.match(OURS, path.name)]
-    if strange:
+    """Remove an unfinished folder. Raises `UserError` if it holds a file of another origin."""
+    unknown = [path.name for path in folder.iterdir() if not re.match(OWN_FILES, path.name)]
+    if unknown:
         raise UserError(
-            f"{folder}, where the data folder is to be made, holds {strange[0]}; it is left "
-            "unchanged: remove it, or choose another folder"
+            f"{folder} is the temporary folder of the data, but holds {unknown[0]}; remove that "
+            "file, or choose another data folder"
         )
     shutil.rmtree(folder)

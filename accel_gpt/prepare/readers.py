@@ -1,15 +1,16 @@
-"""Text out of files of any size and out of Hub data sets, bit by bit.
+"""Read text from files of any size and from Hub data sets, in bounded memory.
 
-Text files are read by byte offset; JSON lines, Parquet, Arrow and data sets by row, counted from 0.
-A null is an empty text. Memory: a chunk of a text file, or a batch of rows and the longest row.
+Text files are read by byte offset. JSON lines, Parquet, Arrow and data sets are read by row; the
+first row is number 0. A null is an empty text. Memory holds one chunk of a text file, or a batch of
+rows and the longest row.
 
-`skip` is called with a sentence for each thing that cannot be decoded. It raises `DataError`, or
-returns, and reading goes on after it.
+`skip` receives a message for each line, row or file that cannot be decoded. It raises `DataError`,
+or returns and reading continues after the invalid part.
 
-Data sets of the Hub are streamed by `datasets`. Files of this machine are not: a process that reads
-JSON lines or Parquet with `datasets` takes 220 to 520 MB instead of 35 to 110, a line that is not
-JSON makes it read the whole file, and a damaged Parquet file aborted 3 of 30 processes (datasets
-5.2.0, pyarrow 26.0.1).
+`datasets` streams data sets of the Hub, but does not read local files. With `datasets`, reading
+JSON lines or Parquet takes 220 to 520 MB per process instead of 35 to 110. A line that is not JSON
+makes it read the whole file, and a damaged Parquet file aborted 3 of 30 processes (datasets 5.2.0,
+pyarrow 26.0.1).
 """
 
 import bz2
@@ -34,11 +35,11 @@ Skip = Callable[[str], None]
 State = dict[str, Any]
 
 CHUNK_BYTES = 1 << 20  # bytes of a file read at once
-BATCH_ROWS = 64  # of Parquet, decoded at once
-STATE_ROWS = 1000  # rows of a data set between two states; at most so many are read again
-LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is no document but a bomb or a blob
+BATCH_ROWS = 64  # rows of Parquet decoded at once
+STATE_ROWS = 1000  # rows of a data set between two states; a resume repeats at most this many
+LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is not a document
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")
-# What decompression and Arrow raise for files that are damaged.
+# Errors that decompression and Arrow raise for damaged files
 DAMAGE = (
     EOFError,
     OSError,
@@ -52,23 +53,23 @@ DAMAGE = (
 
 
 class Row(NamedTuple):
-    """A document out of a file or a data set."""
+    """A document from a file or a data set."""
 
     number: int
     text: str
     state: State | None = None
-    """Of a data set: where `datasets` can resume, at this row or before; see `hub_rows`."""
+    """The state from which `datasets` resumes, at this row or an earlier row; see `hub_rows()`."""
 
 
 @dataclass
 class Skipped:
-    """Counts what cannot be decoded, if that is `allowed`; otherwise it is an error."""
+    """Count the parts of the source that cannot be decoded; unless `allowed`, raise an error."""
 
     allowed: bool
     count: int = 0
 
     def add(self, message: str) -> None:
-        """Count one more thing. The first one is reported on stderr."""
+        """Count one more skipped part, and print the first message to stderr."""
         if not self.allowed:
             raise DataError(message) from None
         if self.count == 0:
@@ -80,14 +81,14 @@ class Skipped:
 
 
 class DamagedError(DataError):
-    """A file that cannot be decompressed or decoded, or not to its end."""
+    """A file that cannot be decompressed or decoded completely."""
 
 
 @contextmanager
 def open_file(path: Path, source: str) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed by the ending of its name.
+    """Open a file for reading, and decompress it if its name ends in .gz, .bz2, .xz or .zst.
 
-    Whatever reading it raises becomes a `DataError` that names the file.
+    Errors of reading and decompressing become a `DataError` that names the file.
     """
     try:
         with path.open("rb") as raw, decompress(raw, path.name.lower()) as file:
@@ -96,15 +97,16 @@ def open_file(path: Path, source: str) -> Iterator[BinaryIO]:
         raise
     except DAMAGE as error:
         if isinstance(error, OSError) and error.errno:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise DataError(
+                f"{path} cannot be read: {error.strerror or error}; check the file and its disk"
+            ) from None
         raise DamagedError(
-            f"{path} cannot be read as {source}, or not to its end: {error}; expected a whole "
-            f"{source} file: make or download it again"
+            f"{path} cannot be read completely as {source}: {error}; download or write it again"
         ) from None
 
 
 def decompress(raw: BinaryIO, name: str) -> BinaryIO:
-    """Return a file with the decompressed bytes of `raw`; `raw` itself for other endings."""
+    """Return a file with the decompressed bytes of `raw`, or `raw` if it is not compressed."""
     if name.endswith(".gz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if name.endswith(".bz2"):
@@ -123,15 +125,15 @@ def decompress(raw: BinaryIO, name: str) -> BinaryIO:
 
 
 def text_start(path: Path) -> int:
-    """Return the offset of the first byte of text, after a byte order mark."""
+    """Return the byte offset of the text, which is after the byte order mark if there is one."""
     with open_file(path, "text") as file:
         return len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
 
 
 def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]:
-    """Read bytes `start` to `end` of a text file as text, line ends included, in chunks.
+    """Yield bytes `start` to `end` of a text file as chunks of text, with unchanged line ends.
 
-    Raises `DataError` naming the first byte that is not UTF-8.
+    Raises `DataError` if a byte is not UTF-8; the message has its offset.
     """
     with open_file(path, "text") as file:
         if file.seekable():
@@ -140,7 +142,7 @@ def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]
             left = start
             while left:
                 skipped = file.read(min(CHUNK_BYTES, left))
-                if not skipped:  # the file is shorter than before
+                if not skipped:  # the file became shorter
                     break
                 left -= len(skipped)
         yield from decode_chunks(file, path, start, end)
@@ -149,7 +151,7 @@ def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]
 def decode_chunks(
     file: BinaryIO, where: object, start: int, end: int | None = None
 ) -> Iterator[str]:
-    """Decode UTF-8 from a file that is at offset `start`, until `end`; keep \\r\\n in one chunk."""
+    """Yield the text of a file from its current offset, `start`, to `end`; never split \\r\\n."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     decoder = io.IncrementalNewlineDecoder(utf8, translate=False)
     offset = start
@@ -167,10 +169,10 @@ def decode_chunks(
 
 
 def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str = "") -> DataError:
-    """Describe bytes that are not UTF-8. `offset`: position of the first byte decoded."""
+    """Return the error for bytes that are not UTF-8. `offset`: offset of the decoded bytes."""
     return DataError(
         f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
-        f"{offset + error.start}{detail}; convert it first, for example with iconv -t UTF-8"
+        f"{offset + error.start}{detail}; convert it, for example with iconv -t UTF-8"
     )
 
 
@@ -178,10 +180,10 @@ def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str 
 
 
 def read_rows(source: str, path: Path, field: str, first: int, skip: Skip) -> Iterator[Row]:
-    """Read the rows of a jsonl, parquet or arrow file from number `first` on.
+    """Yield the rows of a jsonl, parquet or arrow file from number `first` on.
 
-    Raises `UserError` for a column that is not there. If damage may be skipped, the rest of the
-    file is left out.
+    Raises `UserError` if the column is missing. If `skip` allows damage, the rest of a damaged
+    file is skipped.
     """
     readers = {"jsonl": json_lines, "parquet": parquet_rows, "arrow": arrow_rows}
     try:
@@ -193,7 +195,7 @@ def read_rows(source: str, path: Path, field: str, first: int, skip: Skip) -> It
 
 
 def json_lines(file: BinaryIO, where: object, field: str, first: int, skip: Skip) -> Iterator[Row]:
-    """Read JSON lines. A line ends with a line feed; a line of white space is no row."""
+    """Yield the rows of JSON lines. A line ends with a line feed; blank lines are not rows."""
     number = 0
     row = 0
     offset = 0
@@ -215,11 +217,14 @@ def json_lines(file: BinaryIO, where: object, field: str, first: int, skip: Skip
 
 
 def json_text(line: bytes, offset: int, number: int, where: object, field: str) -> str:
-    """Return the text of line `number`, which begins at `offset`; `DataError` if it has none."""
+    """Return the text of line `number`, which begins at byte `offset`.
+
+    Raises `DataError` if the line holds no text, `UserError` if the column is missing.
+    """
     if len(line) > LONGEST_JSON_LINE:
         raise DataError(
-            f"line {number} of {where} is longer than {LONGEST_JSON_LINE:,} bytes; expected a JSON "
-            "object in each line"
+            f"line {number} of {where} is longer than {LONGEST_JSON_LINE:,} bytes; write one JSON "
+            "object per line"
         )
     try:
         row = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
@@ -227,13 +232,13 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str) 
         raise not_utf8(where, error, offset, f", in line {number}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"line {number} of {where} is not JSON: {error}; expected an object in each line (an "
-            "array over several lines becomes one by jq -c '.[]')"
+            f"line {number} of {where} is not JSON: {error}; write one object per line (jq -c "
+            "'.[]' converts an array)"
         ) from None
     if not isinstance(row, dict):
         raise DataError(
             f"line {number} of {where} is {row!r:.50}; expected an object such as "
-            f'{{"{field}": "..."}} (an array becomes lines by jq -c \'.[]\')'
+            f'{{"{field}": "..."}} (jq -c \'.[]\' converts an array)'
         )
     check_column(field, f"line {number} of {where}", row)
     value = row[field]
@@ -246,8 +251,8 @@ def check_column(field: str, where: object, columns: Iterable[str]) -> None:
     """Raise `UserError` if the column `field` is missing."""
     if field not in columns:
         raise UserError(
-            f"data.prepare.text_field is {field!r}, which {where} does not have; its columns: "
-            f"{', '.join(columns)}"
+            f"data.prepare.text_field is {field!r}, but {where} has no such column; set it to one "
+            f"of its columns: {', '.join(columns)}"
         )
 
 
@@ -255,10 +260,10 @@ def check_column(field: str, where: object, columns: Iterable[str]) -> None:
 
 
 def parquet_rows(file: BinaryIO, path: Path, field: str, first: int, skip: Skip) -> Iterator[Row]:
-    """Read a column of a Parquet file. Row groups before row `first` are not read."""
+    """Yield the rows of a Parquet column from `first` on, skipping earlier row groups."""
     with needs_package("pyarrow"):
         from pyarrow.parquet import ParquetFile
-    # By path: a Python file would be read by threads that need the interpreter when it ends.
+    # Open by path: Arrow's threads would need the interpreter for a Python file, even at its exit.
     with ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as table:
         check_type(table.schema_arrow, field, path)
         number = 0
@@ -279,7 +284,7 @@ def parquet_rows(file: BinaryIO, path: Path, field: str, first: int, skip: Skip)
 
 
 def arrow_rows(file: BinaryIO, path: Path, field: str, first: int, skip: Skip) -> Iterator[Row]:
-    """Read a column of an Arrow file in the file or the stream format, mapped into memory."""
+    """Yield the rows of an Arrow column, in the file or the stream format, from mapped memory."""
     with needs_package("pyarrow"):
         import pyarrow as pa
         from pyarrow import ipc
@@ -299,13 +304,13 @@ def arrow_rows(file: BinaryIO, path: Path, field: str, first: int, skip: Skip) -
 
 
 def check_type(schema: Any, field: str, path: Path) -> None:
-    """Raise an error unless the column is there, once, and holds text, or bytes of text."""
+    """Raise an error unless the column exists exactly once and holds text or bytes."""
     import pyarrow as pa
 
     check_column(field, path, schema.names)
     count = schema.names.count(field)
     if count > 1:
-        raise DataError(f"column {field} of {path} stands there {count} times; expected one")
+        raise DataError(f"{path} has {count} columns {field}; expected one")
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -316,7 +321,7 @@ def check_type(schema: Any, field: str, path: Path) -> None:
 def column_rows(
     batches: Iterable[Any], number: int, path: Path, first: int, skip: Skip
 ) -> Iterator[Row]:
-    """Read the rows of batches with one column. The first row of the first batch is `number`."""
+    """Yield the rows of one-column batches from `first` on; the batches begin with row `number`."""
     for batch in batches:
         if number + len(batch) > first:
             values = text_bytes(batch.column(0))
@@ -329,7 +334,7 @@ def column_rows(
 
 
 def text_bytes(column: Any) -> Any:
-    """Return a column of text as bytes. Its offsets are checked: in a damaged file they may lie."""
+    """Return a text column as bytes, after checking its offsets for damage."""
     import pyarrow as pa
 
     if str(column.type) == "string":
@@ -346,12 +351,12 @@ def text_bytes(column: Any) -> Any:
 def hub_rows(config: PrepareConfig, first: int, state: State | None, skip: Skip) -> Iterator[Row]:
     """Stream the rows of a Hub data set from number `first` on.
 
-    `state` is the state of a row before: {"row": number of the next row, "dataset": `state_dict` of
-    the data set at that row}. `skip` is called for values that are no text.
+    `state`: where to resume, at row `first` or earlier: {"row": number of the next row, "dataset":
+    `state_dict` of the data set at that row}. `skip` is called for values that are not text.
     """
     with needs_package("datasets"):
         import datasets
-    datasets.config.TORCH_AVAILABLE = False  # it would import torch: 165 MB and a second
+    datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
     field = config.text_field
     where = f"data set {config.dataset}"
     try:
@@ -374,7 +379,7 @@ def hub_rows(config: PrepareConfig, first: int, state: State | None, skip: Skip)
                 state = {"row": number + 1, "dataset": data.state_dict()}
     except AccelGPTError:
         raise
-    except Exception as error:  # of datasets, pyarrow, fsspec, huggingface_hub, httpx
+    except Exception as error:  # errors of datasets, pyarrow, fsspec, huggingface_hub and httpx
         raise UserError(
             describe_dataset_error(
                 str(config.dataset), config.dataset_config, config.dataset_split, error

@@ -1,6 +1,6 @@
-"""The settings that the content of a data folder depends on, and whether a folder was made so.
+"""Compare the settings of a data folder with a config.
 
-The index of a folder holds them under `prepared`: `recipe` gives them.
+`recipe()` returns the settings that the content depends on. The index stores them under `prepared`.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.prepare.shard_writer import UNRECORDED
 from accel_gpt.prepare.sources import select, source_fingerprint
 
-# Not `workers`; not `skip_invalid`: a folder that can be made without it is the same with it, and a
-# preparation that stopped at an invalid byte resumes with it.
+# `workers` does not change the content. `skip_invalid` changes it only if a document is invalid; a
+# preparation that stopped at an invalid document can resume with it.
 NOT_RECORDED = ("workers", "skip_invalid")
 
 
 def recipe(config: PrepareConfig) -> dict[str, Any]:
-    """Return all settings that the content depends on."""
+    """Return the settings that the content of a data folder depends on."""
     kept = {key: value for key, value in asdict(config).items() if key not in NOT_RECORDED}
     return {**kept, "path": recorded_path(config.path)}
 
 
 def recorded_path(path: str | None) -> str | None:
-    """Return a path as an index records it: a URL without the user, its query as a SHA-256."""
+    """Return a path as the index records it: a URL loses its user, its query becomes a SHA-256."""
     if path is None or not is_url(path):
         return path
     parts = urllib.parse.urlsplit(path)
@@ -42,7 +42,7 @@ def recorded_path(path: str | None) -> str | None:
 
 
 def other_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> list[str]:
-    """Describe the settings in which `made` differs; options of a bpe count only for a bpe."""
+    """Describe the settings that differ; the options of a bpe count only for a bpe."""
     differences = []
     for key, value in requested.items():
         if key in ("vocab_size", "sample_bytes") and requested.get("tokenizer") != "bpe":
@@ -53,37 +53,39 @@ def other_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> lis
 
 
 def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
-    """Raise `UserError` if `folder` was begun with other settings or text: its work is kept.
+    """Raise `UserError` if `folder` was begun with other settings or other text.
 
-    The path may be written differently, as the fingerprint says what it holds.
+    The path may differ if the fingerprint of the source is the same.
     """
     settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
-    # an earlier version could drop documents, and mark the tokens of prompts
+    # options of earlier versions, with the only values that are still supported
     removed = {"dedupe": False, "loss_on": "text"}
     begun = {**removed, **dict(UNRECORDED), **begun}
     remedy = f"or remove {folder} to start over"
     if differ := other_settings(begun, {**settings, **removed}):
         raise UserError(
-            f"{folder} was begun with other settings ({'; '.join(differ)}); repeat the command "
-            f"with those, {remedy}"
+            f"{folder} was begun with other settings ({'; '.join(differ)}); run the command with "
+            f"the earlier settings, {remedy}"
         )
     require(
         begun["source_fingerprint"] == requested["source_fingerprint"],
-        f"{folder} was begun with another text: names, sizes or times of its files have changed; "
-        f"repeat the command with that text, {remedy}",
+        f"{folder} was begun with other text: names, sizes or times of its files have changed; "
+        f"run the command with the earlier text, {remedy}",
     )
 
 
 def is_ready(config: PrepareConfig, out: Path) -> bool:
-    """Whether `out` was prepared with these settings; `UserError` for other settings or files."""
+    """Return whether `out` was prepared with these settings; False if it is missing or empty.
+
+    Raises `UserError` if it was prepared with other settings or is not a data folder.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         if config.source is None:
             read_index(out)  # raises
         return False
     if not (out / INDEX).exists():
         raise UserError(
-            f"{out} exists and has no {INDEX}, so it is not a data folder; it is left unchanged: "
-            "choose another one"
+            f"{out} exists and has no {INDEX}, so it is not a data folder; choose another folder"
         )
     prepared = read_index(out).prepared
     if config.source is None:
@@ -92,24 +94,23 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
     made = {**default, **prepared}
     made["skip_invalid"] = config.skip_invalid or prepared.get("skipped", 0) > 0
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
-        made["tokenizer"] = config.tokenizer  # by another name
+        made["tokenizer"] = config.tokenizer  # the same tokenizer under another name
     requested = {**recipe(config), "skip_invalid": config.skip_invalid}
     if differ := other_settings(made, requested):
         raise UserError(
-            f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete the "
-            "folder or choose another one"
+            f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete it, "
+            "or choose another folder"
         )
     if text_changed(config, prepared.get("source_fingerprint")):
         sys.stderr.write(
-            f"WARNING: the files that are read of {config.path or config.source} are not those "
-            f"that {out} was prepared from; the folder is left unchanged: delete it to prepare "
-            "again\n"
+            f"WARNING: the files of {config.path or config.source} have changed since {out} was "
+            "prepared; delete the folder to prepare it again\n"
         )
     return True
 
 
 def is_tokenizer_of(spec: str, folder: Path) -> bool:
-    """Whether gpt2, bytes or the tokenizer.json at `spec` is the tokenizer of a data folder."""
+    """Return whether the data folder has the tokenizer `spec` (gpt2, bytes, a path or a Hub id)."""
     try:
         return named_tokenizer(spec).fingerprint == load_tokenizer(folder).fingerprint
     except AccelGPTError:
@@ -117,7 +118,7 @@ def is_tokenizer_of(spec: str, folder: Path) -> bool:
 
 
 def text_changed(config: PrepareConfig, prepared: str | None) -> bool:
-    """Whether the files of the source are on this machine and differ from the files prepared."""
+    """Return whether the files of the source exist here and differ from the prepared files."""
     if not prepared or is_url(str(config.path)):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Token shards and the index of a data folder, as they are written."""
+"""Write the token shards and the index of a data folder."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
 
-UNRECORDED = (("keep_crlf", False),)  # settings that older folders lack
-BUFFER_BYTES = 1 << 20  # few system calls, little memory
+UNRECORDED = (("keep_crlf", False),)  # defaults left out of the index, as in older folders
+BUFFER_BYTES = 1 << 20  # bytes collected before a write
 
 
 class ShardWriter:
-    """Cuts a stream of documents into files of `shard_tokens` tokens, the last one shorter.
+    """Write a stream of tokens into shards of `shard_tokens` tokens; the last shard is shorter.
 
-    With a `state` that `save` returned it resumes there: tokens written later are cut off. Raises
-    `DataError` when the files hold less than the state says.
+    With a `state` that `save()` returned, resume from it and remove tokens written after it. Raises
+    `DataError` if the files hold less than the state says.
     """
 
     def __init__(
@@ -39,34 +39,34 @@ class ShardWriter:
         self.dtype = dtype
         self.shard_tokens = shard_tokens
         self.shards: list[Shard] = []
-        # of the shard being written
+        # counts of the current shard
         self.tokens = 0
         self.documents = 0
         self.bytes = 0
-        self.buffer = bytearray()  # tokens that are not in the file yet
+        self.buffer = bytearray()  # tokens not yet written to the file
         if state is not None:
             self.resume(state)
 
     @property
     def path(self) -> Path:
-        """File of the shard being written."""
+        """Return the file of the current shard."""
         return self.folder / f"{self.split}_{len(self.shards):06d}.npy"
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all shards."""
+        """Return the tokens in all shards."""
         return self.tokens + sum(shard.tokens for shard in self.shards)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the text of all shards."""
+        """Return the UTF-8 bytes of the text in all shards."""
         return self.bytes + sum(shard.bytes or 0 for shard in self.shards)
 
     def add(self, tokens: Tokens, documents: int, utf8_bytes: int) -> bool:
         """Append tokens; return whether a shard became full.
 
-        Their `documents` and `utf8_bytes` count for the shard in which they begin. A document is
-        cut only where a shard is full.
+        `documents` and `utf8_bytes` count for the shard in which the tokens begin. A document
+        continues in the next shard if the current shard is full.
         """
         before = len(self.shards)
         self.documents += documents
@@ -85,28 +85,29 @@ class ShardWriter:
         return len(self.shards) > before
 
     def cut_end(self, count: int, eot_id: int | None) -> tuple[Tokens, int, int]:
-        """Cut about the last `count` tokens off the shard being written, between two documents.
+        """Remove about the last `count` tokens from the current shard, and return them.
 
-        A shard that holds one document is cut inside it. Returns tokens, documents and bytes for
-        `add`; the bytes are estimated by the share of the tokens.
+        The cut is between two documents; if the shard holds only one, it is inside the document.
+        Returns the tokens, documents and bytes for `add()` of another writer. The bytes are
+        estimated from the share of the tokens.
         """
         self.flush()
         tokens = np.fromfile(self.path, self.dtype, offset=HEADER)
         kept = self.tokens - count
-        starts = np.flatnonzero(tokens[:-1] == eot_id) + 1  # of documents but the first
+        starts = np.flatnonzero(tokens[:-1] == eot_id) + 1  # all documents except the first
         if len(starts):
             kept = int(starts[np.argmin(abs(starts - kept))])
         os.truncate(self.path, HEADER + kept * self.dtype.itemsize)
         documents = max(1, int(sum(starts >= kept)))
         utf8_bytes = self.bytes * (self.tokens - kept) // self.tokens
-        if eot_id is not None:  # a document counts where it ends
+        if eot_id is not None:  # a cut document counts where it ends; without eot_id, in both
             self.documents -= documents
         self.tokens = kept
         self.bytes -= utf8_bytes
         return tokens[kept:], documents, utf8_bytes
 
     def save(self) -> dict[str, Any]:
-        """Make all that was added survive a power cut; return the state from which to resume."""
+        """Sync everything added so far to disk; return the state from which to resume."""
         if self.tokens:
             self.flush()
             sync(self.path)
@@ -130,7 +131,7 @@ class ShardWriter:
         self.buffer.clear()
 
     def close_shard(self) -> None:
-        """Write the header of the current shard, make it safe on disk, and go to the next one."""
+        """Write the header of the current shard, sync it to disk, and begin the next shard."""
         self.flush()
         path = self.path
         fields = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.tokens,)}
@@ -153,7 +154,7 @@ class ShardWriter:
         self.bytes = 0
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Bring the files back to a saved state."""
+        """Restore a saved state, and truncate the current shard to it."""
         self.shards = [Shard(**shard) for shard in state["shards"]]
         self.tokens = int(state["tokens"])
         self.documents = int(state["documents"])
@@ -164,10 +165,10 @@ class ShardWriter:
             os.truncate(self.path, self.check_size(self.path, self.tokens))
 
     def check_size(self, path: Path, tokens: int) -> int:
-        """Raise `DataError` unless a file holds `tokens` tokens; return the bytes they take."""
+        """Raise `DataError` if a file holds fewer than `tokens` tokens; return their file size."""
         size = HEADER + tokens * self.dtype.itemsize
         if not path.exists() or path.stat().st_size < size:
-            raise DataError(f"{path.name} holds less than was written to it")
+            raise DataError(f"{path.name} is missing, or shorter than the journal says")
         return size
 
 
@@ -177,7 +178,7 @@ def write_index(
     splits: Mapping[str, Sequence[Shard]],
     prepared: Mapping[str, Any],
 ) -> None:
-    """Write dataset.json: the tokenizer, the shards, and how they were made."""
+    """Write dataset.json: the tokenizer, the shards, and the settings (`prepared`)."""
     index = {
         "format": FORMAT,
         "version": VERSION,
@@ -192,5 +193,5 @@ def write_index(
 
 
 def entry(shard: Shard) -> dict[str, Any]:
-    """Convert a shard to its entry in the index."""
+    """Return the index entry of a shard."""
     return {key: value for key, value in asdict(shard).items() if key != "offset"}

@@ -1,8 +1,9 @@
-"""Which files of a source are read, in which order, and which are left out.
+"""Select the files of a source, in the order in which they are read.
 
-The ending of a name tells JSON lines, Parquet and Arrow, also of compressed files; every other file
-is text unless it is binary. One kind is read: the source that the config names, or with `auto` the
-kind with the most bytes. Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
+JSON lines, Parquet and Arrow are recognized by the ending of the name, also if compressed. Every
+other file is text unless it is binary. Only one kind is read: the source that the config names, or
+with `auto` the kind with the most bytes. Downloads go to ~/.cache/accel_gpt (or
+$XDG_CACHE_HOME/accel_gpt).
 """
 
 import codecs
@@ -34,37 +35,37 @@ DATA_ENDINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "arrow": (".arrow", ".feather"),
     }
 )
-# Endings of files that hold text for certain: a .json file beside them only describes them.
+# Endings of files that hold text. A .json file in the same folder only describes them.
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js")
 COMPRESSED_TEXT = tuple(a + b for a in TEXT_ENDINGS for b in COMPRESSIONS)
 BINARY = "binary"
-SNIFFED_BYTES = 8192  # bytes at the start of a file that tell text from binary, as in git
+SNIFFED_BYTES = 8192  # bytes at the start of a file that are checked for binary content
 TEXT_CONTROLS = frozenset(b"\a\b\t\n\f\r\x1b")  # control characters that text may hold
-# Files that only a run, a data folder, or an unfinished one holds.
-MADE_HERE = (".lock", "run.json", "dataset.json", "progress.json")
-# Tests and installed packages are no part of the library's own sources.
+# Files that mark the folder of a run, or a data folder, finished or not
+MARKER_FILES = (".lock", "run.json", "dataset.json", "progress.json")
+# Tests and installed packages do not count as the library's sources.
 STDLIB_SKIP = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
 )
-LINES = 10  # lines about endings that are printed; assumption: more are not read
+LINES = 10  # endings to print; assumption: nobody reads more
 
 
 def check_source(config: PrepareConfig) -> None:
-    """Raise `UserError` for a source that is not text, or not of standard input."""
+    """Raise `UserError` if there is no source, or if standard input cannot provide it."""
     require(
         config.source is not None,
-        "data.prepare.source is not set; for text give stdlib, text, jsonl, "
-        "parquet, arrow or dataset, otherwise an existing folder as data.train",
+        "data.prepare.source is not set; set it to stdlib, text, jsonl, parquet, arrow or dataset, "
+        "or set data.train to an existing data folder",
     )
     require(
         config.path != "-" or config.source in ("text", "jsonl"),
-        f"data.prepare.source is {config.source}, which cannot be read from standard input; give "
-        "text or jsonl, or a file",
+        f"data.prepare.source is {config.source}, which cannot be read from standard input; set "
+        "data.prepare.source to text or jsonl, or give a file",
     )
 
 
 def select(config: PrepareConfig) -> "Selection":
-    """Choose the files of a source; a URL is downloaded first.
+    """Select the files of a source, after downloading the file of a URL.
 
     A data set and standard input have no files. Raises `UserError` if all files are empty.
     """
@@ -86,17 +87,18 @@ def select(config: PrepareConfig) -> "Selection":
         selection = Selection(path=path, source=config.source, files=saved)
     require(
         any(file.stat().st_size for file in selection.files),
-        f"data.prepare.path is {path}, which holds no text: {selection.files[0]} is empty; "
-        "expected a file with text in it",
+        f"data.prepare.path is {path}, but {selection.files[0]} is empty; give a file that holds "
+        "text",
     )
     return selection
 
 
 def source_fingerprint(config: PrepareConfig, files: Sequence[Path], times: bool = True) -> str:
-    """Return a SHA-256 in hex that changes with the source; empty for standard input.
+    """Return a SHA-256 (hex) that identifies the source; empty for standard input.
 
-    For files it covers names, sizes and, with `times`, times of change: without them, a copy of the
-    files has the same one. For a download it covers URL and size; for a data set its id.
+    For files it covers names, sizes and, with `times`, modification times. Without `times`, a copy
+    of the files has the same fingerprint. For a download it covers URL and size; for a data set its
+    id, configuration and split.
     """
     if config.path == "-":
         return ""
@@ -118,13 +120,15 @@ def source_fingerprint(config: PrepareConfig, files: Sequence[Path], times: bool
 
 
 def guess_source(path: str) -> SourceKind:
-    """Tell what `path` holds: see `select_files`; a URL by its ending, else text.
+    """Guess the kind of source of `path`.
 
-    Raises `UserError` if there is nothing to read, and for standard input, which has no ending.
+    A folder of save_to_disk is arrow. Other files are guessed as in `select_files()`. A URL is
+    guessed by its ending, and is text if the ending is unknown. Raises `UserError` if there is
+    nothing to read, and for standard input, which has no ending.
     """
     require(
         path != "-",
-        "data.prepare.path is -, and standard input does not tell what it holds; give --source "
+        "data.prepare.path is -, and the kind of standard input cannot be guessed; set --source "
         "text or --source jsonl",
     )
     if is_saved(Path(path).expanduser()):
@@ -140,10 +144,10 @@ def guess_source(path: str) -> SourceKind:
 
 @dataclass(frozen=True)
 class Group:
-    """Files of one ending that are left out for one reason."""
+    """Files with the same ending that are left out for the same reason."""
 
     name: str
-    """Their ending; empty: they have none."""
+    """The ending; empty if the files have none."""
     reason: str
     files: int
     bytes: int
@@ -156,18 +160,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is read of a path, and what is left out."""
+    """The files of a path that are read, and those that are left out."""
 
     path: str
     source: SourceKind
     files: list[Path]
     groups: list[Group] = field(default_factory=list)
-    """Files that are left out, by ending, the most bytes first."""
+    """Files that are left out, grouped by ending, largest group first."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Entries of folders that were not looked into, by description."""
+    """Numbers of entries that were skipped without looking at them, by reason."""
 
     def lines(self) -> list[str]:
-        """Describe the selection: one line for what is read, one for each kind left out."""
+        """Describe the selection: a line for the files that are read, then lines for the rest."""
         size = sum(file.stat().st_size for file in self.files)
         what = self.path
         if not os.path.isfile(os.path.expanduser(self.path)):
@@ -186,22 +190,23 @@ class Selection:
 
 
 def select_files(path: str, source: SourceKind = "auto") -> Selection:
-    """Choose the files of `path` (a file, a folder or a glob of this machine) that are read.
+    """Select the files to read from `path`: a local file, folder or glob.
 
-    `source` auto: the kind with the most bytes. A file that is given by name, or by a glob that
-    matches no file of the source's kind, is read as the source whatever its ending.
+    `source` auto selects the kind with the most bytes. Other sources read a named file regardless
+    of its ending. They also read every file of a glob if no file has the source's kind; text still
+    skips binary files.
 
     Raises `UserError` if `path` does not exist or holds nothing to read.
     """
     check_path(path)
-    given = os.path.expanduser(path)
-    if source != "auto" and os.path.isfile(given):
-        return Selection(path=path, source=source, files=[Path(given)])
+    local = os.path.expanduser(path)
+    if source != "auto" and os.path.isfile(local):
+        return Selection(path=path, source=source, files=[Path(local)])
     found, skipped = list_files(path)
     kinds = {file: kind_of_file(file) for file in found}
     chosen = largest_kind(kinds) if source == "auto" else source
     files = [file for file in found if kinds[file] == chosen]
-    if not files and not os.path.isdir(given):
+    if not files and not os.path.isdir(local):
         files = [file for file in found if chosen != "text" or kinds[file] != BINARY]
     read = set(files)
     groups = group_files([file for file in found if file not in read], kinds)
@@ -212,22 +217,22 @@ def select_files(path: str, source: SourceKind = "auto") -> Selection:
 
 def check_path(path: str) -> None:
     """Raise `UserError` unless `path` is a file, a folder or a glob that matches a file."""
-    given = os.path.expanduser(path)
-    if os.path.isfile(given) or os.path.isdir(given):
+    local = os.path.expanduser(path)
+    if os.path.isfile(local) or os.path.isdir(local):
         return
     key = "data.prepare.path"
-    expected = "give a file, a folder, a glob or an http(s) URL"
-    if os.path.exists(given):
-        raise UserError(f"{key} is {path}, which {describe_path(given)}; {expected}")
+    advice = "give a file, a folder, a glob or an http(s) URL"
+    if os.path.exists(local):
+        raise UserError(f"{key} is {path}, which {describe_path(local)}; {advice}")
     if glob.has_magic(path):
-        matched = glob.iglob(given, recursive=True)
+        matched = glob.iglob(local, recursive=True)
         if any(os.path.isfile(name) for name in matched):
             return
         raise UserError(
-            f"{key} is {path}, which matches no file (looked from {Path.cwd()}); {expected}"
+            f"{key} is {path}, which matches no file (looked from {Path.cwd()}); {advice}"
         )
     raise UserError(
-        f"{key} is {path}, which does not exist (looked for {os.path.abspath(given)}); {expected}"
+        f"{key} is {path}, which does not exist (looked for {os.path.abspath(local)}); {advice}"
     )
 
 
@@ -235,18 +240,18 @@ def check_path(path: str) -> None:
 
 
 def list_files(path: str) -> tuple[list[Path], dict[str, int]]:
-    """List the files that a path stands for, in order, and count what is not looked into."""
-    given = os.path.expanduser(path)
-    if os.path.isdir(given):
-        return walk(Path(given))
-    if os.path.isfile(given):
-        return [Path(given)], {}
-    names = sorted(glob.glob(given, recursive=True))
+    """List the files of a file, folder or glob in order, and count skipped entries by reason."""
+    local = os.path.expanduser(path)
+    if os.path.isdir(local):
+        return walk(Path(local))
+    if os.path.isfile(local):
+        return [Path(local)], {}
+    names = sorted(glob.glob(local, recursive=True))
     return [Path(name) for name in names if os.path.isfile(name)], {}
 
 
 def walk(root: Path) -> tuple[list[Path], dict[str, int]]:
-    """List the regular files below `root` by relative path, and count what is not looked into."""
+    """List the regular files below `root` by relative path, and count skipped entries by reason."""
     found: list[Path] = []
     skipped: defaultdict[str, int] = defaultdict(int)
     for folder, folders, names in os.walk(root):
@@ -272,18 +277,18 @@ def walk(root: Path) -> tuple[list[Path], dict[str, int]]:
 
 
 def folder_reason(folder: Path) -> str:
-    """Say why a folder is not looked into; empty if it is."""
+    """Return the reason to skip a folder; empty if it is read."""
     if folder.name.startswith("."):
         return "hidden files and folders"
     if folder.is_symlink():
         return "links to folders"
-    if any((folder / name).exists() for name in MADE_HERE):
+    if any((folder / name).exists() for name in MARKER_FILES):
         return "folders of runs and of prepared data"
     return ""
 
 
 def kind_of_file(path: Path) -> str:
-    """Return the kind of source that a file is, or `BINARY`."""
+    """Return the kind of source of a file, or `BINARY`."""
     if kind := kind_of_name(path.name):
         return kind
     status = path.stat()
@@ -291,7 +296,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def kind_of_name(name: str) -> str:
-    """Tell the kind of source from the ending of a name; empty if it tells none."""
+    """Return the kind of source by the ending of a name; empty if the ending is unknown."""
     for kind, endings in DATA_ENDINGS.items():
         if name.lower().endswith(endings):
             return kind
@@ -300,11 +305,11 @@ def kind_of_name(name: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 20)
 def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
-    """Return whether the start of a file is not text.
+    """Return whether the start of a file looks binary.
 
     A binary file holds a zero byte, or is not UTF-8 and holds control characters. Text in another
-    encoding is not binary: reading it raises an error that names the first wrong byte. `size` and
-    `mtime_ns` tell versions of the file apart.
+    encoding does not count as binary; reading it raises an error with the first invalid byte.
+    `size` and `mtime_ns` are part of the cache key, so a changed file is read again.
     """
     if not size:
         return False
@@ -312,7 +317,7 @@ def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
         with path.open("rb") as file:
             start = file.read(SNIFFED_BYTES)
     except OSError:
-        return False  # the error is raised when the file is read
+        return False  # reading the file raises the error later
     if b"\0" in start:
         return True
     try:
@@ -325,7 +330,7 @@ def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
 def largest_kind(kinds: Mapping[Path, str]) -> SourceKind:
     """Return the kind of source with the most bytes.
 
-    Bare .json beside other kinds does not count, unless they are text only by their content.
+    If another file has the ending of a kind, .json files do not count.
     """
     readable = {file: kind for file, kind in kinds.items() if kind != BINARY}
     known = [
@@ -346,7 +351,7 @@ def largest_kind(kinds: Mapping[Path, str]) -> SourceKind:
 
 
 def group_files(files: list[Path], kinds: Mapping[Path, str]) -> list[Group]:
-    """Group files that are left out by ending and kind, the most bytes first."""
+    """Group files that are left out by ending and kind, largest group first."""
     members: defaultdict[tuple[str, str], list[Path]] = defaultdict(list)
     for file in files:
         members[file.suffix.lower(), kinds[file]].append(file)
@@ -363,14 +368,14 @@ def group_files(files: list[Path], kinds: Mapping[Path, str]) -> list[Group]:
 
 
 def kind_reason(kind: str) -> str:
-    """Say why files of a kind are left out."""
+    """Return the reason why files of a kind are left out."""
     if kind == BINARY:
         return "binary, not UTF-8 text"
     return f"{kind}; set source to {kind} to read it instead"
 
 
 def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
-    """Describe a path that holds no file of the source's kind."""
+    """Return the error message for a path that holds no file of the source's kind."""
     if os.path.isfile(os.path.expanduser(path)):
         return (
             f"data.prepare.path is {path}, which is binary, not UTF-8 text; give a file of text, "
@@ -392,7 +397,7 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
 
 
 def files_text(count: int) -> str:
-    """Return a number of files in words."""
+    """Return `1 file` or `N files`."""
     return f"{count:,} file" if count == 1 else f"{count:,} files"
 
 
@@ -400,7 +405,7 @@ def files_text(count: int) -> str:
 
 
 def stdlib_files() -> list[Path]:
-    """List the Python sources of the running interpreter's library, without tests."""
+    """List the Python sources of the standard library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -412,13 +417,13 @@ def stdlib_files() -> list[Path]:
     found.sort(key=lambda path: path.relative_to(root).parts)
     require(
         bool(found),
-        f"this Python has no library sources in {root}; choose another data.prepare.source",
+        f"this Python has no library sources in {root}; set data.prepare.source to another kind",
     )
     return found
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `datasets` wrote a folder with save_to_disk."""
+    """Return whether `datasets` wrote a folder with save_to_disk."""
     names = ("state.json", "dataset_dict.json")
     return any(os.path.isfile(folder / name) for name in names)
 
@@ -426,7 +431,8 @@ def is_saved(folder: Path) -> bool:
 def saved_files(path: str, split: str) -> list[Path] | None:
     """List the files of a folder that `datasets` wrote with save_to_disk; None for other folders.
 
-    Other Arrow files in it are caches of derived data. `split` chooses one of several splits.
+    Other Arrow files in the folder are caches and are not listed. `split` selects one of several
+    splits.
     """
     folder = Path(path).expanduser()
     if not is_saved(folder):
@@ -436,8 +442,8 @@ def saved_files(path: str, split: str) -> list[Path] | None:
             splits = [str(name) for name in read_json(folder / "dataset_dict.json")["splits"]]
             require(
                 split in splits,
-                f"data.prepare.dataset_split is {split}, which {path} does not have; it has "
-                f"{', '.join(splits)}",
+                f"data.prepare.dataset_split is {split}, but {path} has no such split; set it to "
+                f"one of its splits: {', '.join(splits)}",
             )
             folder /= split
         state = folder / "state.json"
@@ -449,14 +455,14 @@ def saved_files(path: str, split: str) -> list[Path] | None:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{folder / 'state.json'} or dataset_dict.json is not as save_to_disk writes it "
-            f"({error!r:.80}); copy the whole folder again"
+            f"{folder / 'state.json'} or dataset_dict.json was not written by save_to_disk, or is "
+            f"damaged ({error!r:.80}); copy the whole folder again"
         ) from None
     return found
 
 
 def download_text(url: str) -> Path:
-    """Download the file at `url`, unless it was downloaded before; return its path."""
+    """Download the file at `url`, unless it is in the cache; return its path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
     address, mark, query = url.partition("?")
     folder, _, name = address.rstrip("/").rpartition("/")
@@ -472,8 +478,8 @@ def download_text(url: str) -> Path:
         temporary.rename(target)
     except (OSError, AccelGPTError, Unreachable) as error:
         raise UserError(
-            f"{url} could not be downloaded to {cache}: {error}; if the network does not let you, "
-            "fetch it by hand and give data.prepare.path the file"
+            f"{url} could not be downloaded to {cache}: {error}; if the network blocks it, "
+            "download the file yourself and set data.prepare.path to it"
         ) from None
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Text tokenized by several processes, in its order, with few batches in flight at a time."""
+"""Tokenize text in several processes, in order, with few batches in flight."""
 
 import functools
 import multiprocessing
@@ -20,23 +20,23 @@ from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, Piece
 
-# Assumption: a piece takes about 1 KiB beside its text on its way through the processes; so a batch
-# holds 10,000 documents of one letter and not a million.
-PIECE_OVERHEAD = 100  # characters
+# Overhead of a piece between processes, in characters. Assumption: with it, a batch of one-letter
+# documents holds 10,000 pieces instead of a million.
+PIECE_OVERHEAD = 100
 
 
 class Encoded(NamedTuple):
-    """Tokens of a piece, end-of-text included if the piece ends a document."""
+    """The tokens of a piece, with end-of-text if the piece ends a document."""
 
     split: str
     tokens: Tokens
     documents: int
-    """Documents that begin in it."""
+    """Documents that begin in the piece."""
     utf8_bytes: int
 
 
 class Tokenized(NamedTuple):
-    """Encoded pieces, and what the journal says once they are written."""
+    """A batch of encoded pieces, and the journal entries to save after they are written."""
 
     encoded: list[Encoded]
     journal: Mapping[str, Any]
@@ -51,7 +51,10 @@ class Waiting(NamedTuple):
 
 
 def worker_count(requested: int, total: int | None) -> int:
-    """Return the number of processes: as requested, or one a core, at most one a batch."""
+    """Return the number of processes: `requested`, or if it is 0, one per core or batch.
+
+    `total`: bytes of text, None if unknown.
+    """
     if requested:
         return requested
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -62,7 +65,7 @@ def worker_count(requested: int, total: int | None) -> int:
 
 @contextmanager
 def child_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Open a pool of processes that end with this one however it ends."""
+    """Open a pool of processes that also end if this process is killed."""
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(count, context, start_child)
@@ -70,19 +73,19 @@ def child_processes(count: int) -> Iterator[ProcessPoolExecutor]:
         yield pool
     except BrokenProcessPool:
         raise UserError(
-            "a tokenizing process was killed, perhaps for lack of memory; try fewer "
-            f"data.prepare.workers than {count}"
+            "a tokenizing process was killed, possibly because memory ran out; free memory, or "
+            f"lower data.prepare.workers (now {count})"
         ) from None
     except KeyboardInterrupt:
         for process in set(multiprocessing.active_children()) - others:
-            process.kill()  # else the pool waits until its work is done
+            process.kill()  # otherwise the pool waits for its work
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def start_child() -> None:
-    """Leave Ctrl-C to the parent, and end when the parent is killed: no lock outlives it."""
+    """Ignore Ctrl-C, and end when the parent ends, so that no inherited lock stays held."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -100,16 +103,16 @@ def encode_all(
     folder: Path,
     workers: int,
 ) -> Generator[Tokenized, None, None]:
-    """Encode pieces in their order with the tokenizer in `folder`.
+    """Encode pieces in order with the tokenizer in `folder`.
 
-    At most two batches are in flight for each of the `workers` processes. The journal of a batch
-    holds the `counts` at the time when the batch had been read.
+    At most two batches per worker process are in flight. The journal of a batch holds the result of
+    `counts()` after the batch was read.
     """
     cached_tokenizer.cache_clear()
-    cached_tokenizer(folder)  # here, so that processes that fork inherit it
+    cached_tokenizer(folder)  # forked processes inherit the loaded tokenizer
     waiting: deque[Waiting] = deque()
     with child_processes(workers) as pool:
-        # all processes fork now, before reading `pieces` starts threads or takes memory
+        # fork all processes now, before reading `pieces` starts threads or uses memory
         pool.submit(encode_batch, folder, []).result()
         for batch in batches(pieces):
             journal = {"position": batch[-1].after, **counts()}
@@ -123,7 +126,7 @@ def encode_all(
 
 
 def result_of(batch: Waiting) -> Tokenized:
-    """Wait until a batch is encoded."""
+    """Wait until a batch is encoded, and return it."""
     encoded = []
     for piece, tokens in zip(batch.pieces, batch.tokens.result(), strict=True):
         encoded.append(
@@ -138,7 +141,7 @@ def result_of(batch: Waiting) -> Tokenized:
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Collect pieces in lists of about `BATCH_CHARACTERS`."""
+    """Group pieces into batches of about `BATCH_CHARACTERS`."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -153,12 +156,12 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode_batch(folder: Path, texts: list[tuple[str, bool]]) -> list[Tokens]:
-    """Encode each (text, whether it ends a document), in a tokenizing process."""
+    """Encode each (text, ends a document); runs in a worker process."""
     return cached_tokenizer(folder).encode_pieces(texts)
 
 
 @functools.cache
 def cached_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer in `folder` once."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    """Load the tokenizer in `folder`, once per process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     return load_tokenizer(folder)

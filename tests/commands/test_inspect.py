@@ -217,7 +217,7 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     np.array([*b"x", 300], "<u2").tofile(tmp_path / "val.bin")
     problems = reported(capsys, tmp_path, "--tokenizer", "bytes", code=3)["problems"]
     assert len(problems) == 1
-    assert "300 beyond the vocabulary of 257" in problems[0]
+    assert "300, beyond the vocabulary of 257" in problems[0]
 
 
 def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ def test_pickles_in_a_folder_of_ours_are_never_executed(
     assert name in refused(corpus, capsys, small_run(*SHORT))
     if name.endswith(".npy"):
         for content in (pickled(canary), object_array(corpus / "x.npy", canary)):
-            (corpus / name).write_bytes(content.ljust(size, b"\0"))  # the size in the index
-            with pytest.raises(DataError, match=r"no \.npy file|holds object"):
+            (corpus / name).write_bytes(content.ljust(size, b"\0"))  # of the size in the index
+            with pytest.raises(DataError, match=r"not a valid \.npy file|holds object"):
                 open_data(str(corpus), "train", DataConfig())[0].read(0, 0, 1)
         assert name in refused(corpus, capsys, small_run(*SHORT))
     assert not canary.exists()

@@ -207,7 +207,7 @@ def test_a_full_disk_is_reported_and_continued_from(
 
     with monkeypatch.context() as patch:
         at_each_write(patch, full)
-        with pytest.raises(UserError, match=r"No space left.*run the same command again: it"):
+        with pytest.raises(UserError, match=r"No space left.*run the same command again to"):
             prepare(config, out)
     check_nothing_half(out)
     capsys.readouterr()
@@ -225,9 +225,7 @@ def test_ctrl_c_keeps_what_is_made_and_says_so(
     stop_after(monkeypatch, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         prepare(config, out)
-    assert "made.partial is kept; run the same command again: it resumes" in (
-        capsys.readouterr().err
-    )
+    assert "made.partial is kept; run the same command again to resume" in (capsys.readouterr().err)
     prepare(config, out)
     assert "resuming from 1,969 tokens" in capsys.readouterr().err
 
@@ -279,9 +277,8 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "progress.json").unlink(), "progress.json is missing or damaged"),
     (lambda f: edit(f, version=9), "another version"),
     (lambda f: edit(f, splits={"train": {}}), "progress.json is missing or damaged"),
-    (lambda f: os.truncate(f / "train_000000.npy", 500), "train_000000.npy holds"),
-    # the last, since it remains when the folder is deleted
-    (other_tokenizer, "the tokenizer has changed"),
+    (lambda f: os.truncate(f / "train_000000.npy", 500), "train_000000.npy is missing, or shorter"),
+    (other_tokenizer, "the tokenizer has changed"),  # the last: it outlives the folder
 ]
 
 
@@ -349,8 +346,8 @@ def broken_disk(*_: object) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"val_fraction": 0.2}, r"val_fraction: 0\.1, requested 0\.2\); repeat .*made\.partial to"),
-        ("newer", r"partial was begun with another text.*remove .*partial"),
+        ({"val_fraction": 0.2}, r"val_fraction: 0\.1, requested 0\.2\); run .*made\.partial to"),
+        ("newer", r"partial was begun with other text.*remove .*partial"),
         ("load_tokenizer", "cannot be fetched"),
         ("read_json", "Input/output error"),
     ],
@@ -433,7 +430,7 @@ def test_ctrl_c_ends_the_training_of_a_tokenizer(
 def test_a_strange_file_is_never_removed(stopped: PrepareConfig, out: Path) -> None:
     (partial(out) / "thesis.txt").write_text("mine")
     (partial(out) / "progress.json").unlink()
-    with pytest.raises(UserError, match=r"made\.partial, where .* holds thesis\.txt; it is left"):
+    with pytest.raises(UserError, match=r"made\.partial is .* holds thesis\.txt; remove that"):
         prepare(stopped, out)
     assert (partial(out) / "thesis.txt").read_text() == "mine"
 

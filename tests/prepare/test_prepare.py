@@ -168,8 +168,8 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     (path / "000.txt").write_text("something longer than what was there before, not prepared")
     assert not prepare(config, out)
     assert capsys.readouterr().err == (
-        f"WARNING: the files that are read of {path} are not those that {out} was prepared from; "
-        "the folder is left unchanged: delete it to prepare again\n"
+        f"WARNING: the files of {path} have changed since {out} was prepared; delete the folder to "
+        "prepare it again\n"
     )
     shutil.rmtree(path)
     assert not prepare(config, out)
@@ -217,7 +217,7 @@ def test_a_killed_worker_is_reported(
 ) -> None:
     monkeypatch.setattr(f"accel_gpt.prepare.{work}", die)
     config = replace(config, tokenizer="bpe" if work.startswith("prepare") else "bytes")
-    with pytest.raises(UserError, match=r"was killed.*fewer data\.prepare\.workers"):
+    with pytest.raises(UserError, match=r"was killed.*lower data\.prepare\.workers"):
         prepare(config, out)
     assert not out.exists()
 

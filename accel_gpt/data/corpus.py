@@ -54,7 +54,7 @@ class Corpus:
     evaluated: Mapping[str, tuple[EvalSplit, ...]]  # keys: train and val
     vocab_size: int  # the model's vocabulary, at least as large as the tokenizer's
     document_end: int | None  # the token at which attention ends; None without data.document_mask
-    commits: Mapping[str, str]  # URL in a repository of the Hub -> commit
+    commits: Mapping[str, str]  # URL of a Hub repository -> commit
 
     @property
     def fingerprint(self) -> str:

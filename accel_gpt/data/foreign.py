@@ -71,13 +71,13 @@ class DataFolder:
 
     @property
     def is_foreign(self) -> bool:
-        """Return whether another project wrote the folder: it has no index."""
+        """Return whether another project wrote the folder, so that it has no index."""
         exists = self.remote is not None or self.path.is_dir()
         return exists and not (self.path / INDEX).exists()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer of a folder that this project wrote."""
+        """Load the tokenizer of a folder that has an index."""
         return load_tokenizer(self.path)
 
     @cached_property

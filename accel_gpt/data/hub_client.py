@@ -90,7 +90,7 @@ def download_repo(name: str, *patterns: str) -> Path:
 
 
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE is set: the Hub's client then sends no request."""
+    """Return whether HF_HUB_OFFLINE is set, so that `huggingface_hub` sends no request."""
     from huggingface_hub import constants
 
     return constants.is_offline_mode()
@@ -138,7 +138,7 @@ def user_error(
     if isinstance(error, errors.RepositoryNotFoundError) and action == "read":
         what = "neither a local folder nor a repository"
         if repo_type != "model":
-            what = f"no {repo_type} repository"
+            what = f"not a {repo_type} repository"
         return UserError(
             f"{repo} is {what} on the Hub that you can read; check its name, or log in with "
             "hf auth login"
@@ -158,16 +158,16 @@ def user_error(
 
 
 def not_cached(repo: str, repo_type: str) -> str:
-    """Say that the Hub's cache lacks files of a repository, and what to do without a network."""
+    """Return the reason and fix for files that are missing in the Hub's cache while offline."""
     option = "" if repo_type == "model" else f" --repo-type {repo_type}"
     return (
-        "HF_HUB_OFFLINE is set, and the cache of the Hub lacks some of its files; unset it, or "
-        f"first run `hf download {repo}{option}` with a network"
+        "HF_HUB_OFFLINE is set, and the cache of the Hub lacks some of its files; unset "
+        f"HF_HUB_OFFLINE, or first run `hf download {repo}{option}` on a node with network"
     )
 
 
 def no_progress_bar() -> Any:
-    """Return a class of progress bars for the client that shows nothing."""
+    """Return a class of progress bars for `huggingface_hub` that prints nothing."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class NoProgressBar(tqdm):
@@ -202,8 +202,8 @@ def describe_dataset_error(
     missing = {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError"}
     if is_offline() and names & (unreachable | missing):
         advice = (
-            "HF_HUB_OFFLINE is set, and its cache lacks the data set: unset it, or prepare the "
-            "data where there is a network"
+            "HF_HUB_OFFLINE is set, and the cache lacks the data set: unset HF_HUB_OFFLINE, or "
+            "prepare the data on a node with network"
         )
     elif "GatedRepoError" in names or any("gated dataset" in text for text in texts):
         advice = f"it is gated: accept its terms at https://hf.co/datasets/{dataset}, then {log_in}"

@@ -1,9 +1,9 @@
-"""Data folders in a repository of the Hub: `hf://datasets/user/name[@revision][/folder]`.
+"""Read data folders in a repository of the Hub: `hf://datasets/user/name[@revision][/folder]`.
 
 `hf_hub_download` downloads the files into the Hub's cache, with Xet if hf_xet is installed. All
-files are of one commit. The cache of `remote.py` holds a link to each shard that was downloaded
-here. Linked shards count toward its limit, and the one that was used longest ago is removed from
-the Hub's cache. Shards that another program downloaded have no link, and are never removed.
+files belong to one commit. The cache of `remote.py` holds a link to each shard that this module
+downloaded. Linked shards count toward its limit. To make room, the least recently used shard is
+removed from the Hub's cache. Shards that another program downloaded have no link and stay.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ SHA256_DIGITS = 64
 
 
 def is_repository(url: str) -> bool:
-    """Return whether `url` is in a repository of the Hub; buckets have no commits."""
+    """Return whether `url` is in a repository of the Hub; a bucket has no commits and is not."""
     return url.startswith("hf://") and not url.startswith("hf://buckets/")
 
 
 class HubFolder(RemoteFolder):
     """A data folder in a repository of the Hub, at one commit.
 
-    `commit`: None for the newest one of the revision in `url`. If the Hub cannot be reached, this
-    is the newest one in the Hub's cache. `cache_dir`: None for the Hub's cache (HF_HUB_CACHE).
-    Raises `UserError` if there is no such repository or revision.
+    `commit`: None for the newest commit of the revision in `url`; if the Hub cannot be reached, the
+    newest commit in the Hub's cache. `cache_dir`: None for the Hub's cache (HF_HUB_CACHE).
+    Raises `UserError` if the repository or the revision does not exist.
     """
 
     tries = 2  # huggingface_hub retries each request itself, for about 20 s
@@ -53,19 +53,19 @@ class HubFolder(RemoteFolder):
         try:
             uri = parse_hf_uri(self.store.url)
         except HfUriError as error:
-            raise UserError(f"{url} is no address on the Hub: {error}") from None
+            raise UserError(f"{url} is not a URL on the Hub: {error}") from None
         self.repo = uri.id
         self.repo_type = uri.type
         self.path_in_repo = uri.path_in_repo
         self.hub_cache = str(self.root) if cache_dir else None
-        self.verified: set[str] = set()  # shards without a link whose content is right
+        self.verified: set[str] = set()  # verified shards without a link
         snapshot = self.retry(partial(self.download_small_files, commit or uri.revision))
         self.commit = snapshot.name
         self.folder = snapshot / self.path_in_repo
 
     @property
     def description(self) -> str:
-        """Return what the first lines of a run call the folder."""
+        """Return the name of the folder in the first lines of a run."""
         return f"{self.store.url} at commit {self.commit[:12]}"
 
     def in_repo(self, name: str) -> str:
@@ -76,7 +76,7 @@ class HubFolder(RemoteFolder):
         """Download index and tokenizer; return the folder of the commit in the Hub's cache."""
         from huggingface_hub import snapshot_download
 
-        # every repository has .gitattributes: the client warns if no file matches
+        # every repository has .gitattributes, and huggingface_hub warns if no file matches
         patterns = [".gitattributes", *(escape(self.in_repo(name)) for name in SMALL_FILES)]
         with self.explained(revision=revision):
             snapshot = snapshot_download(
@@ -90,7 +90,7 @@ class HubFolder(RemoteFolder):
         return Path(snapshot)
 
     def download(self, name: str) -> Path:
-        """Download a file; return its path in the Hub's cache, a link there."""
+        """Download a file; return its path (a link) in the Hub's cache."""
         from huggingface_hub import hf_hub_download
 
         with self.explained(name, self.commit):
@@ -106,7 +106,7 @@ class HubFolder(RemoteFolder):
 
     @contextmanager
     def explained(self, name: str = "", revision: str | None = None) -> Iterator[None]:
-        """Turn any error of the Hub's client into an `Unreachable` or a `UserError`."""
+        """Turn errors of `huggingface_hub` into an `Unreachable` or a `UserError`."""
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         try:
@@ -122,7 +122,7 @@ class HubFolder(RemoteFolder):
     # ----------------------------------------------------------------------- files
 
     def list(self) -> dict[str, FileInfo]:
-        """List the files of the folder; without a network, those in the Hub's cache."""
+        """List the files of the folder; if offline, list its files in the Hub's cache."""
         self.infos.update(self.list_cached() if is_offline() else self.retry(self.list_repository))
         return self.infos
 
@@ -148,8 +148,7 @@ class HubFolder(RemoteFolder):
     def list_cached(self) -> dict[str, FileInfo]:
         """List the files of the folder in the Hub's cache.
 
-        The cache names a file by its SHA-256 if it is stored with Xet or LFS, else by its id in
-        git.
+        The cache names a blob by its SHA-256 if it is stored with Xet or LFS, else by its git id.
         """
         found = {}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -160,18 +159,18 @@ class HubFolder(RemoteFolder):
         return found
 
     def fetch_small_file(self, name: str) -> Path:
-        """Return the file in the Hub's cache, which is downloaded if it is not there."""
+        """Return the path of a file in the Hub's cache, after downloading it if needed."""
         path = self.folder / name
         if path.exists():
             return path
-        if name in SMALL_FILES:  # they were downloaded, if the repository has them
+        if name in SMALL_FILES:  # already downloaded if the repository has it
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
         return self.retry(partial(self.download, name), name)
 
     # ----------------------------------------------------------------------- shards
 
     def path(self, name: str) -> Path:
-        """Return where the Hub's cache has a shard."""
+        """Return the path of a shard in the Hub's cache."""
         return self.folder / name
 
     def is_kept(self, name: str) -> bool:
@@ -179,25 +178,25 @@ class HubFolder(RemoteFolder):
         return self.path(name).exists() and not self.shard_path(name).is_symlink()
 
     def room_needed(self, name: str) -> int:
-        """Return the bytes that a shard needs in the cache of `data.cache_gb`."""
+        """Return the bytes of a shard that count toward `data.cache_gb`."""
         return 0 if self.is_kept(name) else super().room_needed(name)
 
     def fetch_shard(self, name: str, wait: bool = True) -> Path:
-        """Return a shard in the Hub's cache, which is downloaded if it is not there."""
+        """Return the path of a shard in the Hub's cache, after downloading it if needed."""
         if name not in self.infos or not self.is_kept(name):
             return super().fetch_shard(name, wait)
         if name not in self.verified:
             problem = self.find_problem(name, self.path(name))
             if problem:
                 raise DataError(
-                    f"{self.path(name)} is not the shard that its index describes: {problem}; "
-                    "remove it and launch again"
+                    f"{self.path(name)} does not match its index: {problem}; remove it and launch "
+                    "again"
                 )
             self.verified.add(name)
         return self.path(name)
 
     def download_shard(self, name: str, path: Path, wait: bool) -> None:
-        """Download a shard into the Hub's cache, check it, and link it at `path`."""
+        """Download a shard into the Hub's cache, verify it, and create a link to it at `path`."""
         part = path.with_name(f".{path.name}.part")
         try:
             self.make_room(part, self.infos[name].size, wait)
@@ -218,7 +217,7 @@ class HubFolder(RemoteFolder):
         return cached
 
     def find_problem(self, name: str, path: Path) -> str:
-        """Return what is wrong with the content of a shard; empty if nothing is."""
+        """Return the problem with the content of a shard; empty if it is correct."""
         info = self.infos[name]
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -42,10 +42,7 @@ class TrainedSource:
 
 
 def trained_sources(state: Mapping[str, Any]) -> list[TrainedSource]:
-    """Return the sources of a state.
-
-    A state that lists no sources was written by an earlier version and had one source.
-    """
+    """Return the sources of a state. A state that lists no sources had one source."""
     one = TrainedSource(name="data", weight=1.0, fingerprint=state["data_fingerprint"])
     return state["data_sources"] or [one]
 
@@ -75,8 +72,8 @@ def open_sources(
 def open_folder(path: str, data: DataConfig) -> DataFolder:
     """Open a data folder or URL.
 
-    The index and tokenizer of a URL are downloaded now, and each shard before its use. Raises
-    `UserError` if there is no such URL; `open_data` raises it if there is no such folder.
+    Download the index and tokenizer of a URL now; each shard is downloaded before it is read.
+    Raises `UserError` if the URL does not exist. For a local folder, `open_data()` checks this.
     """
     if not is_url(path):
         return DataFolder(Path(path))
@@ -89,13 +86,13 @@ def open_folder(path: str, data: DataConfig) -> DataFolder:
     with contextlib.suppress(Missing):  # shards of another project have no index
         remote.fetch(INDEX)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            with contextlib.suppress(Missing, Refused):  # S3 refuses files that do not exist
+            with contextlib.suppress(Missing, Refused):  # S3 may answer 403 for a missing file
                 remote.fetch(name)
     return DataFolder(remote.folder, remote)
 
 
 def newest_commit(url: str, data: DataConfig) -> str:
-    """Return the newest commit of the repository that `url` names, or the cached one if offline."""
+    """Return the newest commit of the repository in `url`; if offline, the newest cached commit."""
     return HubFolder(url, data.cache_dir, data.cache_gb).commit
 
 

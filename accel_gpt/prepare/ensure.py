@@ -147,7 +147,7 @@ def exiting_on_signals() -> Iterator[None]:
         yield
     except SystemExit:
         if received and is_main():
-            write_err(f"{received[0]}: stopped the preparation; launch the same command again")
+            write_err(f"{received[0]}: preparation stopped; launch the same command again")
         raise
     finally:
         for number, handler in handlers.items():
@@ -168,7 +168,7 @@ def start_prepare(
         secret=json.dumps(settings, ensure_ascii=False),
         stdin=None,  # inherited, because the text may come from it
         stdout=stdout,
-        own_group=settings["path"] != "-",  # only this process answers a Ctrl-C
+        own_group=settings["path"] != "-",  # only this process receives Ctrl-C
     )
 
 

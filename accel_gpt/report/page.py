@@ -1,8 +1,8 @@
 """Write the report of runs as one HTML page that needs no network.
 
-Fills in the template `page.html`, with `page.css` and `page.js` inside it. A
-Content-Security-Policy with their hashes lets a browser run nothing else. Anybody can have written
-the texts of a run, so Jinja2 escapes them.
+Renders the template `page.html`, with `page.css` and `page.js` embedded. A Content-Security-Policy
+with their hashes blocks all other scripts and styles. The texts of a run are untrusted, so Jinja2
+escapes them.
 """
 
 import base64
@@ -32,11 +32,11 @@ from accel_gpt.report.payload import (
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
 
-MOST_STEPS = 12  # with samples, of one run
-MOST_TEXTS = 8  # of one step
+MOST_STEPS = 12  # steps with samples to show per run
+MOST_TEXTS = 8  # samples to show per step
 LONGEST_TEXT = 3000  # characters of a sample
 LONGEST_VALUE = 400  # characters of a value of the config
-ERROR_ENDINGS = ("_se", "_stderr")  # of the key of a standard error
+ERROR_ENDINGS = ("_se", "_stderr")  # endings of the keys of standard errors
 # metrics under eval/ that the page shows outside "Evaluations"
 SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte")
 BEST_LOSS = "best val loss"
@@ -55,7 +55,7 @@ def build_page(
     """Return the whole page.
 
     `series` describes a sweep or a ladder: `heading`, `image` (a PNG as base64, or None), `lines`
-    of text, and `rows` of a table, whose first row names its columns.
+    of text, and `rows` of a table. The first row is the header.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
@@ -91,7 +91,7 @@ def build_page(
 
 
 def drop_unprintable(value: object) -> object:
-    """Return a value of the template, without control characters if it is a text."""
+    """Remove control characters from a text of the template; return other values unchanged."""
     is_markup = hasattr(value, "__html__")
     if not isinstance(value, str) or is_markup:
         return value
@@ -122,14 +122,14 @@ def explain_curves(runs: Sequence[NamedRun]) -> list[str]:
         notes.append(f"Only the first {MOST_MARKS} marks of a run are drawn.")
     if not same_tokenizer(runs):
         notes.append(
-            "The runs have different tokenizers: compare their bits per byte, not their losses in "
+            "The runs have different tokenizers. Compare their bits per byte, not their losses in "
             "nats per token."
         )
     if any(is_thinned(run) for run in runs):
         notes.append(
-            f"Curves of more than {MOST_POINTS:,} points are thinned: the lowest and the highest "
-            "value of each bucket are drawn, the smoothed curve is that of the means. "
-            "metrics.jsonl has all values."
+            f"Curves of more than {MOST_POINTS:,} points are thinned to the lowest and the highest "
+            "value of each bucket. Smoothing uses the means of the buckets. metrics.jsonl has all "
+            "values."
         )
     return notes
 
@@ -138,12 +138,12 @@ def explain_curves(runs: Sequence[NamedRun]) -> list[str]:
 
 
 class Result(NamedTuple):
-    """A number that a run is judged by."""
+    """A final metric of a run."""
 
     label: str
     value: str
-    step: int | None = None  # at which it was reached
-    loss: float = math.nan  # loss or bits per byte, to compare runs by
+    step: int | None = None  # step of the value
+    loss: float = math.nan  # loss or bits per byte, by which runs are compared
 
 
 def final_results(run: NamedRun) -> list[Result]:
@@ -183,9 +183,9 @@ def final_results(run: NamedRun) -> list[Result]:
 
 
 def compare_results(runs: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return `labels` of results, and `rows` with a value and whether it is the best, for each run.
+    """Return `labels` of results, and a row for each run: values, each with whether it is the best.
 
-    Losses in nats per token compare runs of one tokenizer, bits per byte runs of several.
+    The best is the lowest loss if the runs have the same tokenizer, else the lowest bits per byte.
     """
     results = [{result.label: result for result in final_results(run)} for run in runs]
     labels = list(dict.fromkeys(label for of_run in results for label in of_run))
@@ -207,7 +207,7 @@ def compare_results(runs: Sequence[NamedRun]) -> dict[str, Any]:
 
 
 def same_tokenizer(runs: Sequence[NamedRun]) -> bool:
-    """Return whether all runs have one tokenizer, as far as they recorded it."""
+    """Return whether all runs recorded the same tokenizer."""
     found = {
         (
             str(run.last_launch("data", "tokenizer")),
@@ -223,7 +223,7 @@ def same_tokenizer(runs: Sequence[NamedRun]) -> bool:
 
 
 def facts_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
-    """Return the facts of the runs: a row each, with one value if all runs agree."""
+    """Return a row for each fact, with one value if all runs agree, else a value for each run."""
     facts = [run_facts(run) for run in runs]
     rows = []
     for name in facts[0]:
@@ -304,7 +304,7 @@ def describe_hardware(run: NamedRun) -> str:
 
 
 def evaluations_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
-    """Return the newest values of HellaSwag and other tasks: a row each, a value for each run."""
+    """Return a row for HellaSwag and each evaluation without a plot: a value for each run."""
     drawn = {key for plot in PLOTS for key in plot.keys} - {"eval/hellaswag_acc_norm"}
     keys = dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
     rows = []
@@ -316,7 +316,10 @@ def evaluations_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
 
 
 def newest_value(run: NamedRun, key: str) -> str:
-    """Return the last value of a metric with its standard error, and its step if it is older."""
+    """Return the last value of a metric with its standard error.
+
+    The step is added if the run has a later record.
+    """
     steps, values = run.metrics.curve(key)
     if not len(values):
         return ""
@@ -331,7 +334,7 @@ def newest_value(run: NamedRun, key: str) -> str:
 
 
 def sample_columns(run: NamedRun, number: int) -> dict[str, Any]:
-    """Return the texts that a run sampled, at up to `MOST_STEPS` steps spread evenly."""
+    """Return the samples of a run at up to `MOST_STEPS` steps, evenly spaced."""
     steps = list(run.samples)
     chosen = sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_STEPS)})
     columns = []
@@ -350,9 +353,10 @@ def cut_sample(text: str) -> str:
 
 
 def config_tables(runs: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return `rows` of settings that are worth showing, and `all` settings of a single run.
+    """Return the tables of settings: `rows`, and `all` settings of a single run.
 
-    Of one run `rows` are the settings that are not the default, of several those that differ.
+    For one run, `rows` are the settings that are not the default. For several runs, they are the
+    settings that differ.
     """
     configs = [run.config for run in runs]
     if len(runs) == 1:
@@ -376,6 +380,6 @@ def settings_rows(
 
 
 def in_one_line(value: Any) -> str:
-    """Return a value of the config as YAML writes it on one line."""
+    """Return a value of the config on one line, cut after `LONGEST_VALUE` characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

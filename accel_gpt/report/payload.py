@@ -1,4 +1,4 @@
-"""Turn the metrics of runs into the plain data that the script of a report draws.
+"""Convert the metrics of runs to the JSON data that `page.js` draws.
 
     runs        [{name, clock {step, tokens, seconds}, flops_per_token, marks [{step, kind, text}]}]
     panels      [{name, title, unit, log, smooth, low, guides [{value, label}],
@@ -6,7 +6,8 @@
     reference   {clock, flops_per_token, s, v}, or null
 
 `s` are steps and `v` values. A curve with more than `MOST_POINTS` is thinned: `v` has the lowest
-and the highest value of each bucket; `m` has the means, which are smoothed, at the steps `ms`.
+and the highest value of each bucket. `m` has the means of the buckets at the steps `ms`, for
+smoothing.
 """
 
 import itertools
@@ -22,13 +23,13 @@ from accel_gpt.config.plan import plural
 from accel_gpt.report.runs import NamedRun
 from accel_gpt.training.run_folder import Floats, Metrics
 
-MOST_POINTS = 1600  # of a curve, drawn on some 1,200 pixels
-MOST_MARKS = 400  # of a run
+MOST_POINTS = 1600  # points per curve, for about 1,200 pixels
+MOST_MARKS = 400  # marks per run
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of the page. A key that ends with a slash stands for all keys that begin with it."""
+    """A plot of the page. A key that ends with a slash matches all keys with that prefix."""
 
     name: str
     title: str
@@ -37,7 +38,7 @@ class Plot:
     log: bool = False  # logarithmic axis of the values
     factor: float = 1.0  # converts a recorded value to `unit`
     smooth: bool = False
-    low: bool = False  # lower is better: the best value is labelled, the first drop may be cut
+    low: bool = False  # lower is better: label the lowest value; the first drop may be cut off
 
     def recorded_keys(self, metrics: Metrics) -> list[str]:
         """Return the keys of the plot that a run recorded."""
@@ -63,22 +64,22 @@ PLOTS = (
     Plot("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
     Plot("memory", "Peak memory", "GB", ("perf/memory_gb",)),
 )
-# names of curves in a plot of several keys
+# names of the curves in a plot with several keys
 NAMES = MappingProxyType(
     {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}
 )
-# indices of colors in a report of one run, in which val has the same color everywhere
+# color indices for a report of one run; val has the same color in every plot
 COLORS = MappingProxyType({"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2})
 HELLASWAG = (
     (25.0, "random", ""),
     (29.55, "GPT-2 124M", "https://github.com/karpathy/build-nanogpt/blob/master/hellaswag.py"),
     (33.7, "GPT-3 124M", "https://arxiv.org/abs/2005.14165"),
 )
-"""acc_norm in percent: one of four endings; completion style; table H.1, zero-shot."""
+"""acc_norm in percent: random choice of four endings; completion style; table H.1, zero-shot."""
 
 
 def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the data that the page draws, as the module describes it."""
+    """Return the data of the page, in the format of the module's docstring."""
     plots = [plot_entry(plot, runs, reference) for plot in PLOTS]
     return {
         "runs": [
@@ -110,7 +111,7 @@ def clock_entry(metrics: Metrics) -> dict[str, Any]:
 def plot_entry(
     plot: Plot, runs: Sequence[NamedRun], reference: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return one plot of all runs."""
+    """Return the entry of one plot, with the curves of all runs."""
     keys = list(dict.fromkeys(key for run in runs for key in plot.recorded_keys(run.metrics)))
     keys.sort(key=lambda key: plot.keys.index(key) if key in plot.keys else 0)
     single = len(runs) == 1
@@ -151,7 +152,7 @@ def plot_entry(
 
 
 def curve_style(key: str) -> str:
-    """Return how the curve of a metric is drawn: line, dashed or dots."""
+    """Return the style of a metric's curve: line, dashed or dots."""
     if key == "eval/train_loss":
         return "dashed"
     return "dots" if key.startswith("eval/") else "line"
@@ -160,7 +161,7 @@ def curve_style(key: str) -> str:
 def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
     """Return steps and values of a curve, thinned if it has more than `MOST_POINTS`."""
     steps, values = metrics.curve(key)
-    values = np.clip(values, -1e200, 1e200) * plot.factor  # so that no mean or axis overflows
+    values = np.clip(values, -1e200, 1e200) * plot.factor  # means and axes must not overflow
     if len(values) <= MOST_POINTS:
         return {"s": six_digits(steps), "v": six_digits(values)}
     kept = thin(values, MOST_POINTS)
@@ -172,7 +173,7 @@ def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
 
 
 def guide_lines(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return horizontal lines to compare with."""
+    """Return the horizontal guide lines of a plot, each with value and label."""
     if plot.name == "hellaswag":
         return [{"value": value, "label": f"{name} {value:g} %"} for value, name, _ in HELLASWAG]
     if plot.name == "loss" and reference:
@@ -184,7 +185,7 @@ def guide_lines(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[st
 
 
 def reference_entry(reference: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the curve of a reference; None without one."""
+    """Return the curve of a reference; None if there is no curve."""
     if not reference or not reference["curve"]["step"]:
         return None
     curve = reference["curve"]
@@ -197,7 +198,7 @@ def reference_entry(reference: Mapping[str, Any] | None) -> dict[str, Any] | Non
 
 
 def all_marks(run: NamedRun) -> list[dict[str, Any]]:
-    """Return where the run was resumed, where updates were skipped, and where the loss spiked."""
+    """Return marks at the resumes, the skipped updates and the loss spikes of a run."""
     marks: list[dict[str, Any]] = []
     for step, times in run.resumes():
         text = f"resumed at step {step:,}"
@@ -210,7 +211,7 @@ def all_marks(run: NamedRun) -> list[dict[str, Any]]:
 
 
 def count_marks(run: NamedRun, key: str, kind: str, noun: str) -> list[dict[str, Any]]:
-    """Return a mark at each record in which a count of the run has grown."""
+    """Return a mark at each record in which the counter `key` grew."""
     marks = []
     steps, counts = run.metrics.curve(key)
     counts_before = np.concatenate([[0.0], counts[:-1]])
@@ -225,7 +226,7 @@ def count_marks(run: NamedRun, key: str, kind: str, noun: str) -> list[dict[str,
 
 
 def is_thinned(run: NamedRun) -> bool:
-    """Return whether a curve has more points than are drawn."""
+    """Return whether a curve of the run is thinned."""
     return any(len(rows) > MOST_POINTS for rows, _ in run.metrics.columns.values())
 
 
@@ -233,9 +234,9 @@ def is_thinned(run: NamedRun) -> bool:
 
 
 def thin(values: Floats, most: int) -> npt.NDArray[np.int64]:
-    """Return indices (m,), m <= `most`, of values that look the same when drawn.
+    """Return indices (m,), m <= `most`, of the values to draw.
 
-    They are the first and the last value, and the smallest and the largest of each bucket, so that
+    They are the first and the last value, and the minimum and the maximum of each bucket, so that
     no spike is lost.
     """
     if len(values) <= most:
@@ -254,10 +255,10 @@ def bucket_means(values: Floats, buckets: int) -> Floats:
 
 
 def bucket_edges(count: int, buckets: int) -> list[int]:
-    """Return where buckets of equally many values begin, and the end of the last one."""
+    """Return the starts of `buckets` equal buckets of `count` values, and the end of the last."""
     return [count * i // buckets for i in range(buckets + 1)]
 
 
 def six_digits(values: Floats) -> list[float | int]:
-    """Round values to six digits, more than a plot shows; whole numbers stay whole."""
+    """Round values to six significant digits; whole numbers below 1e15 become exact integers."""
     return [int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}") for v in values.tolist()]

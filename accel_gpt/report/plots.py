@@ -1,4 +1,4 @@
-"""Draw the losses of a run, and the law of a ladder, as PNG with matplotlib; needs no display."""
+"""Draw the loss curves of a run, and the scaling law of a ladder, as PNG; needs no display."""
 
 import io
 from collections.abc import Iterable, Mapping
@@ -13,16 +13,16 @@ from accel_gpt.training.run_folder import Floats, read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# the colors of page.css in light mode
+# colors of page.css in light mode
 COLORS = ("#2f63b8", "#d1432f", "#1b8a6b", "#8a4fbe", "#b8860b", "#0f8aa8", "#b83a7a", "#667085")
 INK = "#1c2024"
 GREY = "#9a9a94"
-NEIGHBORS = 60  # smoothing averages 1 / 60 of the points on both sides, as the page does at first
-START = 0.06  # share of a curve that may lie above the plot, so that the rest can be read
+NEIGHBORS = 60  # smoothing averages 1 / 60 of the points on each side, the page's default
+MARGIN = 0.06  # space above and below the curves, as a share of their range
 
 
 def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write train and val loss over tokens, from the records of a metrics.jsonl, as a PNG."""
+    """Write a PNG of train and val loss over tokens from the records of a metrics.jsonl."""
     from matplotlib.figure import Figure
 
     metrics = read_metrics(dict(record) for record in records)
@@ -48,7 +48,7 @@ def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     if late:
         low = min(values.min() for values in late)
         high = max(values.max() for values in late)
-        margin = START * (high - low or abs(high) or 1)
+        margin = MARGIN * (high - low or abs(high) or 1)
         axes.set_ylim(low - margin, high + margin)
         axes.legend(loc="upper right", frameon=False, fontsize=13, labelcolor=INK)
     figure.savefig(path, format="png", metadata={"Software": None})
@@ -57,8 +57,8 @@ def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
 def smoothed(values: Floats) -> Floats:
     """Return the means (n,) of `values` (n,) over the neighbors on both sides.
 
-    The start, where a loss falls fast, has fewer neighbors. Unlike an exponential mean it does not
-    lag behind.
+    Near the start, where a loss falls fast, fewer neighbors are used. Unlike an exponential mean,
+    this mean does not lag behind.
     """
     index = np.arange(len(values))
     reach = np.minimum(len(values) // NEIGHBORS, index // 8)
@@ -70,7 +70,7 @@ def smoothed(values: Floats) -> Floats:
 
 
 def ladder_png(ladder: Ladder) -> bytes:
-    """The rungs of a ladder over their FLOPs, the law of each size with its band; residuals."""
+    """Return a PNG of a ladder: rungs and fitted law over FLOPs, with bands and residuals."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
@@ -100,14 +100,14 @@ def ladder_png(ladder: Ladder) -> bytes:
     above.set_xlabel("")
     below.set_xlabel("FLOPs", fontsize=14, color=INK)
     below.axhline(0, color=GREY, linewidth=1)
-    title = f"lines: the law of each size; bands: {LEVEL:.0%} of runs"
+    title = f"lines: fitted law of each size; bands: {LEVEL:.0%} of runs"
     above.legend(frameon=False, fontsize=13, labelcolor=INK, title=title, title_fontsize=13)
     figure.savefig(drawn, format="png", metadata={"Software": None})
     return drawn.getvalue()
 
 
 def style_axes(axes: "Axes", title: str) -> None:
-    """Label the y axis; large ticks, a light grid."""
+    """Label the y axis, and set large tick labels and a light grid."""
     from matplotlib.ticker import FuncFormatter
 
     readable = FuncFormatter(lambda value, _: short(value))
@@ -123,7 +123,7 @@ def style_axes(axes: "Axes", title: str) -> None:
 
 
 def short(value: float) -> str:
-    """Write a number with four digits and a unit: 1500000 as 1.5M."""
+    """Format a number with four digits and a suffix: 1500000 as 1.5M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"

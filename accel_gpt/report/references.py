@@ -4,10 +4,11 @@ Reads `configs/references/NAME.json`, with the keys `title`, `source` (a URL or 
 `config`, `commit`, `hardware`, `flops_per_token`; `match` with any of `model`, `vocab_size`,
 `data_fingerprint`, `data_prepared` and `data_folder`; `curve` with lists `step`, `tokens`,
 `seconds` and `val_loss`; and `points`, values without a curve: `label` and `val_loss`.
-`write_reference` makes such a file from a run. NAME_ladder.json is another: `cost/scaling.py`.
+`write_reference()` writes such a file from a run. NAME_ladder.json has another format: see
+`cost/scaling.py`.
 
-A run matches if its model, vocabulary and data equal those in `match`. The data is known by its
-fingerprint, by the text that `data.prepare` made it from, or by the name of its folder.
+A run matches if its model, vocabulary and data equal the values in `match`. Data is equal if it has
+the same fingerprint, the same settings of `data.prepare`, or the same folder name.
 """
 
 import json
@@ -31,14 +32,14 @@ from accel_gpt.training.run_folder import is_number
 
 
 def matched_defaults(section: ModelConfig | PrepareConfig) -> MappingProxyType[str, Any]:
-    """Return the options that a run must have in common with a reference, with their defaults."""
+    """Return the options in which a run must equal a reference, with their defaults."""
     kind: Any = type(section)
     described = own_options(kind)
     found = {name: value for name, value in asdict(section).items() if described[name].matched}
     return MappingProxyType(found)
 
 
-# for fields that an older reference, or the config of an older run, lacks
+# used for fields that an older reference or the config of an older run lacks
 DEFAULTS = matched_defaults(ModelConfig())
 PREPARE_DEFAULTS = matched_defaults(PrepareConfig())
 FOLDERS = (Path("configs/references"), shipped_folder() / "references")
@@ -46,9 +47,10 @@ CURVE = ("step", "tokens", "seconds", "val_loss")
 
 
 def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any] | None:
-    """Return the reference of a name or path; for `auto` the one that the first run matches.
+    """Return the reference with a name or path; for `auto`, the one that the first run matches.
 
-    Raises `UserError` for an unknown name and for a file that is not a reference.
+    Returns None for `none`, and for `auto` if no reference matches. Raises `UserError` if the name
+    is unknown or the file is not a reference.
     """
     if requested == "none":
         return None
@@ -61,8 +63,8 @@ def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any
         return read_reference(Path(requested))
     require(
         requested in known,
-        f"--reference is {requested!r}; expected {', '.join(['none', 'auto', *sorted(known)])}, or "
-        "the path of a .json file",
+        f"--reference is {requested!r}; set it to {', '.join(['none', 'auto', *sorted(known)])}, "
+        "or the path of a .json file",
     )
     return read_reference(known[requested])
 
@@ -72,15 +74,15 @@ def write_reference(folder: str, path: str) -> None:
     [run] = open_runs([folder])
     require(
         run.state == "finished" and bool(run.metrics.keys("eval/val_loss")),
-        f"{folder} cannot become a reference curve: it is {run.status}; give a finished run that "
-        "has evaluated",
+        f"{folder} cannot become a reference curve: it is {run.status}; give a finished run with "
+        "evaluations",
     )
     content = json.dumps(make_reference(run), indent=1) + "\n"
     Path(path).write_text(content, encoding="utf-8")
 
 
 def make_reference(run: NamedRun) -> dict[str, Any]:
-    """Make the content of a reference file from a run that has evaluated."""
+    """Return the content of a reference file from a run that has val losses."""
     rows, losses = run.metrics.columns["eval/val_loss"]
     command = str(run.last_launch("command") or "")
     name = config_name(command)
@@ -108,7 +110,7 @@ def make_reference(run: NamedRun) -> dict[str, Any]:
 
 
 def read_reference(path: Path) -> dict[str, Any]:
-    """Read a reference; raise `UserError` if the file is not one."""
+    """Read a reference. Raises `UserError` if the file is not a reference."""
     try:
         found = read_json(path)
         curve = {key: list(found["curve"][key]) for key in CURVE}
@@ -132,13 +134,15 @@ def read_reference(path: Path) -> dict[str, Any]:
             "flops_per_token": flops if is_number(flops) else None,
         }
     except OSError as error:
-        raise UserError(f"--reference {path} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"--reference {path} cannot be read: {error.strerror}; check the path"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a reference curve: {error}") from None
 
 
 def matches_run(match: Mapping[str, Any], run: NamedRun) -> bool:
-    """Return whether a reference was measured for runs like this one."""
+    """Return whether a run has the model, vocabulary and data of a reference."""
     model = match.get("model")
     same_model = isinstance(model, dict) and DEFAULTS | model == shape_fields(run)
     same_vocabulary = match.get("vocab_size") == run.last_launch("model", "vocab_size")
@@ -146,7 +150,7 @@ def matches_run(match: Mapping[str, Any], run: NamedRun) -> bool:
 
 
 def same_data(match: Mapping[str, Any], run: NamedRun) -> bool:
-    """Return whether a run reads the data that a reference was measured on."""
+    """Return whether a run reads the data of a reference."""
     fingerprint = run.last_launch("data", "fingerprint")
     if fingerprint is not None and match.get("data_fingerprint") == fingerprint:
         return True
@@ -159,9 +163,9 @@ def same_data(match: Mapping[str, Any], run: NamedRun) -> bool:
 
 
 def preparation(run: NamedRun) -> dict[str, Any] | None:
-    """Return the options that made the data of a run; None if they do not name a text.
+    """Return the options that made the data of a run; None if they do not identify a text.
 
-    The path of a file names no text: another machine may have another text there.
+    A local path does not identify a text, because other machines may have other content there.
     """
     options = {
         name: run.config.get(f"data.prepare.{name}", value)
@@ -172,11 +176,11 @@ def preparation(run: NamedRun) -> dict[str, Any] | None:
 
 
 def shape_fields(run: NamedRun) -> dict[str, Any]:
-    """Return the fields of the config that decide the model's shape and initial weights."""
+    """Return the fields of the config that determine the model's shape and initial weights."""
     return {name: run.config.get(f"model.{name}", value) for name, value in DEFAULTS.items()}
 
 
 def config_name(command: object) -> str | None:
-    """Return the name of the config that a command trains: `x` for `train a/x.yaml`, `train x`."""
+    """Return the config name in a command: `x` for `train a/x.yaml` and for `train x`."""
     found = re.search(r"\btrain(?:\.py)? ('[^']+'|\S+)", str(command))
     return re.sub(r"\.ya?ml$", "", Path(found[1].strip("'")).name) if found else None

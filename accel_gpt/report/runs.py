@@ -1,4 +1,4 @@
-"""Open the runs of a report: each run's folder with its name, its state and its resumes."""
+"""Open the runs of a report, each with its name, state and resumes."""
 
 import os
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from accel_gpt.training.run_folder import RunFolder, is_number
 
 
 class NamedRun(RunFolder):
-    """A run's folder under a name that no other run of the report has."""
+    """The folder of a run, with a name that is unique in the report."""
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(path)
         self.name = name
-        # read before the metrics, so that a run that ends in between is complete
+        # read before the metrics: if the run ends in between, it counts as running
         self.running = self.in_use
 
     @cached_property
     def last_step(self) -> int:
-        """Return the last step that is known: a checkpoint may be newer than the last record."""
+        """Return the last known step. A checkpoint may be newer than the last record."""
         return max([self.step, *self.checkpoints])
 
     @property
@@ -32,7 +32,7 @@ class NamedRun(RunFolder):
 
     @property
     def status(self) -> str:
-        """Return the state in words, with the steps of a run that is not at its end."""
+        """Return the state in words, with the step unless the run is finished."""
         if self.state == "finished":
             return "finished"
         state = "in progress:" if self.running else "stopped at"
@@ -46,9 +46,10 @@ class NamedRun(RunFolder):
         return float(flops) if is_number(flops) and flops > 0 else None
 
     def resumes(self) -> list[tuple[int, int]]:
-        """Return the steps at which the run was resumed, ascending, and how many times.
+        """Return the steps at which the run was resumed, ascending, each with its number of times.
 
-        A resume beyond the step of a later resume is left out: its steps were repeated.
+        If a later resume is at an earlier step, a resume is left out, because its steps were
+        repeated.
         """
         times: dict[int, int] = {}
         lowest = float("inf")
@@ -61,7 +62,7 @@ class NamedRun(RunFolder):
 
 
 def open_runs(folders: Sequence[str]) -> list[NamedRun]:
-    """Open the runs in `folders`; raise `UserError` for a folder that is not a run."""
+    """Open the runs in `folders`. Raises `UserError` if a folder is not a run."""
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
@@ -75,9 +76,9 @@ def open_runs(folders: Sequence[str]) -> list[NamedRun]:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last one to three parts of each path, as many as make them unique.
+    """Return a unique name for each path: its last part, or its last two or three parts.
 
-    Names that are equal even so are numbered.
+    If three parts are not unique either, the names are numbered.
     """
     absolute = [Path(os.path.abspath(path)) for path in paths]
     for count in (1, 2, 3):

@@ -141,7 +141,7 @@ def test_what_another_program_downloaded_is_read_there_and_kept(
     assert not linked(split.remote)  # type: ignore[arg-type]
     damaged = Path(split.path(0)).resolve()
     damaged.write_bytes(bytes(damaged.stat().st_size))
-    with pytest.raises(DataError, match=r"train_000000.npy is not the shard .*; remove it"):
+    with pytest.raises(DataError, match=r"train_000000.npy does not match its index: "):
         opened().read(0, 0, 10)
 
 
@@ -203,7 +203,7 @@ def test_offline_a_data_set_that_is_not_cached_is_one_sentence(
     go_offline: Callable[[], None],
 ) -> None:
     go_offline()
-    with pytest.raises(UserError, match=r"data set user/text .* HF_HUB_OFFLINE is set, .*unset it"):
+    with pytest.raises(UserError, match=r"data set user/text .*: unset HF_HUB_OFFLINE"):
         list(hub_rows(PrepareConfig(source="dataset", dataset="user/text"), 0, None, print))
 
 
@@ -254,9 +254,9 @@ def test_offline_shards_of_another_project_have_the_same_fingerprint(
 
 
 def test_bad_addresses_are_one_sentence(hub: HubServer) -> None:
-    with pytest.raises(UserError, match=r"hf://datasets/x is no address on the Hub"):
+    with pytest.raises(UserError, match=r"hf://datasets/x is not a URL on the Hub"):
         opened("hf://datasets/x")
-    with pytest.raises(UserError, match=r"tester/none is no dataset repository on the Hub that yo"):
+    with pytest.raises(UserError, match=r"tester/none is not a dataset repository on the Hub that"):
         opened("hf://datasets/tester/none")
     with pytest.raises(UserError, match=rf"{REPO} on the Hub has no revision v9"):
         opened(f"{URL}@v9")

@@ -190,7 +190,7 @@ def test_too_little_text_for_a_vocabulary_gives_the_tokens_that_it_reaches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train_bpe(["abc abc"], 5000).vocab_size == 259
-    assert "has 259 tokens, fewer than the 5,000" in capsys.readouterr().err
+    assert "too small for data.prepare.vocab_size 5,000; the bpe has 259" in capsys.readouterr().err
     assert train_bpe(["abc abc"], 259).vocab_size == 259
     with pytest.raises(UserError, match="text is empty"):
         make_tokenizer("chars", 0, lambda: iter([""]))

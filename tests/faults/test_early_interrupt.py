@@ -57,7 +57,7 @@ def test_while_data_is_prepared(
     signalled = time.monotonic()
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert f"{number.name}: stopped the preparation; launch the same command again" in shown
+    assert f"{number.name}: preparation stopped; launch the same command again" in shown
     assert "Traceback" not in shown
     assert "interrupted" not in shown
     assert time.monotonic() - signalled < 5  # it waited so long for a thread that heard nothing

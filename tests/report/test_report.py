@@ -266,7 +266,7 @@ def test_mistakes(
     for words, message in (
         (["."], "is not a run: it has neither metrics.jsonl nor run.json; give the out_dir of a"),
         (["nowhere"], "nowhere is not a folder"),
-        (["run", "--reference", "quikstart"], "--reference is 'quikstart'; expected none, auto,"),
+        (["run", "--reference", "quikstart"], "--reference is 'quikstart'; set it to none, auto,"),
         (["run", "--reference", "none.json"], "none.json cannot be read"),
         (["run", "--reference", "run/run.json"], "run.json is not a reference curve"),
         (["run", "--out", "nowhere/r.html"], "cannot be written"),

@@ -1,10 +1,13 @@
 """Cut long texts into pieces that have the same tokens as the whole text.
 
-No token of our BPE or of GPT-2's contains a non-space followed by a space, a single line end
-followed by a non-space, or a letter followed by another kind of character. A text can therefore be
-cut before a space, after a single line end, and between a letter and punctuation or white space.
-The last kind serves text without spaces, such as Chinese. The characters in `CUT` are letters and
-punctuation in every version of Unicode.
+No token of the kinds bpe and gpt2 contains any of these pairs:
+
+- a non-space and a space after it: the text may be cut before the space;
+- a single line end and a non-space after it: the text may be cut after the line end;
+- a letter and another kind of character after it: the text may be cut between them. This serves
+  text without spaces, such as Chinese.
+
+The characters in `CUT` are letters and punctuation in every version of Unicode.
 """
 
 import re
@@ -21,7 +24,7 @@ LONGEST = 1 << 28  # longest text without a cut, in characters; assumption: no r
 
 
 def pieces(chunks: Iterable[str], size: int, name: object = None) -> Iterator[str]:
-    """Cut a text into pieces of `size` to `2 * size` characters, or longer ones if it must.
+    """Cut a text into pieces of `size` to `2 * size` characters, or longer if it cannot be cut.
 
     `chunks` are joined; their borders do not matter. If `name` (of the text) is given, raises
     `DataError` for more than `LONGEST` characters without a place to cut.

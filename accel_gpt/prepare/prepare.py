@@ -63,7 +63,7 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
 
     If several processes call this, one prepares and the others wait. Returns whether this process
     prepared the folder. Raises `UserError` if `out` has other settings or other content, if there
-    is too little text or if the disk is full; `DataError` if the text cannot be read.
+    is too little text or if the disk is full. Raises `DataError` if the text cannot be read.
     """
     out = Path(out).resolve()
     config = with_source(config, out)

@@ -8,8 +8,8 @@ rows and the longest row.
 or returns and reading continues after the invalid part.
 
 `datasets` streams data sets of the Hub, but does not read local files. With `datasets`, reading
-JSON lines or Parquet takes 220 to 520 MB per process instead of 35 to 110. A line that is not JSON
-makes it read the whole file, and a damaged Parquet file aborted 3 of 30 processes (datasets 5.2.0,
+JSON lines or Parquet takes 220 to 520 MB per process instead of 35 to 110. It also reads the whole
+file if one line is not JSON. A damaged Parquet file aborted 3 of 30 processes (datasets 5.2.0,
 pyarrow 26.0.1).
 """
 

@@ -59,7 +59,7 @@ def check_source(config: PrepareConfig) -> None:
     )
     require(
         config.path != "-" or config.source in ("text", "jsonl"),
-        f"data.prepare.source is {config.source}, which cannot be read from standard input; set "
+        f"data.prepare.source is {config.source}, but standard input holds text or jsonl; set "
         "data.prepare.source to text or jsonl, or give a file",
     )
 
@@ -223,16 +223,16 @@ def check_path(path: str) -> None:
     key = "data.prepare.path"
     advice = "give a file, a folder, a glob or an http(s) URL"
     if os.path.exists(local):
-        raise UserError(f"{key} is {path}, which {describe_path(local)}; {advice}")
+        raise UserError(f"{key} is {path}, but it {describe_path(local)}; {advice}")
     if glob.has_magic(path):
         matched = glob.iglob(local, recursive=True)
         if any(os.path.isfile(name) for name in matched):
             return
         raise UserError(
-            f"{key} is {path}, which matches no file (looked from {Path.cwd()}); {advice}"
+            f"{key} is {path}, but it matches no file (looked from {Path.cwd()}); {advice}"
         )
     raise UserError(
-        f"{key} is {path}, which does not exist (looked for {os.path.abspath(local)}); {advice}"
+        f"{key} is {path}, but it does not exist (looked for {os.path.abspath(local)}); {advice}"
     )
 
 
@@ -378,16 +378,16 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
     """Return the error message for a path that holds no file of the source's kind."""
     if os.path.isfile(os.path.expanduser(path)):
         return (
-            f"data.prepare.path is {path}, which is binary, not UTF-8 text; give a file of text, "
+            f"data.prepare.path is {path}, but it is binary, not UTF-8 text; give a file of text, "
             "or set data.prepare.source to jsonl, parquet or arrow"
         )
-    problem = f"data.prepare.path is {path}, which holds no file"
+    problem = f"data.prepare.path is {path}, but it holds no file"
     if not groups:
         return f"{problem}; put text into it, or give another folder"
     files = files_text(sum(group.files for group in groups))
     endings = " ".join(sorted({group.name for group in groups} - {""})[:LINES])
     if source == "text":
-        problem = f"data.prepare.path is {path}, which holds no text"
+        problem = f"data.prepare.path is {path}, but it holds no text"
     else:
         problem += f" ending in {' '.join(DATA_ENDINGS[source])}"
     return (

@@ -1,9 +1,12 @@
 """Find, read and write reference curves: losses of the same model on the same data.
 
-Reads `configs/references/NAME.json`, with the keys `title`, `source` (a URL or the command),
-`config`, `commit`, `hardware`, `flops_per_token`; `match` with any of `model`, `vocab_size`,
-`data_fingerprint`, `data_prepared` and `data_folder`; `curve` with lists `step`, `tokens`,
-`seconds` and `val_loss`; and `points`, values without a curve: `label` and `val_loss`.
+Reads `configs/references/NAME.json`, with these keys:
+
+- `title`, `source` (a URL or the command), `config`, `commit`, `hardware`, `flops_per_token`;
+- `match` with any of `model`, `vocab_size`, `data_fingerprint`, `data_prepared`, `data_folder`;
+- `curve` with the lists `step`, `tokens`, `seconds` and `val_loss`;
+- `points`, a list of single values, each with `label` and `val_loss`.
+
 `write_reference()` writes such a file from a run. NAME_ladder.json has another format: see
 `cost/scaling.py`.
 

@@ -50,10 +50,10 @@ def test_data_are_named_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nope.txt", "data.text is nope.txt, which does not exist (looked for /"),
-        ("/dev/null", "data.text is /dev/null, which is neither a file nor a folder; give a file"),
-        ("*.gone", "data.text is *.gone, which matches no file"),
-        ("image.png", "data.text is image.png, which is binary, not UTF-8 text"),
+        ("nope.txt", "data.text is nope.txt, but it does not exist (looked for /"),
+        ("/dev/null", "data.text is /dev/null, but it is neither a file nor a folder; give a file"),
+        ("*.gone", "data.text is *.gone, but it matches no file"),
+        ("image.png", "data.text is image.png, but it is binary, not UTF-8 text"),
     ],
 )
 def test_a_text_that_cannot_be_read_is_told_with_the_key_that_named_it(

@@ -178,7 +178,7 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
 
 
 def test_a_missing_source_fails_before_anything_is_made(tmp_path: Path, out: Path) -> None:
-    with pytest.raises(UserError, match="which does not exist"):
+    with pytest.raises(UserError, match="but it does not exist"):
         prepare(PrepareConfig(source="text", path=str(tmp_path / "none")), out)
     with pytest.raises(UserError, match=r"does not exist.*data\.prepare"):
         prepare(PrepareConfig(), out)

@@ -84,9 +84,9 @@ def test_text_is_read_as_it_is_but_for_the_line_ends_of_windows(tmp_path: Path) 
 def test_what_is_not_there_is_named(tree: Path) -> None:
     (tree / "empty").mkdir()
     for name, problem in (
-        ("none.txt", r"none\.txt, which does not exist \(looked for /"),
-        ("*.gone", r"\*\.gone, which matches no file"),
-        ("empty", r"empty, which holds no file; put text into it"),
+        ("none.txt", r"none\.txt, but it does not exist \(looked for /"),
+        ("*.gone", r"\*\.gone, but it matches no file"),
+        ("empty", r"empty, but it holds no file; put text into it"),
         ("x" * 5000, "does not exist"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -479,7 +479,7 @@ def test_standard_input_is_read_once_and_as_lines_only() -> None:
     for read_first in (read_texts, lambda c: read_sample(c, 10)):
         with pytest.raises(UserError, match=r"standard input can be read only once, .* bpe needs"):
             list(read_first(config))
-    with pytest.raises(UserError, match="parquet, which cannot be read from standard input"):
+    with pytest.raises(UserError, match="parquet, but standard input"):
         read_pieces(replace(config, source="parquet"), True)
     assert text_bytes(config) is None
     assert fingerprint(config) == ""
@@ -545,11 +545,11 @@ def test_the_source_is_guessed_from_endings(tree: Path, tmp_path: Path) -> None:
             assert guess_source(str(path)) == guess_source(f"https://x.org/a{ending}?b") == source
     with pytest.raises(UserError, match="set --source text or --source jsonl"):
         guess_source("-")
-    with pytest.raises(UserError, match=r"image\.png, which is binary, not UTF-8 text; give"):
+    with pytest.raises(UserError, match=r"image\.png, but it is binary, not UTF-8 text; give"):
         guess_source(str(tree / "image.png"))
     with pytest.raises(UserError, match="does not exist"):
         guess_source(str(tree / "none.txt"))
-    with pytest.raises(UserError, match=r"/dev/null, which is neither a file nor a folder"):
+    with pytest.raises(UserError, match=r"/dev/null, but it is neither a file nor a folder"):
         guess_source("/dev/null")
 
 

@@ -131,7 +131,7 @@ def test_a_step_that_no_micro_batch_shares_is_an_error() -> None:
 
 def test_counts_of_one_are_singular() -> None:
     schedule = ScheduleConfig(warmup_steps=1)
-    with pytest.raises(UserError, match="the warm-up takes 1 step but the run only 1;"):
+    with pytest.raises(UserError, match="the warm-up takes 1 step but the run has only 1;"):
         make_plan(config(schedule, tokens_per_step=1024, micro_batch_size=1, max_steps=1), 1)
     plan = make_plan(
         config(
@@ -140,4 +140,4 @@ def test_counts_of_one_are_singular() -> None:
         world_size=1,
     )
     assert "= 1 sequence x 1,024 tokens x 1 micro-step x 1 process\n" in plan.describe()
-    assert "tokens in all = 1 step, " in plan.describe()
+    assert "tokens in total = 1 step, " in plan.describe()

@@ -41,7 +41,7 @@ def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> Non
 
 def test_data_are_named_once(tmp_path: Path) -> None:
     for key in ("data.train", "data.prepare.path"):
-        with pytest.raises(UserError, match=rf"data.text is a.txt and {key} is b; give one"):
+        with pytest.raises(UserError, match=rf"data.text is a.txt and {key} is b; set one"):
             load(tmp_path, "--data.text", "a.txt", f"--{key}", "b")
     with pytest.raises(UserError, match=r"data.text is a.txt and data.train is data/y"):
         load(tmp_path, text=", text: a.txt")
@@ -78,7 +78,7 @@ def test_a_text_that_cannot_be_read_is_told_with_the_key_that_named_it(
 def test_a_text_in_the_place_of_a_data_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("text")
     with pytest.raises(
-        UserError, match=r"a file; expected a folder .* write --data.text .*input.txt"
+        UserError, match=r"a file, but must be a folder .* use --data.text .*input.txt"
     ):
         load(tmp_path, "--data.train", str(tmp_path / "input.txt"))
 

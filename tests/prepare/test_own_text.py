@@ -91,7 +91,7 @@ def test_a_run_on_a_text_resumes_when_the_text_is_gone(
     text.write_text("".join(json.dumps({"text": text_of(40, i)}) + "\n" for i in range(3)))
     words = small_run("--data.text", str(text), "--data.prepare.tokenizer", "bpe", *QUIET)
     assert launch([*words, "--train.max_steps", "4"]) == 0
-    assert capfd.readouterr().err.count("its bpe has") == 1
+    assert capfd.readouterr().err.count("the bpe has") == 1
     text.unlink()
     more = ("--train.max_steps", "6", "--checkpoint.allow_change", "train.max_steps")
     assert launch([*words, *more]) == 0

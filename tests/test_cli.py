@@ -79,7 +79,7 @@ def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(
     assert call(*(word.replace("PLACE", place) for word in words)) == 2
     error = capsys.readouterr().err
     assert key in error
-    assert "caf\\xe9, which is not UTF-8; rename the file or folder\n" in error
+    assert "caf\\xe9, but must be UTF-8; rename the file or folder\n" in error
     assert error.count("\n") == 1
     assert sorted(os.listdir()) == [place, "text.txt"]
 

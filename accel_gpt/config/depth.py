@@ -21,15 +21,15 @@ from accel_gpt.files import read_json
 
 HEAD_DIM = 128  # channels of a head; nanochat
 CHANNELS_PER_LAYER = 64  # nanochat
-REFERENCE_DEPTH = 12
+REFERENCE_DEPTH = 12  # the size at which nanochat and modded-nanogpt found these values
 REFERENCE_WIDTH = 768  # channels
 REFERENCE_BATCH = 2**19  # tokens
 TOKENS_PER_PARAMETER = 10.5  # D / N; nanochat dev/LOG.md, January 2026
 BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch grows as D^0.383
 MUON_LR = 0.025  # modded-nanogpt, track 3
 MUON_DECAY = 0.05  # modded-nanogpt, track 3
-EMBEDDING_LR = 0.7  # for an embedding with an initial standard deviation of 1
-HEAD_LR = 0.004
+EMBEDDING_LR = 0.7  # modded-nanogpt, track 3: for an initial standard deviation of 1
+HEAD_LR = 0.004  # modded-nanogpt, track 3
 MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
 WARMUP = 40  # steps
 COOLDOWN = 0.65  # share of the run
@@ -128,9 +128,9 @@ def learning_rates(value: Any, B: int, ratio: float, steps: int) -> dict[str, An
 
     All learning rates grow with the square root of B (Malladi et al. 2022 for Adam; for Muon,
     nanochat assumes it). The learning rates of AdamW also shrink with the square root of the width.
-    The weight decay of Muon keeps B / (lr decay D) constant, the epochs over which weights average
-    their updates (Wang & Aitchison 2024, arXiv 2405.13698). The model normalizes the embedding, so
-    its learning rate is relative to its initial standard deviation.
+    The weight decay of Muon keeps B / (lr decay D) constant. This is the number of epochs over
+    which weights average their updates (Wang & Aitchison 2024, arXiv 2405.13698). The model
+    normalizes the embedding, so its learning rate is relative to its initial standard deviation.
     """
     by_batch = math.sqrt(B / REFERENCE_BATCH)
     by_width = math.sqrt(REFERENCE_WIDTH / value("model.n_embd"))

@@ -36,7 +36,7 @@ NANOGPT: Mapping[str, str] = MappingProxyType(
         "init_from": "set model.init_from; to resume, launch the same command again",
         "learning_rate": "optim.lr",
         "log_interval": "log.every",
-        "lr_decay_iters": "set schedule.decay_steps, which counts from the end of the warm-up",
+        "lr_decay_iters": "set schedule.decay_steps; it counts from the end of the warm-up",
         "max_iters": "train.max_steps",
         "min_lr": "schedule.min_lr",
         "n_embd": "model.n_embd",
@@ -55,7 +55,7 @@ NANOGPT: Mapping[str, str] = MappingProxyType(
 VAL_BATCHES = "set eval.tokens, the number of evaluated tokens: batches x batch size x length"
 DATA_FILES = "to the folder that holds the .bin files"
 
-# the options of train_gpt2.cu, then those of train_gpt2.py
+# Options of train_gpt2.cu, then options of train_gpt2.py
 LLM_C: Mapping[str, str] = MappingProxyType(
     {
         "-b": "train.micro_batch_size",
@@ -111,8 +111,8 @@ LLM_C: Mapping[str, str] = MappingProxyType(
 )
 
 EPOCHS = (
-    "set train.max_tokens: the number of epochs x the train tokens of the data, which the first "
-    "lines of a run print"
+    "set train.max_tokens to the number of epochs x the number of train tokens; the first lines of "
+    "a run print the train tokens"
 )
 EVALUATION = "set eval.every, the steps between evaluations; 0 evaluates only at the end"
 SAVING = "set checkpoint.every, the steps between checkpoints; 0 saves only at the end"
@@ -154,7 +154,7 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "cache_dir": "set HF_HOME in the environment; data.cache_dir caches the shards of a URL",
         "config_name": NEW_SHAPE,
         "config_overrides": NEW_SHAPE,
-        "data_seed": "set seed, which also orders the data",
+        "data_seed": "set seed; it also seeds the order of the data",
         "dataloader_drop_last": LOADER,
         "dataloader_in_order": LOADER,
         "dataloader_multiprocessing_context": LOADER,
@@ -266,14 +266,14 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "run_name": NANOGPT["wandb_run_name"],
         "save_on_each_node": "no key is needed: out_dir is a folder that all nodes share",
         "save_only_model": "no key is needed: checkpoints are complete; accel-gpt export RUN "
-        "writes the model alone",
+        "exports only the model",
         "save_safetensors": "no key is needed: weights are always saved as safetensors",
         "save_steps": "checkpoint.every",
         "save_strategy": SAVING,
         "save_total_limit": "checkpoint.keep_last",
         "seed": "seed",
         "skip_memory_metrics": "no key is needed: perf/memory_gb is always logged",
-        "streaming": "set data.prepare.source to dataset, which streams from the Hub",
+        "streaming": "set data.prepare.source to dataset to stream from the Hub",
         "tf32": "set train.matmul_precision to high for TF32, or to highest for float32",
         "token": "log in with hf auth login, or set HF_TOKEN in the environment",
         "tokenizer_name": "data.prepare.tokenizer",

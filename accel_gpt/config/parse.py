@@ -397,7 +397,7 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
             return load_yaml(text)
         except ValueError:
             raise UserError(
-                f"{key} is {text!r}, which is not valid YAML; check its brackets and quotes"
+                f"{key} is {text!r}, but must be valid YAML; check its brackets and quotes"
             ) from None
     if origins == {tuple}:
         return [word.strip() for word in text.split(",")]
@@ -492,9 +492,7 @@ def check_utf8(key: str, text: str) -> None:
         joined.encode()
     except UnicodeEncodeError:
         shown = joined.encode("utf-8", "backslashreplace").decode().replace("\\udc", "\\x")
-        raise UserError(
-            f"{key} is {shown}, which is not UTF-8; rename the file or folder"
-        ) from None
+        raise UserError(f"{key} is {shown}, but must be UTF-8; rename the file or folder") from None
 
 
 def choose_type(value: Any, hint: Any) -> Any:

@@ -23,7 +23,7 @@ FINETUNE_WITH_TRL = (
     "docs/how-to/finetune.md has an example"
 )
 SAVE_AS_SAFETENSORS = (
-    "open the model with transformers and write it with save_pretrained, which writes safetensors"
+    "open the model with transformers and save it as safetensors with save_pretrained"
 )
 DEDUPLICATE_FIRST = "drop duplicates with datatrove before you prepare the text"
 PREPARE_SHARES = (
@@ -47,7 +47,7 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
         "eval.tasks_path": Removed(default=None, advice=AFTER_TRAINING),
         "log.dashboard_port": Removed(
             default=None,
-            advice="run tensorboard --logdir RUN --port N beside the training",
+            advice="run tensorboard --logdir RUN --port N during training",
         ),
         "log.layer_stats_every": Removed(
             default=0,
@@ -79,8 +79,8 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
 # Values that no longer exist: the key maps the last part of an option's key and the value
 REMOVED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("source", "shards"): "set data.train to the folder of shards, which may be in the format "
-        "of another project, and leave data.prepare.source out",
+        ("source", "shards"): "set data.train to the folder of shards and leave "
+        "data.prepare.source out; formats of other projects are read directly",
     }
 )
 # Earlier versions tokenized text while training if data.train was a mapping with one of these keys.
@@ -100,7 +100,7 @@ def removed_value(key: str, value: object) -> str | None:
     if key == "data.train" and isinstance(value, Mapping) and value.keys() & STREAMED_KEYS:
         return STREAMED_TEXT
     advice = REMOVED_VALUES.get((key.rpartition(".")[2], str(value)))
-    return f"{key} is {value}, which no longer exists; {advice}" if advice else None
+    return f"{key} is {value}, but this value no longer exists; {advice}" if advice else None
 
 
 def is_removed(key: str, value: object, where: str) -> bool:

@@ -35,8 +35,8 @@ def resolve_config(word: str, folder: str = "") -> Path:
         return path
     if name in shipped:
         return shipped[name]
-    beside = {other.stem: str(other) for other in path.parent.glob("*.yaml")}
-    known = dict(zip(shipped, shipped, strict=True)) | beside
+    nearby = {other.stem: str(other) for other in path.parent.glob("*.yaml")}
+    known = dict(zip(shipped, shipped, strict=True)) | nearby
     near = [known[stem] for stem in difflib.get_close_matches(path.stem, known, cutoff=0.5)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"try one of {', '.join(shipped)}"
     raise UserError(f"config file {word} does not exist; {hint}")

@@ -88,7 +88,7 @@ def _mask_function(documents: Tensor) -> Callable[..., Tensor]:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """Compute FlexAttention of `q` (B, H, T, D) to `k` and `v` (B, K, T, D): (B, H, T, D).
 
-    Outside a compiled model, the kernel is compiled on its own, once for each shape.
+    Outside a compiled model, the kernel is compiled separately, once for each shape.
     """
     if torch.compiler.is_compiling():
         return _flex_attention(q, k, v, mask)

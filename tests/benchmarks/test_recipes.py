@@ -89,7 +89,7 @@ def test_standard_input_is_not_ignored_for_a_ready_folder(
         (["--loss_on", "completions"], "--loss_on no longer exists; export the model"),
         (["--merge", "--out", "x"], "--merge no longer exists; list the folders in data.train"),
         (["--rank", "0", "--world", "2"], "--rank no longer exists; prepare a share of the files"),
-        (["--source", "shards"], "source is shards, which no longer exists; name the folder of"),
+        (["--source", "shards"], "source is shards, but this value no longer exists; set"),
     ],
 )
 def test_what_is_gone_says_what_to_use(

@@ -83,7 +83,7 @@ def test_an_emoji_that_yaml_escapes_is_text_and_a_single_surrogate_is_not(tmp_pa
     path.write_text('sample: {prompts: ["\\ud83d\\udc80"]}')
     assert load_config([str(path)], "test").sample.prompts == ("\ud83d\udc80",)
     path.write_text('out_dir: "runs/caf\\udce9"')
-    with pytest.raises(UserError, match=r"out_dir is runs/caf.xe9, which is not UTF-8"):
+    with pytest.raises(UserError, match=r"out_dir is runs/caf.xe9, but must be UTF-8"):
         load_config([str(path)], "test")
 
 

@@ -72,7 +72,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
 
 
 def test_what_cannot_be_served_is_refused() -> None:
-    with pytest.raises(UserError, match=r"log.trackers has wandb; add tensorboard, whose curves"):
+    with pytest.raises(UserError, match=r"log.trackers has wandb; add tensorboard to log"):
         LogConfig(dashboard=True, trackers=("wandb",))
 
 

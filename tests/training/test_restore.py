@@ -350,4 +350,6 @@ def test_a_folder_named_like_an_option_is_refused(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(small_run("--out_dir", "-x")) == 2
-    assert "out_dir is -x, which commands read as an option; choose a n" in capsys.readouterr().err
+    assert (
+        "out_dir is -x, but commands read a word with - as an option; c" in capsys.readouterr().err
+    )

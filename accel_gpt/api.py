@@ -20,7 +20,13 @@ from accelerate.utils.memory import clear_device_cache
 
 from accel_gpt.commands.evaluate import evaluate_named
 from accel_gpt.commands.export import export_model
-from accel_gpt.commands.options import EvaluateCommand, ExportCommand, SampleCommand
+from accel_gpt.commands.options import (
+    EvaluateCommand,
+    ExportCommand,
+    PushCommand,
+    SampleCommand,
+)
+from accel_gpt.commands.push import push_model
 from accel_gpt.commands.sample import continue_prompt
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, sections
@@ -72,6 +78,12 @@ class Run:
         arguments = to_arguments({"to": to, **options})
         export_model(ExportCommand.parse([str(self.path), *arguments]))
         return Path(to)
+
+    def push_to_hub(self, repo: str, **options: object) -> str:
+        """Upload to the repository user/name; `options` of `accel-gpt push`. Return the address."""
+        words = to_words({"repo": repo, **options})
+        _, url = push_model(PushCommand.parse([str(self.path), *words]))
+        return url
 
     def _repr_png_(self) -> bytes:
         with tempfile.TemporaryDirectory() as folder:

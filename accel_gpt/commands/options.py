@@ -404,6 +404,7 @@ class PushCommand(Command):
     include_state: bool = same_option(HubConfig, "include_state")
     license: str | None = same_option(HubConfig, "license")
     data_license: str | None = same_option(HubConfig, "data_license")
+    language: str | None = same_option(HubConfig, "language")
 
     def _check(self) -> None:
         require(bool(self.repo), "--repo is missing; give the repository as user/name")

@@ -8,7 +8,14 @@ from accel_gpt.hub.push import push
 def run(options: PushCommand) -> int:
     """Export a run and upload it to the Hub."""
     exit_on_sigterm()
-    written = push(
+    step, url = push_model(options)
+    write_out(f"step {step:,} is at {url}\n")
+    return 0
+
+
+def push_model(options: PushCommand) -> tuple[int, str]:
+    """Export a run and upload it to the Hub; return the step and its address."""
+    return push(
         run=options.run,
         repo=options.repo,
         checkpoint=options.checkpoint,
@@ -18,6 +25,5 @@ def run(options: PushCommand) -> int:
         include_state=options.include_state,
         license=options.license,
         data_license=options.data_license,
+        language=options.language,
     )
-    write_out(written)
-    return 0

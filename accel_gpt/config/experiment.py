@@ -449,6 +449,10 @@ class HubConfig(Section, prefix="hub.", resume="free"):
         None,
         "Licence of the data, for the model card.",
     )
+    language: str | None = option(
+        None,
+        "Language of the text, for the model card, by its code: en, de, ... or several: en,de.",
+    )
 
     def _check(self) -> None:
         require(

@@ -131,7 +131,7 @@ OWN_TEXT = "set data.text to your own file or folder of text"
 HUB_TEXT = "set data.prepare.source to dataset and data.prepare.dataset to the Hub id"
 SIZE_LIMIT = "to train on less text, set train.max_steps or train.max_tokens"
 ONE_LENGTH = "no key is needed: all sequences have model.block_size tokens"
-TRACKIO = "set log.trackers to trackio; spaces are set up with the trackio package itself"
+TRACKIO = "set log.trackers to trackio, and TRACKIO_SPACE_ID=user/space in the environment"
 UNUSED = "no key is needed: the option has no use in pretraining a GPT"
 
 HF_TRAINER: Mapping[str, str] = MappingProxyType(

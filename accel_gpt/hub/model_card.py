@@ -2,11 +2,17 @@
 
 Reads the checkpoint, the run's folder and the template `model_card.jinja`. The values of the
 template are numbers, and texts that `public.py` lets through.
+
+The evaluation results are in the header, as `model-index`. The Hub's newer `.eval_results/*.yaml`
+takes scores of registered benchmarks only (https://huggingface.co/docs/hub/eval-results, read in
+November 2026): neither held-out text nor HellaSwag is one.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +44,32 @@ from accel_gpt.training.checkpoint import read_shape, read_state
 from accel_gpt.training.run_folder import RunFolder, is_number, number
 from accel_gpt.training.state import TrainState
 
+
+@dataclass(frozen=True)
+class Measure:
+    """A result of an evaluation that the card shows."""
+
+    key: str  # of metrics.jsonl
+    title: str
+    form: str
+    metric: str | None = None  # its name on the Hub; None: it is not in the header
+    scale: int = 1
+
+
+MEASURES = (
+    Measure("eval/val_loss", "Val loss, nats per token", "%.4f", "loss"),
+    Measure("eval/val_perplexity", "Val perplexity per token", "%.2f", "perplexity"),
+    Measure("eval/val_bits_per_byte", "Val bits per byte", "%.4f", "bits_per_byte"),
+    Measure("eval/train_loss", "Train loss, nats per token", "%.4f"),
+    Measure("eval/hellaswag_acc", "HellaSwag accuracy", "%.2f%%", "acc", scale=100),
+    Measure(
+        key="eval/hellaswag_acc_norm",
+        title="HellaSwag accuracy, normalized by length",
+        form="%.2f%%",
+        metric="acc_norm",
+        scale=100,
+    ),
+)
 MOST_SAMPLES = 3
 LONGEST_SAMPLE = 3000  # characters
 # control characters, and those that turn text around, are invisible or end a line in some viewers
@@ -56,11 +88,13 @@ def write_card(
     dtype: str,
     license: str | None = None,  # noqa: A002 - as the Hub names it
     data_license: str | None = None,
+    language: str | None = None,
 ) -> None:
     """Write README.md, and loss.png if the run has a curve, into `folder`, which exists.
 
-    `repo`: user/name; `model_class`: of transformers; `dtype`: of the exported weights. Raises
-    `CheckpointError` for an unreadable checkpoint.
+    `repo`: user/name; `model_class`: of transformers; `dtype`: of the exported weights;
+    `language`: codes of the languages of the text, separated by commas. Raises `CheckpointError`
+    for an unreadable checkpoint.
     """
     state = read_state(checkpoint)
     records = [record for record in public_records(run) if record["step"] <= state.step]
@@ -78,14 +112,66 @@ def write_card(
         "has_curve": has_curve,
         "repo": repo,
         "model_class": model_class,
-        "model_type": re.sub(r"(LMHeadModel|ForCausalLM)$", "", model_class).lower(),
         "dtype": dtype,
-        "license": single_line(license or ""),
         "data_license": data_license,
         "tokenizer": tokenizer.kind,
         "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
+        "measures": [measure for measure in MEASURES if measure.key in newest],
     }
+    values["header"] = header(values, license, language)
     (folder / "README.md").write_text(render(values), encoding="utf-8")
+
+
+def header(
+    values: Mapping[str, Any],
+    license: str | None,  # noqa: A002 - as the Hub names it
+    language: str | None,
+) -> str:
+    """Return the metadata of the card as YAML, as the Hub reads them."""
+    from huggingface_hub import ModelCardData
+
+    results = [
+        evaluation_result(measure, values)
+        for measure in values["measures"]
+        if measure.metric is not None
+    ]
+    model_type = re.sub(r"(LMHeadModel|ForCausalLM)$", "", values["model_class"]).lower()
+    data = ModelCardData(
+        language=[one.strip() for one in single_line(language or "").split(",") if one.strip()]
+        or None,
+        license=single_line(license or "").lower() or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=values["base_model"],
+        datasets=values["hub_datasets"] or None,
+        tags=["accel_gpt", model_type, "text-generation", "pretraining"],
+        model_name=values["repo"].rpartition("/")[2] if results else None,
+        eval_results=results or None,
+    )
+    return data.to_yaml()
+
+
+def evaluation_result(measure: Measure, values: Mapping[str, Any]) -> Any:
+    """Return the newest value of a measure, for the header of a card."""
+    from huggingface_hub import EvalResult
+
+    data_type = re.sub(r"[^\w.-]+", "-", values["data_name"])  # the Hub accepts only an id here
+    data_name = f"{values['data_name']}, held-out text"
+    split = "val"
+    if "hellaswag" in measure.key:
+        data_type = "Rowan/hellaswag"
+        data_name = "HellaSwag"
+        split = "validation"
+    return EvalResult(
+        task_type="text-generation",
+        task_name="Text generation",
+        dataset_type=data_type,
+        dataset_name=data_name,
+        dataset_split=split,
+        metric_type=str(measure.metric),
+        metric_name=measure.title,
+        metric_value=round(float(values["newest"][measure.key][1]), 6),
+    )
 
 
 def newest_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Any]]:
@@ -128,9 +214,8 @@ def values_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
         "config": config,
         "yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip(),
         "sources": sources,
-        "hub_dataset": hub_dataset(state.config),
+        "hub_datasets": hub_datasets(state.config),
         "data_name": data_name,
-        "data_type": re.sub(r"[^\w.-]+", "-", data_name),  # the Hub accepts only an id here
         "samples": newest_samples(run, state.step),
         "launch": launch,
         "hardware": "; then ".join(dict.fromkeys(devices)),
@@ -147,11 +232,37 @@ def base_model(init_from: str) -> str | None:
     return name if is_id and not Path(name).exists() else None
 
 
-def hub_dataset(config: Mapping[str, Any]) -> str | None:
-    """Return the Hub id of the data set that the training data were prepared from, if any."""
-    name = str(config.get("data.prepare.dataset"))
-    of_hub = config.get("data.prepare.source") == "dataset" and "/" in name
-    return name if of_hub and is_repo(name) and not Path(name).exists() else None
+def hub_datasets(config: Mapping[str, Any]) -> list[str]:
+    """Return the Hub ids of the data sets that a run was trained on.
+
+    They are the text that its data folders were prepared from, and its shards on the Hub.
+    """
+    prepared = [
+        {
+            "source": config.get("data.prepare.source"),
+            "dataset": config.get("data.prepare.dataset"),
+        }
+    ]
+    names = []
+    for path in train_names(config):
+        if path.startswith("hf://datasets/"):
+            repo = path.partition("?")[0].removeprefix("hf://datasets/").partition("@")[0]
+            names.append("/".join(repo.split("/")[:2]))
+        elif not is_url(path) and (Path(path) / INDEX).is_file():
+            with contextlib.suppress(UserError):
+                prepared.append(read_index(Path(path)).prepared)
+    for settings in prepared:
+        if settings.get("source") == "dataset":
+            names.append(str(settings.get("dataset")))
+    found = [name for name in names if "/" in name and is_repo(name) and not Path(name).exists()]
+    return list(dict.fromkeys(found))
+
+
+def train_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the folders and URLs of `data.train`."""
+    train = config.get("data.train")
+    paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
+    return [str(path or "") for path in paths]
 
 
 def launches_before(run: RunFolder, step: int) -> list[dict[str, Any]]:
@@ -185,9 +296,8 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
 
     The tokens are there only if the folder of the source is, unchanged.
     """
-    train = state.config.get("data.train")
-    paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
-    tokens = dict(tokens_of_folder(str(path)) for path in paths)
+    paths = train_names(state.config)
+    tokens = dict(tokens_of_folder(path) for path in paths)
     recorded = trained_sources(vars(state))
     total = sum(source.weight for source in recorded)
     sources = [
@@ -199,7 +309,7 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
         for source in recorded
     ]
     if len(sources) == 1:
-        sources[0]["name"] = public_name(str(paths[0] or ""))
+        sources[0]["name"] = public_name(paths[0])
     return sources
 
 

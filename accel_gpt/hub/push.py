@@ -55,8 +55,9 @@ def push(
     include_state: bool = False,
     license: str | None = None,  # noqa: A002 - as the Hub names it
     data_license: str | None = None,
-) -> str:
-    """Push a run, or one checkpoint; return a line with its address.
+    language: str | None = None,
+) -> tuple[int, str]:
+    """Push a run, or one checkpoint; return the step and its address.
 
     `accel-gpt push --help` describes the options. Raises `UserError` if the Hub refuses or cannot
     be reached; `CheckpointError` if the checkpoint is damaged, or if transformers computes other
@@ -91,6 +92,7 @@ def push(
                 dtype=dtype,
                 license=license,
                 data_license=data_license,
+                language=language,
             )
             write_logs(run_folder, folder)
             if include_state:
@@ -98,7 +100,7 @@ def push(
             url = with_retries(partial(upload, folder, repo, revision, step), repo)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{run} cannot be prepared for the push: {error}") from None
-    return f"step {step:,} is at {url}\n"
+    return step, url
 
 
 def remove_stale_folders(root: Path) -> None:

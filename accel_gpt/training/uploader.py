@@ -95,6 +95,7 @@ def hub_target(config: Config, final_step: int) -> Target:
         "include_state": str(hub.include_state).lower(),
         "license": hub.license,
         "data_license": hub.data_license,
+        "language": hub.language,
     }
     arguments = [f"--{key}={value}" for key, value in options.items() if value is not None]
     return Target(

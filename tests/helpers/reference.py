@@ -37,6 +37,7 @@ PYTHON = (
     "Run.sample",
     "Run.evaluate",
     "Run.export",
+    "Run.push_to_hub",
 )
 
 

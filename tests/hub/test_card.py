@@ -281,6 +281,22 @@ def test_a_data_set_and_a_model_of_the_hub_are_linked(make: Make, tmp_path: Path
     header = ModelCard(text).data
     assert header.datasets == ["roneneldan/TinyStories"]
     assert header.base_model == "openai-community/gpt2"
+    assert header.language is None
+
+
+def test_the_header_names_languages_and_all_data_sets(
+    make: Make, tmp_path: Path, corpus: Path
+) -> None:
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    index = json.loads((corpus / "dataset.json").read_text())
+    index["prepared"] = {"source": "dataset", "dataset": "user/text"}
+    (prepared / "dataset.json").write_text(json.dumps(index))
+    paths = ["hf://datasets/user/shards@v1/gpt2", "hf://user/model", str(prepared), str(corpus)]
+    settings = {"data.train": [{"path": path, "weight": 1} for path in paths]}
+    header = ModelCard(write(make(settings), tmp_path / "card", language="en, de")).data
+    assert header.datasets == ["user/shards", "user/text"]
+    assert header.language == ["en", "de"]
 
 
 def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import accel_gpt
 from accel_gpt import cli
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
@@ -75,7 +76,7 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     )
     assert {"metrics.jsonl", "metrics.csv", "checkpoint/manifest.json"} <= set(files)
     assert any(name.startswith("tensorboard/") for name in files)
-    assert b'license: "mit"' in files["README.md"]
+    assert b"license: mit\n" in files["README.md"]
     state = run / "checkpoints" / "step_00000008" / "model.safetensors"
     assert files["checkpoint/model.safetensors"] == state.read_bytes()
     assert hub.repos[REPO].private
@@ -88,8 +89,8 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     assert push(run, "--license", "mit", "--include_state") == 0
     assert len(hub.lfs_uploads) == sent
     assert hub.commits(REPO) == commits
-    # without its state: the Hub's copy of it is removed
-    assert push(run, "--license", "mit") == 0
+    assert accel_gpt.Run(run).push_to_hub(REPO, license="mit") == f"{hub.url}/{REPO}/tree/step-8"
+    assert push(run, "--license", "mit") == 0  # without its state, which is then removed
     assert len(hub.lfs_uploads) == sent
     assert not any(name.startswith("checkpoint/") for name in hub.files(REPO))
     assert not list((run / "checkpoints").glob(".push_*"))

@@ -290,3 +290,18 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     assert run_here(train.main, [*own, "--out_dir", str(tmp_path / "new")]) == 0
     (path,) = list((tmp_path / "new" / "checkpoints").glob("*12"))
     assert read_state(path).data_commits[URL] == hub.repos[REPO].find("main")
+
+
+@pytest.mark.slow
+def test_shards_that_hf_upload_sent_are_trained_on(
+    hub: HubServer, shards: Path, small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """By the command of docs/how-to/data.md."""
+    command = ["hf", "upload", "--repo-type", "dataset", "tester/uploaded", str(shards), "."]
+    variables = os.environ | environment(hub, tmp_path / "home")
+    subprocess.run(command, env=variables, check=True, timeout=120)
+    assert hub.files("tester/uploaded") == hub.files(REPO)
+    url = "hf://datasets/tester/uploaded"
+    own = small_run("--data.train", url, "--eval.tokens", "64", "--data.shuffle", "groups")
+    assert run_here(train.main, own) == 0
+    assert opened(url).fingerprint == opened(str(shards)).fingerprint

@@ -42,8 +42,8 @@ ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need th
     ("POST", rf"{API}/branch/(?P<ref>[^/]+)", "create_branch"),
     ("POST", rf"{API}/tag/{REVISION}", "create_tag"),
     ("DELETE", rf"{API}/tag/(?P<ref>[^/]+)", "delete_tag"),
-    ("POST", r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
-    ("POST", r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/verify", "lfs_verify"),
+    ("POST", r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
+    ("POST", r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)\.git/info/lfs/verify", "lfs_verify"),
     ("PUT", r"/storage/(?P<name>[^/]+/[^/]+)/(?P<oid>[0-9a-f]{64})", "lfs_upload"),
 )
 Files = dict[str, bytes]

@@ -360,12 +360,21 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
         False,
         "Replace an existing export.",
     )
+    license: str | None = option(
+        None,
+        "Licence of the weights, by its identifier on the Hub, for the metadata of a GGUF file. "
+        "null: hub.license of the run.",
+    )
 
     def _check(self) -> None:
         require(bool(self.to or self.gguf), "--to is missing; give the folder to create, or --gguf")
         require(
             self.dtype != "q8_0" or not self.to,
             "--dtype is q8_0, but --to takes fp32, bf16 or fp16; give --gguf instead of --to",
+        )
+        require(
+            self.license is None or bool(self.gguf),
+            "--license is for the metadata of a GGUF file; give --gguf in place of --to",
         )
 
 

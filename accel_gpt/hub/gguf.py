@@ -32,9 +32,11 @@ from accel_gpt.hub.export import compare_in_child, compared_tokens
 from accel_gpt.hub.hf_config import matching_preset
 from accel_gpt.hub.hf_weights import export_tensor, weight_table
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.pretrained import find_pretrained
+from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import rotary_frequencies, yarn_attention_factor
+from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.resume import NOT_TOLD
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -111,13 +113,19 @@ class ExportedGGUF:
 
 
 def export_gguf(
-    name: str, to: Path, checkpoint: str = "last", dtype: str = "fp32", overwrite: bool = False
+    name: str,
+    to: Path,
+    checkpoint: str = "last",
+    dtype: str = "fp32",
+    overwrite: bool = False,
+    license: str | None = None,  # noqa: A002 - as the Hub names it
 ) -> ExportedGGUF:
     """Export the model `name`, as `load_pretrained` finds it, to the GGUF file `to`.
 
-    The file appears when it is complete and compared, or not at all. Raises `UserError` if the file
-    exists, or if llama.cpp cannot compute the model or its tokenizer; `CheckpointError` if
-    llama.cpp computes other values.
+    The file appears when it is complete and compared, or not at all. `license`: None for
+    `hub.license` of the run. Raises `UserError` if the file or its Modelfile exists, or if
+    llama.cpp cannot compute the model or its tokenizer; `CheckpointError` if llama.cpp computes
+    other values.
     """
     require(
         importlib.util.find_spec("gguf") is not None,
@@ -143,6 +151,7 @@ def export_gguf(
                 vocabulary=vocabulary,
                 file=written,
                 dtype=dtype,
+                license=license or license_of(pretrained),
             )
             compared = prove_equal_gguf(
                 model=trained,
@@ -167,13 +176,22 @@ def export_gguf(
 
 
 def check_file(to: Path, overwrite: bool) -> None:
-    """Raise `UserError` unless `to` is a new file, or a GGUF file that may be replaced."""
+    """Raise `UserError` unless `to` and its Modelfile are new, or may be replaced."""
     require(to.suffix == ".gguf", f"--gguf is {to}; give a file that ends in .gguf")
     require(not to.is_dir(), f"{to} is a folder; give a file to write")
-    require(
-        overwrite or not to.exists(),
-        f"{to} already exists; give another file, or --overwrite to replace it",
-    )
+    for path in (to, modelfile_of(to)):
+        require(
+            overwrite or not path.exists(),
+            f"{path} already exists; give another file, or --overwrite to replace it",
+        )
+
+
+def license_of(pretrained: Pretrained) -> str | None:
+    """Return `hub.license` of the run of a checkpoint."""
+    if not pretrained.is_checkpoint:
+        return None
+    found = read_state(pretrained.folder).config.get("hub.license")
+    return found if isinstance(found, str) and found != NOT_TOLD else None
 
 
 # --------------------------------------------------------------------------- the file
@@ -186,6 +204,7 @@ def write_gguf(
     vocabulary: "Vocabulary",
     file: Path,
     dtype: str,
+    license: str | None = None,  # noqa: A002 - as the Hub names it
 ) -> int:
     """Write a model and its tokenizer to `file`, a tensor at a time; return its parameters."""
     import gguf
@@ -195,6 +214,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_type("model")
     writer.add_name(file.stem)
+    if license:
+        writer.add_license(license)
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config, model.vocab_size)

@@ -29,6 +29,8 @@ from tests.conftest import run_here, text_of
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
+from gguf import GGUFReader
+
 from accel_gpt.hub import gguf as exporting
 
 Trained = Callable[..., Path]
@@ -229,9 +231,14 @@ def test_a_tokenizer_that_llama_cpp_lacks() -> None:
         exporting.llama_cpp_vocabulary(tokenizer_of("unknown"))
 
 
+def licence_in(file: Path) -> str:
+    """Return the licence in the metadata of a GGUF file."""
+    return str(GGUFReader(file).fields["general.license"].contents())
+
+
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a new process; then errors, which leave nothing behind."""
-    run = str(trained(*QUICK, "--model.preset", "llama"))
+    run = str(trained(*QUICK, "--model.preset", "llama", "--hub.license", "mit"))
     to = tmp_path / "out" / "model.gguf"
     assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 0
     shown = capsys.readouterr().out
@@ -240,8 +247,14 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert "FROM ./model.gguf" in to.with_suffix(".Modelfile").read_text()
     assert sorted(path.name for path in to.parent.iterdir()) == ["model.Modelfile", "model.gguf"]
     assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 2
-    assert "already exists" in capsys.readouterr().err
-    assert run_here(dispatch, ["export", run, "--gguf", str(to), "--overwrite"]) == 0
+    assert f"{to} already exists" in capsys.readouterr().err
+    assert licence_in(to) == "mit"
+    to.unlink()
+    assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 2
+    assert f"{to.with_suffix('.Modelfile')} already exists" in capsys.readouterr().err
+    again = ["--overwrite", "--license", "apache-2.0"]
+    assert run_here(dispatch, ["export", run, "--gguf", str(to), *again]) == 0
+    assert licence_in(to) == "apache-2.0"
     assert run_here(dispatch, ["export", run, "--gguf", f"{to}.bin"]) == 2
     assert run_here(dispatch, ["export", run, "--to", str(tmp_path / "t"), "--dtype", "q8_0"]) == 2
     assert run_here(dispatch, ["export", run, "--to", str(tmp_path / "t"), "--as", "qwen3"]) == 2

@@ -16,7 +16,8 @@ from accel_gpt.hub.verify import EXPORT_TOLERANCE, largest_difference
 from accel_gpt.model.gpt import GPT
 
 GATE = 2.0**8
-"""C in relu(x)^2 = silu(C x) x / C, which errs by at most 0.5 / C^2. A power of two rounds nothing.
+"""C in relu(x)^2 = silu(C x) x / C, which errs by at most 0.5 / C^2. A power of two causes no
+rounding.
 
 The gate is multiplied by C^2; with C = 2^10 its values would overflow in float16.
 """

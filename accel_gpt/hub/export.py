@@ -1,10 +1,10 @@
-"""Export a model as a folder that `AutoModelForCausalLM.from_pretrained` opens, proven equal to it.
+"""Export a model to a folder for transformers, and prove that it computes the same there.
 
     accel-gpt export RUN --to DIR
 
 Writes config.json, generation_config.json, model.safetensors (in shards above 5 GB) and the
-tokenizer's files; then `verify.py` opens the folder with transformers, in a new process, and
-compares.
+tokenizer's files. Then `verify.py` opens the folder with transformers in a new process, and
+compares the results.
 """
 
 import json
@@ -53,12 +53,12 @@ WRITTEN = (
     "chat_template.jinja",
 )
 TEMPORARY = ".tmp_export"
-SHARD_SIZE = "5GB"  # of model.safetensors, as transformers had it for long
+SHARD_SIZE = "5GB"  # of model.safetensors; the default of transformers 4
 COMPARED_SEQUENCES = 2
 COMPARED_TOKENS = 1024  # of each sequence, at most the context
 COMPARED_LOGITS = 128  # of the last tokens; the logits of all tokens can take gigabytes
 # The class that reads tokenizer.json unchanged. transformers 5 calls it TokenizersBackend and knows
-# this name too; transformers 4 and the servers built on it know no other.
+# this name too; transformers 4 and the servers built on it know only this name.
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 EXPORT_DTYPES = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,8 +136,8 @@ def check_target(to: Path, overwrite: bool) -> None:
         exported = any(fnmatch(path.name, pattern) for pattern in WRITTEN)
         require(
             path.name == TEMPORARY or (overwrite and exported),
-            f"{to} already holds {path.name}; give another folder; --overwrite replaces an "
-            "exported model, and nothing else",
+            f"{to} already holds {path.name}; give another folder; --overwrite replaces only "
+            "the files of an exported model",
         )
 
 
@@ -218,10 +218,10 @@ def write_files(
     write_settings(folder / "generation_config.json", generation)
     export_tokenizer(tokenizer, folder, model.config.block_size)
     tensors = export_tensors(model, matching_preset(model.config), dtype)
-    model.to("meta")  # frees its memory, before another process needs as much
+    model.to("meta")  # frees its memory for the process that compares
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
     for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # only its owner could read it
+        shutil.copymode(folder / "config.json", file)  # safetensors lets only the owner read it
     parameters = sum(tensor.numel() for tensor in tensors.values())
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     return parameters, size
@@ -235,7 +235,7 @@ def write_settings(path: Path, content: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def round_weights(model: GPT, dtype: torch.dtype) -> None:
-    """Round the weights to their values in the exported file, but not the rotary table."""
+    """Round the weights, but not the rotary table, to the values in the exported file."""
     for weight in model.parameters():
         weight.copy_(weight.to(dtype))
 
@@ -360,10 +360,12 @@ def compare_in_child(
         )
     error = child_error(done.stderr, done.returncode)
     if done.returncode == DIFFERENT:
-        raise CheckpointError(f"the exported model differs from ours, nothing was kept: {error}")
+        raise CheckpointError(
+            f"the exported model differs from the trained one: {error}; nothing was kept"
+        )
     require(
         done.returncode == 0,
-        f"{program} could not open {name}, nothing was kept: exit code {done.returncode} ({error})",
+        f"{program} could not open {name}: exit code {done.returncode} ({error}); nothing was kept",
     )
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report

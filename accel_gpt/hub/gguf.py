@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 LLAMA_CPP = "xllamacpp"  # the Python package that holds llama.cpp
 INSTALL = "pip install -c constraints.txt -e '.[gguf]'"
 NORMAL, CONTROL = 1, 3  # types of tokens in a GGUF file
-# llama.cpp refuses a byte-level tokenizer without merges, and starts from single characters, so
-# this pair never meets.
+# llama.cpp rejects a byte-level tokenizer without merges. It merges from single characters, so this
+# pair never occurs.
 NO_MERGES = (f"{EOT} {EOT}",)
 BYTE_LEVEL, SINGLE_DIGITS = "ByteLevel with its regex", "Digits one by one"
 # llama.cpp's name for the steps by which a tokenizer.json splits text: of Llama 3 and our BPE,
@@ -221,7 +221,7 @@ def write_gguf(
     add_shape(writer, model.config, model.vocab_size)
     add_tokenizer(writer, tokenizer, vocabulary)
     parameters = 0
-    for name, tensor in gguf_tensors(model, architecture):  # sizes first: they head the file
+    for name, tensor in gguf_tensors(model, architecture):  # the header holds their sizes
         parameters += tensor.numel()
         kind = kinds[stored_as(name, tensor, wanted)]
         bytes_shape = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kind)
@@ -361,7 +361,7 @@ def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, vocabulary: Vocabu
     writer.add_token_types(types)
     if vocabulary.model == "gpt2":
         writer.add_token_merges(vocabulary.merges or NO_MERGES)
-    if tokenizer.eot_id is not None:  # the end of a document begins the next
+    if tokenizer.eot_id is not None:  # it also begins a document
         writer.add_bos_token_id(tokenizer.eot_id)
         writer.add_eos_token_id(tokenizer.eot_id)
     writer.add_add_bos_token(False)
@@ -410,15 +410,15 @@ def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
     if found is None or normalizer not in (None, "NFC"):  # llama.cpp leaves out NFC
         raise UserError(
             f"the tokenizer splits text with the pre-tokenizer {' + '.join(steps) or 'none'}"
-            f"{f' after the normalizer {normalizer}' if normalizer else ''}, which is not among "
-            f"those that are known to llama.cpp ({', '.join(PRE_TOKENIZERS.values())}); export to "
-            "transformers with --to"
+            f"{f' after the normalizer {normalizer}' if normalizer else ''}, which is "
+            f"unknown to llama.cpp; it knows {', '.join(dict.fromkeys(PRE_TOKENIZERS.values()))}: "
+            "export to transformers with --to"
         )
     if tokenizer.kind == "bpe" and steps[0] == FORMER_PATTERN:
         sys.stderr.write(
-            "WARNING: this tokenizer was trained by an older version: llama.cpp splits words with "
-            "an apostrophe (it's) in another way, which costs a little loss; new tokenizers of "
-            "accel-gpt prepare are split alike\n"
+            "WARNING: an older version trained this tokenizer; llama.cpp splits words with an "
+            "apostrophe (it's) differently, which raises the loss a little; train a new tokenizer "
+            "with accel-gpt prepare to avoid this\n"
         )
     return found
 

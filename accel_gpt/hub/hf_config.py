@@ -1,7 +1,7 @@
 """Convert the shape of a model between transformers' config.json and the fields of `ModelConfig`.
 
-Four classes of transformers compute what our model computes, one for each preset; a Mistral model
-is a Llama model in all but its name. Needs no torch.
+For each preset there is a class of transformers that computes the same. A Mistral model is read as
+a Llama model. Needs no torch.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ FIELDS = (  # our field; its name in the config.json of GPT-2 ("": it has none),
     ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
     ("init_std", "initializer_range", "initializer_range"),
 )
-ROPE_LINEAR = (("rope_theta", "rope_theta"), ("rope_factor", "factor"))  # likewise
+ROPE_LINEAR = (("rope_theta", "rope_theta"), ("rope_factor", "factor"))  # ours, theirs
 ROPE_LONG = (*ROPE_LINEAR, ("rope_original_block_size", "original_max_position_embeddings"))
 ROPE_TYPES = MappingProxyType(
     {
@@ -156,12 +156,12 @@ def read_hf_config(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     if model_type not in MODEL_TYPES:
         found = (content.get("architectures") or [f"model of type {model_type}"])[0]
         raise UserError(
-            f"{name} is a {found}; the classes that can be loaded are "
+            f"{name} is a {found}; the supported classes are "
             f"{', '.join(HF_CLASSES.values())} and MistralForCausalLM"
         )
     require(
         not content.get("quantization_config"),
-        f"{name} is quantized; weights in float32, bfloat16 or float16 can be loaded",
+        f"{name} is quantized; give a model with weights in float32, bfloat16 or float16",
     )
     preset = MODEL_TYPES[model_type]
     settings = read_settings(content, model_type, name)
@@ -179,7 +179,7 @@ def read_settings(
 ) -> GPT2Settings | RopeSettings:
     """Read the fields of a config.json, with the defaults of its class in transformers.
 
-    Raises `UserError` if transformers refuses the config, or if a field has another type.
+    Raises `UserError` if transformers rejects the config, or if a field has the wrong type.
     """
     from transformers import CONFIG_MAPPING
 
@@ -189,7 +189,7 @@ def read_settings(
         rope = settings.get("rope_parameters") or {}
         settings["rope_parameters"] = known_fields(RopeParameters, rope)
         found: GPT2Settings | RopeSettings = read_value(kind, known_fields(kind, settings))
-    except Exception as error:  # of any class: validators of transformers run here
+    except Exception as error:  # validators of transformers raise any class
         raise UserError(f"config.json of {name} is not valid: {last_line(error)}") from None
     return found
 
@@ -203,7 +203,7 @@ def known_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 def require_one_of(name: str, key: str, value: Any, *allowed: Any) -> None:
     """Raise `UserError` if a setting has a value that our model does not compute."""
     choices = " or ".join(map(str, allowed))
-    require(value in allowed, f"{name} has {key} {value}, which is not implemented; only {choices}")
+    require(value in allowed, f"{name} has {key} {value}; only {choices} is supported")
 
 
 def read_gpt2(settings: GPT2Settings, name: str) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def read_rope(settings: RopeSettings, name: str, preset: str) -> dict[str, Any]:
 def matching_preset(config: ModelConfig) -> str:
     """Return the preset whose class in `HF_CLASSES` computes a model of this shape.
 
-    Raises `UserError` if there is none, with what the nearest class needs.
+    If there is none, raises `UserError`, which says what the nearest class needs.
     """
     unmet = {preset: unmet_needs(config, preset) for preset in HF_CLASSES}
     nearest = min(unmet, key=lambda preset: len(unmet[preset]))
@@ -311,10 +311,10 @@ def write_hf_config(
     fields |= gpt2_arguments(config) if preset == "gpt2" else rope_arguments(config, preset)
     try:
         hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
-    except Exception as error:  # of any class: validators of transformers run here
-        raise UserError(f"{HF_CLASSES[preset]} refuses this shape: {last_line(error)}") from None
+    except Exception as error:  # validators of transformers raise any class
+        raise UserError(f"{HF_CLASSES[preset]} rejects this shape: {last_line(error)}") from None
     content: dict[str, Any] = hf_config.to_diff_dict()
-    content["torch_dtype"] = dtype  # the name in transformers 4, as the two of rope below
+    content["torch_dtype"] = dtype  # for transformers 4, as rope_theta and rope_scaling are
     if rope := content.get("rope_parameters"):
         content["rope_theta"] = rope["rope_theta"]
         if rope["rope_type"] != "default":

@@ -36,7 +36,7 @@ class HFTensor(NamedTuple):
     transposed: bool = False
     """GPT-2's Conv1D stores (in, out)."""
     mirrored: bool = False
-    """Its rotary positions turn the other way; see `mirror`."""
+    """NanoChat rotates positions in the opposite direction; see `mirror`."""
 
 
 def weight_table(model: GPT, preset: str) -> Iterator[HFTensor]:
@@ -118,9 +118,9 @@ def in_each_block(config: ModelConfig, parts: list[HFTensor], kind: str) -> Iter
 def mirror(tensor: Tensor, head_size: int) -> Tensor:
     """Negate the second half of each head in the rows (heads * D, C) of queries or keys.
 
-    NanoChat rotates positions the other way round: its rotation of (a, b) by an angle equals ours
-    of (a, -b), with the second half negated again. Products of queries and keys, and norms without
-    weights, do not change by it.
+    NanoChat rotates positions in the opposite direction: its rotation of (a, b) by an angle equals
+    ours of (a, -b), with the second half negated again. This changes neither the products of
+    queries and keys nor norms without weights.
     """
     mirrored = tensor.clone()
     mirrored.view(-1, head_size, *tensor.shape[1:])[:, head_size // 2 :].neg_()
@@ -165,7 +165,7 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
 def matching_tensors(
     model: GPT, preset: str, tensors: Tensors, name: str
 ) -> Mapping[str, Callable[[], Tensor]]:
-    """Return `tensors` under the names in `weight_table`, without buffers and a tied head.
+    """Return `tensors` under the names in `weight_table`, without buffers and without a tied head.
 
     Raises `UserError` if one is missing or left over.
     """
@@ -179,11 +179,11 @@ def matching_tensors(
     expected = [part.name for part in weight_table(model, preset)]
     if model.config.tie_embeddings:
         drop_tied_head(found, expected[0], name)
-    kind = f"tensors of a {HF_CLASSES[preset]} with its config.json"
+    kind = f"a {HF_CLASSES[preset]} with its config.json"
     if missing := sorted(set(expected) - found.keys()):
-        raise UserError(f"{name} lacks {len(missing)} of the {kind}: {', '.join(missing[:3])}")
+        raise UserError(f"{name} lacks {len(missing)} tensors of {kind}: {', '.join(missing[:3])}")
     if extra := sorted(found.keys() - set(expected)):
-        raise UserError(f"{name} has {len(extra)} that are no {kind}: {', '.join(extra[:3])}")
+        raise UserError(f"{name} has {len(extra)} tensors more than {kind}: {', '.join(extra[:3])}")
     return found
 
 
@@ -199,8 +199,8 @@ def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name:
         found[embedding] = head
     elif not torch.equal(found[embedding](), head()):
         raise UserError(
-            f"{name} has tie_word_embeddings true in its config.json, but a head of its own among "
-            "its weights; set it to false there"
+            f"{name} has tie_word_embeddings true in its config.json, but its weights hold a "
+            "separate head; set it to false"
         )
 
 
@@ -224,7 +224,7 @@ def export_tensor(
     """Return a copy of one of our `weights` as `part` describes it."""
     if part.ours in weights:
         tensor = weights[part.ours][part.rows].to(dtype)
-    else:  # GPT2LMHeadModel cannot be without biases
+    else:  # GPT2LMHeadModel always has biases
         weight = weights[part.ours.removesuffix("bias") + "weight"]
         tensor = torch.zeros(len(weight), dtype=dtype)
     if part.mirrored:

@@ -79,7 +79,7 @@ def load_pretrained(
 
 
 def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
-    """Load the model of a checkpoint, in evaluation mode, and its tokenizer; verify both first.
+    """Load the model of a checkpoint, in evaluation mode, and its tokenizer; verifies both first.
 
     Raises `CheckpointError` if the checkpoint is damaged, and names an intact one of its run.
     """
@@ -128,8 +128,8 @@ def check_weight_size(
 ) -> None:
     """Raise `CheckpointError` if a model has more parameters than its files can hold.
 
-    A huge shape is found before memory is allocated. A parameter takes a byte at least; the
-    context counts as one token, because it may be longer than in the files.
+    A huge shape is found before memory is allocated. A parameter takes at least one
+    byte. The context counts as one token, because it may be longer than in the files.
     """
     parameters = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
     size = sum(file.stat().st_size for file in weight_files)
@@ -171,8 +171,8 @@ def find_weight_files(pretrained: Pretrained) -> list[Path]:
     if index.is_file():
         return listed_files(index)
     raise UserError(
-        f"{pretrained.name} has no {SAFETENSORS}, the only format of weights that is read; open "
-        "the model with transformers and write it with save_pretrained, which writes safetensors"
+        f"{pretrained.name} has no {SAFETENSORS}, and no other format of weights is read; "
+        "open the model with transformers and call save_pretrained, which writes safetensors"
     )
 
 
@@ -182,7 +182,9 @@ def listed_files(index: Path) -> list[Path]:
     names = sorted(set(content.weight_map.values()))
     for name in names:
         if Path(name).name != name or not index.with_name(name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is not beside it")
+            raise CheckpointError(
+                f"{index} names {name}, which is missing; download the model again"
+            )
     return [index.with_name(name) for name in names]
 
 

@@ -1,7 +1,7 @@
 """Write the model card of a checkpoint for the Hugging Face Hub: README.md and loss.png.
 
 Reads the checkpoint, the run's folder and the template `model_card.jinja`. The values of the
-template are numbers, and texts that `public.py` lets through.
+template are numbers, and texts that `public.py` allows.
 
 The evaluation results are in the header, as `model-index`. The Hub's newer `.eval_results/*.yaml`
 takes scores of registered benchmarks only (https://huggingface.co/docs/hub/eval-results, read in
@@ -72,7 +72,7 @@ MEASURES = (
 )
 MOST_SAMPLES = 3
 LONGEST_SAMPLE = 3000  # characters
-# control characters, and those that turn text around, are invisible or end a line in some viewers
+# control characters and marks of text direction: invisible, or line ends in some viewers
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
 )
@@ -275,7 +275,7 @@ def launches_before(run: RunFolder, step: int) -> list[dict[str, Any]]:
 
 
 def plan_of(state: TrainState) -> Plan | None:
-    """Return the plan of a run; None if its config is of a version that this one cannot read."""
+    """Return the plan of a run; None if this version cannot read its config."""
     try:
         return make_plan(build(Config, state.config), state.world_size)
     except (UserError, TypeError, ValueError):

@@ -25,7 +25,7 @@ from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_s
 from accel_gpt.training.run_folder import RunFolder
 
 SMALL_FILES = ("config.json", *HUB_FILES)
-MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that no other text has
+MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
 # Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
@@ -149,7 +149,7 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
     name = given["model.init_from"]
     run = RunFolder(given.get("out_dir", Config.out_dir))
     if run.checkpoints and run.config.get("model.init_from") == name:
-        # the run resumes even if the model that it started from is gone or out of reach
+        # the run resumes even if the model that it started from cannot be read
         return {
             key: value
             for key, value in run.config.items()

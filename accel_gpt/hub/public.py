@@ -117,7 +117,7 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
     """Write a file of TensorBoard events: the metrics in `records`, and the samples of a run.
 
     The run's own files of events are not copied: they hold its config, and their names hold the
-    host. The clock of the events ends when metrics.jsonl was last changed.
+    host. The last event gets the time at which metrics.jsonl was last changed.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -168,7 +168,7 @@ def public_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of trainer_state.json without what is private.
 
     Its config lacks the keys that a resume takes from the config that it is given, such as paths.
-    `NOT_TOLD`, which equals every value at a resume, replaces a private text. The URLs of data
+    `NOT_TOLD` replaces a private text; a resume accepts any value in its place. The URLs of data
     repositories are left out.
     """
     config = {

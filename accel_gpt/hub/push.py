@@ -59,9 +59,9 @@ def push(
 ) -> tuple[int, str]:
     """Push a run, or one checkpoint; return the step and its address.
 
-    `accel-gpt push --help` describes the options. Raises `UserError` if the Hub refuses or cannot
-    be reached; `CheckpointError` if the checkpoint is damaged, or if transformers computes other
-    values than our model.
+    `accel-gpt push --help` describes the options. Raises `UserError` if the Hub rejects the push or
+    cannot be reached; `CheckpointError` if the checkpoint is damaged, or if transformers computes
+    other values than our model.
     """
     require(
         is_repo(repo) and "/" in repo,
@@ -71,7 +71,7 @@ def push(
     path = find_checkpoint(Path(run), checkpoint or (named[1] if named else "last"))
     verify(path)
     step = read_state(path).step
-    with_retries(partial(create_repo, repo, private, revision), repo)  # refused before the work
+    with_retries(partial(create_repo, repo, private, revision), repo)  # the Hub may reject it
     remove_stale_folders(path.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
@@ -112,7 +112,7 @@ def remove_stale_folders(root: Path) -> None:
 
 
 def with_retries(call: Callable[[], T], repo: str) -> T:
-    """Call `call` until the connection holds; raise a refusal at once."""
+    """Call `call`, and retry if the connection breaks; raise other errors at once."""
     for pause in PAUSES_SECONDS:
         try:
             with hub_errors(repo, "written"):
@@ -136,12 +136,12 @@ def create_repo(repo: str, private: bool, branch: str | None) -> None:
 def upload(folder: Path, repo: str, branch: str | None, step: int) -> str:
     """Commit the files of `folder` to `branch`, or to main with a tag; return their address.
 
-    One commit holds all files, which `upload_folder` does not promise. Unchanged files are not sent
+    One commit holds all files; `upload_folder` may make several. Unchanged files are not sent
     again. Files of an earlier push that this one lacks, such as shards of the weights, are removed.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    (folder / "config.json").stat()  # nothing is deleted on the Hub for a folder that was removed
+    (folder / "config.json").stat()  # raises an error: a missing folder must delete nothing
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     api = HfApi()
     operations: list[CommitOperationAdd | CommitOperationDelete] = []

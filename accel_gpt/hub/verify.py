@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
     problem = key_mismatch(loading) or first_difference(ours, list(output.hidden_states), logits)
     if not problem and encoded["input_ids"] != ours["ids"].tolist():
-        problem = f"its tokenizer returns other ids for {text[:40]!r}"
+        problem = f"its tokenizer returns different ids for {text[:40]!r}"
     if problem:
         sys.stderr.write(f"{type(model).__name__} of transformers: {problem}\n")
         return DIFFERENT
@@ -77,7 +77,7 @@ def first_difference(ours: dict[str, Tensor], states: list[Tensor], logits: Tens
 
 
 def largest_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest absolute difference; infinite for other shapes or nan."""
+    """Return the largest absolute difference; infinite if shapes differ or a value is NaN."""
     if ours.shape != theirs.shape:
         return math.inf
     difference = (ours - theirs).abs().max().item()

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 class Server:
     """Run llama.cpp on a GGUF file, with float32 keys and values and without flash attention.
 
-    `plain_token` is a token of whole characters, and not end-of-text.
+    `plain_token`: a token of whole characters that is not end-of-text.
     """
 
     def __init__(self, file: str, block_size: int, plain_token: int) -> None:
@@ -129,10 +129,10 @@ class Server:
 
 
 def different_ids(server: Server, texts: list[str], ids: list[list[int]]) -> str | None:
-    """Return a text that llama.cpp splits into other tokens, if there is one."""
+    """Return the first text that llama.cpp splits into different tokens, if there is one."""
     for text, expected in zip(texts, ids, strict=True):
         if server.encode(text) != expected:
-            return f"its tokenizer returns other ids for {text[:40]!r}"
+            return f"its tokenizer returns different ids for {text[:40]!r}"
     return None
 
 

@@ -269,7 +269,7 @@ def test_weights_in_a_pickle_are_never_read(
 
 DAMAGED: dict[str, tuple[str, dict[str, Any] | bytes | None, str]] = {
     "class": ("config.json", {"model_type": "t5", "architectures": ["T5Model"]}, "is a T5Model"),
-    "layers": ("config.json", {"n_layer": 3}, "lacks 12 of the tensors of a GPT2LMHeadModel"),
+    "layers": ("config.json", {"n_layer": 3}, "lacks 12 tensors of a GPT2LMHeadModel"),
     "width": ("config.json", {"n_embd": 64}, r"wte\.weight has shape \(257, 32\), expected"),
     "huge": ("config.json", {"n_layer": 10**9}, "at most"),
     "absurd": ("config.json", {"vocab_size": 10**30}, "at most|more than"),

@@ -30,6 +30,7 @@ from accel_gpt.training.accelerator import join_ranks, set_up_model
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
+from accel_gpt.training.setup import pin_data
 
 # Types of `hub.load.load_pretrained` and `open_initial_weights`; this folder may not import hub/
 LoadCheckpoint = Callable[[str], tuple[GPT, Tokenizer]]
@@ -105,7 +106,7 @@ def evaluate_only(
             f"eval.only is true but {out} holds no checkpoint and model.init_from is scratch; set "
             "out_dir to a run with a checkpoint, or model.init_from to other weights",
         )
-        corpus = open_corpus(config)
+        corpus = open_corpus(pin_data(config))
         tokenizer = corpus.tokenizer
         load_weights = open_weights(config, corpus, write_err)
         model = GPT.allocate(config.model, corpus.vocab_size, accelerator.device)
@@ -169,7 +170,7 @@ def evaluate_model(
             )
         elif config.data.train:
             losses_only = replace(config, eval=replace(config.eval, hellaswag=None))
-            corpus = open_corpus(losses_only)
+            corpus = open_corpus(pin_data(losses_only))
             corpus.tokenizer.require_same(tokenizer, "the data", name)
             evaluation = open_evaluation(losses_only, corpus)
             metrics |= evaluation.metrics(model, accelerator, on_progress)

@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants, scan_cache_dir, snapshot_download
 
 from accel_gpt import train
+from accel_gpt.cli import dispatch
 from accel_gpt.commands import inspect
 from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig, PrepareConfig
@@ -287,6 +288,10 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     commits = [state.data_commits[URL] for state in states]
     assert len(set(commits)) == 1
     assert commits[0] != hub.repos[REPO].find("main")
+    without_val = {**index, "splits": {"train": index["splits"]["train"]}}
+    hub.add(REPO, {"dataset.json": json.dumps(without_val).encode()})
+    assert run_here(dispatch, ["evaluate", str(tmp_path / "run")]) == 0
+    hub.add(REPO, {"dataset.json": json.dumps(index).encode()})
     assert run_here(train.main, [*own, "--out_dir", str(tmp_path / "new")]) == 0
     (path,) = list((tmp_path / "new" / "checkpoints").glob("*12"))
     assert read_state(path).data_commits[URL] == hub.repos[REPO].find("main")

@@ -80,9 +80,12 @@ class Run:
         return Path(to)
 
     def push_to_hub(self, repo: str, **options: object) -> str:
-        """Upload to the repository user/name; `options` of `accel-gpt push`. Return the address."""
-        words = to_words({"repo": repo, **options})
-        _, url = push_model(PushCommand.parse([str(self.path), *words]))
+        """Upload the model to the repository user/name on the Hub, and return its address.
+
+        `options` as for `accel-gpt push`: private, license, include_state, ...
+        """
+        arguments = to_arguments({"repo": repo, **options})
+        _, url = push_model(PushCommand.parse([str(self.path), *arguments]))
         return url
 
     def _repr_png_(self) -> bytes:

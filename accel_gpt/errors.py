@@ -68,5 +68,5 @@ def needs_package(name: str) -> Iterator[None]:
         yield
     except ImportError:
         raise UserError(
-            f"reading this text needs the package {name}; run pip install {name}"
+            f"reading this data needs the package {name}; run pip install {name}"
         ) from None

@@ -177,7 +177,7 @@ def test_neither_the_scale_of_weights_nor_the_order_of_sources_matters(
         ("{streaming: true, path: DATA1}", r"set data.train to remote token shards \(hf://, s3://"),
         ("{path: DATA1, weight: 1}", "expected text or a list of {path, weight}"),
         ("[{path: DATA1, weight: .inf}]", "weight is inf; expected a finite number"),
-        ("[{path: DATA1", "not valid YAML"),
+        ("[{path: DATA1", "must be valid YAML"),
     ],
 )
 def test_bad_sources_are_one_sentence(

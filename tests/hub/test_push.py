@@ -127,7 +127,7 @@ def test_a_refusal_is_one_sentence(
     run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for status, message in (
-        (401, "run hf auth login, or set HF_TOKEN"),
+        (401, "log in with hf auth login, or set HF_TOKEN"),
         (403, "with the write role"),
     ):
         hub.refuse(status)

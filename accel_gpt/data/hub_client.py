@@ -19,7 +19,7 @@ BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes of a temporary failur
 STATUS = MappingProxyType(
     {
         401: "the Hub rejected your login; log in with hf auth login, or set HF_TOKEN",
-        403: "your token lacks the permission; it needs the write role for this repository",
+        403: "your token lacks the permission; create one with the write role for this repository",
         404: "there is no such repository, or it is not yours; check its name and your login",
     }
 )

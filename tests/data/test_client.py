@@ -53,7 +53,7 @@ def test_each_failure_of_the_client_is_one_sentence(hub: HubServer) -> None:
     with pytest.raises(UserError, match="neither a local folder nor a repository on the Hub that"):
         download_repo("tester/none", "*")
     other = {"sub/model.safetensors": b"other" * 300}
-    for status, sentence in ((401, "rejected your login"), (403, "needs the write role")):
+    for status, sentence in ((401, "rejected your login"), (403, "with the write role")):
         hub.refuse(status)
         with pytest.raises(UserError, match=sentence) as refused:
             upload(other)

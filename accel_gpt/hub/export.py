@@ -82,8 +82,8 @@ class Exported:
         return (
             f"{folder}: {self.model_class}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.bytes / 1e6:,.1f} MB\n"
-            f"opened by transformers {self.transformers}: its logits equal ours to "
-            f"{self.difference:.1e} on {self.compared_on}\n"
+            f"opened by transformers {self.transformers}: its logits differ by at most "
+            f"{self.difference:.1e} from ours on {self.compared_on}\n"
         )
 
 

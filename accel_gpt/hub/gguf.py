@@ -474,8 +474,10 @@ def prove_equal_gguf(
         program="llama.cpp",
     )
     return (
-        f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its log-probabilities equal ours "
-        f"to {report['difference']:.1e} on {compared_on}, the ids of {len(texts):,} texts are equal"
+        f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its log-probabilities of "
+        f"{len(reference['log_probabilities'])} tokens differ by at most "
+        f"{report['difference']:.1e} from ours on {compared_on}, the ids of {len(texts):,} texts "
+        "are equal"
     )
 
 

@@ -104,7 +104,8 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
     if text_changed(config, prepared.get("source_fingerprint")):
         sys.stderr.write(
             f"WARNING: the files of {config.path or config.source} have changed since {out} was "
-            "prepared; delete the folder to prepare it again\n"
+            "prepared, which is used as it is; to train on the changed files, start a new run "
+            "with another out_dir and data folder\n"
         )
     return True
 

@@ -189,7 +189,8 @@ def command(name: str, kind: Any) -> Iterator[str]:
     yield "| option | values | default | meaning |"
     yield "|---|---|---|---|"
     for option, described in own_options(kind).items():
-        shown = option.upper() if described.positional else f"--{option}"
+        name = option.removesuffix("_")
+        shown = name.upper() if described.positional else f"--{name}"
         cells = (
             f"`{shown}`",
             values_of(kind, option),

@@ -140,7 +140,7 @@ def prove(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "fp32") -
 
 def difference_of(compared: str) -> float:
     """Return the difference in the description of a comparison."""
-    return float(compared.partition("equal ours to ")[2].split()[0])
+    return float(compared.partition("differ by at most ")[2].split()[0])
 
 
 @pytest.mark.usefixtures("in_this_process")

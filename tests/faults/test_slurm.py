@@ -1,5 +1,6 @@
 """`configs/slurm/train.sbatch`, with stubs for Slurm's programs, which start two processes here."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.faults.launches import config, free_port, steps_told, until
 from tests.test_launch import PLAIN, ROOT
@@ -51,11 +53,12 @@ class Slurm:
             (self.stubs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
             (self.stubs / name).chmod(0o755)
 
-    def submit(self, *argv: str) -> "subprocess.Popen[str]":
+    def submit(self, *argv: str, **environment: str) -> "subprocess.Popen[str]":
         """Run the job script."""
         job = {
             "SLURM_JOB_ID": "1",
             "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_NNODES": "1",
             "SLURM_NTASKS": "2",
             "SLURM_NTASKS_PER_NODE": "2",
             "SLURM_PROCID": "0",
@@ -65,7 +68,8 @@ class Slurm:
         path = f"{self.stubs}{os.pathsep}{os.environ['PATH']}"
         return subprocess.Popen(
             ["sbatch", str(ROOT / "configs" / "slurm" / "train.sbatch"), *argv],
-            env={**PLAIN, **job, "PATH": path, "STUBS": str(self.stubs)}, cwd=self.stubs,
+            env={**PLAIN, **job, **environment, "PATH": path, "STUBS": str(self.stubs)},
+            cwd=self.stubs,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -98,5 +102,51 @@ def test_job_with_a_mistake_is_not_queued_again(prepared: Path, tmp_path: Path) 
     job = slurm.submit(path, "--train.time_limit", "soon")
     shown, _ = job.communicate(timeout=120)
     assert job.returncode == 2
-    assert "error: train.time_limit is 'soon'; write a time above 0 as 3h50m, 30m or 90s" in shown
+    assert "error: train.time_limit is 'soon'; write a time above 0 and at most 1000d" in shown
     assert slurm.requeued() == 0
+
+
+DUMP = """
+import json, os
+from pathlib import Path
+names = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
+found = {key: value for key, value in os.environ.items() if key.startswith(names)}
+Path(os.environ["DUMPED"]).write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(("distribution", "file"), [("fsdp", "fsdp2_8"), ("hsdp", "hsdp_2x8")])
+def test_a_sharded_job_sets_the_variables_of_accelerate_launch(
+    distribution: str, file: str, tmp_path: Path
+) -> None:
+    """FSDP itself needs GPUs; each process writes its variables instead of training."""
+    slurm, dump = Slurm(tmp_path), tmp_path / "dump.py"
+    dump.write_text(DUMP)
+    (slurm.stubs / "accel-gpt").write_text(f"#!/usr/bin/env bash\nexec {sys.executable} {dump}\n")
+    job = slurm.submit("quickstart", DISTRIBUTION=distribution, DUMPED=str(tmp_path / "job"))
+    shown, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, shown
+    config = yaml.safe_load((ROOT / "configs" / "accelerate" / f"{file}.yaml").read_text())
+    config |= {"num_processes": 2, "num_machines": 1}
+    if distribution == "hsdp":
+        config["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_dp_shard_size": 2,
+        }
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    launch += ["--config_file", str(tmp_path / "accelerate.yaml"), str(dump)]
+    environment = {**PLAIN, "DUMPED": str(tmp_path / "launched")}
+    subprocess.run(launch, env=environment, check=True, capture_output=True, timeout=120)
+    set_by_job = json.loads((tmp_path / "job").read_text())
+    launched = json.loads((tmp_path / "launched").read_text())
+    assert set_by_job.items() <= launched.items()
+    assert set_by_job["ACCELERATE_USE_FSDP"] == "true"
+    assert ("PARALLELISM_CONFIG_DP_SHARD_SIZE" in set_by_job) == (distribution == "hsdp")
+
+
+def test_an_unknown_distribution_is_an_error(tmp_path: Path) -> None:
+    job = Slurm(tmp_path).submit("quickstart", DISTRIBUTION="zero")
+    shown, _ = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert "DISTRIBUTION is zero; set it to ddp, fsdp or hsdp" in shown

@@ -279,10 +279,10 @@ RUNS = (
     "gpt2_1558m --gpus 64 --distribution fsdp --bandwidth 400",
     "gpt2_1558m --gpus 64 --distribution hsdp --bandwidth 400",
     *(
-        f"llama_7b --vocab_size 32000 --gpus {gpus} --distribution fsdp{network}"
+        f"llama_7b --gpus {gpus} --distribution fsdp{network}"
         for gpus, network in ((8, ""), (64, " --bandwidth 3200"), (512, " --bandwidth 3200"))
     ),
-    "llama_7b --vocab_size 32000 --gpus 512 --distribution fsdp --bandwidth 400",
+    "llama_7b --gpus 512 --distribution fsdp --bandwidth 400",
 )
 
 

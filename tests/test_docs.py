@@ -404,9 +404,28 @@ def parse_words(words: Sequence[str], marked: bool) -> None:
         assert {name for names in asked for name in names.split(",")} <= EXTRAS.keys()
 
 
+EXAMPLES = {
+    "CONFIG": "my.yaml",
+    "RUN": "runs/quickstart",
+    "FOLDER": "runs/quickstart",
+    "DIR": "out",
+    "REPO": "user/name",
+}
+
+
+def inline_commands(page: str) -> list[Line]:
+    """Whole commands in a sentence or a table, with an example for each placeholder."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.S | re.M)
+    found = re.findall(r"`(accel-gpt [\w-]+ [^-`][^`]*)`", prose)
+    whole = [command for command in found if "..." not in command and "COMMAND" not in command]
+    placeholders = re.compile("|".join(rf"\b{name}\b" for name in EXAMPLES))
+    return [Line(placeholders.sub(lambda name: EXAMPLES[name[0]], one), "") for one in whole]
+
+
 def marked_or_parsed(page: str) -> None:
     """Parse every command of a page."""
-    for line in shell_lines(page):
+    for line in (*shell_lines(page), *inline_commands(page)):
         for words in line.simple_commands():
             try:
                 parse_words(words, line.needs)
@@ -414,7 +433,9 @@ def marked_or_parsed(page: str) -> None:
                 pytest.fail(f"{page}: {line.command}\n{error!r}")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if shell_lines(page)])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if shell_lines(page) or inline_commands(page)]
+)
 def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options and shipped configs must exist; models, runs and files need not."""
     monkeypatch.chdir(tmp_path)
@@ -473,6 +494,9 @@ def test_a_command_that_does_not_parse_is_found(
         (tmp_path / "page.md").write_text(f"```sh\n{command}\n```\n")
         with pytest.raises(pytest.fail.Exception):
             marked_or_parsed(str(tmp_path / "page.md"))
+    (tmp_path / "page.md").write_text("Run `accel-gpt sample RUN --promt x`.\n")
+    with pytest.raises(pytest.fail.Exception):
+        marked_or_parsed(str(tmp_path / "page.md"))
 
 
 @pytest.fixture

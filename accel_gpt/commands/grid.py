@@ -39,7 +39,10 @@ def read_grid(arguments: Sequence[str], count: int | None) -> Grid:
             swept[key] = values
         else:
             fixed.append(f"--{key}={text}")
-    require(bool(swept), "no option has several values; write them as --optim.lr 1e-3,3e-3")
+    require(
+        bool(swept),
+        "there is nothing to sweep; give an option several values, as in --optim.lr 1e-3,3e-3",
+    )
     return Grid(
         out_dir=out_dir,
         fixed=tuple(fixed),

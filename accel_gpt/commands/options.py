@@ -447,7 +447,7 @@ class InspectCommand(Command):
     )
     tokenizer: str | None = option(
         None,
-        "Tokenizer of shards that do not name one: gpt2, bytes or the path of a tokenizer.json.",
+        "Tokenizer to use if the shards name none: gpt2, bytes or the path of a tokenizer.json.",
     )
     windows: int = option(
         2,
@@ -651,7 +651,8 @@ class LadderCommand(KeysCommand):
     )
     depths: tuple[int, ...] = option(
         (1, 2, 3, 4),
-        "Sizes as numbers of layers. n_embd is 64 times that, rounded up to a multiple of 128.",
+        "Sizes as numbers of layers. n_embd is 64 times the depth, rounded up to a multiple of "
+        "128.",
     )
     ratios: tuple[float, ...] = option(
         (10.5,),

@@ -191,7 +191,7 @@ class ScheduleConfig(
     )
     warmup_steps: int = option(
         0,
-        "Number of steps in which the learning rate rises linearly to its peak, from peak / steps.",
+        "Number of steps in which the learning rate rises linearly from peak / steps to its peak.",
         at_least=0,
         essential=True,
     )

@@ -101,7 +101,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     moved, its paths are updated.
     """
     content = read_yaml(path)
-    require(isinstance(content, dict), f"{path} holds no keys; see configs/ for examples")
+    require(
+        isinstance(content, dict),
+        f"{path} holds no keys; write lines such as `out_dir: runs/mine`",
+    )
     if cls is Config and is_config_of_run(path):
         content = relocate(content, str(Path(path).parent))
     values = dict(flatten(cls, content, f"in {path}"))

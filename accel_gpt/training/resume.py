@@ -219,8 +219,8 @@ def find_resume(
     if damaged:
         names = ", ".join(path.name for path in damaged)
         raise CheckpointError(
-            f"all checkpoints of {out_dir} are damaged ({names}); to start from scratch, set "
-            "another out_dir"
+            f"all checkpoints of {out_dir} are damaged ({names}); restore one from a copy, or set "
+            "another out_dir to start from scratch"
         )
     return None
 

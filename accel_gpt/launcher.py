@@ -1,7 +1,7 @@
 """Read the variables that launchers set, and start this package as a child process.
 
 `accelerate launch`, `torchrun` and `srun` put variables into the environment of each process.
-`join_slurm_step` sets those of torchrun for `srun`; everything else reads these.
+Under `srun`, `join_slurm_step` sets the variables that torchrun would set.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ def environment_without_launcher() -> dict[str, str]:
 
 
 def join_slurm_step() -> None:
-    """Set the variables of torchrun from those of Slurm, if `srun` started this process.
+    """Set torchrun's variables from Slurm's variables, if `srun` started this process.
 
     Called before anything reads them. Changes nothing if a launcher or the user has set RANK.
     Raises `UserError` if `srun` started `accelerate launch` for each process, and for variables
@@ -205,7 +205,7 @@ def join_slurm_step() -> None:
 def is_slurm_task() -> bool:
     """Return whether `srun` started this process as one of several.
 
-    A batch script, the shell of `salloc` and that of `srun --pty` are none.
+    Returns False in a batch script and in the shells of `salloc` and `srun --pty`.
     """
     if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
         return False

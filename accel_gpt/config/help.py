@@ -44,11 +44,11 @@ def format_help(cls: type, prog: str, essential: bool = False) -> str:
     for prefix, section in sections:
         title = "options"
         if prefix:
-            title = f"{prefix}: {(section.__doc__ or '').partition('.')[0]}"
-        add_options(parser, title, section, f"{prefix}.".lstrip("."), essential)
+            title = f"{prefix[:-1]}: {(section.__doc__ or '').partition('.')[0]}"
+        add_options(parser, title, section, prefix, essential)
         for name, hint in field_types(section).items():
             if dataclasses.is_dataclass(hint):
-                sections.append((f"{prefix}.{name}".lstrip("."), hint))
+                sections.append((f"{prefix}{name}.", hint))
     return parser.format_help()
 
 

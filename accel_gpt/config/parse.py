@@ -247,7 +247,7 @@ def sections(cls: type) -> frozenset[str]:
 
 
 def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
-    """Yield the groups of dotted keys of which at most one may be set."""
+    """Yield each group of dotted keys that exclude one another."""
     for group in getattr(cls, "exclusive", ()):
         yield [prefix + name for name in group]
     for name, hint in field_types(cls).items():

@@ -69,7 +69,7 @@ QUANTIZATION = MappingProxyType(
     }
 )
 COMPARED_TOKENS = 256  # of the first sequence
-COMPARED_POSITIONS = 16  # at each, the log-probabilities of the whole vocabulary are compared
+COMPARED_POSITIONS = 16  # at each, the logits of the whole vocabulary are compared
 COMPARED_TEXTS = 500
 GREEDY_TOKENS = 32
 CLEAR_LEAD = 0.01  # of the best logit over the second, above what rounding can change
@@ -449,7 +449,7 @@ def prove_equal_gguf(
 ) -> str:
     """Open `file` with llama.cpp in a new process and compare; return the result in words.
 
-    Compares log-probabilities after the beginnings of `tokens` (B, T), the ids of texts and greedy
+    Compares logits after the beginnings of `tokens` (B, T), the ids of texts and greedy
     tokens. Raises `CheckpointError` if they differ, `UserError` if llama.cpp could not open the
     file. Without llama.cpp, nothing is compared.
     """
@@ -474,7 +474,7 @@ def prove_equal_gguf(
         program="llama.cpp",
     )
     return (
-        f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its log-probabilities of "
+        f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its logits at "
         f"{len(reference['log_probabilities'])} tokens differ by at most "
         f"{report['difference']:.1e} from ours on {compared_on}, the ids of {len(texts):,} texts "
         "are equal"

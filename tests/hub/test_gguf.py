@@ -185,7 +185,7 @@ def test_a_file_that_computes_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "interleave", lambda rows, _: rows)
-    with pytest.raises(CheckpointError, match="log-probabilities differ from ours by up to"):
+    with pytest.raises(CheckpointError, match="logits differ from ours by up to"):
         prove(model_of("llama", 257), BytesTokenizer(), tmp_path)
     monkeypatch.undo()
 

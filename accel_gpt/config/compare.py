@@ -45,13 +45,9 @@ def resume_kind(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
     one = option_of(key)
     if one.exact and now.get("train.reproducible"):
         return "ask"
-    if one.null_is_another_run and has_rate_groups(before) != has_rate_groups(now):
+    was_null = before.get(key) is None
+    is_null = now.get(key) is None
+    if one.null_is_another_run and was_null != is_null:
         return "refuse"
     assert one.resume is not None
     return one.resume
-
-
-def has_rate_groups(config: Mapping[str, Any]) -> bool:
-    """Return whether a config sets a learning rate that needs its own parameter group."""
-    keys = [key for key, one in all_options(Config).items() if one.null_is_another_run]
-    return any(config.get(key) is not None for key in keys)

@@ -1,33 +1,41 @@
 """Derive options from `model.depth`, if the config does not set them. No torch.
 
-The rules and reference values come from nanochat (Karpathy 2025-26, scripts/base_train.py) and
-modded-nanogpt's track 3 (Jordan and others 2026, start 36). docs/explanation/fast.md shows them as
-a table. They were found at the reference: depth 12 and batches of 2^19 tokens.
+A depth is a size of one family of models: its layers, and 64 channels in one head for each layer.
+The learning rates, the initial weights and the weight decay follow from width, depth, batch and
+length by rules that keep the size of activations and of their changes the same. A value that is
+good for a small model is then good for a large one. docs/explanation/fast.md has the rules as a
+table, with their sources.
 
-Legend: N parameters of blocks and head, D tokens of the run, B tokens of a step.
+The reference is modded-nanogpt's track 3 (Jordan and others 2026, start 36): 12 layers of 768
+channels, 3,250 steps of 2^19 tokens. There, the rules give its values.
+
+Legend: C width, L layers, B tokens of a step, D tokens of the run, N parameters of blocks and head.
 """
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_gpt.config.data import PrepareConfig, Weighted
 from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import require
 from accel_gpt.files import read_json
 
-HEAD_DIM = 128  # channels of a head; nanochat
-CHANNELS_PER_LAYER = 64  # nanochat
-REFERENCE_DEPTH = 12  # the size at which nanochat and modded-nanogpt found these values
+HEAD_SIZE = 64  # channels of a head, and of the width for each layer; GPT-2
+REFERENCE_DEPTH = 12  # the run at which the values below were found
 REFERENCE_WIDTH = 768  # channels
 REFERENCE_BATCH = 2**19  # tokens
+REFERENCE_STEPS = 3250
 TOKENS_PER_PARAMETER = 10.5  # D / N; nanochat dev/LOG.md, January 2026
 BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch grows as D^0.383
+LENGTH_EXPONENT = 1 / 3  # Bjorck et al. 2024, arXiv 2409.19913: the best rate falls as D^-0.32
 MUON_LR = 0.025  # modded-nanogpt, track 3
 MUON_DECAY = 0.05  # modded-nanogpt, track 3
+ADAMW_LR = 0.0005  # matrices of the blocks; benchmarks/notes/transfer.md, near GPT-2's 6e-4
 EMBEDDING_LR = 0.7  # modded-nanogpt, track 3: for an initial standard deviation of 1
 HEAD_LR = 0.004  # modded-nanogpt, track 3
 MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
@@ -46,6 +54,10 @@ RECIPE: Mapping[str, Any] = MappingProxyType(
         "optim.eps": 1e-10,
         "optim.weight_decay": 0.0,
         "optim.grad_clip": 0.0,
+    }
+)
+MUON_RECIPE: Mapping[str, Any] = MappingProxyType(
+    {
         "optim.muon_scale": "original",
         "optim.muon_cautious_decay": True,
     }
@@ -81,7 +93,12 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
 
     found["model.n_layer"] = depth
     found["model.n_embd"] = width(depth)
-    found["model.n_head"] = max(1, value("model.n_embd") // HEAD_DIM)
+    require(
+        value("model.n_embd") % HEAD_SIZE == 0,
+        f"model.n_embd is {value('model.n_embd')}, but with model.depth it is a multiple of "
+        f"{HEAD_SIZE}; leave it out, or leave model.depth out",
+    )
+    found["model.n_head"] = value("model.n_embd") // HEAD_SIZE
     shape = {}
     for key, item in (found | dict(given)).items():
         section, _, name = key.partition(".")
@@ -91,7 +108,7 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     reference = ModelConfig(
         mlp=model.mlp,
         n_embd=REFERENCE_WIDTH,
-        n_head=REFERENCE_WIDTH // HEAD_DIM,
+        n_head=REFERENCE_WIDTH // HEAD_SIZE,
         n_layer=REFERENCE_DEPTH,
     )
     vocab_size = vocabulary(given)
@@ -111,37 +128,89 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
         found["schedule.decay_share"] = COOLDOWN
     if not value("schedule.warmup_tokens"):
         found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
-    if value("model.preset") == "fast" and value("optim.name") == "muon":
-        found |= learning_rates(value, B, ratio, steps)
+    if value("model.preset") == "fast":
+        found["model.init_std"] = initial_spread(model.n_embd)
+        found |= optimizer_options(value, steps)
     return found
 
 
 def width(depth: int) -> int:
-    """Compute the channels (n_embd) at a depth, rounded up to whole heads."""
-    return -(-depth * CHANNELS_PER_LAYER // HEAD_DIM) * HEAD_DIM
+    """Compute the channels (n_embd) at a depth."""
+    return depth * HEAD_SIZE
 
 
-def learning_rates(value: Any, B: int, ratio: float, steps: int) -> dict[str, Any]:
+def initial_spread(n_embd: int) -> float:
+    """Compute the initial standard deviation of weights.
+
+    The weights of the reference, in proportion to 1 / sqrt(C). Sums over C channels are then of one
+    size at every width (Yang et al. 2023, arXiv 2310.17813, the spectral condition).
+    """
+    return rounded(ModelConfig.init_std * math.sqrt(REFERENCE_WIDTH / n_embd))
+
+
+class Factors(NamedTuple):
+    """Factors on the learning rates and weight decay of the reference, by their causes."""
+
+    batch: float
+    length: float
+    width: float
+    depth: float
+    chosen: float  # optim.lr_factor
+
+    @property
+    def run(self) -> float:
+        """Factor on every learning rate."""
+        return self.batch * self.length * self.chosen
+
+
+def factors(value: Callable[[str], Any], steps: int) -> Factors:
+    """Compute the factors on the learning rates of the reference, from the options of a run.
+
+    - batch: sqrt(B) (Malladi et al. 2022, arXiv 2205.10287, for Adam; for Muon, nanochat assumes
+      it).
+    - length: 1 / D^(1/3) (Bjorck et al. 2024, arXiv 2409.19913).
+    - width, for a matrix that AdamW updates and that reads the residual stream: 1 / C, since an
+      update adds as much to each of its C weights (Yang et al. 2022, arXiv 2203.03466, table 8).
+      The rate of Muon and of the embedding does not depend on C, as the size of their updates is
+      set for a whole matrix and a whole row (Yang et al. 2023, arXiv 2310.17813).
+    - depth, for the projections onto the residual stream: 1 / sqrt(L), so that the sum of L blocks
+      does not grow (Yang et al. 2023, arXiv 2310.02244).
+    """
+    B = value("train.tokens_per_step")
+    return Factors(
+        batch=math.sqrt(B / REFERENCE_BATCH),
+        length=(REFERENCE_STEPS * REFERENCE_BATCH / (steps * B)) ** LENGTH_EXPONENT,
+        width=REFERENCE_WIDTH / value("model.n_embd"),
+        depth=math.sqrt(REFERENCE_DEPTH / value("model.n_layer")),
+        chosen=value("optim.lr_factor") or OptimConfig.lr_factor,
+    )
+
+
+def optimizer_options(value: Callable[[str], Any], steps: int) -> dict[str, Any]:
     """Compute the options of the optimizer in the `fast` recipe.
 
-    `ratio` is N divided by N of the reference. It is also the ratio of D, as D / N is constant.
-
-    All learning rates grow with the square root of B (Malladi et al. 2022 for Adam; for Muon,
-    nanochat assumes it). The learning rates of AdamW also shrink with the square root of the width.
-    The weight decay of Muon keeps B / (lr decay D) constant. This is the number of epochs over
-    which weights average their updates (Wang & Aitchison 2024, arXiv 2405.13698). The model
-    normalizes the embedding, so its learning rate is relative to its initial standard deviation.
+    The model normalizes the embedding, so its learning rate is relative to its initial standard
+    deviation. The weight decay keeps the product of learning rate, weight decay and steps constant.
+    Its inverse is the share of the run over which weights average their updates (Wang & Aitchison
+    2024, arXiv 2405.13698).
     """
-    by_batch = math.sqrt(B / REFERENCE_BATCH)
-    by_width = math.sqrt(REFERENCE_WIDTH / value("model.n_embd"))
+    by = factors(value, steps)
     found = dict(RECIPE)
-    found["optim.lr"] = rounded(HEAD_LR * by_batch * by_width)
-    init_std = value("model.init_std") or ModelConfig.init_std
-    found["optim.embedding_lr"] = rounded(EMBEDDING_LR * init_std * by_batch * by_width)
-    if (value("optim.muon_scale") or RECIPE["optim.muon_scale"]) == "original":
-        found["optim.muon_lr"] = rounded(MUON_LR * by_batch)
-    found["optim.muon_weight_decay"] = rounded(MUON_DECAY * by_batch / ratio)
-    found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
+    head_lr = rounded(HEAD_LR * by.run * by.width)
+    found["optim.embedding_lr"] = rounded(EMBEDDING_LR * value("model.init_std") * by.run)
+    found["optim.residual_lr_factor"] = rounded(by.depth)
+    if value("optim.name") == "muon":
+        found |= MUON_RECIPE
+        found["optim.lr"] = head_lr
+        scale = value("optim.muon_scale") or MUON_RECIPE["optim.muon_scale"]
+        if scale == "original":
+            found["optim.muon_lr"] = rounded(MUON_LR * by.run)
+        decay = MUON_DECAY * REFERENCE_STEPS / steps / by.run
+        found["optim.muon_weight_decay"] = rounded(decay)
+        found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
+    else:
+        found["optim.lr"] = rounded(ADAMW_LR * by.run * by.width)
+        found["optim.head_lr"] = head_lr
     found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))
     return found
 
@@ -251,7 +320,25 @@ def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
         if overridden[section]:
             line += f"; overridden: {', '.join(overridden[section])}"
         lines.append(line)
+    if flat["model.preset"] == "fast":
+        lines.append(describe_factors(flat))
     return lines
+
+
+def describe_factors(flat: Mapping[str, Any]) -> str:
+    """Describe the factors on the learning rates in one line."""
+    steps = flat["train.max_steps"] or -(-flat["train.max_tokens"] // flat["train.tokens_per_step"])
+    by = factors(flat.get, steps)
+    width_of = "head" if flat["optim.name"] == "muon" else "head and matrices"
+    line = (
+        f"depth {flat['model.depth']} scales the learning rates of the reference: "
+        f"x {by.batch:.3g} for the batch, x {by.length:.3g} for the length, "
+        f"{width_of} x {by.width:.3g} for the width, "
+        f"projections onto the residual stream x {by.depth:.3g} for the depth"
+    )
+    if by.chosen != 1:
+        line += f", x {by.chosen:g} by optim.lr_factor"
+    return line
 
 
 def format_value(value: Any) -> str:

@@ -517,6 +517,11 @@ class Config(Section):
             "name that does not begin with -",
         )
         require(
+            self.model.depth is not None or self.optim.lr_factor == 1,
+            f"optim.lr_factor is {self.optim.lr_factor}, but model.depth is not set, so no "
+            "learning rate follows from it; set the learning rates instead",
+        )
+        require(
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}; "
             "lower schedule.min_lr",

@@ -41,6 +41,21 @@ class OptimConfig(Section, prefix="optim.", published=True):
         above=0,
         null_is_another_run=True,
     )
+    lr_factor: float = option(
+        1.0,
+        "Factor on all learning rates that follow from model.depth. Tune it at a small depth and "
+        "keep it at a large one.",
+        above=0,
+        resume="free",
+        matched=False,
+    )
+    residual_lr_factor: float | None = option(
+        None,
+        "Factor on the learning rate of the projections onto the residual stream: the last matrix "
+        "of attention and of the MLP. Their weight decay is divided by it. null: 1.",
+        above=0,
+        null_is_another_run=True,
+    )
     beta1: float = option(
         0.9,
         "Decay rate of AdamW's first moment.",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_gpt.config.compare import differences, option_of
-from accel_gpt.config.depth import HEAD_DIM, scaling_parameters, width
+from accel_gpt.config.depth import HEAD_SIZE, scaling_parameters, width
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import config_of, to_flat
 from accel_gpt.config.plan import LENGTH
@@ -40,7 +40,7 @@ def shape_keys(depth: int) -> dict[str, Any]:
     channels = width(depth)
     return {
         "model.n_layer": depth,
-        "model.n_head": channels // HEAD_DIM,
+        "model.n_head": channels // HEAD_SIZE,
         "model.n_embd": channels,
     }
 

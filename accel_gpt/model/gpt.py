@@ -19,11 +19,10 @@ from accel_gpt.cost.flops import padded_vocab_size
 from accel_gpt.errors import require
 from accel_gpt.model.documents import attention_mask, positions
 from accel_gpt.model.layers import (
-    MLP,
     Block,
-    CausalSelfAttention,
     KVCache,
     build_norm,
+    residual_projections,
     rotary_table,
 )
 from accel_gpt.model.loss import Head
@@ -125,12 +124,7 @@ class GPT(nn.Module):
         self.tie_weights()
         self.build_rotary()
         self._draw_as_constructors()
-        onto_residual: set[nn.Module] = set()
-        for module in self.modules():
-            if isinstance(module, CausalSelfAttention):
-                onto_residual.add(module.proj)
-            elif isinstance(module, MLP):
-                onto_residual.add(module.down)
+        onto_residual = residual_projections(self)
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()

@@ -332,3 +332,14 @@ class Block(nn.Module):
         x = x + self.attn(self.norm_1(x), rotary=rotary, cache=cache, mask=mask)
         out: Tensor = x + self.mlp(self.norm_2(x))
         return out
+
+
+def residual_projections(model: nn.Module) -> list[nn.Linear]:
+    """Return the projections onto the residual stream: two in each block."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, CausalSelfAttention):
+            found.append(module.proj)
+        elif isinstance(module, MLP):
+            found.append(module.down)
+    return found

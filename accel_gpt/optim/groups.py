@@ -9,6 +9,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.errors import require
+from accel_gpt.model.layers import residual_projections
 from accel_gpt.model.loss import Head
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, muon_weights
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 PEAK = "peak_lr"
 DECAYED = "decayed"
-PART = "part"  # embedding or head, in a group with its own learning rate
+PART = "part"  # of the model, in a group with its own learning rate
+EMBEDDING = "embedding"
+HEAD = "head"
+RESIDUAL = "residual"
 
 
 def make_optimizer(
@@ -32,24 +36,35 @@ def make_optimizer(
 
     Weight decay applies to matrices and embeddings, not to vectors (Loshchilov & Hutter 2019; the
     groups of minGPT). With `embedding_lr` or `head_lr`, embeddings and head are separate groups.
-    AdamW's groups come first.
+    With `residual_lr_factor`, so are the projections onto the residual stream. AdamW's groups come
+    first.
 
     `compiled` compiles Muon's update with torch.compile. The ranks of `mesh` hold the same weights
     and divide Muon's work among them.
     """
     matrices = muon_weights(model) if config.name == "muon" else {}
-    parts = embedding_and_head(model, config)
-    grouped = {id(weight) for weights in matrices.values() for weight in weights}
-    grouped |= {id(weight) for weights in parts.values() for weight in weights}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in grouped]
+    parts = parts_with_rates(model, config)
+    part_of = {id(weight): part for part, weights in parts.items() for weight in weights}
+    of_muon = {id(weight) for weights in matrices.values() for weight in weights}
+    others = [
+        p
+        for p in model.parameters()
+        if p.requires_grad and id(p) not in of_muon and id(p) not in part_of
+    ]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in others if p.dim() >= 2], DECAYED: True},
         {"params": [p for p in others if p.dim() < 2], DECAYED: False},
     ]
     for part, weights in parts.items():
-        groups.append({"params": weights, DECAYED: True, PART: part})
+        by_adamw = [weight for weight in weights if id(weight) not in of_muon]
+        groups.append({"params": by_adamw, DECAYED: True, PART: part})
     for rows, weights in matrices.items():
-        groups.append({"params": weights, DECAYED: True, ROWS: rows or None})
+        group = {"params": weights, DECAYED: True, ROWS: rows or None}
+        residual = [weight for weight in weights if id(weight) in part_of]
+        if residual:
+            groups.append(group | {"params": residual, PART: RESIDUAL})
+            group["params"] = [weight for weight in weights if id(weight) not in part_of]
+        groups.append(group)
     groups = [group for group in groups if group["params"]]
     optimizer: GuardedAdamW
     if config.name == "muon":
@@ -61,27 +76,26 @@ def make_optimizer(
     return optimizer
 
 
-def embedding_and_head(model: nn.Module, config: OptimConfig) -> dict[str, list[Tensor]]:
-    """Find the weights of the embeddings and the head, if one of them has its own learning rate.
+def parts_with_rates(model: nn.Module, config: OptimConfig) -> dict[str, list[Tensor]]:
+    """Find the weights of the parts of the model that have their own learning rate.
 
+    The parts are `EMBEDDING`, `HEAD` and `RESIDUAL`, the projections onto the residual stream.
     Raises `UserError` for a `head_lr` if the head shares the weights of the embedding.
     """
-    if config.embedding_lr is None and config.head_lr is None:
-        return {}
-    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    shared = {id(weight) for weight in embeddings}
-    heads = [
-        m.weight for m in model.modules() if isinstance(m, Head) and id(m.weight) not in shared
-    ]
-    require(
-        bool(heads) or config.head_lr is None,
-        f"optim.head_lr is {config.head_lr} but model.tie_embeddings is true: the head shares the "
-        "weights of the embedding; set optim.embedding_lr",
-    )
-    return {
-        "embedding": [weight for weight in embeddings if weight.requires_grad],
-        "head": [weight for weight in heads if weight.requires_grad],
-    }
+    found: dict[str, list[Tensor]] = {}
+    if config.embedding_lr is not None or config.head_lr is not None:
+        found[EMBEDDING] = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+        shared = {id(weight) for weight in found[EMBEDDING]}
+        heads = [m.weight for m in model.modules() if isinstance(m, Head)]
+        found[HEAD] = [weight for weight in heads if id(weight) not in shared]
+        require(
+            bool(found[HEAD]) or config.head_lr is None,
+            f"optim.head_lr is {config.head_lr} but model.tie_embeddings is true: the head shares "
+            "the weights of the embedding; set optim.embedding_lr",
+        )
+    if config.residual_lr_factor is not None:
+        found[RESIDUAL] = [module.weight for module in residual_projections(model)]
+    return {part: [w for w in weights if w.requires_grad] for part, weights in found.items()}
 
 
 def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
@@ -94,6 +108,10 @@ def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
             _configure_muon(group, config)
         else:
             _configure_adamw(group, config)
+        if group.get(PART) == RESIDUAL and config.residual_lr_factor is not None:
+            # the product of both, by which weights shrink in a step, stays the same
+            group[PEAK] *= config.residual_lr_factor
+            group["weight_decay"] /= config.residual_lr_factor
 
 
 def _configure_muon(group: dict[str, Any], config: OptimConfig) -> None:
@@ -109,9 +127,9 @@ def _configure_muon(group: dict[str, Any], config: OptimConfig) -> None:
 
 def _configure_adamw(group: dict[str, Any], config: OptimConfig) -> None:
     part_lr = None
-    if group.get(PART) == "embedding":
+    if group.get(PART) == EMBEDDING:
         part_lr = config.embedding_lr
-    elif group.get(PART) == "head":
+    elif group.get(PART) == HEAD:
         part_lr = config.head_lr
     group[PEAK] = config.lr if part_lr is None else part_lr
     group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.config.depth import describe_depth, scaling_parameters
+from accel_gpt.config.depth import describe_depth, scaling_parameters, width
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.parse import load_config, to_flat, to_yaml
 from accel_gpt.config.plan import make_plan
 from accel_gpt.cost.flops import parameter_counts
@@ -17,6 +18,8 @@ from accel_gpt.errors import UserError
 from tests.conftest import tiny
 
 GPT2 = ("--data.prepare.source", "stdlib", "--data.prepare.tokenizer", "gpt2")
+# a run of the same batch and length at every size
+FIXED = ("--model.vocab_size", 257, "--train.tokens_per_step", 4096, "--train.max_steps", 400)
 Load = Callable[..., Config]
 
 
@@ -35,28 +38,77 @@ def load(tmp_path: Path) -> Load:
 def test_depth_12_is_the_reference(load: Load) -> None:
     config = load(*GPT2)
     model, optim = config.model, config.optim
-    assert (model.preset, model.n_layer, model.n_embd, model.n_head) == ("fast", 12, 768, 6)
+    assert (model.preset, model.n_layer, model.n_embd, model.n_head) == ("fast", 12, 768, 12)
     assert model.logit_softcap == 15
     assert model.zero_init
+    assert model.init_std == ModelConfig().init_std
     assert config.train.tokens_per_step == 2**19
     assert make_plan(config, 1).max_steps == round(10.5 * 768 * (12 * 12 * 768 + 50257) / 2**19)
-    assert (optim.name, optim.muon_lr, optim.lr) == ("muon", 0.025, 0.004)
-    assert (optim.embedding_lr, optim.muon_weight_decay) == (0.014, 0.05)
+    assert optim.name == "muon"
     assert optim.muon_momentum_warmup == make_plan(config, 1).max_steps // 10
     assert make_plan(config, 1).decay_steps == math.ceil(0.65 * make_plan(config, 1).max_steps)
-    assert config.schedule.min_lr == pytest.approx(0.05 * 0.004)
+    assert config.schedule.min_lr == pytest.approx(0.05 * optim.lr, rel=1e-3)
+    published = load(*GPT2, "--train.max_steps", 3250).optim
+    assert (published.muon_lr, published.lr) == (0.025, 0.004)
+    assert (published.embedding_lr, published.muon_weight_decay) == (0.014, 0.05)
 
 
-def test_depth_24_follows_the_stated_exponents(load: Load) -> None:
-    config = load("--model.depth", 24, *GPT2)
-    assert (config.model.n_embd, config.model.n_head) == (1536, 12)
-    tokens = [d * 64 * (d * 12 * d * 64 + 50257) for d in (12, 24)]  # of each parameter 10.5
-    ratio = tokens[1] / tokens[0]
-    assert config.train.tokens_per_step == 2**20  # 2^19 x 5.96^0.383 = 2^19.99
-    assert 0.95 < ratio**0.383 / 2 < 1.05
-    assert config.optim.muon_lr == pytest.approx(0.025 * 2**0.5, rel=1e-3)
-    assert config.optim.lr == pytest.approx(0.004 * 2**0.5 / 2**0.5, rel=1e-3)
-    assert config.optim.muon_weight_decay == pytest.approx(0.05 * 2**0.5 / ratio, rel=1e-3)
+def test_no_two_depths_share_a_width() -> None:
+    assert [width(depth) for depth in (1, 2, 3, 4, 12)] == [64, 128, 192, 256, 768]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_rates_follow_from_width_depth_batch_and_length(load: Load, optimizer: str) -> None:
+    def optim(*options: object) -> OptimConfig:
+        return load("--optim.name", optimizer, *FIXED, *options).optim
+
+    base = optim("--model.depth", 4, "--model.n_embd", 256)
+    wide = optim("--model.depth", 4, "--model.n_embd", 512)
+    deep = optim("--model.depth", 16, "--model.n_embd", 256)
+    batch = optim("--model.depth", 4, "--train.tokens_per_step", 4 * 4096)
+    long = optim("--model.depth", 4, "--train.max_steps", 8 * 400)
+    factor = optim("--model.depth", 4, "--optim.lr_factor", 2)
+
+    # the embedding is relative to its initial values, which fall with the root of the width
+    assert embedding_over_init(load, optimizer, 512) == pytest.approx(
+        embedding_over_init(load, optimizer, 256), rel=1e-3
+    )
+    assert wide.lr == pytest.approx(base.lr / 2, rel=1e-3)
+    assert wide.muon_lr == base.muon_lr
+    assert wide.residual_lr_factor == base.residual_lr_factor
+    assert deep.lr == base.lr
+    assert deep.residual_lr_factor == pytest.approx(base.residual_lr_factor / 2, rel=1e-3)
+    for one, ratio in ((batch, 2 / 4 ** (1 / 3)), (long, 1 / 2), (factor, 2)):
+        assert one.lr == pytest.approx(base.lr * ratio, rel=1e-3)
+        assert one.embedding_lr == pytest.approx(base.embedding_lr * ratio, rel=1e-3)
+        if optimizer == "muon":
+            assert one.muon_lr == pytest.approx(base.muon_lr * ratio, rel=1e-3)
+        else:
+            assert one.head_lr == pytest.approx(base.head_lr * ratio, rel=1e-3)
+
+
+def embedding_over_init(load: Load, optimizer: str, width: int) -> float:
+    """Return the learning rate of the embedding over its initial standard deviation."""
+    options = ("--model.depth", 4, "--model.n_embd", width)
+    config = load("--optim.name", optimizer, *FIXED, *options)
+    assert config.optim.embedding_lr is not None
+    return config.optim.embedding_lr / config.model.init_std
+
+
+def test_weights_are_averaged_over_one_share_of_every_run(load: Load) -> None:
+    shares = []
+    for options in (("--model.depth", 12), ("--model.depth", 24), ("--train.max_steps", 500)):
+        config = load(*options, *GPT2)
+        optim = config.optim
+        assert optim.muon_lr is not None
+        assert optim.muon_weight_decay is not None
+        shares.append(optim.muon_lr * optim.muon_weight_decay * make_plan(config, 1).max_steps)
+    assert shares == pytest.approx([0.025 * 0.05 * 3250] * 3, rel=1e-3)
+
+
+def test_a_factor_without_a_depth_is_an_error(load: Load) -> None:
+    with pytest.raises(UserError, match="optim.lr_factor is 2.0, but model.depth is not set"):
+        load(text="optim: {lr_factor: 2.0}")
 
 
 def test_scaling_parameters_are_those_of_blocks_and_head() -> None:
@@ -70,13 +122,14 @@ def test_scaling_parameters_are_those_of_blocks_and_head() -> None:
 def test_what_is_set_goes_before_what_follows_and_the_rest_follows_from_it(load: Load) -> None:
     free, batch = load(*GPT2), load(*GPT2, "--train.tokens_per_step", 2**17)
     assert batch.train.tokens_per_step == 2**17
-    assert batch.optim.muon_lr == pytest.approx(free.optim.muon_lr / 2)  # type: ignore[operator]
+    half = free.optim.muon_lr / 2  # type: ignore[operator]
+    assert batch.optim.muon_lr == pytest.approx(half, rel=1e-3)  # lengths differ by rounding
     own = load(
         *GPT2,
         *("--train.max_steps", 77, "--optim.muon_lr", 0.5, "--model.n_embd", 512),
         text="model: {depth: 12, logit_softcap: null}\nschedule: {decay_steps: 7}",
     )
-    assert (own.model.n_embd, own.model.n_head, own.model.logit_softcap) == (512, 4, None)
+    assert (own.model.n_embd, own.model.n_head, own.model.logit_softcap) == (512, 8, None)
     assert (own.train.max_steps, own.train.max_tokens) == (77, None)
     assert (own.schedule.decay_steps, own.schedule.decay_share) == (7, None)
     assert own.optim.muon_lr == 0.5
@@ -88,7 +141,7 @@ def test_what_is_set_goes_before_what_follows_and_the_rest_follows_from_it(load:
 def test_every_depth_loads_and_plans(load: Load, depth: int) -> None:
     config = load("--model.depth", depth, *GPT2)
     plan = make_plan(config, 1)
-    assert config.model.head_size == 128
+    assert config.model.head_size == 64
     assert plan.warmup_steps + plan.decay_steps <= plan.max_steps
     assert plan.tokens_per_step == config.train.tokens_per_step
 
@@ -107,9 +160,9 @@ def test_a_resolved_config_reads_back_to_an_equal_one(load: Load) -> None:
 
 def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
     assert describe_depth(to_flat(Config())) == []
-    lines = describe_depth(to_flat(load(*GPT2, "--model.n_head", 12)))
+    lines = describe_depth(to_flat(load(*GPT2, "--model.n_head", 6, "--train.max_steps", 3250)))
     assert lines[0] == (
-        "depth 12 sets model: n_embd 768, n_layer 12, preset fast; overridden: n_head 12"
+        "depth 12 sets model: init_std 0.02, n_embd 768, n_layer 12, preset fast; overridden: n_head 6"
     )
     assert "muon_lr 0.025" in lines[1]
 
@@ -121,6 +174,10 @@ def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
         ([], "but its size is unknown"),
         (["--model.init_from", "gpt2"], "the weights of model.init_from gpt2 set the shape"),
         (["--model.depth", "0"], "model.depth is 0"),
+        (
+            ["--model.n_embd", "32"],
+            "model.n_embd is 32, but with model.depth it is a multiple of 64",
+        ),
     ],
 )
 def test_what_the_dial_cannot_do_is_said(load: Load, options: list[str], message: str) -> None:

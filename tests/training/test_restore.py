@@ -157,7 +157,8 @@ IDENTITY = {
     "data.shuffle_group",
     "train.tokens_per_step",
     "optim.embedding_lr",
-    "optim.head_lr",  # may not change between set and null
+    "optim.head_lr",
+    "optim.residual_lr_factor",  # these three may not change between set and null
 } - {"model.init_from"}
 FREE = {
     "out_dir",
@@ -176,6 +177,7 @@ FREE = {
     "train.init_timeout",
     "train.profile",
     "model.depth",
+    "optim.lr_factor",
     "model.zero_init",
     "train.activation_checkpointing",
     "train.sync_each_batch",

@@ -107,7 +107,7 @@ def test_weights_are_averaged_over_one_share_of_every_run(load: Load) -> None:
 
 
 def test_a_factor_without_a_depth_is_an_error(load: Load) -> None:
-    with pytest.raises(UserError, match="optim.lr_factor is 2.0, but model.depth is not set"):
+    with pytest.raises(UserError, match=r"optim.lr_factor is 2.0, but model.depth is not set"):
         load(text="optim: {lr_factor: 2.0}")
 
 
@@ -160,11 +160,15 @@ def test_a_resolved_config_reads_back_to_an_equal_one(load: Load) -> None:
 
 def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
     assert describe_depth(to_flat(Config())) == []
-    lines = describe_depth(to_flat(load(*GPT2, "--model.n_head", 6, "--train.max_steps", 3250)))
+    config = load(*GPT2, "--model.n_head", 6, "--train.max_steps", 3250, "--optim.lr_factor", 2)
+    lines = describe_depth(to_flat(config))
     assert lines[0] == (
-        "depth 12 sets model: init_std 0.02, n_embd 768, n_layer 12, preset fast; overridden: n_head 6"
+        "depth 12 sets model: init_std 0.02, n_embd 768, n_layer 12, preset fast; "
+        "overridden: n_head 6"
     )
-    assert "muon_lr 0.025" in lines[1]
+    assert "muon_lr 0.05" in lines[1]
+    assert "x 1 for the batch, x 1 for the length, head x 1 for the width" in lines[-1]
+    assert lines[-1].endswith("x 2 by optim.lr_factor")
 
 
 @pytest.mark.parametrize(

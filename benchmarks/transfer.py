@@ -27,8 +27,8 @@ from accel_gpt.console import table
 from accel_gpt.training.run_folder import RunFolder
 
 # width, depth
-SIZES = ((64, 2), (128, 2), (256, 2), (512, 2), (128, 4), (128, 8))
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+SIZES = ((64, 2), (64, 4), (64, 8), (128, 2), (256, 2), (512, 2))
+FACTORS = (0.5, 1.0, 2.0)
 SEEDS = (1, 2, 3)
 VOCABULARY = 1024
 TEXT = "source: stdlib\ntokenizer: bpe\nvocab_size: {vocab_size}\nout: {folder}\n"
@@ -92,9 +92,8 @@ def main() -> None:
         CONFIG.format(data=options.out / "data", steps=options.steps)
     )
     runs = []
-    # the smallest sizes first, so that a mistake shows early
-    for width, depth in sorted(SIZES, key=lambda size: size[0] ** 2 * size[1]):
-        for seed in SEEDS:
+    for seed in SEEDS:
+        for width, depth in SIZES:
             for optimizer in options.optimizers:
                 for factor in FACTORS:
                     runs.append((optimizer, width, depth, factor, seed))

@@ -1,19 +1,27 @@
-"""Measure whether learning rates transfer: the best optim.lr_factor at several sizes.
+"""Measure whether learning rates transfer between the sizes of the family of model.depth.
 
-    python benchmarks/transfer.py --out runs/transfer --jobs 2
+    python benchmarks/transfer.py [--only coordinates rates] [--out runs/transfer] [--steps 250]
+        [--seeds 1 2 3] [--jobs 1] [--json FILE]
 
-Trains the family of model.depth on the standard library, for the same tokens at every size. A run
-that has finished is not trained again. Prints a table and writes transfer.png and transfer.json.
+coordinates: the sizes of activations through ten steps, over widths and depths; draws
+coordinates.png. tests/optim/test_transfer.py asserts them.
+
+rates: trains each size with optim.lr_factor 0.5, 1 and 2 on the standard library, with Muon and
+AdamW, on the same tokens. Draws rates.png and prints the factor with the lowest loss, and what the
+best factor of the smallest size costs at the others. A finished run is not trained again. `--jobs`
+runs have one thread each.
 """
 
-import json
+import argparse
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -21,27 +29,193 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-from common import OURS, make_parser, run_command
+import torch
+from common import (
+    OURS,
+    flags,
+    make_parser,
+    print_table,
+    run_command,
+    save_report,
+    start_report,
+)
+from torch import Tensor, nn
 
-from accel_gpt.console import table
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import config_of
+from accel_gpt.config.plan import make_plan
+from accel_gpt.model.gpt import GPT
+from accel_gpt.optim.groups import make_optimizer, set_rates
 from accel_gpt.training.run_folder import RunFolder
 
-# width, depth
-SIZES = ((64, 2), (64, 4), (64, 8), (128, 2), (256, 2), (512, 2))
+Size = tuple[int, int]  # width, depth
+OPTIMIZERS = ("muon", "adamw")
+# coordinates
+BYTES = 257  # vocabulary
+STEPS = 10
+WIDTHS: Sequence[Size] = ((64, 2), (128, 2), (256, 2), (512, 2))
+DEPTHS: Sequence[Size] = ((64, 2), (64, 4), (64, 8), (64, 16))
+# rates
+SIZES: Sequence[Size] = ((64, 2), (64, 4), (64, 8), (128, 2), (256, 2), (512, 2))
 FACTORS = (0.5, 1.0, 2.0)
-SEEDS = (1, 2, 3)
 VOCABULARY = 1024
 TEXT = "source: stdlib\ntokenizer: bpe\nvocab_size: {vocab_size}\nout: {folder}\n"
 CONFIG = """
 data: {{train: {data}}}
 model: {{block_size: 128, rope_theta: 500, logit_softcap: null}}
-train: {{tokens_per_step: 2048, micro_batch_size: 16, max_steps: {steps},
-  cpu_threads: 1, compile: false}}
+train:
+  tokens_per_step: 2048
+  micro_batch_size: 16
+  max_steps: {steps}
+  cpu_threads: 1
+  compile: false
 eval: {{every: 0, tokens: 131072}}
 sample: {{every: 0}}
 checkpoint: {{every: 0}}
 log: {{every: 50}}
 """
+
+
+def main() -> None:
+    """Measure the parts and save the report."""
+    parser = make_parser(__doc__, peer=False)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("runs/transfer"))
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = start_report()
+    for name in args.only:
+        report[name] = PARTS[name](args)
+    save_report(args.json, report)
+
+
+# --------------------------------------------------------------------------- coordinates
+
+
+def measure_coordinates(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the activations at all sizes and draw them."""
+    found = []
+    for optimizer in OPTIMIZERS:
+        for axis, sizes in (("width", WIDTHS), ("depth", DEPTHS)):
+            for width, depth in sizes:
+                config = family_config(width, depth, optimizer)
+                activations = activation_sizes(config, STEPS)
+                for step, values in enumerate(activations):
+                    row = {"optimizer": optimizer, "axis": axis, "width": width, "depth": depth}
+                    found.append(row | {"step": step} | values)
+    draw_coordinates(found, args.out / "coordinates.png")
+    return found
+
+
+def family_config(width: int, depth: int, optimizer: str) -> Config:
+    """Return the config of a size of the family, at one batch and length."""
+    return config_of(
+        {
+            "model.depth": depth,
+            "model.n_embd": width,
+            "model.block_size": 32,
+            "model.vocab_size": BYTES,
+            "optim.name": optimizer,
+            "train.tokens_per_step": 4096,
+            "train.max_steps": 400,
+        }
+    )
+
+
+def activation_sizes(config: Config, steps: int) -> list[dict[str, float]]:
+    """Train on this file as bytes; return the sizes of activations after 0 to `steps` steps.
+
+    They are the root mean square of the residual stream after the last block and of the part that
+    the blocks have added, and the standard deviation of the logits.
+    """
+    torch.manual_seed(1)
+    model = GPT(config.model, BYTES)
+    optimizer = make_optimizer(model, config.optim)
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+    length = config.model.block_size + 1
+    rows = text[: len(text) // length * length].view(-1, length)
+    plan = make_plan(config, 1)
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        outputs[name] = output
+
+    model.norm_e.register_forward_hook(partial(keep, "embedding"))
+    model.blocks[-1].register_forward_hook(partial(keep, "stream"))
+    found = []
+    for step in range(steps + 1):
+        with torch.no_grad():
+            logits = model(rows[:8, :-1])
+        blocks = outputs["stream"] - outputs["embedding"]
+        found.append(
+            {
+                "residual stream": outputs["stream"].square().mean().sqrt().item(),
+                "added by the blocks": blocks.square().mean().sqrt().item(),
+                "logits": logits.std(-1).mean().item(),
+            }
+        )
+        batch = rows[torch.arange(8) + 8 * step]
+        set_rates(optimizer, config, plan, step)
+        model(batch[:, :-1], batch[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def largest_ratio(
+    sizes: Sequence[Size], optimizer: str, steps: int, same: Mapping[str, float]
+) -> dict[str, float]:
+    """Return for each activation its largest value over its smallest, after `steps` steps.
+
+    `same`: options of the optimizer that have one value at all sizes, instead of the rule's.
+    """
+    found = []
+    for width, depth in sizes:
+        config = family_config(width, depth, optimizer)
+        config = replace(config, optim=replace(config.optim, **same))
+        found.append(activation_sizes(config, steps)[-1])
+    ratios = {}
+    for name in found[0]:
+        values = [one[name] for one in found]
+        ratios[name] = max(values) / min(values) if max(values) > 0 else 1.0
+    return ratios
+
+
+def draw_coordinates(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw a panel for each optimizer and axis, a line for each activation and step."""
+    figure, panels = plt.subplots(1, 4, figsize=(13, 3.6), sharey=True)
+    places = [(optimizer, axis) for optimizer in OPTIMIZERS for axis in ("width", "depth")]
+    for panel, (optimizer, axis) in zip(panels, places, strict=True):
+        for name, style in (("added by the blocks", "-"), ("logits", "--")):
+            for step in (1, 3, 10):
+                rows = [
+                    row
+                    for row in found
+                    if row["optimizer"] == optimizer and row["axis"] == axis and row["step"] == step
+                ]
+                panel.plot(
+                    [row[axis] for row in rows],
+                    [row[name] for row in rows],
+                    style,
+                    color=f"C{(1, 3, 10).index(step)}",
+                    marker="o",
+                    label=f"{name}, step {step}",
+                )
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_title(f"{optimizer}, over the {axis}")
+        panel.set_xlabel("channels" if axis == "width" else "layers")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("size of the activation")
+    panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+# --------------------------------------------------------------------------- rates
 
 
 @dataclass(frozen=True)
@@ -59,11 +233,9 @@ class Result:
         return [statistics.fmean(seeds) for seeds in self.losses]
 
     @property
-    def parabola(self) -> np.ndarray:
-        """The parabola through the lowest mean and its neighbors, in log2 of the factor."""
-        middle = min(max(int(np.argmin(self.means)), 1), len(FACTORS) - 2)
-        near = slice(middle - 1, middle + 2)
-        return np.polyfit(np.log2(FACTORS[near]), self.means[near], 2)
+    def parabola(self) -> "np.ndarray[Any, Any]":
+        """The parabola through the means, in log2 of the factor."""
+        return np.polyfit(np.log2(FACTORS), self.means, 2)
 
     @property
     def best_factor(self) -> float:
@@ -78,54 +250,39 @@ class Result:
         return float(np.polyval(self.parabola, np.log2(factor)))
 
 
-def main() -> None:
-    """Train what is missing, then write the table and the picture."""
-    parser = make_parser(__doc__, peer=False)
-    parser.add_argument("--out", type=Path, default=Path("runs/transfer"))
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--optimizers", nargs="+", default=["muon", "adamw"])
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    prepare(options.out)
-    (options.out / "config.yaml").write_text(
-        CONFIG.format(data=options.out / "data", steps=options.steps)
-    )
+def measure_rates(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train what is missing; print and draw the losses."""
+    data = args.out / "data"
+    if not (data / "dataset.json").exists():
+        text = args.out / "text.yaml"
+        text.write_text(TEXT.format(folder=data, vocab_size=VOCABULARY))
+        run_command([sys.executable, *OURS, "prepare", text])
+    (args.out / "config.yaml").write_text(CONFIG.format(data=data, steps=args.steps))
     runs = []
-    for seed in SEEDS:
+    for seed in args.seeds:
         for width, depth in SIZES:
-            for optimizer in options.optimizers:
+            for optimizer in OPTIMIZERS:
                 for factor in FACTORS:
                     runs.append((optimizer, width, depth, factor, seed))
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda run: train(options.out, options.steps, *run), runs))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda run: train(args.out, args.steps, *run), runs))
+    rows = []
+    report = []
     results = []
-    for optimizer in options.optimizers:
-        results.extend(read_results(options.out, optimizer))
-    rows = [["optimizer", "width", "depth", *map(str, FACTORS), "best factor", "cost"]]
-    summary = []
-    for optimizer in options.optimizers:
-        own = [one for one in results if one.optimizer == optimizer]
+    for optimizer in OPTIMIZERS:
+        own = [read_result(args, optimizer, *size) for size in SIZES]
+        results.extend(own)
         tuned = own[0].best_factor  # at the smallest size
         for one in own:
             cost = one.loss_at(tuned) / one.loss_at(one.best_factor) - 1
             losses = [f"{loss:.4f}" for loss in one.means]
             sizes = [str(one.width), str(one.depth)]
             rows.append([optimizer, *sizes, *losses, f"{one.best_factor:.2f}", f"{cost:.2%}"])
-            summary.append(asdict(one) | {"best_factor": one.best_factor, "cost": cost})
-    sys.stdout.write(table(rows, "<", *[">"] * (len(rows[0]) - 1)))
-    draw(results, options.out / "transfer.png")
-    if options.json:
-        options.json.write_text(json.dumps(summary, indent=1))
-
-
-def prepare(out: Path) -> None:
-    """Prepare the text, unless it is there."""
-    if (out / "data" / "dataset.json").exists():
-        return
-    config = out / "text.yaml"
-    config.write_text(TEXT.format(folder=out / "data", vocab_size=VOCABULARY))
-    run_command([sys.executable, *OURS, "prepare", config])
+            report.append(asdict(one) | {"best_factor": one.best_factor, "cost": cost})
+    head = ["optimizer", "width", "depth", *(f"x {factor:g}" for factor in FACTORS)]
+    print_table([*head, "best factor", "cost of the smallest size's"], rows)
+    draw_rates(results, args.out / "rates.png")
+    return report
 
 
 def folder_of(out: Path, optimizer: str, width: int, depth: int, factor: float, seed: int) -> Path:
@@ -148,42 +305,43 @@ def train(
         "seed": seed,
         "out_dir": folder,
     }
-    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    run_command([sys.executable, *OURS, "train", out / "config.yaml", *words])
+    run_command([sys.executable, *OURS, "train", out / "config.yaml", *flags(options)])
 
 
-def read_results(out: Path, optimizer: str) -> list[Result]:
-    """Read the losses of all sizes, the smallest first; a run that diverged has ln(vocabulary)."""
-    results = []
-    for width, depth in SIZES:
-        losses = []
-        for factor in FACTORS:
-            seeds = []
-            for seed in SEEDS:
-                run = RunFolder(folder_of(out, optimizer, width, depth, factor, seed))
-                seeds.append(run.metrics.last("eval/val_loss") or math.log(VOCABULARY))
-            losses.append(seeds)
-        results.append(Result(optimizer, width, depth, losses))
-    return results
+def read_result(args: argparse.Namespace, optimizer: str, width: int, depth: int) -> Result:
+    """Read the losses of one size; a run that diverged counts as ln(vocabulary)."""
+    losses = []
+    for factor in FACTORS:
+        seeds = []
+        for seed in args.seeds:
+            run = RunFolder(folder_of(args.out, optimizer, width, depth, factor, seed))
+            seeds.append(run.metrics.last("eval/val_loss") or math.log(VOCABULARY))
+        losses.append(seeds)
+    return Result(optimizer, width, depth, losses)
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
+def draw_rates(results: Sequence[Result], path: Path) -> None:
     """Draw the loss over the factor: a panel for each optimizer, a curve for each size."""
-    optimizers = sorted({one.optimizer for one in results})
-    figure, panels = plt.subplots(1, len(optimizers), figsize=(10, 4), squeeze=False)
-    for panel, optimizer in zip(panels[0], optimizers, strict=True):
-        for one in results:
-            if one.optimizer == optimizer:
-                label = f"{one.width} channels, {one.depth} layers"
-                panel.plot(FACTORS, one.means, marker="o", label=label)
+    figure, panels = plt.subplots(1, len(OPTIMIZERS), figsize=(10, 4), sharey=True)
+    for panel, optimizer in zip(panels, OPTIMIZERS, strict=True):
+        own = [one for one in results if one.optimizer == optimizer]
+        for number, one in enumerate(own):
+            fine = np.linspace(FACTORS[0], FACTORS[-1], 100)
+            panel.plot(fine, [one.loss_at(factor) for factor in fine], color=f"C{number}")
+            label = f"{one.width} channels, {one.depth} layers"
+            panel.plot(FACTORS, one.means, "o", color=f"C{number}", label=label)
+            panel.plot(one.best_factor, one.loss_at(one.best_factor), "kx")
         panel.set_xscale("log", base=2)
         panel.set_title(optimizer)
-        panel.set_xlabel("optim.lr_factor")
-        panel.set_ylabel("val loss")
+        panel.set_xlabel("optim.lr_factor; x: the lowest loss")
         panel.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=8)
+    panels[0].set_ylabel("val loss")
+    panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
+
+
+PARTS = {"coordinates": measure_coordinates, "rates": measure_rates}
 
 
 if __name__ == "__main__":

@@ -651,8 +651,7 @@ class LadderCommand(KeysCommand):
     )
     depths: tuple[int, ...] = option(
         (1, 2, 3, 4),
-        "Sizes as numbers of layers. n_embd is 64 times the depth, rounded up to a multiple of "
-        "128.",
+        "Sizes as numbers of layers. A size of L layers has L heads and 64 L channels.",
     )
     ratios: tuple[float, ...] = option(
         (10.5,),

@@ -91,3 +91,10 @@ def test_losses_are_those_of_nanogpt(tmp_path: Path, peer: tuple[str, str]) -> N
     found = report_of(tmp_path, "parity.py", *peer, *options)
     assert len(found["losses"]) == 30
     assert found["largest"] <= 1e-4
+
+
+def test_the_transfer_of_rates(tmp_path: Path) -> None:
+    options = ("--out", str(tmp_path / "out"), "--only", "coordinates")
+    found = report_of(tmp_path, "transfer.py", *options)
+    assert {row["step"] for row in found["coordinates"]} == set(range(11))
+    assert (tmp_path / "out" / "coordinates.png").stat().st_size > 10_000

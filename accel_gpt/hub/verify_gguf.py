@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         ]
     )
     expected = ours["log_probabilities"]
-    difference = largest_difference(expected, found)
+    difference = logit_difference(expected, found)
     problem = (
         different_ids(server, settings["texts"], settings["ids"])
         or different_values(expected, found, settings)
@@ -146,13 +146,13 @@ def different_values(expected: Tensor, found: Tensor, settings: dict[str, Any]) 
     tolerance = FP32_TOLERANCE if settings["dtype"] == "fp32" else HALF_TOLERANCE
     if settings["gelu"]:
         tolerance = max(tolerance, GELU_TOLERANCE)
-    difference = largest_difference(expected, found)
+    difference = logit_difference(expected, found)
     if not difference <= tolerance * max(1.0, expected.abs().max().item()):
         return f"its logits differ from ours by up to {difference:.2e}"
     return None
 
 
-def largest_difference(expected: Tensor, found: Tensor) -> float:
+def logit_difference(expected: Tensor, found: Tensor) -> float:
     """Compute the largest difference of a logit from log-probabilities (N, V), in nats.
 
     A constant for each of the N tokens does not count. llama.cpp's server sums the V probabilities

@@ -205,6 +205,7 @@ def draw_coordinates(found: Sequence[Mapping[str, Any]], path: Path) -> None:
                     label=f"{name}, step {step}",
                 )
         panel.set_xscale("log", base=2)
+        panel.set_xticks([row[axis] for row in rows], [str(row[axis]) for row in rows])
         panel.set_yscale("log")
         panel.set_title(f"{optimizer}, over the {axis}")
         panel.set_xlabel("channels" if axis == "width" else "layers")
@@ -332,6 +333,7 @@ def draw_rates(results: Sequence[Result], path: Path) -> None:
             panel.plot(FACTORS, one.means, "o", color=f"C{number}", label=label)
             panel.plot(one.best_factor, one.loss_at(one.best_factor), "kx")
         panel.set_xscale("log", base=2)
+        panel.set_xticks(FACTORS, [f"{factor:g}" for factor in FACTORS])
         panel.set_title(optimizer)
         panel.set_xlabel("optim.lr_factor; x: the lowest loss")
         panel.grid(alpha=0.3)

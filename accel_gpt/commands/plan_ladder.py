@@ -108,16 +108,22 @@ def bits(ladder: Ladder, law: Prediction) -> dict[str, Any]:
 
 def law_size(config: Config, vocab_size: int) -> Size:
     """Return the size from which a law predicts the loss of a config."""
-    if config.train.micro_batch_size == "auto":
-        config = with_size(config, 1)
-    plan = make_plan(config, 1)
+    plan = plan_of_one_process(config)
     return run_size(config, vocab_size, plan.max_steps * plan.tokens_per_step)
 
 
+def plan_of_one_process(config: Config) -> Plan:
+    """Make the plan of a config for one process, without a measurement for `auto`."""
+    if config.train.micro_batch_size == "auto":
+        config = with_size(config, 1)
+    return make_plan(config, 1)
+
+
 def ladder_config(ladder: Ladder, config: Config) -> Config:
-    """Return the config that the rungs would have at the depth of `config`."""
+    """Return the config that a rung would have at the depth and length of `config`."""
     depth = config.model.depth or config.model.n_layer
-    return config_at(given_keys(ladder), depth, max_steps=1)
+    steps = plan_of_one_process(config).max_steps
+    return config_at(given_keys(ladder), depth, max_steps=steps)
 
 
 def shipped_ladder(config: Config, vocab_size: int) -> Ladder | None:

@@ -35,7 +35,7 @@ BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch 
 LENGTH_EXPONENT = 1 / 3  # Bjorck et al. 2024, arXiv 2409.19913: the best rate falls as D^-0.32
 MUON_LR = 0.025  # modded-nanogpt, track 3
 MUON_DECAY = 0.05  # modded-nanogpt, track 3
-ADAMW_LR = 0.0005  # matrices of the blocks; benchmarks/notes/transfer.md, near GPT-2's 6e-4
+ADAMW_LR = 0.0017  # matrices of the blocks; benchmarks/notes/transfer.md
 EMBEDDING_LR = 0.7  # modded-nanogpt, track 3: for an initial standard deviation of 1
 HEAD_LR = 0.004  # modded-nanogpt, track 3
 MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
@@ -169,10 +169,12 @@ def factors(value: Callable[[str], Any], steps: int) -> Factors:
     - batch: sqrt(B) (Malladi et al. 2022, arXiv 2205.10287, for Adam; for Muon, nanochat assumes
       it).
     - length: 1 / D^(1/3) (Bjorck et al. 2024, arXiv 2409.19913).
-    - width, for a matrix that AdamW updates and that reads the residual stream: 1 / C, since an
-      update adds as much to each of its C weights (Yang et al. 2022, arXiv 2203.03466, table 8).
-      The rate of Muon and of the embedding does not depend on C, as the size of their updates is
-      set for a whole matrix and a whole row (Yang et al. 2023, arXiv 2310.17813).
+    - width, for the head: 1 / C, as its updates add up over C channels (Yang et al. 2022, arXiv
+      2203.03466, table 8). For the matrices of the blocks under AdamW: 1 / sqrt(C), as theirs add
+      up like random numbers (Everett et al. 2024, arXiv 2407.05872, "no alignment"; 1 / C is too
+      small, benchmarks/notes/transfer.md). The rates of Muon and of the embedding do not depend on
+      C: they set the size of the update of a whole matrix or row (Yang et al. 2023, arXiv
+      2310.17813).
     - depth, for the projections onto the residual stream: 1 / sqrt(L), so that the sum of L blocks
       does not grow (Yang et al. 2023, arXiv 2310.02244).
     """
@@ -209,7 +211,7 @@ def optimizer_options(value: Callable[[str], Any], steps: int) -> dict[str, Any]
         found["optim.muon_weight_decay"] = rounded(decay)
         found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
     else:
-        found["optim.lr"] = rounded(ADAMW_LR * by.run * by.width)
+        found["optim.lr"] = rounded(ADAMW_LR * by.run * math.sqrt(by.width))
         found["optim.head_lr"] = head_lr
     found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))
     return found
@@ -329,11 +331,13 @@ def describe_factors(flat: Mapping[str, Any]) -> str:
     """Describe the factors on the learning rates in one line."""
     steps = flat["train.max_steps"] or -(-flat["train.max_tokens"] // flat["train.tokens_per_step"])
     by = factors(flat.get, steps)
-    width_of = "head" if flat["optim.name"] == "muon" else "head and matrices"
+    matrices = ""
+    if flat["optim.name"] == "adamw":
+        matrices = f", other matrices x {math.sqrt(by.width):.3g}"
     line = (
         f"depth {flat['model.depth']} scales the learning rates of the reference: "
         f"x {by.batch:.3g} for the batch, x {by.length:.3g} for the length, "
-        f"{width_of} x {by.width:.3g} for the width, "
+        f"head x {by.width:.3g}{matrices} for the width, "
         f"projections onto the residual stream x {by.depth:.3g} for the depth"
     )
     if by.chosen != 1:

@@ -36,7 +36,7 @@ def transfer() -> ModuleType:
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_activations_have_one_size_at_every_width(transfer: ModuleType, optimizer: str) -> None:
     for steps in (0, STEPS):
-        assert max(transfer.largest_ratio(WIDTHS, optimizer, steps, {}).values()) < 1.5
+        assert max(transfer.largest_ratio(WIDTHS, optimizer, steps, {}).values()) < 1.6
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -1,38 +1,77 @@
-"""Parse the command line of `accel-gpt sweep` into combinations of values."""
+"""Parse the command line of `accel-gpt sweep` into settings: combinations of configs and values."""
 
 import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_origin
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import alternatives, check_key, read_options
+from accel_gpt.config.parse import (
+    alternatives,
+    check_key,
+    load_config,
+    read_options,
+    read_values,
+)
+from accel_gpt.config.plan import make_plan
+from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import require
+from accel_gpt.hub.pretrained import inherit
 
 MOST_RUNS = 1000
 
 
+@dataclass(eq=False)
+class Setting:
+    """One setting of a sweep: a config with a combination of values, and what it reaches."""
+
+    name: str
+    values: Mapping[str, str]  # by key, as typed; with several configs also `config`
+    config: Config
+    folders: list[Path] = field(default_factory=list)  # of its runs
+    losses: dict[int, float] = field(default_factory=dict)  # by seed; inf: the run diverged
+    seconds: float | None = None  # of the steps of a run; None: not known
+    time: float | None = None  # seconds, divided by the baseline's; None: not known
+    # with as many steps as the baseline's time allows; None: not known, itself: the same time
+    in_time: "Setting | None" = None
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of a run."""
+        return make_plan(self.config, 1).last_step
+
+    @property
+    def tokens(self) -> int:
+        """Return the training tokens of a run."""
+        return self.steps * self.config.train.tokens_per_step
+
+
 @dataclass(frozen=True)
 class Grid:
-    """The parsed keys of a sweep: `--optim.lr 1e-3,3e-3 --seed 1,2`."""
+    """The parsed command line of a sweep: `A.yaml B.yaml --optim.lr 1e-3,3e-3 --seed 1,2`."""
 
-    out_dir: str | None
-    fixed: tuple[str, ...]  # keys with one value, as command-line arguments
-    swept: Mapping[str, list[str]]  # keys with several values
-    settings: list[list[dict[str, str]]]  # the values of each run, grouped by setting
+    folder: Path
+    seeds: Sequence[int]
+    settings: Sequence[Setting]  # the first one is the baseline
 
 
-def read_grid(arguments: Sequence[str], count: int | None) -> Grid:
-    """Read the keys of a sweep; if `count` is given, draw that many settings at random.
+def read_grid(configs: Sequence[str], arguments: Sequence[str], count: int | None) -> Grid:
+    """Read the configs and keys of a sweep; if `count` is given, draw that many settings at random.
 
-    Raises `UserError` if no key has several values, or if a value is invalid.
+    Raises `UserError` if there is only one setting, or if a value is invalid.
     """
     given = read_arguments(arguments)
     out_dir = given.pop("out_dir", None)
+    seeds = split_values("seed", given.pop("seed")) if "seed" in given else []
+    require(
+        len(set(configs)) == len(configs),
+        f"CONFIG is {' '.join(configs)}, but a config is listed twice; list it once",
+    )
     fixed = []
-    swept = {}
+    swept = {"config": [*configs]} if len(configs) > 1 else {}
     for key, text in given.items():
         values = split_values(key, text)
         if len(values) > 1:
@@ -41,13 +80,30 @@ def read_grid(arguments: Sequence[str], count: int | None) -> Grid:
             fixed.append(f"--{key}={text}")
     require(
         bool(swept),
-        "there is nothing to sweep; give an option several values, as in --optim.lr 1e-3,3e-3",
+        "there is nothing to compare; give a second config, or an option several values, as in "
+        "--optim.lr 1e-3,3e-3",
     )
+    if out_dir is None:
+        first = read_values(Config, str(resolve_config(configs[0])), fixed)
+        out_dir = f"{first.get('out_dir', Config.out_dir)}_sweep"
+    fixed.append(f"--out_dir={out_dir}")
+    chosen = draw_settings(swept, count, seeds=len(seeds) or 1)
+    settings = [make_setting(values, configs[0], fixed) for values in chosen]
     return Grid(
-        out_dir=out_dir,
-        fixed=tuple(fixed),
-        swept=swept,
-        settings=draw_settings(swept, count),
+        folder=Path(out_dir),
+        seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
+        settings=settings,
+    )
+
+
+def make_setting(values: Mapping[str, str], config: str, fixed: Sequence[str]) -> Setting:
+    """Load the config of a setting; `fixed`: arguments of all settings."""
+    words = [f"{key}={value}" for key, value in values.items() if key != "config"]
+    arguments = [values.get("config", config), *fixed, *(f"--{word}" for word in words)]
+    return Setting(
+        name=",".join([values["config"], *words] if "config" in values else words),
+        values=values,
+        config=load_config(arguments, "accel-gpt sweep", inherit),
     )
 
 
@@ -81,28 +137,27 @@ def split_values(key: str, text: str) -> list[str]:
     return values
 
 
-def draw_settings(swept: Mapping[str, list[str]], count: int | None) -> list[list[dict[str, str]]]:
-    """Return the values of each run, grouped by setting; a setting is trained with every seed.
+def draw_settings(
+    swept: Mapping[str, list[str]], count: int | None, seeds: int
+) -> list[dict[str, str]]:
+    """Return the settings: all combinations of the values, the first value of each key first.
 
-    `count`: draw as many settings at random; None: take all combinations.
+    `count`: draw as many at random, among them the first combination. `seeds`: runs of a setting.
     """
-    keys = [key for key in swept if key != "seed"]
-    seeds = [{"seed": seed} for seed in swept.get("seed", [])] or [{}]
-    total = math.prod(len(swept[key]) for key in keys)
+    total = math.prod(len(values) for values in swept.values())
     require(
         count is None or count <= total,
         f"--random is {count}, but the values have only {total:,} combinations; leave it out",
     )
-    runs = (count or total) * len(seeds)
+    runs = (count or total) * seeds
     require(
         runs <= MOST_RUNS,
         f"the values make {runs:,} runs, but a sweep has at most {MOST_RUNS:,}; list fewer "
         "values, or draw some with --random 50",
     )
-    chosen = set(random.Random(0).sample(range(total), count or total))
+    chosen = {0, *random.Random(0).sample(range(1, total), (count or total) - 1)}
     settings = []
-    for number, values in enumerate(itertools.product(*(swept[key] for key in keys))):
+    for number, values in enumerate(itertools.product(*swept.values())):
         if number in chosen:
-            setting = dict(zip(keys, values, strict=True))
-            settings.append([setting | seed for seed in seeds])
+            settings.append(dict(zip(swept, values, strict=True)))
     return settings

@@ -20,7 +20,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import config_of
 from accel_gpt.config.plan import LENGTH, plural
 from accel_gpt.console import table, write_err, write_out
-from accel_gpt.cost.rungs import config_at, recipe_differences, run_size, shape_keys
+from accel_gpt.cost.rungs import config_at, run_size, shape_keys
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
 from accel_gpt.cost.scaling_fit import FEWEST as FEWEST_FOR_TWO
 from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
@@ -77,9 +77,7 @@ def run(options: LadderCommand) -> int:
     ensure_data(config_of(given | {"out_dir": str(out)}))
     rungs = all_rungs(options, given, out)
     law_terms([rung.size for rung in rungs])  # raises before training if they cannot give a law
-    for rung in rungs:
-        check_rung(rung, RunFolder(out / rung.name))
-    runs_to_train = [series_run(rung.name, out, rung.config, rung.steps) for rung in rungs]
+    runs_to_train = [series_run(rung.name, out, rung.config) for rung in rungs]
     failures = Series(runs_to_train).train()
     runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
     try:
@@ -130,15 +128,6 @@ def make_rung(given: Mapping[str, Any], depth: int, ratio: float, seed: int | No
     config = config_at(given, depth, max_steps=steps, seed=seed)
     size = run_size(config, vocab_size, tokens=steps * tokens_per_step)
     return Rung(depth=depth, ratio=ratio, seed=seed, config=config, size=size)
-
-
-def check_rung(rung: Rung, run: RunFolder) -> None:
-    """Raise `UserError` if the folder of a rung holds a run with another config."""
-    for key, (now, then) in recipe_differences(rung.config, run.read_config()).items():
-        raise UserError(
-            f"the rung {run.path} was trained with {key} {then}, but this ladder has {now}; set "
-            "it to the same value, or give another --out"
-        )
 
 
 # --------------------------------------------------------------------------- the law

@@ -6,7 +6,6 @@
 """
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -588,45 +587,37 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
 
 
 @dataclass(frozen=True)
-class SweepCommand(KeysCommand):
-    """Train a run for each combination of values, listed with commas in --section.key options.
+class SweepCommand(Command):
+    """Compare configs, or values of --section.key options, listed with commas, over seeds.
 
-    Trains one run after another on a CPU, or one run on each GPU at a time. The same command
-    resumes a stopped sweep; you may add values. Examples:
-      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2,3e-2 --seed 1,2 --out_dir runs/rates
-      accel-gpt sweep quickstart --optim.lr 3e-3,1e-2 --schedule.decay_share 0.3,0.7
-      accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3 --halve_at 0.25,0.5
+    Each setting is compared with the first one, by runs with the same seed, at equal tokens and at
+    equal seconds. A setting takes no further seeds once the answer is clear. The same command
+    resumes a stopped sweep; you may add seeds and values. Examples:
+      accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --out_dir runs/rates
+      accel-gpt sweep quickstart mine.yaml --seed 1,2,3,4,5
+      accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3
     """
 
     name: ClassVar[str] = "sweep"
-    summary: ClassVar[str] = "train a run for each combination of values, and compare them"
+    summary: ClassVar[str] = "compare configs or values over seeds: better, worse or no difference"
 
+    config: tuple[str, ...] = option(
+        REQUIRED,
+        "YAML files, or names of shipped configs, as for train. Options apply to all of them.",
+        positional=True,
+    )
     random: int | None = option(
         None,
-        "Number of settings to draw at random. Each is trained with every seed. null: all "
-        "settings.",
-        above=0,
-    )
-    halve_at: tuple[float, ...] = option(
-        (),
-        "Shares of the steps, such as 0.25,0.5. After each, only the better half of the settings "
-        "continues.",
+        "Number of settings to draw at random, with the first one. null: all settings.",
+        at_least=2,
     )
     grid: Grid = internal(None)
-    given: Mapping[str, Any] = internal(None)  # keys that all runs share
-
-    def _check(self) -> None:
-        shares = [0.0, *self.halve_at, 1.0]
-        ascending = all(a < b for a, b in itertools.pairwise(shares))
-        self.require(ascending, "halve_at", "expected shares between 0 and 1, ascending")
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
-        """Parse the options, the values to combine, and the keys that all runs share."""
-        options = super().parse(argv)
-        grid = read_grid(options.keys, options.random)
-        given = read_values(Config, str(resolve_config(options.config)), grid.fixed)
-        return replace(options, grid=grid, given=given)
+        """Parse the options and the settings to compare."""
+        options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
+        return replace(options, grid=read_grid(options.config, keys, options.random))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,17 @@ A CPU trains one run after another, and each GPU one run at a time. The output o
 starts again ends with the same losses.
 """
 
+import contextlib
+import hashlib
 import os
+import queue
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,14 +23,17 @@ from types import FrameType
 import torch
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_yaml
-from accel_gpt.config.plan import plural
+from accel_gpt.config.parse import to_flat, to_yaml
+from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import Progress, write_err
+from accel_gpt.cost.rungs import recipe_differences
+from accel_gpt.errors import DivergedError, UserError
 from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, SIGNALS, child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder
 
-POLL_SECONDS = 0.2  # between two looks at the runs
+MOST_LETTERS = 200  # in the name of a folder; file systems allow 255 bytes
+POLL_SECONDS = 0.2  # between two looks at the lock of a run
 READ_SECONDS = 2.0  # between two readings of a run's metrics
 
 
@@ -35,83 +44,49 @@ class SeriesRun:
     name: str  # in messages
     folder: Path
     arguments: Sequence[str]  # for `accel-gpt train`: CONFIG --section.key value ...
-    steps: int  # a run is finished if it has a checkpoint of this step or a later one
+    steps: int
+
+    @property
+    def log(self) -> Path:
+        """Return the file with the output of the run."""
+        return self.folder / "output.log"
 
     @property
     def finished(self) -> bool:
-        """Whether the run has reached its last step."""
-        return max(RunFolder(self.folder).checkpoints, default=0) >= self.steps
+        """Whether the run has saved its last step, and recorded it with its evaluation."""
+        run = RunFolder(self.folder)
+        return max(run.checkpoints, default=0) >= self.steps and run.step >= self.steps
 
 
-def series_run(name: str, out: Path, config: Config, steps: int, folder: str = "") -> SeriesRun:
+def series_run(name: str, out: Path, config: Config) -> SeriesRun:
     """Write a config next to the folder of its run in `out`, and return the run.
 
-    `folder`: the name of the run's folder; if empty, `name`.
+    If a folder cannot have the name, its characters are replaced or cut, and a hash is added.
+    Raises `UserError` if the run was trained with another config.
     """
-    path = out / (folder or name)
-    file = out / f"{path.name}.yaml"
+    safe = re.sub(r"[^\w.,=+-]", "_", name)[:MOST_LETTERS]
+    if safe != name:
+        safe += f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    check_config(config, out / safe)
+    file = out / f"{safe}.yaml"
     out.mkdir(parents=True, exist_ok=True)
     write_file(file, [to_yaml(config).encode()])
-    return SeriesRun(name=name, folder=path, arguments=[str(file)], steps=steps)
+    steps = make_plan(config, 1).last_step
+    return SeriesRun(name=name, folder=out / safe, arguments=[str(file)], steps=steps)
 
 
-class Child:
-    """The process of a run; `device`: its CUDA_VISIBLE_DEVICES; `alone`: no other run at a time."""
-
-    def __init__(self, run: SeriesRun, device: str | None, alone: bool) -> None:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        self.run = run
-        self.device = device
-        self.log = run.folder / "output.log"
-        self.started = time.monotonic()
-        self.read = self.started
-        self.progress = Progress(
-            run.name,
-            "steps",
-            total=run.steps,
-            done=RunFolder(run.folder).step,
-            bar=alone,
+def check_config(config: Config, folder: Path) -> None:
+    """Raise `UserError` if a folder holds a run with another config."""
+    before = RunFolder(folder).read_config()
+    changed = recipe_differences(config, before)
+    train = to_flat(config)["data.train"]
+    if train != before.get("data.train", train) and train != str(folder.parent / "data"):
+        changed["data.train"] = (train, before["data.train"])
+    for key, (now, then) in changed.items():
+        raise UserError(
+            f"{folder} was trained with {key} {then}, but now has {now}; set it to the same value, "
+            "or choose another folder"
         )
-        environment = {
-            "ACCELERATE_MIXED_PRECISION": "no"
-        }  # marks a launch: it stops if we are killed
-        if device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = device
-        arguments = ["train", *run.arguments, "--out_dir", str(run.folder)]
-        arguments += [
-            "--hub.push",
-            "never",
-            "--checkpoint.copy_to",
-            "null",
-        ]  # runs would overwrite each other
-        with self.log.open("ab") as log:
-            self.process = launch_child(
-                arguments,
-                environment=environment,
-                stdout=log,
-                stderr=log,
-                own_group=True,
-            )
-
-    def show_progress(self) -> None:
-        """Show the step that the run has logged."""
-        if time.monotonic() - self.read > READ_SECONDS:
-            self.read = time.monotonic()
-            self.progress.update(RunFolder(self.run.folder).step, self.run.steps)
-
-    def print_end(self) -> str | None:
-        """Print how the run ended; return its error if it has not finished."""
-        run = RunFolder(self.run.folder)
-        code = self.process.returncode
-        if not code and self.run.finished:
-            loss = run.metrics.last("eval/val_loss")
-            result = "" if loss is None else f", val loss {loss:.4f}"
-            seconds = time.monotonic() - self.started
-            write_err(f"{self.run.name}: step {run.step:,}{result} after {seconds:,.0f} s")
-            return None
-        error = child_error(self.log.read_text(encoding="utf-8", errors="replace"), code)
-        write_err(f"{self.run.name}: failed with exit code {code}: {error} ({self.log})")
-        return error
 
 
 class Series:
@@ -119,11 +94,11 @@ class Series:
 
     def __init__(self, runs: Sequence[SeriesRun]) -> None:
         self.runs = runs
-        self.children: list[Child] = []
-        self.waiting: list[SeriesRun] = []
-        self.free: list[str | None] = []  # devices
-        self.one_device = True
-        self.failures: dict[str, str] = {}
+        self.failures: dict[str, str] = {}  # name of a run -> error
+        self.diverged: set[str] = set()  # names of the runs that failed because they diverged
+        self.devices = visible_devices()
+        self.free: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # devices without a run
+        self.processes: list[subprocess.Popen[str]] = []
         self.received: int | None = None  # signal
 
     def train(self) -> dict[str, str]:
@@ -131,20 +106,14 @@ class Series:
 
         After a signal, exits with `PREEMPTED` as soon as the runs have saved.
         """
-        self.waiting = [run for run in self.runs if not run.finished]
-        self.free = visible_devices() if self.waiting else []
-        self.one_device = len(self.free) == 1
+        for device in self.devices:
+            self.free.put(device)
         handlers = [signal.signal(number, self.forward) for number in SIGNALS]
         try:
-            while self.children or (self.waiting and self.received is None):
-                if not self.start_next():
-                    time.sleep(POLL_SECONDS)
-                    self.check_children()
+            with ThreadPoolExecutor(len(self.devices)) as pool:
+                for _ in pool.map(self.train_run, self.runs):
+                    pass  # raises the first error of a thread
         finally:
-            for child in self.children:  # after an error of our own
-                child.progress.close()
-                child.process.terminate()
-                child.process.wait()
             for number, handler in zip(SIGNALS, handlers, strict=True):
                 signal.signal(number, handler)
         if self.received is not None:
@@ -156,56 +125,78 @@ class Series:
             sys.exit(PREEMPTED)
         return self.failures
 
-    def start_next(self) -> bool:
-        """Start or resume the next run if a device is free; return False if none was started."""
-        if not self.free or self.received is not None:
-            return False
-        for run in self.waiting:
+    def train_run(self, run: SeriesRun) -> None:
+        """Train a run on a free device, unless it is finished; in a thread."""
+        device = self.free.get()
+        try:
             # a run of a killed series may still be saving in its folder
-            if RunFolder(run.folder).in_use:
-                continue
-            self.waiting.remove(run)
-            if not run.finished:
-                self.launch(run, self.free.pop(0))
-            return True
-        return False
+            while RunFolder(run.folder).in_use and self.received is None:
+                time.sleep(POLL_SECONDS)
+            if self.received is None and not run.finished:
+                self.launch(run, device)
+        except BaseException:  # an error of our own ends the other runs
+            self.forward(signal.SIGTERM)
+            raise
+        finally:
+            self.free.put(device)
 
     def launch(self, run: SeriesRun, device: str | None) -> None:
-        """Start the process of a run."""
+        """Start the process of a run, show its progress, and note how it ends."""
         where = f" on GPU {device}" if device is not None else ""
         number = self.runs.index(run) + 1
         write_err(f"{run.name}: run {number} of {len(self.runs)}, to step {run.steps:,}{where}")
-        self.children.append(Child(run, device, alone=self.one_device))
+        started = time.monotonic()
+        # marks a launch: it stops if we are killed
+        environment = {"ACCELERATE_MIXED_PRECISION": "no"}
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = device
+        arguments = ["train", *run.arguments, f"--out_dir={run.folder}"]
+        # the copies of several runs would overwrite each other
+        arguments += ["--hub.push=never", "--checkpoint.copy_to=null"]
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with run.log.open("ab") as log:
+            process = launch_child(
+                arguments,
+                environment=environment,
+                stdout=log,
+                stderr=log,
+                own_group=True,
+            )
+        self.processes.append(process)
         if self.received is not None:  # while the process started
-            self.children[-1].process.send_signal(self.received)
+            process.send_signal(self.received)
+        step = RunFolder(run.folder).step
+        one_bar = len(self.devices) == 1
+        with Progress(run.name, "steps", total=run.steps, done=step, bar=one_bar) as progress:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(READ_SECONDS)
+                progress.update(RunFolder(run.folder).step, run.steps)
+        if self.received is None:
+            self.note_end(run, process.returncode, time.monotonic() - started)
 
-    def check_children(self) -> None:
-        """Print the progress of the runs, and remove the ended runs from the list."""
-        for child in [*self.children]:
-            child.show_progress()
-            if child.process.poll() is None:
-                continue
-            child.progress.close()
-            self.children.remove(child)
-            self.free.append(child.device)
-            if self.received is None:
-                failure = child.print_end()
-                if failure:
-                    self.failures[child.run.name] = failure
+    def note_end(self, run: SeriesRun, code: int, seconds: float) -> None:
+        """Print how a run ended; keep its error if it has not finished."""
+        if code == 0 and run.finished:
+            loss = RunFolder(run.folder).metrics.last("eval/val_loss")
+            result = "" if loss is None else f", val loss {loss:.4f}"
+            write_err(f"{run.name}: step {run.steps:,}{result} after {seconds:,.0f} s")
+            return
+        error = child_error(run.log.read_text(encoding="utf-8", errors="replace"), code)
+        write_err(f"{run.name}: failed with exit code {code}: {error} ({run.log})")
+        self.failures[run.name] = error
+        if code == DivergedError.exit_code:
+            self.diverged.add(run.name)
 
-    def forward(self, number: int, _frame: FrameType | None) -> None:
+    def forward(self, number: int, _frame: FrameType | None = None) -> None:
         """Forward a signal: the first lets each run save and stop, the second ends it at once."""
         self.received = self.received or number
-        for child in self.children:
-            child.process.send_signal(number)
+        for process in self.processes:
+            process.send_signal(number)
 
 
 def visible_devices() -> list[str | None]:
     """Return the CUDA_VISIBLE_DEVICES of each GPU that this process sees; [None] without GPUs."""
     count = torch.cuda.device_count()
-    if count == 0:
-        return [None]
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if given:
-        return [*given.split(",")[:count]]
-    return [str(number) for number in range(count)]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [*given.split(",")[:count]] or [None]

@@ -1,227 +1,233 @@
-"""`accel-gpt sweep CONFIG --optim.lr 1e-3,3e-3 --seed 1,2`: a run for each combination of values.
+"""`accel-gpt sweep CONFIG --optim.lr 1e-3,3e-3 --seed 1,2,3`: which setting is better?
 
-A setting is one combination of the values of all keys except seed. Each run has a folder below
-`--out_dir`. `sweep.json` and `report.html` there list the settings, lowest val loss first.
+A setting is a combination of a config and values; the first one is the baseline. Each run has a
+folder below `--out_dir`. The result goes to `sweep.json` and `report.html` there.
+docs/explanation/sweep.md describes the comparison.
 """
 
-import hashlib
-import itertools
-import json
 import math
-import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+from accel_gpt.commands.grid import Grid, Setting
 from accel_gpt.commands.options import SweepCommand
+from accel_gpt.commands.paired import Comparison, compare
 from accel_gpt.commands.series import Series, SeriesRun, series_run
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config
-from accel_gpt.config.plan import make_plan
-from accel_gpt.console import table, write_out
-from accel_gpt.errors import UserError, require
-from accel_gpt.files import read_json, write_file
-from accel_gpt.hub.pretrained import inherit
+from accel_gpt.config.compare import differences
+from accel_gpt.config.parse import to_flat
+from accel_gpt.config.plan import plural, scale_length
+from accel_gpt.console import table, write_err, write_out
+from accel_gpt.errors import require
+from accel_gpt.files import strict_json, write_file
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
 
-MOST_LETTERS = 200  # in the name of a folder; file systems allow 255 bytes
 MOST_CURVES = 16  # runs in the report, from the best settings
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A combination of values and its runs, one for each seed."""
-
-    values: Mapping[str, str]  # by key, as typed
-    runs: tuple[SeriesRun, ...]
-
-    def values_at(self, share: float, metric: str) -> list[float]:
-        """Return a metric of each run after a share of its steps; empty if a run lacks it."""
-        found: list[float] = []
-        for whole in self.runs:
-            run = at_share(whole, share)
-            steps, values = RunFolder(run.folder).metrics.curve(f"eval/{metric}")
-            found += values[steps == run.steps][-1:].tolist()
-        return found if len(found) == len(self.runs) else []
-
-    def result(self, shares: Sequence[float]) -> dict[str, Any]:
-        """Return the share of steps that all runs reached, and their mean metrics there."""
-        reached = [share for share in shares if self.values_at(share, "val_loss")]
-        share = max(reached, default=0.0)
-        losses = self.values_at(share, "val_loss")
-        bits = self.values_at(share, "val_bits_per_byte")
-        return {
-            "values": dict(self.values),
-            "share_of_steps": share,
-            "val_loss": statistics.fmean(losses) if losses else None,
-            "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
-            "val_bits_per_byte": statistics.fmean(bits) if bits else None,
-            "runs": {run.name: loss for run, loss in itertools.zip_longest(self.runs, losses)},
-        }
+SAME_TIME = 0.03  # largest relative difference of times that counts as none; assumption
+UNITS = {"val_loss": "val loss", "val_bits_per_byte": "bits per byte"}
+# keys that change the text or its tokens; that change what is evaluated; that cost no time
+TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")
+EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")
+UNTIMED = ("optim.", "schedule.")
+NOTES = {TEXT: "bits per byte are compared", EVALUATED: "other sequences are evaluated"}
 
 
 def run(options: SweepCommand) -> int:
-    """Train the runs of a sweep and compare them; 1 if one of them failed."""
-    swept = options.grid.swept
-    fixed = dict(options.given)
-    out_dir = fixed.pop("out_dir", Config.out_dir)
-    folder = Path(options.grid.out_dir or f"{out_dir}_sweep")
-    arguments = [options.config, *options.grid.fixed]
-    settings = make_settings(arguments, options.grid.settings, folder)
-    shares = (*options.halve_at, 1.0)
-    with locked(folder):
-        check_same_sweep(folder, fixed | {"halve_at": options.halve_at, "swept": sorted(swept)})
-        failed = train_settings(settings, shares)
-        settings = ranked(settings, shares)
-        results = [setting.result(shares) for setting in settings]
-        content = read_json(folder / "sweep.json") | {"settings": results}
-        write_file(folder / "sweep.json", [json.dumps(content, indent=1).encode()])
-        rows = sweep_rows(results, [*swept])
-        has_page = write_sweep_page(settings, rows, folder)
-    alignments = ["<" if key in swept else ">" for key in rows[0]]
-    write_out(table(rows, *alignments))
-    page = f", {folder}/report.html" if has_page else ""
-    write_out(f"\n{folder / 'sweep.json'}{page}\n")
-    return 1 if failed else 0
-
-
-def train_settings(settings: Sequence[Setting], shares: Sequence[float]) -> bool:
-    """Train all settings; after each share of the steps only the better half continues.
-
-    Returns whether a run failed.
-    """
-    failed = False
-    alive = list(settings)
-    for share in shares:
-        runs = [at_share(run, share) for run in all_runs(alive)]
-        if Series(runs).train():
-            failed = True
-        better_half = math.ceil(len(alive) / 2)
-        alive = ranked(alive, (share,))[:better_half]
-    return failed
-
-
-def write_sweep_page(
-    settings: Sequence[Setting], rows: Sequence[Sequence[str]], folder: Path
-) -> bool:
-    """Write report.html: the table and the curves of the best runs; False if no run has started."""
-    best = all_runs(settings)[:MOST_CURVES]
-    started = [str(run.folder) for run in best if RunFolder(run.folder).launches]
-    if not started:
-        return False
-    section = {"heading": "Settings, best first", "image": "", "lines": [], "rows": rows}
-    page = build_page(open_runs(started), None, section)
-    write_file(folder / "report.html", [page.encode(errors="replace")])
-    return True
-
-
-def all_runs(settings: Sequence[Setting]) -> list[SeriesRun]:
-    """Return the runs of all settings, in order."""
-    runs: list[SeriesRun] = []
-    for setting in settings:
-        runs.extend(setting.runs)
-    return runs
-
-
-def make_settings(
-    arguments: Sequence[str], grid: Sequence[Sequence[Mapping[str, str]]], folder: Path
-) -> list[Setting]:
-    """Make the runs of each setting: check their configs, prepare their data.
-
-    `arguments`: command-line arguments that all runs share. `grid`: the values of each run,
-    grouped by setting.
-    """
-    settings = []
-    to_prepare: list[Config] = []
-    for group in grid:
-        runs = []
-        for values in group:
-            own_arguments = [f"--{key}={value}" for key, value in values.items()]
-            config = load_config([*arguments, *own_arguments], "accel-gpt sweep", inherit)
-            if config.data.train == str(Path(config.out_dir, "data")):
-                # data.text is prepared once for all runs
-                config = replace(config, data=replace(config.data, train=str(folder / "data")))
-            name = ",".join(f"{key}={value}" for key, value in values.items())
-            steps = make_plan(config, 1).last_step
-            runs.append(series_run(name, folder, config, steps, folder_name(name)))
-            if all(config.data != other.data for other in to_prepare):
-                to_prepare.append(replace(config, out_dir=str(folder)))
-        setting = {key: value for key, value in group[0].items() if key != "seed"}
-        settings.append(Setting(setting, tuple(runs)))
-    for config in to_prepare:
-        ensure_data(config)
-    return settings
-
-
-def folder_name(name: str) -> str:
-    """Return a safe name for a run's folder, with a hash if characters are replaced or cut."""
-    safe = re.sub(r"[^\w.,=+-]", "_", name)
-    if safe == name and len(name) <= MOST_LETTERS:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    return f"{safe[:MOST_LETTERS]}_{digest[:8]}"
-
-
-def at_share(run: SeriesRun, share: float) -> SeriesRun:
-    """Return the run with a stop after a share of its steps; the schedule spans all steps."""
-    if share == 1:
-        return run
-    steps = max(1, int(share * run.steps))
-    return replace(run, steps=steps, arguments=[*run.arguments, f"--train.stop_at={steps}"])
-
-
-def check_same_sweep(folder: Path, options: Mapping[str, Any]) -> None:
-    """Record the `options` in sweep.json.
-
-    Raises `UserError` if the folder has a sweep with other options, or is the folder of a run.
-    """
+    """Train the settings of a sweep and compare them; 1 if a run failed without diverging."""
+    folder = options.grid.folder
     require(
         not (folder / "run.json").exists(),
         f"{folder} is the folder of a run; set another --out_dir",
     )
-    now = json.loads(json.dumps(options, default=str))
-    path = folder / "sweep.json"
-    if not path.exists():
-        write_file(path, [json.dumps({"options": now}).encode()])
-    try:
-        before = dict(read_json(path)["options"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path} cannot be read; remove it, or set another --out_dir") from None
-    for key in sorted(before.keys() | now.keys()):
-        was = before.get(key, "not set")
-        value = now.get(key, "not set")
-        require(
-            was == value,
-            f"{folder} holds another sweep: {key} was {was} and is now {value}; set another "
-            "--out_dir",
-        )
+    with locked(folder):
+        for setting in options.grid.settings:
+            ensure_data(replace(setting.config, out_dir=str(folder)))
+        sweep = Sweep(options.grid)
+        sweep.train()
+        sweep.write()
+    return 1 if sweep.failed else 0
 
 
-def ranked(settings: Sequence[Setting], shares: Sequence[float]) -> list[Setting]:
-    """Sort settings by the share of steps that they reached, then by loss."""
+class Sweep:
+    """Trains settings seed after seed, and compares each with the first one, the baseline."""
 
-    def rank(setting: Setting) -> tuple[float, float]:
-        result = setting.result(shares)
-        loss = result["val_loss"]
-        return -result["share_of_steps"], math.inf if loss is None else loss
+    def __init__(self, grid: Grid) -> None:
+        self.folder = grid.folder
+        self.seeds = grid.seeds
+        self.baseline = grid.settings[0]
+        self.others = grid.settings[1:]
+        self.failed = False
+        self.metric = "val_bits_per_byte" if self.changed(TEXT, *self.others) else "val_loss"
 
-    return sorted(settings, key=rank)
+    def changed(self, prefixes: tuple[str, ...], *settings: Setting) -> list[str]:
+        """Return the keys with these prefixes that settings change, compared with the baseline."""
+        found = set()
+        before = to_flat(self.baseline.config)
+        for setting in settings:
+            keys = differences(before, to_flat(setting.config))
+            found |= {key for key in keys if key.startswith(prefixes)}
+        return sorted(found - {"out_dir", "seed"})
+
+    def train(self) -> None:
+        """Train one seed after another, with the settings whose answer is not clear."""
+        for seed in self.seeds:
+            settings = [setting for setting in self.others if not self.is_clear(setting)]
+            if settings:
+                self.train_seed(seed, [self.baseline, *settings])
+            again = []
+            for setting in settings:
+                self.choose_in_time(setting)
+                in_time = setting.in_time
+                if in_time not in (None, setting) and not self.compare(setting).diverged:
+                    again.append(in_time)
+            self.train_seed(seed, again)
+
+    def train_seed(self, seed: int, settings: Sequence[Setting]) -> None:
+        """Train the runs of a seed side by side; read their losses and how long they take."""
+        runs = []
+        for setting in settings:
+            config = replace(setting.config, seed=seed)
+            runs.append(series_run(f"{setting.name},seed={seed}", self.folder, config))
+        series = Series(runs)
+        failures = series.train()
+        self.failed |= not series.diverged.issuperset(failures)
+        for setting, run in zip(settings, runs, strict=True):
+            setting.folders.append(run.folder)
+            loss = math.inf if run.name in series.diverged else final_loss(run, self.metric)
+            if loss is not None:
+                setting.losses[seed] = loss
+            if setting.seconds is None and loss not in (None, math.inf):
+                setting.seconds = training_seconds(run)
+
+    def choose_in_time(self, setting: Setting) -> None:
+        """Choose how many steps of a setting take the baseline's time, if the times are known.
+
+        A resumed sweep reads the same times from its runs, so it makes the same choice.
+        """
+        changed = self.changed(("",), setting)
+        if "optim.name" not in changed and all(key.startswith(UNTIMED) for key in changed):
+            setting.time = 1.0
+        elif setting.seconds and self.baseline.seconds:
+            setting.time = setting.seconds / self.baseline.seconds
+        if setting.in_time is not None or setting.time is None:
+            return
+        setting.in_time = setting
+        if abs(setting.time - 1) > SAME_TIME:
+            steps = max(1, round(setting.steps / setting.time))
+            write_err(
+                f"{setting.name} takes {setting.time:.2f} x the time of {self.baseline.name}, so "
+                f"it is also trained for {plural(steps, 'step')}"
+            )
+            config = scale_length(setting.config, steps)
+            setting.in_time = Setting(f"{setting.name},{steps}_steps", setting.values, config)
+
+    def is_clear(self, setting: Setting) -> bool:
+        """Return whether a setting needs no further seed."""
+        comparison = self.compare(setting)
+        in_time = self.compare(setting.in_time)
+        return comparison.diverged or (comparison.clear and in_time.clear)
+
+    def compare(self, setting: Setting | None) -> Comparison:
+        """Compare the losses of a setting with the baseline's."""
+        losses = setting.losses if setting else {}
+        return compare(losses, self.baseline.losses, len(self.others))
+
+    # ----------------------------------------------------------------------- the result
+
+    def write(self) -> None:
+        """Write sweep.json and report.html, and print the table and a verdict on each setting."""
+        ranked = [self.baseline, *sorted(self.others, key=lambda one: self.compare(one).mean)]
+        columns = [UNITS[self.metric], "difference", "tokens", "at equal seconds", "time", "seeds"]
+        rows = [[*self.baseline.values, *columns], *map(self.row, ranked)]
+        lines = []
+        for keys, effect in NOTES.items():
+            changed = self.changed(keys, *self.others)
+            if changed:
+                lines.append(f"{', '.join(changed)} differ: {effect}")
+        lines += map(self.verdict, ranked[1:])
+        content = {"metric": self.metric, "settings": [self.content(one) for one in ranked]}
+        write_file(self.folder / "sweep.json", [strict_json(content, indent=1).encode()])
+        folders = [str(folder) for setting in ranked for folder in setting.folders]
+        started = [folder for folder in folders if RunFolder(folder).launches]
+        if started:
+            section = {"heading": "Settings", "image": "", "lines": lines, "rows": rows}
+            page = build_page(open_runs(started[:MOST_CURVES]), None, section)
+            write_file(self.folder / "report.html", [page.encode(errors="replace")])
+        alignments = ["<"] * len(self.baseline.values) + [">"] * len(columns)
+        write_out(f"{table(rows, *alignments)}\n{self.folder / 'sweep.json'}\n\n")
+        write_out("\n".join(lines) + "\n")
+
+    def row(self, setting: Setting) -> list[str]:
+        """Return the cells of a setting in the table."""
+        losses = [loss for loss in setting.losses.values() if math.isfinite(loss)]
+        cells = [self.compare(setting).cell, self.compare(setting.in_time).cell]
+        if setting is self.baseline:
+            cells = ["baseline", ""]
+        return [
+            *setting.values.values(),
+            f"{statistics.fmean(losses):.4f}" if losses else "",
+            cells[0],
+            f"{setting.tokens / self.baseline.tokens:.2f} x",
+            cells[1],
+            f"{setting.time:.2f} x" if setting.time else "",
+            str(len(setting.losses)),
+        ]
+
+    def verdict(self, setting: Setting) -> str:
+        """Return the line that says whether a setting is better, worse, or neither."""
+        tokens = setting.tokens / self.baseline.tokens
+        where = "at equal tokens" if tokens == 1 else f"with {tokens:.2f} x the tokens"
+        comparison = self.compare(setting)
+        compared = {where: comparison}
+        if setting.in_time is setting:
+            compared = {f"{where} and equal seconds": comparison}
+        elif setting.in_time and not comparison.diverged:
+            compared["at equal seconds"] = self.compare(setting.in_time)
+        parts = []
+        for where, one in compared.items():
+            names = f"{one.verdict} between {setting.name} and {self.baseline.name}"
+            if one.clear:
+                names = f"{setting.name} is {one.verdict} than {self.baseline.name}"
+            numbers = f"no seed has the {UNITS[self.metric]} of both"
+            if one.differences:
+                numbers = f"{one.cell} in {UNITS[self.metric]} over {len(one.differences)} seeds"
+            parts.append(f"{names} {where}: {one.reason or numbers}{one.left_out}")
+        return "; ".join(parts)
+
+    def content(self, setting: Setting) -> dict[str, Any]:
+        """Return the entry of a setting in sweep.json."""
+        return {
+            "name": setting.name,
+            "values": setting.values,
+            "losses": setting.losses,  # null: diverged
+            "losses_at_equal_seconds": setting.in_time.losses if setting.in_time else {},
+            "time": setting.time,
+            "as_configured": asdict(self.compare(setting)),
+            "at_equal_seconds": asdict(self.compare(setting.in_time)),
+            "verdict": self.verdict(setting),
+        }
 
 
-def sweep_rows(results: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[list[str]]:
-    """Return the table of a sweep: the names of the columns, then a row for each setting."""
-    keys = [key for key in keys if key != "seed"]
-    rows = [[*keys, "val loss", "± over seeds", "bits per byte", "runs", "of the steps"]]
-    for result in results:
-        cells = [result["values"][key] for key in keys]
-        for name in ("val_loss", "standard_deviation", "val_bits_per_byte"):
-            cells.append("" if result[name] is None else f"{result[name]:.4f}")
-        cells.append(str(len(result["runs"])))
-        cells.append(f"{result['share_of_steps']:.0%}")
-        rows.append(cells)
-    return rows
+def final_loss(run: SeriesRun, metric: str) -> float | None:
+    """Return the loss at the last step of a run; None if it has none.
+
+    inf: the run diverged. Its val loss is not finite, or above the loss of equal probabilities.
+    """
+    if not run.finished:
+        return None
+    folder = RunFolder(run.folder)
+    steps, losses = folder.metrics.curve("eval/val_loss")
+    at_end = losses[steps == run.steps]
+    if not len(at_end) or at_end[-1] > math.log(folder.last_launch("model", "vocab_size")):
+        return math.inf
+    return folder.metrics.last(f"eval/{metric}")
+
+
+def training_seconds(run: SeriesRun) -> float:
+    """Return the seconds of all steps of a run, by the median step: no evaluations, no saves."""
+    times: list[float] = RunFolder(run.folder).metrics.curve("perf/step_ms")[1].tolist()
+    return run.steps * statistics.median(times[1:] or times) / 1000  # the first step warms up

@@ -1,0 +1,102 @@
+"""The sequential test: how often it is wrong, what it finds, its Bayes factor, diverged runs."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_gpt.commands.paired import EFFECT_VARIANCE, FEWEST, WRONG, compare, log_bayes_factor
+
+BASELINE = dict.fromkeys(range(1, 21), 5.0)
+
+
+def seeds_until_clear(differences: np.ndarray, settings: int = 1) -> int | None:
+    """Look after each seed, as a sweep does."""
+    losses = {}
+    for seed, difference in enumerate(differences.tolist(), start=1):
+        losses[seed] = 5.0 + difference
+        if compare(losses, BASELINE, settings).clear:
+            return seed
+    return None
+
+
+@pytest.mark.parametrize("settings", [1, 4])
+def test_a_thing_compared_with_itself_is_rarely_better_or_worse(settings: int) -> None:
+    """At most 5 % of 200 sweeps give any verdict, with 20 looks at each setting."""
+    draw = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(200):
+        noise = 0.01 * draw.standard_normal((settings, 20))
+        wrong += any(seeds_until_clear(one, settings) is not None for one in noise)
+    assert wrong <= WRONG * 200
+
+
+def test_a_large_difference_is_found_within_few_seeds() -> None:
+    draw = np.random.default_rng(0)
+    seeds = [seeds_until_clear(0.01 * (draw.standard_normal(20) + 3)) or 99 for _ in range(200)]
+    assert np.quantile(seeds, 0.9) <= 6
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 9])
+@pytest.mark.parametrize("mean", [0.0, -0.5, 2.0])
+def test_the_bayes_factor_is_that_of_an_integral(n: int, mean: float) -> None:
+    """Integrate the likelihood over log sigma (the right Haar prior) and over the effect."""
+    x = np.random.default_rng(n).standard_normal(n) + mean
+    log_sigma = np.linspace(-6, 9, 6001)[:, None]
+    sigma = np.exp(log_sigma)
+
+    def likelihood(effect: np.ndarray) -> np.ndarray:
+        standard = x[None, None] / sigma[:, :, None] - effect[None, :, None]
+        return np.exp(-0.5 * (standard**2).sum(-1) - n * log_sigma)
+
+    effects = np.linspace(-30, 30, 1201)
+    prior = np.exp(-0.5 * effects**2 / EFFECT_VARIANCE)
+    with_effect = (likelihood(effects).sum(0) * prior).sum() / prior.sum()
+    without = likelihood(np.zeros(1)).sum()
+    assert log_bayes_factor(x.tolist()) == pytest.approx(math.log(with_effect / without), abs=1e-3)
+
+
+@given(
+    st.lists(st.floats(-1, 1).filter(lambda x: abs(x) > 1e-3), min_size=1, max_size=9),
+    st.floats(1e-3, 1e3),
+)
+def test_neither_unit_nor_sign_matters(differences: list[float], unit: float) -> None:
+    before = log_bayes_factor(differences)
+    assert log_bayes_factor([-unit * one for one in differences]) == pytest.approx(before, abs=1e-6)
+    if len(differences) < FEWEST:
+        assert before < math.log(1 / WRONG)
+
+
+def test_equal_differences_and_equal_runs() -> None:
+    assert seeds_until_clear(np.zeros(20)) is None
+    assert seeds_until_clear(np.full(20, -0.25)) == FEWEST
+    again = compare(BASELINE, BASELINE, 1)
+    assert (again.verdict, again.cell) == (
+        "no difference that 20 seeds could show",
+        "+0.0000 ± 0.0000",
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "baseline", "clear", "verdict"),
+    [
+        ({1: 2.0, 2: math.inf}, {1: 2.0, 2: 2.0}, True, "worse: it diverged with seed 2"),
+        ({1: 2.0}, {1: math.inf}, True, "better: the baseline diverged with seed 1"),
+        (
+            {1: math.inf, 2: 2.0, 3: 2.5, 4: 2.0},
+            {1: math.inf, 2: 2.0, 3: 2.0, 4: 2.0},
+            False,
+            "no difference that 3 seeds could show: ; both diverged with seed 1",
+        ),
+        ({1: 2.0}, {1: 2.5}, False, "no verdict: one seed cannot show a difference; give"),
+        ({1: 2.0, 2: 2.0}, {1: 2.5, 2: 1.0}, False, "no verdict: 2 seeds cannot show a diff"),
+    ],
+)
+def test_diverged_and_missing_runs(
+    losses: dict[int, float], baseline: dict[int, float], clear: bool, verdict: str
+) -> None:
+    found = compare(losses, baseline, 1)
+    assert found.clear == clear
+    assert f"{found.verdict}: {found.reason}{found.left_out}".startswith(verdict)

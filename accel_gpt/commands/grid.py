@@ -17,6 +17,7 @@ from accel_gpt.config.parse import (
     read_values,
 )
 from accel_gpt.config.plan import make_plan
+from accel_gpt.config.removed import check_not_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import require
 from accel_gpt.hub.pretrained import inherit
@@ -125,6 +126,7 @@ def split_values(key: str, text: str) -> list[str]:
 
     Raises `UserError` for an unknown key, and for an invalid value.
     """
+    check_not_removed(key)
     hint = check_key(Config, key, "on the command line")
     structured = [get_origin(kind) in (tuple, Mapping) for kind in alternatives(hint)]
     values = [value.strip() for value in text.split(",")]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.commands.options import LadderCommand
-from accel_gpt.commands.series import Series, series_run
+from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.config.depth import scaling_parameters
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import config_of
@@ -77,7 +77,7 @@ def run(options: LadderCommand) -> int:
     ensure_data(config_of(given | {"out_dir": str(out)}))
     rungs = all_rungs(options, given, out)
     law_terms([rung.size for rung in rungs])  # raises before training if they cannot give a law
-    runs_to_train = [series_run(rung.name, out, rung.config) for rung in rungs]
+    runs_to_train = [SeriesRun(rung.name, out, rung.config) for rung in rungs]
     failures = Series(runs_to_train).train()
     runs = {rung.name: RunFolder(out / rung.name) for rung in rungs}
     try:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -37,56 +36,40 @@ POLL_SECONDS = 0.2  # between two looks at the lock of a run
 READ_SECONDS = 2.0  # between two readings of a run's metrics
 
 
-@dataclass(frozen=True)
 class SeriesRun:
-    """One run of a series."""
+    """One run of a series; its config is written next to its folder, which is in `out`.
 
-    name: str  # in messages
-    folder: Path
-    arguments: Sequence[str]  # for `accel-gpt train`: CONFIG --section.key value ...
-    steps: int
+    If a folder cannot have the name, its characters are replaced or cut, and a hash is added.
+    Raises `UserError` if the run was trained with another config.
+    """
 
-    @property
-    def log(self) -> Path:
-        """Return the file with the output of the run."""
-        return self.folder / "output.log"
+    def __init__(self, name: str, out: Path, config: Config) -> None:
+        safe = re.sub(r"[^\w.,=+-]", "_", name)[:MOST_LETTERS]
+        if safe != name:
+            safe += f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        self.name = name
+        self.folder = out / safe
+        self.log = self.folder / "output.log"
+        self.config = out / f"{safe}.yaml"
+        self.steps = make_plan(config, 1).last_step
+        before = RunFolder(self.folder).read_config()
+        changed = recipe_differences(config, before)
+        train = to_flat(config)["data.train"]
+        if before.get("data.train", train) != train != str(out / "data"):
+            changed["data.train"] = (train, before["data.train"])
+        for key, (now, then) in changed.items():
+            raise UserError(
+                f"{self.folder} was trained with {key} {then}, but now has {now}; set it to the "
+                "same value, or choose another folder"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        write_file(self.config, [to_yaml(config).encode()])
 
     @property
     def finished(self) -> bool:
         """Whether the run has saved its last step, and recorded it with its evaluation."""
         run = RunFolder(self.folder)
         return max(run.checkpoints, default=0) >= self.steps and run.step >= self.steps
-
-
-def series_run(name: str, out: Path, config: Config) -> SeriesRun:
-    """Write a config next to the folder of its run in `out`, and return the run.
-
-    If a folder cannot have the name, its characters are replaced or cut, and a hash is added.
-    Raises `UserError` if the run was trained with another config.
-    """
-    safe = re.sub(r"[^\w.,=+-]", "_", name)[:MOST_LETTERS]
-    if safe != name:
-        safe += f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    check_config(config, out / safe)
-    file = out / f"{safe}.yaml"
-    out.mkdir(parents=True, exist_ok=True)
-    write_file(file, [to_yaml(config).encode()])
-    steps = make_plan(config, 1).last_step
-    return SeriesRun(name=name, folder=out / safe, arguments=[str(file)], steps=steps)
-
-
-def check_config(config: Config, folder: Path) -> None:
-    """Raise `UserError` if a folder holds a run with another config."""
-    before = RunFolder(folder).read_config()
-    changed = recipe_differences(config, before)
-    train = to_flat(config)["data.train"]
-    if train != before.get("data.train", train) and train != str(folder.parent / "data"):
-        changed["data.train"] = (train, before["data.train"])
-    for key, (now, then) in changed.items():
-        raise UserError(
-            f"{folder} was trained with {key} {then}, but now has {now}; set it to the same value, "
-            "or choose another folder"
-        )
 
 
 class Series:
@@ -150,10 +133,10 @@ class Series:
         environment = {"ACCELERATE_MIXED_PRECISION": "no"}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
-        arguments = ["train", *run.arguments, f"--out_dir={run.folder}"]
+        arguments = ["train", str(run.config), f"--out_dir={run.folder}"]
         # the copies of several runs would overwrite each other
         arguments += ["--hub.push=never", "--checkpoint.copy_to=null"]
-        run.folder.mkdir(parents=True, exist_ok=True)
+        run.folder.mkdir(exist_ok=True)
         with run.log.open("ab") as log:
             process = launch_child(
                 arguments,

@@ -14,7 +14,7 @@ from typing import Any
 from accel_gpt.commands.grid import Grid, Setting
 from accel_gpt.commands.options import SweepCommand
 from accel_gpt.commands.paired import Comparison, compare
-from accel_gpt.commands.series import Series, SeriesRun, series_run
+from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.config.compare import differences
 from accel_gpt.config.parse import to_flat
 from accel_gpt.config.plan import plural, scale_length
@@ -28,12 +28,11 @@ from accel_gpt.training.run_folder import RunFolder, locked
 
 MOST_CURVES = 16  # runs in the report, from the best settings
 SAME_TIME = 0.03  # largest relative difference of times that counts as none; assumption
-UNITS = {"val_loss": "val loss", "val_bits_per_byte": "bits per byte"}
 # keys that change the text or its tokens; that change what is evaluated; that cost no time
 TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")
 EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")
 UNTIMED = ("optim.", "schedule.")
-NOTES = {TEXT: "bits per byte are compared", EVALUATED: "other sequences are evaluated"}
+NOTES = ((TEXT, "bits per byte are compared"), (EVALUATED, "other sequences are evaluated"))
 
 
 def run(options: SweepCommand) -> int:
@@ -45,7 +44,7 @@ def run(options: SweepCommand) -> int:
     )
     with locked(folder):
         for setting in options.grid.settings:
-            ensure_data(replace(setting.config, out_dir=str(folder)))
+            ensure_data(setting.config)
         sweep = Sweep(options.grid)
         sweep.train()
         sweep.write()
@@ -62,6 +61,7 @@ class Sweep:
         self.others = grid.settings[1:]
         self.failed = False
         self.metric = "val_bits_per_byte" if self.changed(TEXT, *self.others) else "val_loss"
+        self.unit = "bits per byte" if self.metric == "val_bits_per_byte" else "val loss"
 
     def changed(self, prefixes: tuple[str, ...], *settings: Setting) -> list[str]:
         """Return the keys with these prefixes that settings change, compared with the baseline."""
@@ -70,7 +70,7 @@ class Sweep:
         for setting in settings:
             keys = differences(before, to_flat(setting.config))
             found |= {key for key in keys if key.startswith(prefixes)}
-        return sorted(found - {"out_dir", "seed"})
+        return sorted(found - {"seed"})
 
     def train(self) -> None:
         """Train one seed after another, with the settings whose answer is not clear."""
@@ -91,7 +91,7 @@ class Sweep:
         runs = []
         for setting in settings:
             config = replace(setting.config, seed=seed)
-            runs.append(series_run(f"{setting.name},seed={seed}", self.folder, config))
+            runs.append(SeriesRun(f"{setting.name},seed={seed}", self.folder, config))
         series = Series(runs)
         failures = series.train()
         self.failed |= not series.diverged.issuperset(failures)
@@ -116,8 +116,8 @@ class Sweep:
         if setting.in_time is not None or setting.time is None:
             return
         setting.in_time = setting
-        if abs(setting.time - 1) > SAME_TIME:
-            steps = max(1, round(setting.steps / setting.time))
+        steps = max(1, round(setting.steps / setting.time))
+        if abs(setting.time - 1) > SAME_TIME and steps != setting.steps:
             write_err(
                 f"{setting.name} takes {setting.time:.2f} x the time of {self.baseline.name}, so "
                 f"it is also trained for {plural(steps, 'step')}"
@@ -141,10 +141,10 @@ class Sweep:
     def write(self) -> None:
         """Write sweep.json and report.html, and print the table and a verdict on each setting."""
         ranked = [self.baseline, *sorted(self.others, key=lambda one: self.compare(one).mean)]
-        columns = [UNITS[self.metric], "difference", "tokens", "at equal seconds", "time", "seeds"]
+        columns = [self.unit, "difference", "tokens", "at equal seconds", "time", "seeds"]
         rows = [[*self.baseline.values, *columns], *map(self.row, ranked)]
         lines = []
-        for keys, effect in NOTES.items():
+        for keys, effect in NOTES:
             changed = self.changed(keys, *self.others)
             if changed:
                 lines.append(f"{', '.join(changed)} differ: {effect}")
@@ -192,9 +192,9 @@ class Sweep:
             names = f"{one.verdict} between {setting.name} and {self.baseline.name}"
             if one.clear:
                 names = f"{setting.name} is {one.verdict} than {self.baseline.name}"
-            numbers = f"no seed has the {UNITS[self.metric]} of both"
+            numbers = f"no seed has the {self.unit} of both"
             if one.differences:
-                numbers = f"{one.cell} in {UNITS[self.metric]} over {len(one.differences)} seeds"
+                numbers = f"{one.cell} in {self.unit} over {len(one.differences)} seeds"
             parts.append(f"{names} {where}: {one.reason or numbers}{one.left_out}")
         return "; ".join(parts)
 

@@ -61,6 +61,7 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "allow_pickle": SAVE_AS_SAFETENSORS,
+        "halve_at": "list seeds with --seed; a setting whose answer is clear takes no more",
         "limit": "use --hellaswag_limit or --tasks_limit",
         "include_path": "use --tasks_path",
         "dedupe": DEDUPLICATE_FIRST,

@@ -15,7 +15,7 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.ladder import fit_ladder, ladder_lines, make_rung
-from accel_gpt.commands.series import series_run
+from accel_gpt.commands.series import SeriesRun
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import read_values, to_flat
 from accel_gpt.console import run_main
@@ -163,7 +163,7 @@ def test_a_rung_of_another_config_is_named(tmp_path: Path) -> None:
     (tmp_path / rung.name).mkdir()
     (tmp_path / rung.name / "config.yaml").write_text("optim: {lr: 0.5}\nout_dir: elsewhere\n")
     with pytest.raises(UserError, match=r"optim\.lr 0\.5, but now has 0\.0006"):
-        series_run(rung.name, tmp_path, rung.config)
+        SeriesRun(rung.name, tmp_path, rung.config)
 
 
 def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(

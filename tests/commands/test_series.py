@@ -15,12 +15,15 @@ import torch
 from accel_gpt import console
 from accel_gpt.commands import series
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
+from accel_gpt.config.parse import load_config
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.training.run_folder import RunFolder
 
 PROGRAM = (
     "import sys; from pathlib import Path; from accel_gpt.commands.series import *\n"
-    "Series([SeriesRun('a', Path(sys.argv[1]), sys.argv[2:], 12)]).train()\n"
+    "from accel_gpt.config.parse import load_config\n"
+    "config = load_config(sys.argv[2:], '')\n"
+    "Series([SeriesRun('a', Path(sys.argv[1]), config)]).train()\n"
 )
 
 
@@ -52,25 +55,24 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(series, "visible_devices", lambda: ["0", "1"])
-    monkeypatch.setattr(series, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(series, "READ_SECONDS", 0.1)
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    folders = {name: tmp_path / "series" / name for name in "abc"}
-    wrong = {"b": ("--optim.lr", "fast")}
-    runs = [
-        SeriesRun(name, folder, small_run(*wrong.get(name, ())), 12)
-        for name, folder in folders.items()
-    ]
-    assert Series(runs).train() == {"b": "optim.lr is 'fast'; expected a number"}
+    config = load_config(small_run(), "")
+    wrong = load_config(small_run("--model.init_from", "none"), "")
+    runs = [SeriesRun(name, tmp_path, wrong if name == "b" else config) for name in "abc"]
+    failures = Series(runs).train()
+    assert "none" in failures.pop("b")
+    assert failures == {}
     printed = capsys.readouterr().err.splitlines()
-    assert printed[:2] == [
+    assert sorted(line for line in printed if " run " in line)[:2] == [
         "a: run 1 of 3, to step 12 on GPU 0",
         "b: run 2 of 3, to step 12 on GPU 1",
     ]
     assert any(re.match(r"c: [0-9]+ of 12 steps", line) for line in printed)
     assert any(line.startswith("c: step 12, val loss ") for line in printed)
-    again = [SeriesRun(run.name, run.folder, small_run(), 12) for run in runs]
+    again = [SeriesRun(name, tmp_path, config) for name in "abc"]
     assert Series(again).train() == {}
-    assert [len(RunFolder(folder).launches) for folder in folders.values()] == [1, 1, 1]
+    assert [len(RunFolder(run.folder).launches) for run in again] == [1, 1, 1]
 
 
 @pytest.mark.slow
@@ -80,7 +82,7 @@ def test_a_stopped_series_goes_on(
 ) -> None:
     """A run saves if it gets a signal, and also if its series is killed."""
     folder = RunFolder(tmp_path / "a")
-    command = [sys.executable, "-c", PROGRAM, str(folder.path), *small_run()]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *small_run()]
     slow_steps = {**os.environ, "ACCEL_GPT_FAULT": "step:6+=sleep"}
     first = subprocess.Popen(command, env=slow_steps, stderr=subprocess.PIPE, text=True)
     while not any(record["step"] >= 5 for record in folder.records()):

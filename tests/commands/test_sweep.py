@@ -49,7 +49,7 @@ class Trained:
             if run.finished:
                 continue
             self.launched.append(run.name)
-            config = load_config(run.arguments, "")
+            config = load_config([str(run.config)], "")
             loss = LOSSES[config.optim.lr] - 0.1 * run.steps + 10 * NOISE[config.seed % 8]
             loss += NOISE[(config.seed + round(1e4 * config.optim.lr) + run.steps) % 8]
             if run.name in self.failing or math.isinf(loss):

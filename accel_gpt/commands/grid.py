@@ -1,10 +1,11 @@
 """Parse the command line of `accel-gpt sweep` into settings: combinations of configs and values."""
 
+import hashlib
 import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_origin
 
@@ -13,8 +14,10 @@ from accel_gpt.config.parse import (
     alternatives,
     check_key,
     load_config,
+    own_text_folder,
     read_options,
     read_values,
+    to_flat,
 )
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.removed import check_not_removed
@@ -90,6 +93,8 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str], count: int | Non
     fixed.append(f"--out_dir={out_dir}")
     chosen = draw_settings(swept, count, seeds=len(seeds) or 1)
     settings = [make_setting(values, configs[0], fixed) for values in chosen]
+    for setting in settings:
+        setting.config = with_own_text(setting.config, settings[0].config)
     return Grid(
         folder=Path(out_dir),
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
@@ -106,6 +111,17 @@ def make_setting(values: Mapping[str, str], config: str, fixed: Sequence[str]) -
         values=values,
         config=load_config(arguments, "accel-gpt sweep", inherit),
     )
+
+
+def with_own_text(config: Config, first: Config) -> Config:
+    """Return a config whose data.text has its own data folder if it is prepared in another way."""
+    before = to_flat(first.data.prepare)
+    prepare = to_flat(config.data.prepare)
+    changed = [(key, value) for key, value in prepare.items() if before[key] != value]
+    if not changed or config.data.train != own_text_folder(config.out_dir):
+        return config
+    digest = hashlib.sha256(repr(changed).encode()).hexdigest()[:8]
+    return replace(config, data=replace(config.data, train=f"{config.data.train}_{digest}"))
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, str]:

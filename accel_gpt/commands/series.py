@@ -51,7 +51,6 @@ class SeriesRun:
         self.folder = out / safe
         self.log = self.folder / "output.log"
         self.config = out / f"{safe}.yaml"
-        self.steps = make_plan(config, 1).last_step
         before = RunFolder(self.folder).read_config()
         changed = recipe_differences(config, before)
         train = to_flat(config)["data.train"]
@@ -62,6 +61,7 @@ class SeriesRun:
                 f"{self.folder} was trained with {key} {then}, but now has {now}; set it to the "
                 "same value, or choose another folder"
             )
+        self.steps = make_plan(config, 1).last_step
         out.mkdir(parents=True, exist_ok=True)
         write_file(self.config, [to_yaml(config).encode()])
 

@@ -188,6 +188,7 @@ class Sweep:
         elif setting.in_time and not comparison.diverged:
             compared["at equal seconds"] = self.compare(setting.in_time)
         parts = []
+        before = ""
         for where, one in compared.items():
             names = f"{one.verdict} between {setting.name} and {self.baseline.name}"
             if one.clear:
@@ -195,21 +196,25 @@ class Sweep:
             numbers = f"no seed has the {self.unit} of both"
             if one.differences:
                 numbers = f"{one.cell} in {self.unit} over {len(one.differences)} seeds"
-            parts.append(f"{names} {where}: {one.reason or numbers}{one.left_out}")
+            start = "" if names == before else f"{names} "
+            parts.append(f"{start}{where}: {one.reason or numbers}{one.left_out}")
+            before = names
         return "; ".join(parts)
 
     def content(self, setting: Setting) -> dict[str, Any]:
         """Return the entry of a setting in sweep.json."""
-        return {
+        found = {
             "name": setting.name,
             "values": setting.values,
             "losses": setting.losses,  # null: diverged
-            "losses_at_equal_seconds": setting.in_time.losses if setting.in_time else {},
             "time": setting.time,
-            "as_configured": asdict(self.compare(setting)),
-            "at_equal_seconds": asdict(self.compare(setting.in_time)),
-            "verdict": self.verdict(setting),
         }
+        if setting is not self.baseline:
+            found["losses_at_equal_seconds"] = setting.in_time.losses if setting.in_time else {}
+            found["as_configured"] = asdict(self.compare(setting))
+            found["at_equal_seconds"] = asdict(self.compare(setting.in_time))
+            found["verdict"] = self.verdict(setting)
+        return found
 
 
 def final_loss(run: SeriesRun, metric: str) -> float | None:

@@ -251,6 +251,16 @@ def test_two_configs_of_different_tokenizers_are_compared_in_bits_per_byte(
     assert len([path for path in (tmp_path / "sweep").glob("*seed=1*") if path.is_dir()]) == 2
 
 
+def test_one_text_is_prepared_with_each_tokenizer(
+    made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--data.prepare.tokenizer", "bytes,chars", "--optim.lr", "1e-3,3e-3")
+    assert made("--data.text", str(tmp_path / "text.txt"), *words, "--seed=1,2,3") == 0
+    assert verdicts(capsys)[0].startswith("data.prepare.tokenizer, data.train differ: bits per ")
+    folders = [path.parent.name for path in (tmp_path / "sweep").glob("data*/dataset.json")]
+    assert (len(folders), min(folders)) == (2, "data")
+
+
 def test_values_that_no_folder_can_be_named_by(
     made: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -594,7 +594,7 @@ class SweepCommand(Command):
     equal seconds. A setting takes no further seeds once the answer is clear. The same command
     resumes a stopped sweep; you may add seeds and values. Examples:
       accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --out_dir runs/rates
-      accel-gpt sweep quickstart my.yaml --seed 1,2,3,4,5
+      accel-gpt sweep gpt2_124m fast_124m --seed 1,2,3,4,5
       accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3
     """
 

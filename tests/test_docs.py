@@ -442,13 +442,16 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copytree(ROOT / "configs", "configs")
     for name in (
         "my.yaml",
+        "budget.yaml",
         "CONFIG.yaml",
         "runs/quickstart/config.yaml",
         "crawl.jsonl.gz",
         "wiki.parquet",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("data: {train: data/own}\ntrain: {max_steps: 8}\n")
+        Path(name).write_text(
+            "data: {train: data/own}\ntrain: {max_steps: 8}\nmodel: {vocab_size: 257}\n"
+        )
     Path("input.txt").touch()
     monkeypatch.setattr(options, "inherit", dict)
     monkeypatch.setattr(options, "inherit_published", dict)

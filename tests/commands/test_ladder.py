@@ -152,7 +152,7 @@ def test_rungs_differ_in_depth_and_length_alone(tmp_path: Path) -> None:
         "model.n_embd",
         "train.max_steps",
     }
-    assert (other["model.n_layer"], other["model.n_embd"], other["model.n_head"]) == (3, 256, 2)
+    assert (other["model.n_layer"], other["model.n_embd"], other["model.n_head"]) == (3, 192, 3)
     assert second.size.tokens == pytest.approx(5 * second.size.parameters, abs=256)
     dial = make_rung({**GIVEN, "model.depth": 1}, 2, 5.0).config
     assert (dial.model.depth, dial.optim.name) == (2, "muon")
@@ -171,7 +171,7 @@ def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(
 ) -> None:
     rungs = [make_rung(GIVEN, depth, ratio) for depth in (1, 3) for ratio in (1, 2, 4, 8)]
     for rung in rungs:
-        loss = {"eval/val_loss": true_loss(rung.size) / 4, "eval/val_loss_se": 0.01}
+        loss = {"eval/val_loss": true_loss(rung.size) / 6, "eval/val_loss_se": 0.01}
         make_run(tmp_path / rung.name, [record(10, **loss)])
     diverged, other = tmp_path / rungs[2].name, tmp_path / rungs[-1].name
     (diverged / "metrics.jsonl").write_text(f"{json.dumps(record(10, **{'eval/val_loss': 5.6}))}\n")
@@ -194,11 +194,11 @@ def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(
 
 
 def flat_in_parameters(one: Size) -> float:
-    return float(1 + 100 / one.tokens**0.28)
+    return float(1 + 80 / one.tokens**0.28)
 
 
 def flat_in_tokens(one: Size) -> float:
-    return float(1 + 200 / one.parameters**0.34)
+    return float(1 + 150 / one.parameters**0.34)
 
 
 def rising(one: Size) -> float:
@@ -280,11 +280,13 @@ def folder(law: Law, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_budget_leaves_depths_aside_of_which_the_rungs_tell_nothing(
     law: Law, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", "--ladder", ".", "--gpu", "h100", "--hours", "4e-4", "--json"]
+    words = ["plan", "--ladder", ".", "--gpu", "h100", "--hours", "2e-3", "--json"]
     best = []
     for deepest in (4, 2):  # with few parameters
         rungs = [rung for rung in ladder(law).rungs if rung["depth"] <= deepest]
-        known = [{**rung, "tokens": 2 * rung["tokens"]} for rung in rungs]
+        known = [
+            {**rung, "tokens": 4 * rung["tokens"], "flops": 20 * rung["flops"]} for rung in rungs
+        ]
         (folder / "ladder.json").write_text(json.dumps(ladder(law, rungs=known).content()))
         assert dispatch(words) == 0
         answer = json.loads(capsys.readouterr().out)

@@ -2,8 +2,6 @@
 
 import hashlib
 import itertools
-import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,8 +60,8 @@ class Grid:
     settings: Sequence[Setting]  # the first one is the baseline
 
 
-def read_grid(configs: Sequence[str], arguments: Sequence[str], count: int | None) -> Grid:
-    """Read the configs and keys of a sweep; if `count` is given, draw that many settings at random.
+def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
+    """Read the configs and keys of a sweep.
 
     Raises `UserError` if there is only one setting, or if a value is invalid.
     """
@@ -91,8 +89,8 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str], count: int | Non
         first = read_values(Config, str(resolve_config(configs[0])), fixed)
         out_dir = f"{first.get('out_dir', Config.out_dir)}_sweep"
     fixed.append(f"--out_dir={out_dir}")
-    chosen = draw_settings(swept, count, seeds=len(seeds) or 1)
-    settings = [make_setting(values, configs[0], fixed) for values in chosen]
+    combinations = combine(swept, seeds=len(seeds) or 1)
+    settings = [make_setting(values, configs[0], fixed) for values in combinations]
     for setting in settings:
         setting.config = with_own_text(setting.config, settings[0].config)
     return Grid(
@@ -155,27 +153,17 @@ def split_values(key: str, text: str) -> list[str]:
     return values
 
 
-def draw_settings(
-    swept: Mapping[str, list[str]], count: int | None, seeds: int
-) -> list[dict[str, str]]:
-    """Return the settings: all combinations of the values, the first value of each key first.
+def combine(swept: Mapping[str, list[str]], seeds: int) -> list[dict[str, str]]:
+    """Return all combinations of the values, the first value of each key first.
 
-    `count`: draw as many at random, among them the first combination. `seeds`: runs of a setting.
+    `seeds`: number of runs of a combination. Raises `UserError` for more than `MOST_RUNS` runs.
     """
-    total = math.prod(len(values) for values in swept.values())
-    require(
-        count is None or count <= total,
-        f"--random is {count}, but the values have only {total:,} combinations; leave it out",
-    )
-    runs = (count or total) * seeds
+    settings = [
+        dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())
+    ]
+    runs = len(settings) * seeds
     require(
         runs <= MOST_RUNS,
-        f"the values make {runs:,} runs, but a sweep has at most {MOST_RUNS:,}; list fewer "
-        "values, or draw some with --random 50",
+        f"the values make {runs:,} runs, but a sweep has at most {MOST_RUNS:,}; list fewer values",
     )
-    chosen = {0, *random.Random(0).sample(range(1, total), (count or total) - 1)}
-    settings = []
-    for number, values in enumerate(itertools.product(*swept.values())):
-        if number in chosen:
-            settings.append(dict(zip(swept, values, strict=True)))
     return settings

@@ -595,7 +595,7 @@ class SweepCommand(Command):
     resumes a stopped sweep; you may add seeds and values. Examples:
       accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --out_dir runs/rates
       accel-gpt sweep gpt2_124m fast_124m --seed 1,2,3,4,5
-      accel-gpt sweep quickstart --optim.lr 1e-3,3e-3,1e-2,3e-2 --random 3
+      accel-gpt sweep fast_124m --model.depth 3 --optim.lr_factor 1,0.5,2 --seed 1,2,3,4,5
     """
 
     name: ClassVar[str] = "sweep"
@@ -606,18 +606,13 @@ class SweepCommand(Command):
         "YAML files, or names of shipped configs, as for train. Options apply to all of them.",
         positional=True,
     )
-    random: int | None = option(
-        None,
-        "Number of settings to draw at random, with the first one. null: all settings.",
-        at_least=2,
-    )
     grid: Grid = internal(None)
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
         """Parse the options and the settings to compare."""
         options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
-        return replace(options, grid=read_grid(options.config, keys, options.random))
+        return replace(options, grid=read_grid(options.config, keys))
 
 
 @dataclass(frozen=True)

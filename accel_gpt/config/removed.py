@@ -62,6 +62,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "allow_pickle": SAVE_AS_SAFETENSORS,
         "halve_at": "list seeds with --seed; a setting whose answer is clear takes no more",
+        "random": "list the values to compare",
         "limit": "use --hellaswag_limit or --tasks_limit",
         "include_path": "use --tasks_path",
         "dedupe": DEDUPLICATE_FIRST,

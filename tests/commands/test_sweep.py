@@ -16,7 +16,7 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import grid, sweep
-from accel_gpt.commands.grid import draw_settings, split_values
+from accel_gpt.commands.grid import combine, split_values
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.config.parse import load_config, to_yaml
 from accel_gpt.config.plan import make_plan
@@ -288,15 +288,13 @@ def test_values_that_no_folder_can_be_named_by(
     assert (len(names), max(map(len, names)) < 255) == (4, True)
 
 
-def test_settings_are_drawn_with_the_baseline() -> None:
+def test_the_first_combination_is_the_baseline() -> None:
     swept = {"optim.lr": ["1", "2", "3"], "optim.beta1": ["0", "0.5"]}
-    assert len(draw_settings(swept, None, seeds=2)) == 6
-    drawn = draw_settings(swept, 4, seeds=2)
-    assert drawn == draw_settings(swept, 4, seeds=2)
-    assert drawn[0] == {"optim.lr": "1", "optim.beta1": "0"}
-    assert len({tuple(one.items()) for one in drawn}) == 4
+    combinations = combine(swept, seeds=2)
+    assert len(combinations) == 6
+    assert combinations[0] == {"optim.lr": "1", "optim.beta1": "0"}
     with pytest.raises(UserError, match="make 1,002 runs"):
-        draw_settings(swept, None, seeds=167)
+        combine(swept, seeds=167)
 
 
 def test_a_comma_of_a_list_separates_no_values() -> None:

@@ -70,6 +70,25 @@ def test_embedding_and_head_have_their_own_learning_rates(name: str) -> None:
     assert rates == {"embedding": 0.1, "head": 0.5}
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_projections_onto_the_residual_stream_scale_rate_and_decay(name: str) -> None:
+    gpt = GPT(tiny("fast"), 64)
+    settings = OptimConfig(name, lr=0.1, weight_decay=0.3, residual_lr_factor=2.0)  # type: ignore[arg-type]
+    optimizer = make_optimizer(gpt, settings)
+    configure(optimizer, settings)  # a second time, as after a resume
+    of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+    assert len(of) == sum(len(g["params"]) for g in optimizer.param_groups)
+    assert len(of) == len(list(gpt.parameters()))
+    for block in gpt.blocks:
+        for module in (block.attn.proj, block.mlp.down):  # type: ignore[union-attr]
+            group = of[id(module.weight)]  # type: ignore[union-attr]
+            assert (group["peak_lr"], group["weight_decay"]) == (0.2, 0.15)
+        for module in (block.attn.qkv, block.mlp.up):  # type: ignore[union-attr]
+            group = of[id(module.weight)]  # type: ignore[union-attr]
+            assert (group["peak_lr"], group["weight_decay"]) == (0.1, 0.3)
+    assert of[id(gpt.wte.weight)]["peak_lr"] == 0.1
+
+
 def test_a_tied_head_has_the_rate_of_the_embedding() -> None:
     gpt = GPT(tiny(), 64)
     optimizer = make_optimizer(gpt, OptimConfig(lr=0.1, embedding_lr=0.2))

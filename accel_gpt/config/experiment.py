@@ -516,10 +516,11 @@ class Config(Section):
             f"out_dir is {self.out_dir}, but commands read a word with - as an option; choose a "
             "name that does not begin with -",
         )
+        follows = self.model.depth is not None and self.model.preset == "fast"
         require(
-            self.model.depth is not None or self.optim.lr_factor == 1,
-            f"optim.lr_factor is {self.optim.lr_factor}, but model.depth is not set, so no "
-            "learning rate follows from it; set the learning rates instead",
+            follows or self.optim.lr_factor == 1,
+            f"optim.lr_factor is {self.optim.lr_factor}, but no learning rate follows from it "
+            "without model.depth and model.preset fast; set the learning rates instead",
         )
         require(
             self.schedule.min_lr <= self.optim.lr,

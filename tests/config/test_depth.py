@@ -108,9 +108,13 @@ def test_weights_are_averaged_over_one_share_of_every_run(load: Load) -> None:
     assert shares == pytest.approx([0.025 * 0.05 * 3250] * 3, rel=1e-3)
 
 
-def test_a_factor_without_a_depth_is_an_error(load: Load) -> None:
-    with pytest.raises(UserError, match=r"optim.lr_factor is 2.0, but model.depth is not set"):
-        load(text="optim: {lr_factor: 2.0}")
+@pytest.mark.parametrize(
+    "text",
+    ["optim: {lr_factor: 2.0}", "model: {depth: 2, preset: llama}\noptim: {lr_factor: 2.0}"],
+)
+def test_a_factor_that_nothing_follows_is_an_error(load: Load, text: str) -> None:
+    with pytest.raises(UserError, match=r"lr_factor is 2\.0, but no learning rate follows from it"):
+        load(*GPT2, text=text)
 
 
 def test_scaling_parameters_are_those_of_blocks_and_head() -> None:

@@ -69,7 +69,6 @@ train:
   max_steps: {steps}
   cpu_threads: 1
   compile: false
-  mixed_precision: auto
 eval: {{every: 0, tokens: 131072}}
 sample: {{every: 0}}
 checkpoint: {{every: 0}}

@@ -119,10 +119,9 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     B = value("train.tokens_per_step")
     block_size = value("model.block_size") or ModelConfig.block_size
     found["train.micro_batch_size"] = max(1, min(MICRO_BATCH, B // block_size))
-    steps = value("train.max_steps") or max(1, round(tokens / B))
     if not value("train.max_steps"):
-        found["train.max_tokens"] = steps * B
-        steps = max(1, -(-value("train.max_tokens") // B))
+        found["train.max_tokens"] = max(1, round(tokens / B)) * B
+    steps = run_steps(value)
     decay_is_set = value("schedule.decay_steps") or value("schedule.decay_tokens")
     if value("schedule.name") == "wsd" and not decay_is_set:
         found["schedule.decay_share"] = COOLDOWN
@@ -130,8 +129,14 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
         found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
     if value("model.preset") == "fast":
         found["model.init_std"] = initial_spread(model.n_embd)
-        found |= optimizer_options(value, steps)
+        found |= optimizer_options(value)
     return found
+
+
+def run_steps(value: Callable[[str], Any]) -> int:
+    """Compute the steps of a run from its options."""
+    from_tokens = -(-(value("train.max_tokens") or 0) // value("train.tokens_per_step"))
+    return int(value("train.max_steps") or max(1, from_tokens))
 
 
 def width(depth: int) -> int:
@@ -163,7 +168,7 @@ class Factors(NamedTuple):
         return self.batch * self.length * self.chosen
 
 
-def factors(value: Callable[[str], Any], steps: int) -> Factors:
+def factors(value: Callable[[str], Any]) -> Factors:
     """Compute the factors on the learning rates of the reference, from the options of a run.
 
     - batch: sqrt(B) (Malladi et al. 2022, arXiv 2205.10287, for Adam; for Muon, nanochat assumes
@@ -181,14 +186,14 @@ def factors(value: Callable[[str], Any], steps: int) -> Factors:
     B = value("train.tokens_per_step")
     return Factors(
         batch=math.sqrt(B / REFERENCE_BATCH),
-        length=(REFERENCE_STEPS * REFERENCE_BATCH / (steps * B)) ** LENGTH_EXPONENT,
+        length=(REFERENCE_STEPS * REFERENCE_BATCH / (run_steps(value) * B)) ** LENGTH_EXPONENT,
         width=REFERENCE_WIDTH / value("model.n_embd"),
         depth=math.sqrt(REFERENCE_DEPTH / value("model.n_layer")),
         chosen=value("optim.lr_factor") or OptimConfig.lr_factor,
     )
 
 
-def optimizer_options(value: Callable[[str], Any], steps: int) -> dict[str, Any]:
+def optimizer_options(value: Callable[[str], Any]) -> dict[str, Any]:
     """Compute the options of the optimizer in the `fast` recipe.
 
     The model normalizes the embedding, so its learning rate is relative to its initial standard
@@ -196,7 +201,8 @@ def optimizer_options(value: Callable[[str], Any], steps: int) -> dict[str, Any]
     Its inverse is the share of the run over which weights average their updates (Wang & Aitchison
     2024, arXiv 2405.13698).
     """
-    by = factors(value, steps)
+    by = factors(value)
+    steps = run_steps(value)
     found = dict(RECIPE)
     head_lr = rounded(HEAD_LR * by.run * by.width)
     found["optim.embedding_lr"] = rounded(EMBEDDING_LR * value("model.init_std") * by.run)
@@ -329,8 +335,7 @@ def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
 
 def describe_factors(flat: Mapping[str, Any]) -> str:
     """Describe the factors on the learning rates in one line."""
-    steps = flat["train.max_steps"] or -(-flat["train.max_tokens"] // flat["train.tokens_per_step"])
-    by = factors(flat.get, steps)
+    by = factors(flat.get)
     matrices = ""
     if flat["optim.name"] == "adamw":
         matrices = f", other matrices x {math.sqrt(by.width):.3g}"

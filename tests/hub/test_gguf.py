@@ -32,6 +32,7 @@ pytest.importorskip("xllamacpp")
 from gguf import GGUFReader
 
 from accel_gpt.hub import gguf as exporting
+from accel_gpt.hub.verify_gguf import logit_difference
 
 Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
@@ -188,6 +189,14 @@ def test_a_file_that_computes_something_else_is_refused(
     with pytest.raises(CheckpointError, match="logits differ from ours by up to"):
         prove(model_of("llama", 257), BytesTokenizer(), tmp_path)
     monkeypatch.undo()
+
+
+def test_a_constant_of_a_token_is_no_difference() -> None:
+    ours = torch.log_softmax(torch.randn(3, 50_000), dim=-1)
+    theirs = ours + torch.tensor([[1e-3], [0.0], [-1e-3]])
+    assert logit_difference(ours, theirs) < 1e-5
+    theirs[1, 7] += 0.01
+    assert logit_difference(ours, theirs) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_a_tokenizer_that_splits_otherwise_is_found(

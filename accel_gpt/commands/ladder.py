@@ -22,8 +22,7 @@ from accel_gpt.config.plan import LENGTH, plural
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.cost.rungs import config_at, run_size, shape_keys
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
-from accel_gpt.cost.scaling_fit import FEWEST as FEWEST_FOR_TWO
-from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
+from accel_gpt.cost.scaling_fit import FEWEST_RUNGS, NoLawError, fit_law, law_terms
 from accel_gpt.data.planning import data_folders, split_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
@@ -34,7 +33,6 @@ from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder
 
 NAME = re.compile(r"depth_(\d+)_ratio_(\d+(?:\.\d+)?(?:e-?\d+)?)(?:_seed_(\d+))?")
-FEWEST = 3  # rungs
 MEASURED = ("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte")  # columns
 
 
@@ -156,17 +154,17 @@ def fit_ladder(
             rows.append(row)
     for line in left_out:
         write_err(f"left out: {line}")
-    if len(rows) < FEWEST:
-        problem = (
-            f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted, but a law needs {FEWEST}"
-        )
-        if left_out:
-            problem += (
-                f" ({left_out[0]}); fix the rungs that were left out, or give other --depths or "
-                "--ratios"
-            )
-        raise NoLawError(problem, remedy=bool(left_out))
     sizes = [Size(*(row[name] for name in SIZES)) for row in rows]
+    try:
+        law_terms(sizes)
+    except NoLawError as error:
+        if not left_out:
+            raise
+        raise NoLawError(
+            f"{len(rows)} of {plural(len(rungs), 'rung')} can be fitted ({left_out[0]}), but "
+            f"{error}, or fix the rungs that were left out",
+            remedy=True,
+        ) from None
     config = rungs[0].config
     data["folder"] = Path(config.data.folder or "").name
     data["train_tokens"] = split_tokens([*map(str, data_folders(config))], "train", None)
@@ -333,7 +331,7 @@ def rungs_to_add(rungs: Sequence[Rung], error: NoLawError) -> str:
     else:
         kind = "longer"
         ratios = [2 * ratios[-1], 4 * ratios[-1]]
-        while len(rungs) + len(depths) * len(ratios) < FEWEST_FOR_TWO:
+        while len(rungs) + len(depths) * len(ratios) < FEWEST_RUNGS[2]:
             ratios.append(2 * ratios[-1])
     return (
         f"add {kind} rungs: repeat the command with --depths {','.join(map(str, depths))} "

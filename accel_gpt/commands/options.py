@@ -621,9 +621,9 @@ class LadderCommand(KeysCommand):
 
     You can also set any --section.key of the config, for all rungs. The same command resumes a
     stopped ladder; other depths or ratios add rungs. Examples:
-      accel-gpt ladder quickstart --depths 1,2,3
-      accel-gpt ladder quickstart --depths 1,2 --ratios 5,10,20 --out runs/ladder
-      accel-gpt ladder gpt2_124m --depths 4,6,8 --seeds 1,2
+      accel-gpt ladder quickstart --depths 1,2,3,4
+      accel-gpt ladder quickstart --depths 1,2,3 --ratios 5,10,20 --out runs/ladder
+      accel-gpt ladder gpt2_124m --depths 4,5,6,8 --seeds 1,2
     """
 
     name: ClassVar[str] = "ladder"

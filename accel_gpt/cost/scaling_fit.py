@@ -5,25 +5,29 @@ al. 2022, appendix D.3). The shapes n, K and M are defined in scaling.py.
 """
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
+from accel_gpt.config.plan import plural
 from accel_gpt.cost.scaling import Floats, Law, Size, log_loss, log_terms
 from accel_gpt.errors import UserError
 
 HUBER = 1e-3  # error in log L above which the Huber loss is linear; Hoffmann et al. 2022
-FEWEST = 6  # rungs; a law in parameters and tokens has five constants
+# By the number of sizes in the law. Two values of a size cannot tell the floor E from its power
+# law. One rung more than there are constants, 3 or 5, shows how far runs are from the law.
+FEWEST_VALUES = {1: 4, 2: 3}  # different values of each size
+FEWEST_RUNGS = {1: 4, 2: 6}
 DRAWS = 200  # bootstrap draws; they give the ends of a 90% interval to a tenth of its width
 STARTING_SHARES = (0.2, 0.5, 0.8)  # E divided by the lowest loss
 STARTING_EXPONENTS = (0.3, 0.7, 1.5)  # published exponents are 0.05 to 0.8
 LOWEST = -5.0  # lower bound of log E
 STEEPEST = 3.0  # upper bound of an exponent; published exponents are 0.05 to 0.8
-FLAT = 1e-3  # the loss does not fall with a size whose exponent is smaller
+FLAT = 1e-3  # of the lowest loss: the loss does not fall with a size whose term changes by less
 ROUNDS = 100  # iterations of the fit; assumption
-# Largest factor between ratios of tokens to parameters that count as equal: rounding to whole steps
-# changes the ratios.
+# Sizes and ratios count as equal below this factor: rounding to whole steps changes them.
 SAME = 1.05
+OPTIONS = {"parameters": "--depths", "tokens": "--ratios", "flops": "--depths or --ratios"}
 
 
 class NoLawError(UserError):
@@ -43,19 +47,34 @@ def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
     """Choose the sizes in the law of n runs.
 
     The law is in FLOPs if all runs have the same ratio of tokens to parameters, else in parameters
-    and tokens. Raises `NoLawError` if there are too few runs.
+    and tokens. Raises `NoLawError` if the runs do not determine its constants.
     """
     ratios = [size.tokens / size.parameters for size in sizes]
-    single = max(ratios) < SAME * min(ratios)
-    names = ("flops",) if single else ("parameters", "tokens")
-    needed = 3 if single else FEWEST
+    names = ("flops",) if count_values(ratios) <= 1 else ("parameters", "tokens")
+    for name in names:
+        found = count_values([getattr(size, name) for size in sizes])
+        needed = FEWEST_VALUES[len(names)]
+        if found < needed:
+            raise NoLawError(
+                f"the rungs have {plural(found, 'value')} of {listed([name])}, but a law in "
+                f"{listed(names)} needs {needed}; give more {OPTIONS[name]}",
+                remedy=True,
+            )
+    needed = FEWEST_RUNGS[len(names)]
     if len(sizes) < needed:
         raise NoLawError(
-            f"{len(sizes)} rungs are too few: a law in {listed(names)} needs {needed}; give "
-            "more --depths or --ratios",
+            f"there are {len(sizes)} rungs, but a law in {listed(names)} needs {needed}; give more "
+            "--depths or --ratios",
             remedy=True,
         )
     return names
+
+
+def count_values(numbers: Sequence[float]) -> int:
+    """Count the different numbers; neighbours that differ by less than a factor `SAME` are one."""
+    ordered = sorted(numbers)
+    steps = sum(after >= SAME * before for before, after in pairwise(ordered))
+    return len(ordered[:1]) + steps
 
 
 def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
@@ -69,7 +88,7 @@ def fit_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
     targets = np.log(losses)
     best = best_fit(features, targets, names)
     fitted = log_loss(best, features)
-    free = max(1, len(sizes) - len(best))  # degrees of freedom
+    free = len(sizes) - len(best)  # degrees of freedom
     noise = np.sqrt(np.sum((targets - fitted) ** 2) / free)
     # Each draw takes a noise from its distribution given the residuals, and new points around the
     # fit. With few rungs, intervals are therefore as wide as with Student's t-distribution.
@@ -110,10 +129,11 @@ def best_fit(features: Floats, targets: Floats, names: Sequence[str]) -> Floats:
     best = found[np.argmin(costs)]
     flat = []
     steep = []
-    for name, exponent in zip(names, best[2::2].tolist(), strict=True):
-        if exponent < FLAT:
+    terms = np.exp(log_terms(best, features) - targets.min())[:, 1:]  # (n, K), of the lowest loss
+    for k, name in enumerate(names):
+        if terms[:, k].max() - terms[:, k].min() < FLAT:
             flat.append(name)
-        elif exponent > STEEPEST - FLAT:
+        elif best[2 + 2 * k] > 0.999 * STEEPEST:
             steep.append(name)
     if flat:
         raise NoLawError(f"the loss of the rungs does not fall with their {listed(flat)}", flat)

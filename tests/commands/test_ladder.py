@@ -43,6 +43,7 @@ def size(parameters: float, tokens: float) -> Size:
 GRID = [size(n, ratio * n) for n in WIDTHS for ratio in (1, 2, 4)]
 TARGET = size(1.5 * WIDTHS[-1], 12 * WIDTHS[-1])  # 4.5 times the compute of the largest
 SINGLE = [size(n, 2 * n) for n in WIDTHS]
+SAME_TOKENS = [size(n, tokens) for n in WIDTHS[:3] for tokens in (1e6, 2e6)]
 MORE = [*SINGLE, size(2e6, 4e6), size(1.2e6, 2.4e6)]
 
 
@@ -118,8 +119,12 @@ def test_intervals_hold_nine_of_ten_runs(sizes: list[Size]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "losses", "problem"),
     [
-        (SINGLE[:2], [3.0, 2.9], "2 rungs are too few: a law in FLOPs needs 3"),
-        (GRID[:4], [4.0, 3.9, 3.8, 3.7], "4 rungs are too few: a law in parameters and tokens"),
+        ([], [], "0 values of FLOPs, but a law in FLOPs needs 4; give more --depths or --ratios"),
+        (SINGLE[:3], [3.0, 2.9, 2.8], "3 values of FLOPs, but a law in FLOPs needs 4"),
+        (SINGLE[:3] * 2, [3.0] * 6, "3 values of FLOPs, but a law in FLOPs needs 4"),
+        (GRID[:6], [4.0] * 6, "2 values of parameters, but .* needs 3; give more --depths"),
+        (SAME_TOKENS, [4.0] * 6, "2 values of tokens, but .* needs 3; give more --ratios"),
+        (GRID[:9:2], [4.0] * 5, "there are 5 rungs, but a law in parameters and tokens needs 6"),
         (SINGLE, [3.0, 3.1, 3.3, 3.4], "the loss of the rungs does not fall with their FLOPs"),
     ],
 )
@@ -169,7 +174,7 @@ def test_a_rung_of_another_config_is_named(tmp_path: Path) -> None:
 def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rungs = [make_rung(GIVEN, depth, ratio) for depth in (1, 3) for ratio in (1, 2, 4, 8)]
+    rungs = [make_rung(GIVEN, depth, ratio) for depth in (1, 3, 5) for ratio in (1, 2, 4)]
     for rung in rungs:
         loss = {"eval/val_loss": true_loss(rung.size) / 6, "eval/val_loss_se": 0.01}
         make_run(tmp_path / rung.name, [record(10, **loss)])
@@ -178,11 +183,14 @@ def test_a_rung_that_diverged_is_left_out_and_one_of_other_data_is_an_error(
     runs = {rung.name: RunFolder(tmp_path / rung.name) for rung in rungs}
     found = fit_ladder("t", GIVEN, rungs, runs, {})
     told = f"{rungs[2].name}: diverged, its val loss is 5.6"
-    assert (len(found.rungs), found.left_out) == (7, [told])
+    assert (len(found.rungs), found.left_out) == (8, [told])
     assert capsys.readouterr().err == f"left out: {told}\n"
     assert told in ladder_lines(found)[-1]
     failures = dict.fromkeys([rung.name for rung in rungs[:6]], "not finite")
-    with pytest.raises(UserError, match=r"2 of 8 rungs can be fitted, .* \(depth_1_ratio_1: not f"):
+    with pytest.raises(
+        UserError,
+        match=r"3 of 9 rungs can be fitted \(depth_1_ratio_1: not f.*\), but .*, or fix the rungs",
+    ):
         fit_ladder("t", GIVEN, rungs, runs, failures)
     launch = {**LAUNCH, "data": {**LAUNCH["data"], "tokenizer": "chars"}}
     (other / "run.json").write_text(json.dumps({"launches": [launch]}))
@@ -212,19 +220,19 @@ def rising(one: Size) -> float:
             "1,2,4",
             flat_in_parameters,
             "with their parameters",
-            "longer rungs: repeat the command with --depths 1,3 --ratios 8,16",
+            "longer rungs: repeat the command with --depths 1,3,5 --ratios 8,16",
         ),
         (
             "1,2,4",
             flat_in_tokens,
             "with their tokens",
-            "deeper rungs: repeat the command with --depths 4,6 --ratios 1,2,4",
+            "deeper rungs: repeat the command with --depths 6,10 --ratios 1,2,4",
         ),
         (
             "1,2,4",
             rising,
             "with their",
-            "longer rungs: repeat the command with --depths 1,3 --ratios 8,16",
+            "longer rungs: repeat the command with --depths 1,3,5 --ratios 8,16",
         ),
     ],
 )
@@ -237,9 +245,9 @@ def test_rungs_without_a_law_are_written_with_what_to_add(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, words = tmp_path / "ladder", small_run("--depths", "1,3", "--ratios", ratios)
+    out, words = tmp_path / "ladder", small_run("--depths", "1,3,5", "--ratios", ratios)
     given = read_values(Config, words[0], [])
-    for depth in (1, 3):
+    for depth in (1, 3, 5):
         for ratio in map(float, ratios.split(",")):
             rung = make_rung(given, depth, ratio)
             own = {name: getattr(rung.config, name) for name in ("model", "train", "data", "optim")}
@@ -360,7 +368,7 @@ def test_killed_at_random_moments_it_is_the_same_ladder(
     """Tiny rungs: one ladder runs undisturbed, another is killed repeatedly with its runs."""
     command = [sys.executable, "-c", ANY_FIT, *small_run("--checkpoint.every", "2")]
     command += ["--train.tokens_per_step", "128", "--train.micro_batch_size", "4"]
-    command += ["--depths", "1,2", "--seeds", "1,2", "--ratios", "0.01", "--out"]
+    command += ["--depths", "1,2,3,4", "--ratios", "0.01", "--out"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*command, str(whole)], check=True, capture_output=True)
     generator, kills = random.Random(1), 0

@@ -12,18 +12,15 @@ channels, 3,250 steps of 2^19 tokens. There, the rules give its values.
 Legend: C width, L layers, B tokens of a step, D tokens of the run, N parameters of blocks and head.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from accel_gpt.config.data import PrepareConfig, Weighted
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
+from accel_gpt.config.vocabulary import vocabulary
 from accel_gpt.errors import require
-from accel_gpt.files import read_json
 
 HEAD_SIZE = 64  # channels of a head, and of the width for each layer; GPT-2
 REFERENCE_DEPTH = 12  # the run at which the values below were found
@@ -62,7 +59,6 @@ MUON_RECIPE: Mapping[str, Any] = MappingProxyType(
         "optim.muon_cautious_decay": True,
     }
 )
-KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
 
 
 def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,22 +81,47 @@ def depth_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     """Compute all options that follow from the depth and from the other options in `given`."""
-    depth = int(given["model.depth"])
     found: dict[str, Any] = dict(KINDS)
 
     def value(key: str) -> Any:
         return given.get(key, found.get(key))
 
-    found["model.n_layer"] = depth
-    found["model.n_embd"] = width(depth)
+    found |= shape_options(value)
+    found |= batch_options(value, parameters(found | dict(given)))
+    found |= schedule_options(value)
+    if value("model.preset") == "fast":
+        found["model.init_std"] = initial_spread(value("model.n_embd"))
+        found |= optimizer_options(value)
+    return found
+
+
+def shape_options(value: Callable[[str], Any]) -> dict[str, Any]:
+    """Compute the options of the shape."""
+    depth = int(value("model.depth"))
+    n_embd = value("model.n_embd") or width(depth)
     require(
-        value("model.n_embd") % HEAD_SIZE == 0,
-        f"model.n_embd is {value('model.n_embd')}, but with model.depth it is a multiple of "
-        f"{HEAD_SIZE}; leave it out, or leave model.depth out",
+        n_embd % HEAD_SIZE == 0,
+        f"model.n_embd is {n_embd}, but with model.depth it is a multiple of {HEAD_SIZE}; leave it "
+        "out, or leave model.depth out",
     )
-    found["model.n_head"] = value("model.n_embd") // HEAD_SIZE
+    return {
+        "model.n_layer": depth,
+        "model.n_embd": width(depth),
+        "model.n_head": n_embd // HEAD_SIZE,
+    }
+
+
+class Parameters(NamedTuple):
+    """N of a run, and of the reference with the same vocabulary and MLP."""
+
+    run: int
+    reference: int
+
+
+def parameters(options: Mapping[str, Any]) -> Parameters:
+    """Count the parameters N, from dotted options with the shape."""
     shape = {}
-    for key, item in (found | dict(given)).items():
+    for key, item in options.items():
         section, _, name = key.partition(".")
         if section == "model":
             shape[name] = item
@@ -111,25 +132,36 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
         n_head=REFERENCE_WIDTH // HEAD_SIZE,
         n_layer=REFERENCE_DEPTH,
     )
-    vocab_size = vocabulary(given)
-    N = scaling_parameters(model, vocab_size)
-    ratio = N / scaling_parameters(reference, vocab_size)
-    tokens = TOKENS_PER_PARAMETER * N
-    found["train.tokens_per_step"] = 2 ** round(math.log2(REFERENCE_BATCH * ratio**BATCH_EXPONENT))
-    B = value("train.tokens_per_step")
+    vocab_size = vocabulary(options)
+    return Parameters(
+        run=scaling_parameters(model, vocab_size),
+        reference=scaling_parameters(reference, vocab_size),
+    )
+
+
+def batch_options(value: Callable[[str], Any], N: Parameters) -> dict[str, Any]:
+    """Compute the options of batch and length."""
     block_size = value("model.block_size") or ModelConfig.block_size
+    given = value("train.micro_batch_size")
+    sequences = given if isinstance(given, int) else 1
+    best = REFERENCE_BATCH * (N.run / N.reference) ** BATCH_EXPONENT
+    doublings = max(0, round(math.log2(best / (block_size * sequences))))
+    found: dict[str, Any] = {"train.tokens_per_step": block_size * sequences * 2**doublings}
+    B = value("train.tokens_per_step") or found["train.tokens_per_step"]
     found["train.micro_batch_size"] = max(1, min(MICRO_BATCH, B // block_size))
     if not value("train.max_steps"):
-        found["train.max_tokens"] = max(1, round(tokens / B)) * B
-    steps = run_steps(value)
+        found["train.max_tokens"] = max(1, round(TOKENS_PER_PARAMETER * N.run / B)) * B
+    return found
+
+
+def schedule_options(value: Callable[[str], Any]) -> dict[str, Any]:
+    """Compute the options of the schedule."""
+    found: dict[str, Any] = {}
     decay_is_set = value("schedule.decay_steps") or value("schedule.decay_tokens")
     if value("schedule.name") == "wsd" and not decay_is_set:
         found["schedule.decay_share"] = COOLDOWN
     if not value("schedule.warmup_tokens"):
-        found["schedule.warmup_steps"] = min(WARMUP, steps // 10)
-    if value("model.preset") == "fast":
-        found["model.init_std"] = initial_spread(model.n_embd)
-        found |= optimizer_options(value)
+        found["schedule.warmup_steps"] = min(WARMUP, run_steps(value) // 10)
     return found
 
 
@@ -236,74 +268,6 @@ def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
     heads = (2 * model.n_head + 2 * model.kv_heads) * model.head_size
     mlp = (3 if model.mlp == "swiglu" else 2) * model.hidden_size
     return model.n_embd * (model.n_layer * (heads + mlp) + vocab_size)
-
-
-def vocabulary(given: Mapping[str, Any]) -> int:
-    """Return the vocabulary size that the config sets or implies.
-
-    Raises `UserError` if the size is unknown.
-    """
-    tokenizer = given.get("data.tokenizer")
-    if tokenizer is None and given.get("data.prepare.source"):
-        tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
-    trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
-    size = (
-        given.get("model.vocab_size")
-        or tokenizer_vocabulary(tokenizer, trained)
-        or prepared_vocabulary(given.get("data.train"))
-        or file_vocabulary(str(tokenizer))
-    )
-    subject = f"the size of tokenizer {tokenizer}" if tokenizer else "its size"
-    require(
-        size is not None,
-        f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
-        f"{subject} is unknown; set model.vocab_size",
-    )
-    return int(size or 0)
-
-
-def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
-    """Return the vocabulary size of the tokenizer `name`; None if the name is not enough.
-
-    `trained` is the size of a bpe trained on the text.
-    """
-    if name == "bpe":
-        return trained
-    return KNOWN_VOCABULARIES.get(str(name))
-
-
-def file_vocabulary(name: str) -> int | None:
-    """Return the vocabulary size of a tokenizer.json; None if there is none.
-
-    `name` is a file, a folder, or a Hub id that is in the local cache.
-    """
-    path: Any = Path(name, "tokenizer.json") if Path(name).is_dir() else name
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        if not Path(name).exists() and "/" in name:
-            from huggingface_hub import try_to_load_from_cache
-
-            repo, _, revision = name.removeprefix("hf://").partition("@")
-            path = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
-        content = read_json(Path(path))
-        known = content["model"]["vocab"]
-        ids = known.values() if isinstance(known, dict) else range(len(known))
-        return int(max([*ids, *(token["id"] for token in content["added_tokens"])])) + 1
-    return None
-
-
-def prepared_vocabulary(train: Any) -> int | None:
-    """Return the vocabulary size of the first folder in `data.train`; None if unknown."""
-    folder: Any = train
-    if isinstance(train, tuple | list) and train:
-        folder = train[0]
-    if isinstance(folder, Mapping):
-        folder = folder.get("path")
-    elif isinstance(folder, Weighted):
-        folder = folder.path
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        size = read_json(Path(folder) / "dataset.json")["vocab_size"]
-        return size if type(size) is int and size > 0 else None
-    return None
 
 
 def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:

@@ -6,8 +6,8 @@ Needs no torch.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accel_gpt.config.depth import tokenizer_vocabulary
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.vocabulary import tokenizer_vocabulary
 from accel_gpt.cost.forecast import evaluation_count
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.sources import open_data

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.config.depth import KNOWN_VOCABULARIES
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import own_options
+from accel_gpt.config.vocabulary import KNOWN_VOCABULARIES
 from accel_gpt.data.hub_client import SCHEME, download_repo
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer

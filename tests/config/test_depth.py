@@ -53,6 +53,15 @@ def test_depth_12_is_the_reference(load: Load) -> None:
     assert (published.embedding_lr, published.muon_weight_decay) == (0.014, 0.05)
 
 
+@pytest.mark.parametrize("block_size", [192, 1000, 65_536])
+def test_a_step_has_whole_micro_batches(load: Load, block_size: int) -> None:
+    shape = ("--model.vocab_size", 257, "--model.depth", 2, "--model.block_size", block_size)
+    for more in ((), ("--train.micro_batch_size", 6), ("--train.micro_batch_size", "auto")):
+        config = load(*shape, *more)
+        assert make_plan(config, 1).tokens_per_step % block_size == 0
+    assert load(*shape, "--train.micro_batch_size", 6).train.tokens_per_step % 6 == 0
+
+
 def test_no_two_depths_share_a_width() -> None:
     assert [width(depth) for depth in (1, 2, 3, 4, 12)] == [64, 128, 192, 256, 768]
 

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config.depth import file_vocabulary
+from accel_gpt.config.vocabulary import file_vocabulary
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_gpt2, load_tokenizer, named_tokenizer

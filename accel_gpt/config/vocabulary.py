@@ -1,0 +1,81 @@
+"""Find the vocabulary size that a config sets or implies, before any data is opened. No torch."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from accel_gpt.config.data import PrepareConfig, Weighted
+from accel_gpt.errors import require
+from accel_gpt.files import read_json
+
+KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
+
+
+def vocabulary(given: Mapping[str, Any]) -> int:
+    """Return the vocabulary size that the config sets or implies.
+
+    Raises `UserError` if the size is unknown.
+    """
+    tokenizer = given.get("data.tokenizer")
+    if tokenizer is None and given.get("data.prepare.source"):
+        tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
+    trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
+    size = (
+        given.get("model.vocab_size")
+        or tokenizer_vocabulary(tokenizer, trained)
+        or prepared_vocabulary(given.get("data.train"))
+        or file_vocabulary(str(tokenizer))
+    )
+    subject = f"the size of tokenizer {tokenizer}" if tokenizer else "its size"
+    require(
+        size is not None,
+        f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
+        f"{subject} is unknown; set model.vocab_size",
+    )
+    return int(size or 0)
+
+
+def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
+    """Return the vocabulary size of the tokenizer `name`; None if the name is not enough.
+
+    `trained` is the size of a bpe trained on the text.
+    """
+    if name == "bpe":
+        return trained
+    return KNOWN_VOCABULARIES.get(str(name))
+
+
+def file_vocabulary(name: str) -> int | None:
+    """Return the vocabulary size of a tokenizer.json; None if there is none.
+
+    `name` is a file, a folder, or a Hub id that is in the local cache.
+    """
+    path: Any = Path(name, "tokenizer.json") if Path(name).is_dir() else name
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        if not Path(name).exists() and "/" in name:
+            from huggingface_hub import try_to_load_from_cache
+
+            repo, _, revision = name.removeprefix("hf://").partition("@")
+            path = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
+        content = read_json(Path(path))
+        known = content["model"]["vocab"]
+        ids = known.values() if isinstance(known, dict) else range(len(known))
+        return int(max([*ids, *(token["id"] for token in content["added_tokens"])])) + 1
+    return None
+
+
+def prepared_vocabulary(train: Any) -> int | None:
+    """Return the vocabulary size of the first folder in `data.train`; None if unknown."""
+    folder: Any = train
+    if isinstance(train, tuple | list) and train:
+        folder = train[0]
+    if isinstance(folder, Mapping):
+        folder = folder.get("path")
+    elif isinstance(folder, Weighted):
+        folder = folder.path
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        size = read_json(Path(folder) / "dataset.json")["vocab_size"]
+        return size if type(size) is int and size > 0 else None
+    return None

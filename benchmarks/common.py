@@ -34,10 +34,16 @@ def make_parser(doc: str | None, peer: bool) -> argparse.ArgumentParser:
     return parser
 
 
-def run_command(command: Sequence[str | Path], folder: Path | None = None, **env: str) -> str:
+def run_command(
+    command: Sequence[str | Path],
+    folder: Path | None = None,
+    accepted: Sequence[int] = (0,),
+    **env: str,
+) -> str:
     """Run a command in `folder` and return its output; exit with its last lines if it fails.
 
-    The command imports accel_gpt from this checkout, whatever its folder is.
+    `accepted`: exit codes that are no failure. The command imports accel_gpt from this checkout,
+    whatever its folder is.
     """
     words = [str(word) for word in command]
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -49,7 +55,7 @@ def run_command(command: Sequence[str | Path], folder: Path | None = None, **env
         text=True,
         check=False,
     )
-    if done.returncode:
+    if done.returncode not in accepted:
         sys.exit(f"{' '.join(words)[:300]} failed:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
 

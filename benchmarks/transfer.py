@@ -1,15 +1,18 @@
 """Measure whether learning rates transfer between the sizes of the family of model.depth.
 
-    python benchmarks/transfer.py [--only coordinates rates] [--out runs/transfer] [--steps 250]
-        [--seeds 1 2 3] [--jobs 1] [--json FILE]
+    python benchmarks/transfer.py [--only coordinates rates lengths] [--out runs/transfer]
+        [--steps 250] [--seeds 1 2 3] [--jobs 1] [--json FILE]
 
 coordinates: the sizes of activations through ten steps, over widths and depths; draws
 coordinates.png. tests/optim/test_transfer.py asserts them.
 
 rates: trains each size with optim.lr_factor 0.5, 1 and 2 on the standard library, with Muon and
 AdamW, on the same tokens. Draws rates.png and prints the factor with the lowest loss, and what the
-best factor of the smallest size costs at the others. A finished run is not trained again. `--jobs`
-runs have one thread each.
+best factor of the smallest size costs at the others.
+
+lengths: the same for one size and Muon, over lengths of 1, 4 and 16 times `--steps`.
+
+A finished run is not trained again. `--jobs` runs have one thread each.
 """
 
 import argparse
@@ -44,6 +47,7 @@ from torch import Tensor, nn
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import config_of
 from accel_gpt.config.plan import make_plan
+from accel_gpt.errors import DivergedError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer, set_rates
 from accel_gpt.training.run_folder import RunFolder
@@ -58,6 +62,17 @@ DEPTHS: Sequence[Size] = ((64, 2), (64, 4), (64, 8), (64, 16))
 # rates
 SIZES: Sequence[Size] = ((64, 2), (64, 4), (64, 8), (128, 2), (256, 2), (512, 2))
 FACTORS = (0.5, 1.0, 2.0)
+LONGER = (1, 4, 16)  # times --steps, of one size
+LENGTH_SIZE: Size = (128, 2)
+HEAD = [
+    "optimizer",
+    "width",
+    "depth",
+    "steps",
+    *(f"x {factor:g}" for factor in FACTORS),
+    "best factor",
+    "cost of the first row's",
+]
 VOCABULARY = 1024
 TEXT = "source: stdlib\ntokenizer: bpe\nvocab_size: {vocab_size}\nout: {folder}\n"
 CONFIG = """
@@ -220,12 +235,31 @@ def draw_coordinates(found: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Result:
-    """The val losses of one size and optimizer, in nats per token."""
+class Run:
+    """One run on the standard library."""
 
     optimizer: str
     width: int
     depth: int
+    steps: int
+    factor: float  # optim.lr_factor
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        size = f"{self.optimizer}_width_{self.width}_depth_{self.depth}_steps_{self.steps}"
+        return f"{size}_factor_{self.factor}_seed_{self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The val losses of one size, length and optimizer, in nats per token."""
+
+    optimizer: str
+    width: int
+    depth: int
+    steps: int
     losses: Sequence[Sequence[float]]  # of each factor, one for each seed
 
     @property
@@ -242,7 +276,7 @@ class Result:
     def best_factor(self) -> float:
         """The factor with the lowest loss."""
         a, b, _ = self.parabola
-        if a <= 0:  # the lowest loss is at an end
+        if not a > 0:  # the lowest loss is at an end
             return FACTORS[int(np.argmin(self.means))]
         return float(np.clip(2 ** (-b / (2 * a)), FACTORS[0], FACTORS[-1]))
 
@@ -252,73 +286,80 @@ class Result:
 
 
 def measure_rates(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train what is missing; print and draw the losses."""
-    data = args.out / "data"
-    if not (data / "dataset.json").exists():
-        text = args.out / "text.yaml"
-        text.write_text(TEXT.format(folder=data, vocab_size=VOCABULARY))
-        run_command([sys.executable, *OURS, "prepare", text])
-    (args.out / "config.yaml").write_text(CONFIG.format(data=data, steps=args.steps))
-    runs = []
-    for seed in args.seeds:
-        for width, depth in SIZES:
-            for optimizer in OPTIMIZERS:
-                for factor in FACTORS:
-                    runs.append((optimizer, width, depth, factor, seed))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda run: train(args.out, args.steps, *run), runs))
+    """Train what is missing of all sizes; print and draw the losses."""
     rows = []
     report = []
     results = []
     for optimizer in OPTIMIZERS:
-        own = [read_result(args, optimizer, *size) for size in SIZES]
+        own = [measure(args, optimizer, size, args.steps) for size in SIZES]
         results.extend(own)
-        tuned = own[0].best_factor  # at the smallest size
-        for one in own:
-            cost = one.loss_at(tuned) / one.loss_at(one.best_factor) - 1
-            losses = [f"{loss:.4f}" for loss in one.means]
-            sizes = [str(one.width), str(one.depth)]
-            rows.append([optimizer, *sizes, *losses, f"{one.best_factor:.2f}", f"{cost:.2%}"])
-            report.append(asdict(one) | {"best_factor": one.best_factor, "cost": cost})
-    head = ["optimizer", "width", "depth", *(f"x {factor:g}" for factor in FACTORS)]
-    print_table([*head, "best factor", "cost of the smallest size's"], rows)
+        rows += table_rows(own)
+        report += [asdict(one) | {"best_factor": one.best_factor} for one in own]
+    print_table(HEAD, rows)
     draw_rates(results, args.out / "rates.png")
     return report
 
 
-def folder_of(out: Path, optimizer: str, width: int, depth: int, factor: float, seed: int) -> Path:
-    """Return the folder of a run."""
-    return out / f"{optimizer}_width_{width}_depth_{depth}_factor_{factor}_seed_{seed}"
+def measure_lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train what is missing of all lengths; print the losses."""
+    own = [measure(args, OPTIMIZERS[0], LENGTH_SIZE, times * args.steps) for times in LONGER]
+    print_table(HEAD, table_rows(own))
+    return [asdict(one) | {"best_factor": one.best_factor} for one in own]
 
 
-def train(
-    out: Path, steps: int, optimizer: str, width: int, depth: int, factor: float, seed: int
-) -> None:
-    """Train one run, unless it has finished."""
-    folder = folder_of(out, optimizer, width, depth, factor, seed)
-    if steps in RunFolder(folder).checkpoints:
-        return
+def table_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Return a row for each result; the last cell is what the best factor of the first costs."""
+    rows = []
+    first = results[0].best_factor
+    for one in results:
+        cost = one.loss_at(first) / one.loss_at(one.best_factor) - 1
+        size = [str(value) for value in (one.width, one.depth, one.steps)]
+        losses = [f"{loss:.4f}" for loss in one.means]
+        rows.append([one.optimizer, *size, *losses, f"{one.best_factor:.2f}", f"{cost:.2%}"])
+    return rows
+
+
+def measure(args: argparse.Namespace, optimizer: str, size: Size, steps: int) -> Result:
+    """Train the runs of one size and length, unless they have finished, and read their losses."""
+    runs = []
+    for factor in FACTORS:
+        for seed in args.seeds:
+            runs.append(Run(optimizer, *size, steps, factor, seed))
+    config = write_config(args.out, steps)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        losses = [*pool.map(lambda run: train(args.out / run.name, config, run), runs)]
+    count = len(args.seeds)
+    by_factor = [losses[start : start + count] for start in range(0, len(losses), count)]
+    return Result(optimizer, *size, steps, by_factor)
+
+
+def write_config(out: Path, steps: int) -> Path:
+    """Prepare the text, unless it is prepared, and write the config of the runs."""
+    data = out / "data"
+    if not (data / "dataset.json").exists():
+        text = out / "text.yaml"
+        text.write_text(TEXT.format(folder=data, vocab_size=VOCABULARY))
+        run_command([sys.executable, *OURS, "prepare", text])
+    config = out / f"config_{steps}.yaml"
+    config.write_text(CONFIG.format(data=data, steps=steps))
+    return config
+
+
+def train(folder: Path, config: Path, run: Run) -> float:
+    """Train a run, unless it has finished; return its val loss, ln(vocabulary) if it diverged."""
     options = {
-        "model.depth": depth,
-        "model.n_embd": width,
-        "optim.name": optimizer,
-        "optim.lr_factor": factor,
-        "seed": seed,
+        "model.depth": run.depth,
+        "model.n_embd": run.width,
+        "optim.name": run.optimizer,
+        "optim.lr_factor": run.factor,
+        "seed": run.seed,
         "out_dir": folder,
     }
-    run_command([sys.executable, *OURS, "train", out / "config.yaml", *flags(options)])
-
-
-def read_result(args: argparse.Namespace, optimizer: str, width: int, depth: int) -> Result:
-    """Read the losses of one size; a run that diverged counts as ln(vocabulary)."""
-    losses = []
-    for factor in FACTORS:
-        seeds = []
-        for seed in args.seeds:
-            run = RunFolder(folder_of(args.out, optimizer, width, depth, factor, seed))
-            seeds.append(run.metrics.last("eval/val_loss") or math.log(VOCABULARY))
-        losses.append(seeds)
-    return Result(optimizer, width, depth, losses)
+    if run.steps not in RunFolder(folder).checkpoints:
+        command = [sys.executable, *OURS, "train", config, *flags(options)]
+        run_command(command, accepted=(0, DivergedError.exit_code))
+    loss: float | None = RunFolder(folder).metrics.last("eval/val_loss")
+    return math.log(VOCABULARY) if loss is None else loss
 
 
 def draw_rates(results: Sequence[Result], path: Path) -> None:
@@ -343,7 +384,7 @@ def draw_rates(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-PARTS = {"coordinates": measure_coordinates, "rates": measure_rates}
+PARTS = {"coordinates": measure_coordinates, "rates": measure_rates, "lengths": measure_lengths}
 
 
 if __name__ == "__main__":

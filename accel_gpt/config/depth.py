@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
+from accel_gpt.config.plan import in_steps
 from accel_gpt.config.vocabulary import vocabulary
 from accel_gpt.errors import require
 
@@ -167,7 +168,7 @@ def schedule_options(value: Callable[[str], Any]) -> dict[str, Any]:
 
 def run_steps(value: Callable[[str], Any]) -> int:
     """Compute the steps of a run from its options."""
-    from_tokens = -(-(value("train.max_tokens") or 0) // value("train.tokens_per_step"))
+    from_tokens = in_steps(value("train.max_tokens"), value("train.tokens_per_step"))
     return int(value("train.max_steps") or max(1, from_tokens))
 
 

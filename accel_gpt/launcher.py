@@ -17,6 +17,7 @@ from accel_gpt.errors import UserError, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # stop a run
+STOP_WITH_PARENT = "ACCEL_GPT_STOP_WITH_PARENT"  # a run with this variable stops if we are killed
 PRECISIONS = ("no", "bf16", "fp16", "fp8")  # that training supports; no: float32
 PREFIXES = (  # of the variables that launchers set
     "RANK",
@@ -35,6 +36,7 @@ PREFIXES = (  # of the variables that launchers set
     "FSDP_",
     "PARALLELISM_CONFIG_",
     "PET_",
+    STOP_WITH_PARENT,
     "SLURM_STEP",  # without them a process is no task of srun
 )
 LOW_PRIORITY = 10  # niceness; assumption
@@ -151,6 +153,11 @@ def launcher_precision() -> str:
 def started_by_launcher() -> bool:
     """Return whether `accelerate launch` or `torchrun` started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def stops_with_parent() -> bool:
+    """Return whether this process stops if its parent dies: a launcher, or a series of runs."""
+    return started_by_launcher() or STOP_WITH_PARENT in os.environ
 
 
 def environment_without_launcher() -> dict[str, str]:

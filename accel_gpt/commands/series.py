@@ -28,7 +28,7 @@ from accel_gpt.console import Progress, write_err
 from accel_gpt.cost.rungs import recipe_differences
 from accel_gpt.errors import DivergedError, UserError
 from accel_gpt.files import write_file
-from accel_gpt.launcher import PREEMPTED, SIGNALS, child_error, launch_child
+from accel_gpt.launcher import PREEMPTED, SIGNALS, STOP_WITH_PARENT, child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder
 
 MOST_LETTERS = 200  # in the name of a folder; file systems allow 255 bytes
@@ -129,8 +129,7 @@ class Series:
         number = self.runs.index(run) + 1
         write_err(f"{run.name}: run {number} of {len(self.runs)}, to step {run.steps:,}{where}")
         started = time.monotonic()
-        # marks a launch: it stops if we are killed
-        environment = {"ACCELERATE_MIXED_PRECISION": "no"}
+        environment = {STOP_WITH_PARENT: "1"}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         arguments = ["train", str(run.config), f"--out_dir={run.folder}"]

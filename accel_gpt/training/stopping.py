@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.errors import require
-from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, started_by_launcher
+from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, stops_with_parent
 from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
 from accel_gpt.training.ranks import all_gather
 from accel_gpt.training.terminal import show_cursor
@@ -80,7 +80,7 @@ class StopSignal:
         self.started = time.monotonic() if started is None else started
         self.last_check: float | None = None
         self.longest = 0.0  # seconds between two checks: a step, or a batch of an evaluation
-        self.launched = started_by_launcher()
+        self.launched = stops_with_parent()
         self.parent = os.getppid()
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -259,7 +259,7 @@ def die_with_launcher() -> None:
     Does nothing if a shell started the process, since nohup must keep it alive. Linux only:
     prctl(2).
     """
-    if sys.platform != "linux" or not started_by_launcher():
+    if sys.platform != "linux" or not stops_with_parent():
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     first = Path("/proc/1/cmdline")  # in a container, process 1 may be the launcher

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from accel_gpt import console
 from accel_gpt.commands import series
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
 from accel_gpt.config.parse import load_config
-from accel_gpt.launcher import PREEMPTED
+from accel_gpt.launcher import PREEMPTED, requested_threads, stops_with_parent
 from accel_gpt.training.run_folder import RunFolder
 
 PROGRAM = (
@@ -45,6 +46,25 @@ def test_each_visible_gpu_takes_a_run(
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert visible_devices() == devices
+
+
+def test_a_run_reads_the_threads_of_the_user_and_stops_with_its_series(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Mapping[str, str]] = []
+
+    def launch(_words: list[str], environment: Mapping[str, str], **options: Any) -> Any:
+        launched.append(environment)
+        options.pop("own_group")
+        return subprocess.Popen([sys.executable, "-c", ""], text=True, **options)
+
+    monkeypatch.setattr(series, "launch_child", launch)
+    Series([SeriesRun("a", tmp_path, load_config(small_run(), ""))]).train()
+    (environment,) = launched
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert (stops_with_parent(), requested_threads()) == (True, 1)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_origin
 
@@ -17,28 +17,22 @@ from accel_gpt.config.parse import (
     read_values,
     to_flat,
 )
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.plan import LENGTH, make_plan
 from accel_gpt.config.removed import check_not_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import require
 from accel_gpt.hub.pretrained import inherit
 
-MOST_RUNS = 1000
+PROGRAM = "accel-gpt sweep"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Setting:
-    """One setting of a sweep: a config with a combination of values, and what it reaches."""
+    """One setting of a sweep: a config with a combination of values."""
 
-    name: str
-    values: Mapping[str, str]  # by key, as typed; with several configs also `config`
+    name: str  # the config, if there are several, and the values
+    arguments: Sequence[str]  # CONFIG --key=value ..., from which the config is loaded
     config: Config
-    folders: list[Path] = field(default_factory=list)  # of its runs
-    losses: dict[int, float] = field(default_factory=dict)  # by seed; inf: the run diverged
-    seconds: float | None = None  # of the steps of a run; None: not known
-    time: float | None = None  # seconds, divided by the baseline's; None: not known
-    # with as many steps as the baseline's time allows; None: not known, itself: the same time
-    in_time: "Setting | None" = None
 
     @property
     def steps(self) -> int:
@@ -49,6 +43,22 @@ class Setting:
     def tokens(self) -> int:
         """Return the training tokens of a run."""
         return self.steps * self.config.train.tokens_per_step
+
+    def with_steps(self, steps: int) -> "Setting":
+        """Return a setting that stops after `steps` steps, at the same share of its schedule.
+
+        If `model.depth` is set, the learning rates, weight decay and warm-up follow from the new
+        length. Raises `UserError` if the run is too short for its warm-up and decay.
+        """
+        plan = make_plan(self.config, 1)
+        max_steps = max(steps, round(steps * plan.max_steps / plan.last_step))
+        lengths = tuple(f"--{key}=" for key in LENGTH)
+        arguments = [word for word in self.arguments if not word.startswith(lengths)]
+        arguments += [f"--train.max_steps={max_steps}", f"--train.stop_at={steps}"]
+        config = load_config(arguments, PROGRAM, inherit)
+        config = replace(config, data=self.config.data)
+        make_plan(config, 1)
+        return Setting(f"{self.name},{steps}_steps", arguments, config)
 
 
 @dataclass(frozen=True)
@@ -72,54 +82,44 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         len(set(configs)) == len(configs),
         f"CONFIG is {' '.join(configs)}, but a config is listed twice; list it once",
     )
-    fixed = []
-    swept = {"config": [*configs]} if len(configs) > 1 else {}
+    swept = {"config": [*configs]}
     for key, text in given.items():
-        values = split_values(key, text)
-        if len(values) > 1:
-            swept[key] = values
-        else:
-            fixed.append(f"--{key}={text}")
+        swept[key] = split_values(key, text)
+    several = [key for key, values in swept.items() if len(values) > 1]
     require(
-        bool(swept),
+        bool(several),
         "there is nothing to compare; give a second config, or an option several values, as in "
         "--optim.lr 1e-3,3e-3",
     )
     if out_dir is None:
-        first = read_values(Config, str(resolve_config(configs[0])), fixed)
+        first = read_values(Config, str(resolve_config(configs[0])), [])
         out_dir = f"{first.get('out_dir', Config.out_dir)}_sweep"
-    fixed.append(f"--out_dir={out_dir}")
-    combinations = combine(swept, seeds=len(seeds) or 1)
-    settings = [make_setting(values, configs[0], fixed) for values in combinations]
-    for setting in settings:
-        setting.config = with_own_text(setting.config, settings[0].config)
+    settings = []
+    for combination in itertools.product(*swept.values()):
+        values = dict(zip(swept, combination, strict=True))
+        words = [values[key] if key == "config" else f"{key}={values[key]}" for key in several]
+        arguments = [values.pop("config"), f"--out_dir={out_dir}"]
+        arguments += [f"--{key}={value}" for key, value in values.items()]
+        config = load_config(arguments, PROGRAM, inherit)
+        settings.append(Setting(",".join(words), arguments, config))
     return Grid(
         folder=Path(out_dir),
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
-        settings=settings,
+        settings=[with_own_text(setting, settings[0]) for setting in settings],
     )
 
 
-def make_setting(values: Mapping[str, str], config: str, fixed: Sequence[str]) -> Setting:
-    """Load the config of a setting; `fixed`: arguments of all settings."""
-    words = [f"{key}={value}" for key, value in values.items() if key != "config"]
-    arguments = [values.get("config", config), *fixed, *(f"--{word}" for word in words)]
-    return Setting(
-        name=",".join([values["config"], *words] if "config" in values else words),
-        values=values,
-        config=load_config(arguments, "accel-gpt sweep", inherit),
-    )
-
-
-def with_own_text(config: Config, first: Config) -> Config:
-    """Return a config whose data.text has its own data folder if it is prepared in another way."""
-    before = to_flat(first.data.prepare)
+def with_own_text(setting: Setting, first: Setting) -> Setting:
+    """Return a setting whose data.text has its own data folder if it is prepared in another way."""
+    config = setting.config
+    before = to_flat(first.config.data.prepare)
     prepare = to_flat(config.data.prepare)
     changed = [(key, value) for key, value in prepare.items() if before[key] != value]
     if not changed or config.data.train != own_text_folder(config.out_dir):
-        return config
+        return setting
     digest = hashlib.sha256(repr(changed).encode()).hexdigest()[:8]
-    return replace(config, data=replace(config.data, train=f"{config.data.train}_{digest}"))
+    data = replace(config.data, train=f"{config.data.train}_{digest}")
+    return replace(setting, config=replace(config, data=data))
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
@@ -151,19 +151,3 @@ def split_values(key: str, text: str) -> list[str]:
         len(converted) == len(values), f"{key} is {text}, but a value is listed twice; list it once"
     )
     return values
-
-
-def combine(swept: Mapping[str, list[str]], seeds: int) -> list[dict[str, str]]:
-    """Return all combinations of the values, the first value of each key first.
-
-    `seeds`: number of runs of a combination. Raises `UserError` for more than `MOST_RUNS` runs.
-    """
-    settings = [
-        dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())
-    ]
-    runs = len(settings) * seeds
-    require(
-        runs <= MOST_RUNS,
-        f"the values make {runs:,} runs, but a sweep has at most {MOST_RUNS:,}; list fewer values",
-    )
-    return settings

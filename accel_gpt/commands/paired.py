@@ -16,15 +16,16 @@ FEWEST = 3  # seeds; with two, the Bayes factor is below 1 / WRONG for any diffe
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the differences of a setting show: setting minus baseline, so below 0 is better."""
+    """What the seeds of a setting show: setting minus baseline, so below 0 is better."""
 
     differences: Mapping[int, float]  # by seed, without the seeds with which a run diverged
-    mean: float  # inf: only the setting diverged, -inf: only the baseline, nan: no differences
+    seeds: int  # with which both runs ended
+    diverged: Sequence[int]  # seeds with which the setting diverged
+    baseline_diverged: Sequence[int]
+    mean: float  # inf: no differences
     standard_error: float | None
     log_bayes_factor: float
     verdict: str
-    reason: str  # if the mean is not the reason
-    left_out: str  # seeds with which both diverged
 
     @property
     def clear(self) -> bool:
@@ -32,17 +33,19 @@ class Comparison:
         return self.verdict in ("better", "worse")
 
     @property
-    def diverged(self) -> bool:
-        """Return whether one of the two diverged with a seed with which the other did not."""
-        return math.isinf(self.mean)
+    def settled(self) -> bool:
+        """Return whether more seeds are useless: the answer is clear, or runs always diverge."""
+        return self.clear or (self.seeds >= FEWEST and not self.differences)
 
     @property
     def cell(self) -> str:
         """Return the mean difference with its standard error, or what there is."""
-        if not math.isfinite(self.mean):
-            return "diverged" if self.diverged else ""
-        error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
-        return f"{self.mean:+.4f}{error}"
+        if self.differences:
+            error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
+            return f"{self.mean:+.4f}{error}"
+        if self.diverged:
+            return "diverged"
+        return "baseline diverged" if self.baseline_diverged else ""
 
 
 def compare(
@@ -52,34 +55,34 @@ def compare(
 
     With each setting, the verdict takes a Bayes factor of `settings` / WRONG.
     """
-    differences = {seed: losses[seed] - baseline[seed] for seed in losses if seed in baseline}
-    finite = {seed: value for seed, value in differences.items() if math.isfinite(value)}
-    one_diverged = {seed: value for seed, value in differences.items() if math.isinf(value)}
-    both_diverged = [str(seed) for seed, value in differences.items() if math.isnan(value)]
-    n = len(finite)
-    mean = statistics.fmean(finite.values()) if n else math.nan
-    evidence = log_bayes_factor([*finite.values()])
-    verdict = "better" if mean < 0 else "worse"
-    reason = ""
-    if one_diverged:
-        seed, mean = next(iter(one_diverged.items()))
-        verdict = "better" if mean < 0 else "worse"
-        reason = f"{'the baseline' if mean < 0 else 'it'} diverged with seed {seed}"
-    elif n < FEWEST:
-        verdict = "no verdict"
-        seeds = "one seed" if n == 1 else f"{n} seeds"
-        if n:
-            reason = f"{seeds} cannot show a difference; give --seed 1,2,3,4,5"
-    elif evidence < math.log(settings / WRONG):
-        verdict = f"no difference that {n} seeds could show"
+    seeds = [seed for seed in losses if seed in baseline]
+    diverged = {seed for seed in seeds if math.isinf(losses[seed])}
+    baseline_diverged = {seed for seed in seeds if math.isinf(baseline[seed])}
+    trained = [seed for seed in seeds if seed not in diverged | baseline_diverged]
+    differences = {seed: losses[seed] - baseline[seed] for seed in trained}
+    n = len(differences)
+    mean = statistics.fmean(differences.values()) if n else math.inf
+    worse = len(diverged - baseline_diverged)
+    better = len(baseline_diverged - diverged)
+    evidence = log_bayes_factor([*differences.values()]) + log_sign_factor(worse, better)
+    verdict = f"no difference that {len(seeds)} seeds could show"
+    if len(seeds) < FEWEST:
+        verdict = f"no verdict from fewer than {FEWEST} seeds"
+    elif evidence >= math.log(settings / WRONG):
+        verdict = "no verdict"  # lower losses, but it diverges more often; or the reverse
+        if mean <= 0 and worse <= better:
+            verdict = "better"
+        elif mean >= 0 and worse >= better:
+            verdict = "worse"
     return Comparison(
-        differences=finite,
+        differences=differences,
+        seeds=len(seeds),
+        diverged=sorted(diverged),
+        baseline_diverged=sorted(baseline_diverged),
         mean=mean,
-        standard_error=statistics.stdev(finite.values()) / math.sqrt(n) if n > 1 else None,
+        standard_error=statistics.stdev(differences.values()) / math.sqrt(n) if n > 1 else None,
         log_bayes_factor=evidence,
         verdict=verdict,
-        reason=reason,
-        left_out=f"; both diverged with seed {', '.join(both_diverged)}" if both_diverged else "",
     )
 
 
@@ -101,3 +104,14 @@ def log_bayes_factor(differences: Sequence[float]) -> float:
     explained = sum(differences) ** 2 / n
     rest = squares - (1 - share) * explained
     return (math.log(share) + n * math.log(squares / rest)) / 2
+
+
+def log_sign_factor(worse: int, better: int) -> float:
+    """Return the log of how much likelier the counts are with an effect than without.
+
+    The counts are seeds with which only one of the two runs diverged. The Bayes factor of a sign
+    test: a uniform prior on the share of `worse`, against one half. It too is a martingale with
+    mean 1. So is its product with the Bayes factor of the differences: a seed changes one of them.
+    """
+    n = worse + better
+    return n * math.log(2) - math.log((n + 1) * math.comb(n, worse))

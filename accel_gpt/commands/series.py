@@ -62,14 +62,21 @@ class SeriesRun:
                 "same value, or choose another folder"
             )
         self.steps = make_plan(config, 1).last_step
+        self.divergence = self.folder / "diverged.txt"  # the error of a run that diverged
         out.mkdir(parents=True, exist_ok=True)
         write_file(self.config, [to_yaml(config).encode()])
 
     @property
     def finished(self) -> bool:
-        """Whether the run has saved its last step, and recorded it with its evaluation."""
+        """Whether the run has diverged, or saved and recorded its last step with its evaluation."""
         run = RunFolder(self.folder)
-        return max(run.checkpoints, default=0) >= self.steps and run.step >= self.steps
+        saved = max(run.checkpoints, default=0) >= self.steps
+        return self.diverged or (saved and run.step >= self.steps)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether this launch or an earlier one diverged; it would diverge again."""
+        return self.divergence.exists()
 
 
 class Series:
@@ -78,7 +85,6 @@ class Series:
     def __init__(self, runs: Sequence[SeriesRun]) -> None:
         self.runs = runs
         self.failures: dict[str, str] = {}  # name of a run -> error
-        self.diverged: set[str] = set()  # names of the runs that failed because they diverged
         self.devices = visible_devices()
         self.free: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # devices without a run
         self.processes: list[subprocess.Popen[str]] = []
@@ -117,6 +123,8 @@ class Series:
                 time.sleep(POLL_SECONDS)
             if self.received is None and not run.finished:
                 self.launch(run, device)
+            if run.diverged:
+                self.failures[run.name] = run.divergence.read_text(encoding="utf-8")
         except BaseException:  # an error of our own ends the other runs
             self.forward(signal.SIGTERM)
             raise
@@ -138,11 +146,7 @@ class Series:
         run.folder.mkdir(exist_ok=True)
         with run.log.open("ab") as log:
             process = launch_child(
-                arguments,
-                environment=environment,
-                stdout=log,
-                stderr=log,
-                own_group=True,
+                arguments, environment=environment, stdout=log, stderr=log, own_group=True
             )
         self.processes.append(process)
         if self.received is not None:  # while the process started
@@ -168,7 +172,7 @@ class Series:
         write_err(f"{run.name}: failed with exit code {code}: {error} ({run.log})")
         self.failures[run.name] = error
         if code == DivergedError.exit_code:
-            self.diverged.add(run.name)
+            write_file(run.divergence, [error.encode()])
 
     def forward(self, number: int, _frame: FrameType | None = None) -> None:
         """Forward a signal: the first lets each run save and stop, the second ends it at once."""

@@ -7,9 +7,10 @@ docs/explanation/sweep.md describes the comparison.
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from pathlib import Path
 
 from accel_gpt.commands.grid import Grid, Setting
 from accel_gpt.commands.options import SweepCommand
@@ -17,21 +18,21 @@ from accel_gpt.commands.paired import Comparison, compare
 from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.config.compare import differences
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.plan import plural, scale_length
+from accel_gpt.config.plan import plural
 from accel_gpt.console import table, write_err, write_out
-from accel_gpt.errors import require
-from accel_gpt.files import strict_json, write_file
+from accel_gpt.errors import UserError, require
+from accel_gpt.files import read_json, strict_json, write_file
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
 
-MOST_CURVES = 16  # runs in the report, from the best settings
+MOST_CURVES = 16  # runs in the report
 SAME_TIME = 0.03  # largest relative difference of times that counts as none; assumption
-# keys that change the text or its tokens; that change what is evaluated; that cost no time
-TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")
-EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")
-UNTIMED = ("optim.", "schedule.")
+TIMES = "seconds_per_step.json"  # by setting, in the folder of the sweep
+TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")  # change the text or tokens
+EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")  # change what is evaluated
+UNTIMED = ("optim.", "schedule.")  # cost no time, except optim.name
 NOTES = ((TEXT, "bits per byte are compared"), (EVALUATED, "other sequences are evaluated"))
 
 
@@ -57,11 +58,17 @@ class Sweep:
     def __init__(self, grid: Grid) -> None:
         self.folder = grid.folder
         self.seeds = grid.seeds
-        self.baseline = grid.settings[0]
-        self.others = grid.settings[1:]
-        self.failed = False
+        self.baseline, *self.others = grid.settings
         self.metric = "val_bits_per_byte" if self.changed(TEXT, *self.others) else "val_loss"
         self.unit = "bits per byte" if self.metric == "val_bits_per_byte" else "val loss"
+        self.losses: defaultdict[str, dict[int, float]] = defaultdict(dict)  # inf: diverged
+        self.folders: dict[tuple[int, str], Path] = {}  # of the runs, by seed and setting
+        self.times: dict[str, float] = {}  # seconds of a step
+        if (self.folder / TIMES).exists():
+            self.times = read_json(self.folder / TIMES)
+        self.untimed = [*self.others]  # their steps in equal time are not known
+        self.lines: list[str] = []  # below the table
+        self.failed = False
 
     def changed(self, prefixes: tuple[str, ...], *settings: Setting) -> list[str]:
         """Return the keys with these prefixes that settings change, compared with the baseline."""
@@ -74,153 +81,144 @@ class Sweep:
 
     def train(self) -> None:
         """Train one seed after another, with the settings whose answer is not clear."""
-        for seed in self.seeds:
-            settings = [setting for setting in self.others if not self.is_clear(setting)]
-            if settings:
-                self.train_seed(seed, [self.baseline, *settings])
-            again = []
-            for setting in settings:
-                self.choose_in_time(setting)
-                in_time = setting.in_time
-                if in_time not in (None, setting) and not self.compare(setting).diverged:
-                    again.append(in_time)
-            self.train_seed(seed, again)
+        for number, seed in enumerate(self.seeds, start=1):
+            settings = [setting for setting in self.others if not self.compare(setting).settled]
+            if not settings:
+                return
+            self.train_seed(seed, [self.baseline, *settings])
+            added = [one for setting in settings for one in self.with_equal_time(setting)]
+            self.others += added
+            for earlier in self.seeds[:number]:
+                self.train_seed(earlier, added)
 
     def train_seed(self, seed: int, settings: Sequence[Setting]) -> None:
-        """Train the runs of a seed side by side; read their losses and how long they take."""
+        """Train the runs of a seed side by side; read their losses and the times of a step."""
         runs = []
         for setting in settings:
             config = replace(setting.config, seed=seed)
             runs.append(SeriesRun(f"{setting.name},seed={seed}", self.folder, config))
-        series = Series(runs)
-        failures = series.train()
-        self.failed |= not series.diverged.issuperset(failures)
+        failures = Series(runs).train()
         for setting, run in zip(settings, runs, strict=True):
-            setting.folders.append(run.folder)
-            loss = math.inf if run.name in series.diverged else final_loss(run, self.metric)
+            self.folders[seed, setting.name] = run.folder
+            self.failed |= run.name in failures and not run.diverged
+            loss = final_loss(run, self.metric)
             if loss is not None:
-                setting.losses[seed] = loss
-            if setting.seconds is None and loss not in (None, math.inf):
-                setting.seconds = training_seconds(run)
+                self.losses[setting.name][seed] = loss
+                if math.isfinite(loss):
+                    self.times.setdefault(setting.name, seconds_per_step(run))
+        write_file(self.folder / TIMES, [strict_json(self.times, indent=1).encode()])
 
-    def choose_in_time(self, setting: Setting) -> None:
-        """Choose how many steps of a setting take the baseline's time, if the times are known.
+    def with_equal_time(self, setting: Setting) -> list[Setting]:
+        """Return the setting with as many steps as the baseline's time allows, if they differ.
 
-        A resumed sweep reads the same times from its runs, so it makes the same choice.
+        Returns it once, when the time is known. A resumed sweep reads the same time.
         """
+        time = self.time(setting)
+        if time is None or setting not in self.untimed:
+            return []
+        self.untimed.remove(setting)
+        steps = max(1, round(setting.steps / time))
+        if abs(time - 1) <= SAME_TIME or steps == setting.steps:
+            return []
+        line = f"{setting.name} takes {time:.2f} x the time of {self.baseline.name}"
+        try:
+            equal = setting.with_steps(steps)
+        except UserError as error:
+            self.lines.append(f"{line}, but is not trained for equal time: {error}")
+            return []
+        write_err(f"{line}, so it is also trained for {plural(steps, 'step')}")
+        self.times[equal.name] = self.times[setting.name]
+        return [equal]
+
+    def time(self, setting: Setting) -> float | None:
+        """Return the time of a run, divided by the baseline's; None: not known."""
         changed = self.changed(("",), setting)
         if "optim.name" not in changed and all(key.startswith(UNTIMED) for key in changed):
-            setting.time = 1.0
-        elif setting.seconds and self.baseline.seconds:
-            setting.time = setting.seconds / self.baseline.seconds
-        if setting.in_time is not None or setting.time is None:
-            return
-        setting.in_time = setting
-        steps = max(1, round(setting.steps / setting.time))
-        if abs(setting.time - 1) > SAME_TIME and steps != setting.steps:
-            write_err(
-                f"{setting.name} takes {setting.time:.2f} x the time of {self.baseline.name}, so "
-                f"it is also trained for {plural(steps, 'step')}"
-            )
-            config = scale_length(setting.config, steps)
-            setting.in_time = Setting(f"{setting.name},{steps}_steps", setting.values, config)
+            return 1.0
+        if setting.name not in self.times or self.baseline.name not in self.times:
+            return None
+        seconds = setting.steps * self.times[setting.name]
+        return seconds / (self.baseline.steps * self.times[self.baseline.name])
 
-    def is_clear(self, setting: Setting) -> bool:
-        """Return whether a setting needs no further seed."""
-        comparison = self.compare(setting)
-        in_time = self.compare(setting.in_time)
-        return comparison.diverged or (comparison.clear and in_time.clear)
-
-    def compare(self, setting: Setting | None) -> Comparison:
+    def compare(self, setting: Setting) -> Comparison:
         """Compare the losses of a setting with the baseline's."""
-        losses = setting.losses if setting else {}
-        return compare(losses, self.baseline.losses, len(self.others))
+        baseline = self.losses[self.baseline.name]
+        return compare(self.losses[setting.name], baseline, settings=len(self.others))
 
     # ----------------------------------------------------------------------- the result
 
     def write(self) -> None:
         """Write sweep.json and report.html, and print the table and a verdict on each setting."""
         ranked = [self.baseline, *sorted(self.others, key=lambda one: self.compare(one).mean)]
-        columns = [self.unit, "difference", "tokens", "at equal seconds", "time", "seeds"]
-        rows = [[*self.baseline.values, *columns], *map(self.row, ranked)]
-        lines = []
+        columns = ["setting", self.unit, "difference", "tokens", "time", "seeds"]
+        rows = [columns, *map(self.row, ranked)]
         for keys, effect in NOTES:
             changed = self.changed(keys, *self.others)
             if changed:
-                lines.append(f"{', '.join(changed)} differ: {effect}")
-        lines += map(self.verdict, ranked[1:])
-        content = {"metric": self.metric, "settings": [self.content(one) for one in ranked]}
+                self.lines.append(f"{', '.join(changed)} differ: {effect}")
+        self.lines += dict.fromkeys(map(self.verdict, ranked[1:]))
+        settings = [
+            {
+                "name": setting.name,
+                "steps": setting.steps,
+                "time": self.time(setting),
+                "losses": self.losses[setting.name],  # null: diverged
+                "comparison": asdict(self.compare(setting)),
+            }
+            for setting in ranked
+        ]
+        content = {"metric": self.metric, "lines": self.lines, "settings": settings}
         write_file(self.folder / "sweep.json", [strict_json(content, indent=1).encode()])
-        folders = [str(folder) for setting in ranked for folder in setting.folders]
+        runs = [(seed, setting.name) for seed in self.seeds for setting in ranked]
+        folders = [str(self.folders[one]) for one in runs if one in self.folders]
         started = [folder for folder in folders if RunFolder(folder).launches]
         if started:
-            section = {"heading": "Settings", "image": "", "lines": lines, "rows": rows}
+            section = {"heading": "Settings", "image": "", "lines": self.lines, "rows": rows}
             page = build_page(open_runs(started[:MOST_CURVES]), None, section)
             write_file(self.folder / "report.html", [page.encode(errors="replace")])
-        alignments = ["<"] * len(self.baseline.values) + [">"] * len(columns)
-        write_out(f"{table(rows, *alignments)}\n{self.folder / 'sweep.json'}\n\n")
-        write_out("\n".join(lines) + "\n")
+        write_out(f"{table(rows, '<', *'>' * 5)}\n{self.folder / 'sweep.json'}\n\n")
+        write_out("\n".join(self.lines) + "\n")
 
     def row(self, setting: Setting) -> list[str]:
         """Return the cells of a setting in the table."""
-        losses = [loss for loss in setting.losses.values() if math.isfinite(loss)]
-        cells = [self.compare(setting).cell, self.compare(setting.in_time).cell]
-        if setting is self.baseline:
-            cells = ["baseline", ""]
+        losses = self.losses[setting.name]
+        finite = [loss for loss in losses.values() if math.isfinite(loss)]
+        time = self.time(setting)
         return [
-            *setting.values.values(),
-            f"{statistics.fmean(losses):.4f}" if losses else "",
-            cells[0],
+            setting.name,
+            f"{statistics.fmean(finite):.4f}" if finite else "",
+            "baseline" if setting is self.baseline else self.compare(setting).cell,
             f"{setting.tokens / self.baseline.tokens:.2f} x",
-            cells[1],
-            f"{setting.time:.2f} x" if setting.time else "",
-            str(len(setting.losses)),
+            f"{time:.2f} x" if time else "",
+            str(len(losses)),
         ]
 
     def verdict(self, setting: Setting) -> str:
         """Return the line that says whether a setting is better, worse, or neither."""
-        tokens = setting.tokens / self.baseline.tokens
-        where = "at equal tokens" if tokens == 1 else f"with {tokens:.2f} x the tokens"
-        comparison = self.compare(setting)
-        compared = {where: comparison}
-        if setting.in_time is setting:
-            compared = {f"{where} and equal seconds": comparison}
-        elif setting.in_time and not comparison.diverged:
-            compared["at equal seconds"] = self.compare(setting.in_time)
+        found = self.compare(setting)
+        name = setting.name
+        baseline = self.baseline.name
         parts = []
-        before = ""
-        for where, one in compared.items():
-            names = f"{one.verdict} between {setting.name} and {self.baseline.name}"
-            if one.clear:
-                names = f"{setting.name} is {one.verdict} than {self.baseline.name}"
-            numbers = f"no seed has the {self.unit} of both"
-            if one.differences:
-                numbers = f"{one.cell} in {self.unit} over {len(one.differences)} seeds"
-            start = "" if names == before else f"{names} "
-            parts.append(f"{start}{where}: {one.reason or numbers}{one.left_out}")
-            before = names
-        return "; ".join(parts)
-
-    def content(self, setting: Setting) -> dict[str, Any]:
-        """Return the entry of a setting in sweep.json."""
-        found = {
-            "name": setting.name,
-            "values": setting.values,
-            "losses": setting.losses,  # null: diverged
-            "time": setting.time,
-        }
-        if setting is not self.baseline:
-            found["losses_at_equal_seconds"] = setting.in_time.losses if setting.in_time else {}
-            found["as_configured"] = asdict(self.compare(setting))
-            found["at_equal_seconds"] = asdict(self.compare(setting.in_time))
-            found["verdict"] = self.verdict(setting)
-        return found
+        if found.differences:
+            start = f"{found.verdict} between {name} and {baseline}"
+            if found.clear:
+                start = f"{name} is {found.verdict} than {baseline}"
+            tokens = setting.tokens / self.baseline.tokens
+            cost = f"{tokens:.2f} x the tokens and {self.time(setting):.2f} x the time"
+            seeds = plural(len(found.differences), "seed")
+            parts.append(f"{start} with {cost}: {found.cell} in {self.unit} over {seeds}")
+        for one, diverged in {name: found.diverged, baseline: found.baseline_diverged}.items():
+            if diverged:
+                seeds = ", ".join(map(str, diverged))
+                count = plural(found.seeds, "seed")
+                parts.append(f"{one} diverged with {len(diverged)} of {count}: {seeds}")
+        return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
 
 
 def final_loss(run: SeriesRun, metric: str) -> float | None:
     """Return the loss at the last step of a run; None if it has none.
 
-    inf: the run diverged. Its val loss is not finite, or above the loss of equal probabilities.
+    inf: the run diverged. It has no finite val loss, or one above the loss of equal probabilities.
     """
     if not run.finished:
         return None
@@ -232,7 +230,7 @@ def final_loss(run: SeriesRun, metric: str) -> float | None:
     return folder.metrics.last(f"eval/{metric}")
 
 
-def training_seconds(run: SeriesRun) -> float:
-    """Return the seconds of all steps of a run, by the median step: no evaluations, no saves."""
+def seconds_per_step(run: SeriesRun) -> float:
+    """Return the median seconds of a step of a run: no evaluations, no saves."""
     times: list[float] = RunFolder(run.folder).metrics.curve("perf/step_ms")[1].tolist()
-    return run.steps * statistics.median(times[1:] or times) / 1000  # the first step warms up
+    return statistics.median(times[1:] or times) / 1000  # the first step warms up

@@ -136,20 +136,6 @@ def shorten(config: Config, steps: int) -> Config:
     )
 
 
-def scale_length(config: Config, steps: int) -> Config:
-    """Return a copy of `config` whose run stops after `steps` steps, at the same share of its end.
-
-    Warm-up and decay keep their length if they are set in steps or tokens. Raises `UserError` if
-    the run is too short for them.
-    """
-    plan = make_plan(config, 1)
-    max_steps = max(steps, round(steps * plan.max_steps / plan.last_step))
-    train = replace(config.train, max_steps=max_steps, max_tokens=None, stop_at=steps)
-    scaled = replace(config, train=train)
-    make_plan(scaled, 1)
-    return scaled
-
-
 def in_steps(tokens: int | None, tokens_per_step: int) -> int:
     """Convert tokens to steps, rounded up; 0 for None."""
     return math.ceil((tokens or 0) / tokens_per_step)

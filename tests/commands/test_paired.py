@@ -79,24 +79,41 @@ def test_equal_differences_and_equal_runs() -> None:
     )
 
 
+def diverging(rows: str) -> dict[int, float]:
+    """Return losses by seed: x diverged, another digit is the loss."""
+    return {seed: math.inf if one == "x" else float(one) for seed, one in enumerate(rows, 1)}
+
+
 @pytest.mark.parametrize(
-    ("losses", "baseline", "clear", "verdict"),
+    ("losses", "baseline", "verdict", "cell", "settled"),
     [
-        ({1: 2.0, 2: math.inf}, {1: 2.0, 2: 2.0}, True, "worse: it diverged with seed 2"),
-        ({1: 2.0}, {1: math.inf}, True, "better: the baseline diverged with seed 1"),
-        (
-            {1: math.inf, 2: 2.0, 3: 2.5, 4: 2.0},
-            {1: math.inf, 2: 2.0, 3: 2.0, 4: 2.0},
-            False,
-            "no difference that 3 seeds could show: ; both diverged with seed 1",
-        ),
-        ({1: 2.0}, {1: 2.5}, False, "no verdict: one seed cannot show a difference; give"),
-        ({1: 2.0, 2: 2.0}, {1: 2.5, 2: 1.0}, False, "no verdict: 2 seeds cannot show a diff"),
+        ("2x", "22", "no verdict from fewer than 3 seeds", "+0.0000", False),
+        ("xxx", "222", "no difference that 3 seeds could show", "diverged", True),
+        ("222", "xxx", "no difference that 3 seeds could show", "baseline diverged", True),
+        ("xxxxxxxx", "22222222", "worse", "diverged", True),
+        ("xxxxxxxxxx2", "22222222222", "worse", "+0.0000", True),
+        ("222222222221", "xxxxxxxxxx22", "better", "-0.5000 ± 0.5000", True),
+        ("xxxx2222", "2222xxxx", "no difference that 8 seeds could show", "diverged", True),
+        ("1111x", "22222", "no verdict", "-1.0000 ± 0.0000", False),
+        ("x1111", "x2222", "better", "-1.0000 ± 0.0000", True),
+        ("2", "3", "no verdict from fewer than 3 seeds", "-1.0000", False),
     ],
 )
-def test_diverged_and_missing_runs(
-    losses: dict[int, float], baseline: dict[int, float], clear: bool, verdict: str
-) -> None:
-    found = compare(losses, baseline, 1)
-    assert found.clear == clear
-    assert f"{found.verdict}: {found.reason}{found.left_out}".startswith(verdict)
+def test_diverged_runs(losses: str, baseline: str, verdict: str, cell: str, settled: bool) -> None:
+    found = compare(diverging(losses), diverging(baseline), 1)
+    assert (found.verdict, found.cell, found.settled) == (verdict, cell, settled)
+    assert found.diverged == [seed for seed, one in enumerate(losses, 1) if one == "x"]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_equal_settings_that_diverge_are_rarely_better_or_worse(share: float) -> None:
+    """Look after each of 20 seeds, with a baseline that diverges as often."""
+    draw = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(200):
+        losses = draw.standard_normal((2, 20))
+        losses[draw.random((2, 20)) < share] = math.inf
+        one, other = (dict(enumerate(row)) for row in losses.tolist())
+        looks = (compare({seed: one[seed] for seed in range(n)}, other, 1) for n in range(1, 21))
+        wrong += any(look.clear for look in looks)
+    assert wrong <= WRONG * 200

@@ -17,6 +17,7 @@ from accel_gpt import console
 from accel_gpt.commands import series
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
 from accel_gpt.config.parse import load_config
+from accel_gpt.errors import DivergedError
 from accel_gpt.launcher import PREEMPTED, requested_threads, stops_with_parent
 from accel_gpt.training.run_folder import RunFolder
 
@@ -48,23 +49,43 @@ def test_each_visible_gpu_takes_a_run(
     assert visible_devices() == devices
 
 
-def test_a_run_reads_the_threads_of_the_user_and_stops_with_its_series(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: list[Mapping[str, str]] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
+    """Replace each run by a process that diverges; return the variables of each."""
+    found: list[Mapping[str, str]] = []
+    program = f"import sys; print('error: not finite'); sys.exit({DivergedError.exit_code})"
 
     def launch(_words: list[str], environment: Mapping[str, str], **options: Any) -> Any:
-        launched.append(environment)
+        found.append(environment)
         options.pop("own_group")
-        return subprocess.Popen([sys.executable, "-c", ""], text=True, **options)
+        return subprocess.Popen([sys.executable, "-c", program], text=True, **options)
 
     monkeypatch.setattr(series, "launch_child", launch)
+    return found
+
+
+def test_a_run_reads_the_threads_of_the_user_and_stops_with_its_series(
+    launched: list[Mapping[str, str]],
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Series([SeriesRun("a", tmp_path, load_config(small_run(), ""))]).train()
     (environment,) = launched
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert (stops_with_parent(), requested_threads()) == (True, 1)
+
+
+def test_a_diverged_run_is_not_launched_again_and_keeps_its_error(
+    launched: list[Mapping[str, str]], small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        runs = [SeriesRun("a", tmp_path, load_config(small_run(), ""))]
+        assert Series(runs).train() == {"a": "not finite"}
+        assert (runs[0].diverged, runs[0].finished) == (True, True)
+    assert len(launched) == 1
 
 
 @pytest.mark.slow

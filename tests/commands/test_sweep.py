@@ -10,17 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import grid, sweep
-from accel_gpt.commands.grid import combine, split_values
+from accel_gpt.commands.grid import read_grid, split_values
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.config.parse import load_config, to_yaml
 from accel_gpt.config.plan import make_plan
-from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import step_name
 from tests.conftest import THOROUGH, run_here
 from tests.helpers.runs import LAUNCH, make_run, record
@@ -33,7 +33,8 @@ class Trained:
     """Stands in for a series: the loss follows from the config and the seed.
 
     The noise of a seed is shared by all settings; a tenth of it depends on the setting. Runs with
-    more layers are better and slower. A run with lr 1 diverges, and one of 9 layers and seed 3.
+    more layers are better and slower, most of all with seed 3. Runs with lr 1 diverge, and those of
+    9 layers with an odd seed.
     """
 
     launched: list[str]
@@ -41,27 +42,30 @@ class Trained:
 
     def __init__(self, runs: Sequence[SeriesRun]) -> None:
         self.runs = runs
-        self.diverged: set[str] = set()
 
     def train(self) -> dict[str, str]:
         failures = {}
         for run in self.runs:
             if run.finished:
                 continue
+            run.folder.mkdir(exist_ok=True)
             self.launched.append(run.name)
             config = load_config([str(run.config)], "")
             loss = LOSSES[config.optim.lr] - 0.1 * run.steps + 10 * NOISE[config.seed % 8]
             loss += NOISE[(config.seed + round(1e4 * config.optim.lr) + run.steps) % 8]
             loss -= 0.4 * (config.model.n_layer - 2)
-            if (config.model.n_layer, config.seed) == (9, 3):
+            if config.model.n_layer == 9 and config.seed % 2:
                 loss = math.inf
             if run.name in self.failing or math.isinf(loss):
                 failures[run.name] = "an error"
-                self.diverged |= {run.name} - self.failing
+                if run.name not in self.failing:
+                    run.divergence.touch()
                 continue
-            layers = {"perf/step_ms": 50.0 * config.model.n_layer}
+            slower = 1.1 if config.model.n_layer > 2 and config.seed == 3 else 1.0
+            layers = {"perf/step_ms": 50.0 * config.model.n_layer * slower}
             found = {"eval/val_loss": loss, "eval/val_bits_per_byte": loss / 2}
             first = record(1, **{"perf/step_ms": 9000.0})
+            run.folder.rmdir()
             make_run(run.folder, [first, record(run.steps, **layers, **found)], [LAUNCH])
             (run.folder / "config.yaml").write_text(to_yaml(config))
             (run.folder / "checkpoints" / step_name(run.steps)).mkdir(parents=True)
@@ -95,14 +99,11 @@ def test_settings_are_paired_by_seed_and_the_last_line_is_a_verdict(
     assert made("--optim.lr", "1e-2,3e-3", FIVE, "--sample.prompts", "a,b") == 0
     out = capsys.readouterr().out.splitlines()
     found = json.loads((tmp_path / "sweep/sweep.json").read_text())["settings"]
-    difference = found[1]["as_configured"]
-    assert out[0].split() == [
-        *("optim.lr", "val", "loss", "difference", "tokens"),
-        *("at", "equal", "seconds", "time", "seeds"),
-    ]
-    assert [line.split()[0] for line in out[1:3]] == ["1e-2", "3e-3"]
+    difference = found[1]["comparison"]
+    assert out[0].split() == [*("setting", "val", "loss", "difference", "tokens", "time", "seeds")]
+    assert [line.split()[0] for line in out[1:3]] == ["optim.lr=1e-2", "optim.lr=3e-3"]
     assert out[-1] == (
-        "optim.lr=3e-3 is better than optim.lr=1e-2 at equal tokens and equal seconds: "
+        "optim.lr=3e-3 is better than optim.lr=1e-2 with 1.00 x the tokens and 1.00 x the time: "
         f"{difference['mean']:+.4f} ± {difference['standard_error']:.4f} in val loss over 3 seeds"
     )
     assert difference["mean"] == pytest.approx(-0.5, abs=0.02)
@@ -112,7 +113,8 @@ def test_settings_are_paired_by_seed_and_the_last_line_is_a_verdict(
         f"optim.lr={lr},seed={seed}" for seed in (1, 2, 3) for lr in ("1e-2", "3e-3")
     ]
     page = (tmp_path / "sweep/report.html").read_text()
-    assert page.index(out[-1]) < page.index(">1e-2</t") < page.index(">3e-3</t")
+    assert page.index(out[-1]) < page.index(">optim.lr=1e-2</t")
+    assert page.index(">optim.lr=1e-2</t") < page.index(">optim.lr=3e-3</t")
 
 
 def test_equal_settings_use_all_seeds(
@@ -121,8 +123,9 @@ def test_equal_settings_use_all_seeds(
     assert made("--optim.lr", "1e-3,2e-3", FIVE) == 0
     (line,) = verdicts(capsys)
     assert re.fullmatch(
-        r"no difference that 5 seeds could show between optim.lr=2e-3 and optim.lr=1e-3 at equal "
-        r"tokens and equal seconds: [+-]0\.0\d\d\d ± 0\.0\d\d\d in val loss over 5 seeds",
+        r"no difference that 5 seeds could show between optim.lr=2e-3 and optim.lr=1e-3 with "
+        r"1.00 x the tokens and 1.00 x the time: [+-]0\.0\d\d\d ± 0\.0\d\d\d in val loss over "
+        "5 seeds",
         line,
     )
     assert len(Trained.launched) == 10
@@ -144,10 +147,10 @@ def test_one_seed_gives_no_verdict(
 ) -> None:
     assert made("--optim.lr", "1e-3,3e-3", "--seed", "2") == 0
     (line,) = verdicts(capsys)
-    assert line == (
-        "no verdict between optim.lr=3e-3 and optim.lr=1e-3 at equal tokens and equal seconds: "
-        "one seed cannot show a difference; give --seed 1,2,3,4,5"
+    assert line.startswith(
+        "no verdict from fewer than 3 seeds between optim.lr=3e-3 and optim.lr=1e-3 with "
     )
+    assert line.endswith(" in val loss over 1 seed")
 
 
 def test_added_seeds_and_values_keep_the_runs_that_exist(
@@ -168,68 +171,140 @@ def test_a_slower_setting_is_trained_again_for_equal_seconds(
 ) -> None:
     """3 layers take 1.5 times as long as 2, so 8 of 12 steps take equal seconds.
 
-    Three seeds show that they are better at equal tokens; the others are for equal seconds.
+    Four seeds show that they are better at equal tokens; the fifth is for equal seconds.
     """
     assert made("--model.n_layer", "2,3", FIVE) == 0
-    line = verdicts(capsys)[-1]
+    as_configured, in_time = verdicts(capsys)
     assert re.fullmatch(
-        "model.n_layer=3 is better than model.n_layer=2 at equal tokens: -0.4.* over 5 seeds; no "
-        "difference that 5 seeds could show between .* at equal seconds: .* over 5 seeds",
-        line,
+        "model.n_layer=3 is better than model.n_layer=2 with 1.00 x the tokens and 1.50 x the "
+        "time: -0.4.* over 4 seeds",
+        as_configured,
     )
-    in_time = [name for name in Trained.launched if "8_steps" in name]
-    assert in_time == [f"model.n_layer=3,8_steps,seed={seed}" for seed in (1, 2, 3, 4, 5)]
-    assert Trained.launched[:3] == ["model.n_layer=2,seed=1", "model.n_layer=3,seed=1", in_time[0]]
-    config = load_config([str(tmp_path / f"sweep/{in_time[0]}.yaml")], "")
+    assert re.fullmatch(
+        "no difference that 5 seeds could show between model.n_layer=3,8_steps and model.n_layer=2 "
+        "with 0.67 x the tokens and 1.00 x the time: .* over 5 seeds",
+        in_time,
+    )
+    names = [name for name in Trained.launched if "8_steps" in name]
+    assert names == [f"model.n_layer=3,8_steps,seed={seed}" for seed in (1, 2, 3, 4, 5)]
+    assert "model.n_layer=3,seed=5" not in Trained.launched
+    assert Trained.launched[:3] == ["model.n_layer=2,seed=1", "model.n_layer=3,seed=1", names[0]]
+    config = load_config([str(tmp_path / f"sweep/{names[0]}.yaml")], "")
     assert (make_plan(config, 1).max_steps, config.train.max_tokens) == (8, None)
-    (_, other) = json.loads((tmp_path / "sweep/sweep.json").read_text())["settings"]
-    assert other["time"] == 1.5
+    (*_, other, shorter) = json.loads((tmp_path / "sweep/sweep.json").read_text())["settings"]
+    assert (other["time"], shorter["time"]) == pytest.approx((1.5, 1.0))
+    assert (other["steps"], shorter["steps"]) == (12, 8)
 
 
-def test_a_warm_up_that_equal_seconds_do_not_allow_is_named(
+def test_with_a_depth_the_rates_follow_from_the_length_for_equal_seconds(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "deep.yaml"
+    config.write_text("model: {vocab_size: 4096, block_size: 256}")
+    (_, deep) = read_grid([str(config)], ["--model.depth", "2,4"]).settings
+    length = deep.steps // 9
+    shorter = deep.with_steps(length).config
+    expected = load_config([*deep.arguments, f"--train.max_steps={length}"], "")
+    assert replace(shorter.train, stop_at=None) == expected.train
+    assert (shorter.optim, shorter.schedule) == (expected.optim, expected.schedule)
+    assert shorter.optim != deep.config.optim
+    assert shorter.schedule.warmup_steps < deep.config.schedule.warmup_steps
+
+
+def test_a_length_that_a_sweep_varies_is_replaced_for_equal_seconds(
+    small_run: Callable[..., list[str]],
+) -> None:
+    words = ["--train.max_tokens", "2560,5120", "--train.stop_at", "5"]
+    (_, longer) = read_grid(small_run(), words).settings
+    assert (longer.steps, longer.config.train.max_tokens) == (5, 5120)
+    train = longer.with_steps(3).config.train
+    assert (train.max_steps, train.max_tokens, train.stop_at) == (12, None, 3)
+
+
+def test_a_warm_up_that_equal_seconds_do_not_allow_is_named_and_the_sweep_goes_on(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--schedule.warmup_steps", "6", "--seed", "1")
-    assert made("--model.n_layer", "2,12", *words) == 2
-    assert (
-        "model.n_layer=12 takes 6.00 x the time of model.n_layer=2, so it is also trained for 2 "
-        "steps\nerror: the warm-up takes 6 steps but the run has only 2; "
-    ) in capsys.readouterr().err
+    assert made("--model.n_layer", "2,12", "--schedule.warmup_steps", "6", "--seed=1,2,3") == 0
+    reason, verdict = verdicts(capsys)
+    assert reason.startswith(
+        "model.n_layer=12 takes 6.00 x the time of model.n_layer=2, but is not trained for equal "
+        "time: the warm-up takes 6 steps but the run has only 2; "
+    )
+    assert verdict.startswith("model.n_layer=12 is better than model.n_layer=2 ")
+
+
+def test_other_seeds_in_front_keep_the_runs_for_equal_seconds(made: Callable[..., int]) -> None:
+    """With seed 3 the same setting takes 10 % more time: 7 of 12 steps, not 8."""
+    assert made("--model.n_layer", "2,3", "--seed=1,2") == 0
+    assert made("--model.n_layer", "2,3", "--seed=3,1,2") == 0
+    names = [name for name in Trained.launched if "_steps" in name]
+    assert names == [f"model.n_layer=3,8_steps,seed={seed}" for seed in (1, 2, 3)]
+
+
+def test_a_time_that_is_known_late_is_used_for_all_seeds(
+    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first run of the setting diverges, so its second says how long it takes."""
+    assert made("--model.n_layer", "2,9", "--seed=1,2") == 0
+    assert "model.n_layer=9 diverged with 1 of 2 seeds: 1" in " ".join(verdicts(capsys))
+    assert Trained.launched[-2:] == [f"model.n_layer=9,3_steps,seed={seed}" for seed in (1, 2)]
 
 
 def test_a_longer_run_claims_no_equal_tokens(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert made("--train.max_steps", "12,18", "--seed=1,2,3") == 0
-    line = verdicts(capsys)[-1]
-    assert " with 1.50 x the tokens: " in line
-    assert "equal tokens" not in line
+    assert " with 1.50 x the tokens and 1.50 x the time: " in verdicts(capsys)[0]
     assert "train.max_steps=18,12_steps,seed=1" in Trained.launched
 
 
 @pytest.mark.parametrize("lr", ["1", "2"])
-def test_a_diverged_seed_is_worse_and_named(
+def test_a_setting_that_always_diverges_needs_three_seeds(
     lr: str, made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With lr 2, the run ends with a loss that is worse than that of a guess."""
-    assert made("--optim.lr", f"1e-3,{lr},3e-3", "--seed=3,4") == 0
+    """With lr 2, the run ends with a loss that is worse than the loss of a guess."""
+    assert made("--optim.lr", f"1e-3,{lr},3e-3", "--seed=3,4,5,6") == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[-1] == (
-        f"optim.lr={lr} is worse than optim.lr=1e-3 at equal tokens and equal seconds: it "
-        "diverged with seed 3"
-    )
-    assert re.search(rf"^{lr} +diverged", out, re.MULTILINE)
-    assert f"optim.lr={lr},seed=4" not in Trained.launched
-    assert made("--optim.lr", f"{lr},1e-3", "--seed=3,4") == 0
-    assert verdicts(capsys)[-1].endswith("equal seconds: the baseline diverged with seed 3")
+    assert out.splitlines()[-1] == f"optim.lr={lr} diverged with 3 of 3 seeds: 3, 4, 5"
+    assert re.search(rf"^optim.lr={lr} +diverged ", out, re.MULTILINE)
+    assert f"optim.lr={lr},seed=6" not in Trained.launched
 
 
-def test_a_diverged_setting_takes_no_further_seeds(
+def test_a_baseline_that_always_diverges_ends_the_sweep(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert made("--model.n_layer", "2,9", "--seed=1,2,3,4,5") == 0
-    assert verdicts(capsys)[-1].endswith("model.n_layer=2 at equal tokens: it diverged with seed 3")
-    assert Trained.launched[-1] == "model.n_layer=9,seed=3"
+    assert made("--optim.lr", "1,1e-3,3e-3", FIVE) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("sweep.json\n\noptim.lr=1 diverged with 3 of 3 seeds: 1, 2, 3\n")
+    assert re.search(r"^optim.lr=3e-3 +\S+ +baseline diverged ", out, re.MULTILINE)
+    assert len(Trained.launched) == 9
+
+
+def test_a_diverged_run_is_not_trained_again(made: Callable[..., int]) -> None:
+    for _ in range(2):
+        assert made("--optim.lr", "1e-3,1", "--seed=1") == 0
+    assert Trained.launched == ["optim.lr=1e-3,seed=1", "optim.lr=1,seed=1"]
+
+
+def test_settings_without_a_loss_come_last(
+    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trained.failing = {"optim.lr=1e-2,seed=1"}
+    assert made("--optim.lr", "1e-3,2e-3,1e-2,3e-3", "--seed=1") == 1
+    rows = capsys.readouterr().out.splitlines()[2:5]
+    assert [row.split()[0][-4:] for row in rows] == ["3e-3", "2e-3", "1e-2"]
+
+
+def test_the_report_draws_a_seed_of_each_setting_before_the_next_seed(
+    made: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sweep, "MOST_CURVES", 4)
+    drawn: list[list[str]] = []
+    monkeypatch.setattr(sweep, "open_runs", drawn.append)
+    monkeypatch.setattr(sweep, "build_page", lambda *parts: "")
+    assert made("--model.n_layer", "2,3", "--seed=1,2,3") == 0
+    names = ["2,seed=1", "3,seed=1", "3,8_steps,seed=1", "2,seed=2"]
+    assert drawn == [[str(tmp_path / f"sweep/model.n_layer={name}") for name in names]]
 
 
 def test_a_run_that_fails_for_another_reason_is_no_verdict(
@@ -237,7 +312,7 @@ def test_a_run_that_fails_for_another_reason_is_no_verdict(
 ) -> None:
     Trained.failing = {"optim.lr=3e-3,seed=1", "optim.lr=1e-3,seed=1"}
     assert made("--optim.lr", "1e-3,3e-3", "--seed=1") == 1
-    assert "no verdict" in capsys.readouterr().out.splitlines()[-1]
+    assert verdicts(capsys) == ["no seed has the val loss of optim.lr=3e-3 and optim.lr=1e-3"]
     assert not (tmp_path / "sweep/report.html").exists()
 
 
@@ -257,7 +332,7 @@ def test_two_configs_of_different_tokenizers_are_compared_in_bits_per_byte(
     lines = verdicts(capsys)
     monkeypatch.setattr(sweep, "final_loss", lambda run, metric: None)
     assert made(str(other), "--seed=1,2,3") == 0
-    assert verdicts(capsys)[-1].endswith(" at equal tokens: no seed has the bits per byte of both")
+    assert verdicts(capsys)[-1].startswith("no seed has the bits per byte of ")
     assert lines[:2] == [
         "data.train differ: bits per byte are compared",
         "model.block_size differ: other sequences are evaluated",
@@ -288,13 +363,11 @@ def test_values_that_no_folder_can_be_named_by(
     assert (len(names), max(map(len, names)) < 255) == (4, True)
 
 
-def test_the_first_combination_is_the_baseline() -> None:
-    swept = {"optim.lr": ["1", "2", "3"], "optim.beta1": ["0", "0.5"]}
-    combinations = combine(swept, seeds=2)
-    assert len(combinations) == 6
-    assert combinations[0] == {"optim.lr": "1", "optim.beta1": "0"}
-    with pytest.raises(UserError, match="make 1,002 runs"):
-        combine(swept, seeds=167)
+def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str]]) -> None:
+    words = ["--optim.lr", "1,2,3", "--optim.beta1", "0,0.5", "--eval.tokens=512"]
+    settings = read_grid(small_run(), words).settings
+    assert len(settings) == 6
+    assert settings[0].name == "optim.lr=1,optim.beta1=0"
 
 
 def test_a_comma_of_a_list_separates_no_values() -> None:

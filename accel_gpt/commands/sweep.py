@@ -203,8 +203,8 @@ class Sweep:
             start = f"{found.verdict} between {name} and {baseline}"
             if found.clear:
                 start = f"{name} is {found.verdict} than {baseline}"
-            tokens = setting.tokens / self.baseline.tokens
-            cost = f"{tokens:.2f} x the tokens and {self.time(setting):.2f} x the time"
+            tokens = times(setting.tokens / self.baseline.tokens, "tokens")
+            cost = f"{tokens} and {times(self.time(setting), 'time')}"
             seeds = plural(len(found.differences), "seed")
             parts.append(f"{start} with {cost}: {found.cell} in {self.unit} over {seeds}")
         for one, diverged in {name: found.diverged, baseline: found.baseline_diverged}.items():
@@ -213,6 +213,13 @@ class Sweep:
                 count = plural(found.seeds, "seed")
                 parts.append(f"{one} diverged with {len(diverged)} of {count}: {seeds}")
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
+
+
+def times(factor: float | None, name: str) -> str:
+    """Format a factor on tokens or time; None: the time is not known."""
+    if factor is None:
+        return f"unknown {name}"
+    return f"equal {name}" if abs(factor - 1) <= SAME_TIME else f"{factor:.2f} x the {name}"
 
 
 def final_loss(run: SeriesRun, metric: str) -> float | None:

@@ -4,8 +4,9 @@ The fit minimizes the Huber loss of the error in log L, from a grid of starting 
 al. 2022, appendix D.3). The shapes n, K and M are defined in scaling.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from accel_gpt.errors import UserError
 HUBER = 1e-3  # error in log L above which the Huber loss is linear; Hoffmann et al. 2022
 # By the number of sizes in the law. Two values of a size cannot tell the floor E from its power
 # law. One rung more than there are constants, 3 or 5, shows how far runs are from the law.
-FEWEST_VALUES = {1: 4, 2: 3}  # different values of each size
-FEWEST_RUNGS = {1: 4, 2: 6}
+FEWEST_VALUES: Mapping[int, int] = MappingProxyType({1: 4, 2: 3})  # different values of each size
+FEWEST_RUNGS: Mapping[int, int] = MappingProxyType({1: 4, 2: 6})
 DRAWS = 200  # bootstrap draws; they give the ends of a 90% interval to a tenth of its width
 STARTING_SHARES = (0.2, 0.5, 0.8)  # E divided by the lowest loss
 STARTING_EXPONENTS = (0.3, 0.7, 1.5)  # published exponents are 0.05 to 0.8
@@ -27,7 +28,10 @@ FLAT = 1e-3  # of the lowest loss: the loss does not fall with a size whose term
 ROUNDS = 100  # iterations of the fit; assumption
 # Sizes and ratios count as equal below this factor: rounding to whole steps changes them.
 SAME = 1.05
-OPTIONS = {"parameters": "--depths", "tokens": "--ratios", "flops": "--depths or --ratios"}
+# of `ladder`, that give more values of a size
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"parameters": "--depths", "tokens": "--ratios", "flops": "--depths or --ratios"}
+)
 
 
 class NoLawError(UserError):

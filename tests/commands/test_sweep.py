@@ -103,7 +103,7 @@ def test_settings_are_paired_by_seed_and_the_last_line_is_a_verdict(
     assert out[0].split() == [*("setting", "val", "loss", "difference", "tokens", "time", "seeds")]
     assert [line.split()[0] for line in out[1:3]] == ["optim.lr=1e-2", "optim.lr=3e-3"]
     assert out[-1] == (
-        "optim.lr=3e-3 is better than optim.lr=1e-2 with 1.00 x the tokens and 1.00 x the time: "
+        "optim.lr=3e-3 is better than optim.lr=1e-2 with equal tokens and equal time: "
         f"{difference['mean']:+.4f} ± {difference['standard_error']:.4f} in val loss over 3 seeds"
     )
     assert difference["mean"] == pytest.approx(-0.5, abs=0.02)
@@ -124,7 +124,7 @@ def test_equal_settings_use_all_seeds(
     (line,) = verdicts(capsys)
     assert re.fullmatch(
         r"no difference that 5 seeds could show between optim.lr=2e-3 and optim.lr=1e-3 with "
-        r"1.00 x the tokens and 1.00 x the time: [+-]0\.0\d\d\d ± 0\.0\d\d\d in val loss over "
+        r"equal tokens and equal time: [+-]0\.0\d\d\d ± 0\.0\d\d\d in val loss over "
         "5 seeds",
         line,
     )
@@ -176,13 +176,13 @@ def test_a_slower_setting_is_trained_again_for_equal_seconds(
     assert made("--model.n_layer", "2,3", FIVE) == 0
     as_configured, in_time = verdicts(capsys)
     assert re.fullmatch(
-        "model.n_layer=3 is better than model.n_layer=2 with 1.00 x the tokens and 1.50 x the "
+        "model.n_layer=3 is better than model.n_layer=2 with equal tokens and 1.50 x the "
         "time: -0.4.* over 4 seeds",
         as_configured,
     )
     assert re.fullmatch(
         "no difference that 5 seeds could show between model.n_layer=3,8_steps and model.n_layer=2 "
-        "with 0.67 x the tokens and 1.00 x the time: .* over 5 seeds",
+        "with 0.67 x the tokens and equal time: .* over 5 seeds",
         in_time,
     )
     names = [name for name in Trained.launched if "8_steps" in name]

@@ -15,12 +15,11 @@ from accel_gpt.hub.hf_config import matching_preset
 from accel_gpt.hub.verify import EXPORT_TOLERANCE, largest_difference
 from accel_gpt.model.gpt import GPT
 
-GATE = 2.0**8
-"""C in relu(x)^2 = silu(C x) x / C, which errs by at most 0.5 / C^2. A power of two causes no
-rounding.
-
-The gate is multiplied by C^2; with C = 2^10 its values would overflow in float16.
-"""
+# C in relu(x)^2 = silu(C x) x / C, which errs by at most 0.5 / C^2. Powers of two need no rounding
+STEEPNESS = 2.0**8
+# Weight of the norm before the MLP. The gate is multiplied by C / NORM and the other half by
+# 1 / (C NORM), so that both fit in float16 if the weights are below 16.
+NORM = 2.0**-4
 
 
 @torch.no_grad()
@@ -63,9 +62,10 @@ def convert_to_qwen3(model: GPT, tokens: Tensor) -> GPT:
     for i in range(config.n_layer):
         block = f"blocks.{i}"
         up = weights[f"{block}.mlp.up.weight"]
-        weights[f"{block}.mlp.up.weight"] = torch.cat((up * GATE**2, up))  # the gate comes first
+        gate = up * (STEEPNESS / NORM)
+        weights[f"{block}.mlp.up.weight"] = torch.cat((gate, up / (STEEPNESS * NORM)))
         weights[f"{block}.norm_1.weight"] = torch.ones(config.n_embd)
-        weights[f"{block}.norm_2.weight"] = torch.full((config.n_embd,), 1 / GATE)
+        weights[f"{block}.norm_2.weight"] = torch.full((config.n_embd,), NORM)
         weights[f"{block}.attn.qk_norm.q.weight"] = torch.ones(config.head_size)
         weights[f"{block}.attn.qk_norm.k.weight"] = torch.ones(config.head_size)
     converted.load_state_dict(weights)

@@ -13,7 +13,7 @@ import random
 import string
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 LLAMA_CPP = "xllamacpp"  # the Python package that holds llama.cpp
 INSTALL = "pip install -c constraints.txt -e '.[gguf]'"
-NORMAL, CONTROL = 1, 3  # types of tokens in a GGUF file
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens in a GGUF file
 # llama.cpp rejects a byte-level tokenizer without merges. It merges from single characters, so this
 # pair never occurs.
 NO_MERGES = (f"{EOT} {EOT}",)
@@ -219,11 +219,16 @@ def write_gguf(
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config, model.vocab_size)
-    add_tokenizer(writer, tokenizer, vocabulary)
+    add_tokenizer(writer, tokenizer, vocabulary, model.vocab_size)
     parameters = 0
     for name, tensor in gguf_tensors(model, architecture):  # the header holds their sizes
         parameters += tensor.numel()
         kind = kinds[stored_as(name, tensor, wanted)]
+        largest = tensor.abs().max().item()
+        require(
+            kind != kinds.F16 or largest <= torch.finfo(torch.float16).max,
+            f"{name} has a value of {largest:.3g}, too large for float16; give --dtype bf16",
+        )
         bytes_shape = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kind)
         writer.add_tensor_info(
             name,
@@ -244,7 +249,7 @@ def write_gguf(
 
 def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
     """Return how a tensor is stored: vectors and positions in float32, as llama.cpp expects."""
-    if tensor.dim() < 2 or name.startswith("position_embd."):
+    if tensor.dim() < 2 or name == "position_embd.weight":
         return "F32"
     if wanted == "Q8_0" and tensor.shape[-1] % Q8_0_BLOCK:
         return "F16"
@@ -322,7 +327,7 @@ def gguf_tensors(model: GPT, architecture: str) -> Iterator[tuple[str, Tensor]]:
         tensor = export_tensor(weights, part, config.head_size, torch.float32)
         if part.transposed:
             tensor = tensor.T
-        if architecture == "llama" and (".q_proj." in part.name or ".k_proj." in part.name):
+        if architecture == "llama" and part.rotated:
             tensor = interleave(tensor, config.head_size)
         yield name, tensor.contiguous()
     if config.rope_scaling == "llama3":  # llama.cpp divides its frequencies by this tensor
@@ -344,20 +349,27 @@ def interleave(rows: Tensor, head_size: int) -> Tensor:
 class Vocabulary:
     """The tokenizer as llama.cpp reads it."""
 
-    tokens: list[str]  # by id
-    special: frozenset[int] = frozenset()
+    tokens: Mapping[int, str]  # by id
+    types: Mapping[int, int]  # of the tokens that are not NORMAL, by id
     model: str = "gpt2"  # byte-level BPE; rwkv takes the longest token that fits
     pre: str | None = None  # how text is split before merging
     merges: tuple[str, ...] = ()
 
 
-def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Add the tokenizer to the metadata."""
+def add_tokenizer(
+    writer: "GGUFWriter", tokenizer: Tokenizer, vocabulary: Vocabulary, vocab_size: int
+) -> None:
+    """Add the tokenizer to the metadata; ids without a token are unused."""
+    tokens = []
+    types = []
+    for i in range(vocab_size):
+        known = i in vocabulary.tokens
+        tokens.append(vocabulary.tokens[i] if known else f"[unused {i}]")
+        types.append(vocabulary.types.get(i, NORMAL) if known else CONTROL)
     writer.add_tokenizer_model(vocabulary.model)
     if vocabulary.pre is not None:
         writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    types = [CONTROL if i in vocabulary.special else NORMAL for i in range(len(vocabulary.tokens))]
+    writer.add_token_list(tokens)
     writer.add_token_types(types)
     if vocabulary.model == "gpt2":
         writer.add_token_merges(vocabulary.merges or NO_MERGES)
@@ -375,24 +387,26 @@ def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, vocabulary: Vocabu
 def llama_cpp_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """Translate a tokenizer; raises `UserError` if llama.cpp splits text in another way."""
     if isinstance(tokenizer, CharsTokenizer):  # which has no end-of-text
-        return Vocabulary(tokens=[rwkv_spelling(char) for char in tokenizer.chars], model="rwkv")
+        spelled = map(rwkv_spelling, tokenizer.chars)
+        return Vocabulary(tokens=dict(enumerate(spelled)), types={}, model="rwkv")
     content = json.loads(tokenizer.file_text)
     ids = content["model"].get("vocab", {})
     if tokenizer.kind == "bytes":
-        return Vocabulary(tokens=[*BYTE_CHARS, EOT], special=frozenset({256}), pre="gpt-2")
+        tokens = dict(enumerate((*BYTE_CHARS, EOT)))
+        return Vocabulary(tokens=tokens, types={256: CONTROL}, pre="gpt-2")
     require(
         content["model"].get("type", "BPE") == "BPE" and isinstance(ids, dict),
         f"the tokenizer is a {content['model'].get('type')}; only byte-level BPEs can be exported",
     )
-    added = {token["id"]: token for token in content["added_tokens"]}
-    names = {i: token for token, i in ids.items()} | {i: t["content"] for i, t in added.items()}
-    tokens = [names.get(i, f"[unused {i}]") for i in range(tokenizer.vocab_size)]
-    special = {i for i, token in added.items() if token["special"]}
-    special |= set(range(tokenizer.vocab_size)) - names.keys()
+    tokens = {i: token for token, i in ids.items()}
+    types = {}
+    for token in content["added_tokens"]:
+        tokens[token["id"]] = token["content"]
+        types[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     merges = content["model"]["merges"]
     return Vocabulary(
         tokens=tokens,
-        special=frozenset(special),
+        types=types,
         pre=pre_tokenizer_name(tokenizer, content),
         merges=tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in merges),
     )
@@ -407,12 +421,17 @@ def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
     steps = tuple(describe_step(step) for step in outer.get("pretokenizers", [outer]))
     found = PRE_TOKENIZERS.get(tuple(step for step in steps if step))
     normalizer = (content.get("normalizer") or {}).get("type")
-    if found is None or normalizer not in (None, "NFC"):  # llama.cpp leaves out NFC
+    if found is None or normalizer not in (None, "NFC"):
         raise UserError(
             f"the tokenizer splits text with the pre-tokenizer {' + '.join(steps) or 'none'}"
             f"{f' after the normalizer {normalizer}' if normalizer else ''}, which is "
             f"unknown to llama.cpp; it knows {', '.join(dict.fromkeys(PRE_TOKENIZERS.values()))}: "
             "export to transformers with --to"
+        )
+    if normalizer == "NFC":
+        sys.stderr.write(
+            "WARNING: the tokenizer normalizes text to NFC, which llama.cpp leaves out; it splits "
+            "accents that are written as two characters into other tokens\n"
         )
     if tokenizer.kind == "bpe" and steps[0] == FORMER_PATTERN:
         sys.stderr.write(
@@ -457,6 +476,7 @@ def prove_equal_gguf(
         return f"not compared: llama.cpp is not installed ({INSTALL})"
     reference = gguf_reference(model, tokens, exact=dtype == "fp32")
     texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
+    texts += [f"a {token} b{token}" for token in user_defined_tokens(tokenizer)]
     settings = {
         "texts": texts,
         "ids": [tokenizer.encode(text) for text in texts],
@@ -514,6 +534,14 @@ def greedy_tokens(model: GPT, start: Tensor) -> Tensor:
             break
         found = torch.cat((found, best.indices[:1]))
     return found[len(start) :]
+
+
+def user_defined_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return the added tokens of a tokenizer.json that are recognized in every text."""
+    if isinstance(tokenizer, CharsTokenizer):
+        return []
+    added = json.loads(tokenizer.file_text)["added_tokens"]
+    return [token["content"] for token in added if not token["special"]]
 
 
 def plain_token(tokenizer: Tokenizer) -> int:

@@ -37,6 +37,8 @@ class HFTensor(NamedTuple):
     """GPT-2's Conv1D stores (in, out)."""
     mirrored: bool = False
     """NanoChat rotates positions in the opposite direction; see `mirror`."""
+    rotated: bool = False
+    """The rows are queries or keys with rotary positions."""
 
 
 def weight_table(model: GPT, preset: str) -> Iterator[HFTensor]:
@@ -82,8 +84,8 @@ def rope_weights(config: ModelConfig, preset: str) -> Iterator[HFTensor]:
     hidden = config.hidden_size
     fast = preset == "fast"
     linears = [
-        HFTensor("self_attn.q_proj", "attn.qkv", slice(Q), mirrored=fast),
-        HFTensor("self_attn.k_proj", "attn.qkv", slice(Q, Q + K), mirrored=fast),
+        HFTensor("self_attn.q_proj", "attn.qkv", slice(Q), mirrored=fast, rotated=True),
+        HFTensor("self_attn.k_proj", "attn.qkv", slice(Q, Q + K), mirrored=fast, rotated=True),
         HFTensor("self_attn.v_proj", "attn.qkv", slice(Q + K, None)),
         HFTensor("self_attn.o_proj", "attn.proj"),
     ]

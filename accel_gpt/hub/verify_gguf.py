@@ -12,6 +12,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,13 +22,11 @@ from torch import Tensor
 from accel_gpt.hub.verify import DIFFERENT
 
 CONTEXT = 4096  # tokens, at most
-# Largest difference of a logit. float32: sums in another order. float16 and
-# bfloat16: llama.cpp also rounds the inputs of a product. Assumptions.
-FP32_TOLERANCE = 1e-4
-HALF_TOLERANCE = 0.1
-GELU_TOLERANCE = 1e-2  # ggml's table of GELU is in float16
-# q8_0: mean KL divergence of a token's distribution, in nats. Assumption.
-QUANTIZED_KL = 0.02
+# Largest difference of a logit, in standard deviations of the logits. llama.cpp also rounds the
+# inputs of a product to the type of its weights. Measured with random weights of all presets, in
+# the order of the table: 1e-5, 0.007, 0.07 and 0.2, and 1e-3 with ggml's float16 table of GELU.
+TOLERANCES = MappingProxyType({"fp32": 1e-4, "fp16": 0.03, "bf16": 0.2, "q8_0": 0.4})
+GELU_TOLERANCE = 1e-2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,6 +68,7 @@ class Server:
         import xllamacpp
 
         self.plain_token = plain_token
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy
         params = xllamacpp.CommonParams()
         params.model.path = file
         params.n_ctx = min(block_size, CONTEXT)
@@ -89,7 +89,7 @@ class Server:
             data=json.dumps(content).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request) as answer:
+        with self.opener.open(request) as answer:
             return json.load(answer)
 
     def complete(self, tokens: Tensor, n: int, **options: Any) -> Any:
@@ -138,16 +138,11 @@ def different_ids(server: Server, texts: list[str], ids: list[list[int]]) -> str
 
 def different_values(expected: Tensor, found: Tensor, settings: dict[str, Any]) -> str | None:
     """Return by how much the log-probabilities (N, V) differ, if it is too much."""
-    if settings["dtype"] == "q8_0":
-        kl = (expected.exp() * (expected - found)).sum(-1).mean().item()
-        if not kl <= QUANTIZED_KL:
-            return f"its predictions diverge by {kl:.2e} nats"
-        return None
-    tolerance = FP32_TOLERANCE if settings["dtype"] == "fp32" else HALF_TOLERANCE
+    tolerance = TOLERANCES[settings["dtype"]]
     if settings["gelu"]:
         tolerance = max(tolerance, GELU_TOLERANCE)
     difference = logit_difference(expected, found)
-    if not difference <= tolerance * max(1.0, expected.abs().max().item()):
+    if not difference <= tolerance * expected.std(-1).mean().item():
         return f"its logits differ from ours by up to {difference:.2e}"
     return None
 

@@ -182,13 +182,64 @@ def test_smaller_types_are_close(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "q8_0"])
 def test_a_file_that_computes_something_else_is_refused(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the weights are so small that the predictions hardly differ."""
+    monkeypatch.setattr(exporting, "interleave", lambda rows, _: rows)
+    model = model_of("llama", 257)
+    for weight in model.parameters():
+        if weight.dim() >= 2:
+            torch.nn.init.normal_(weight, std=0.06)
+    with pytest.raises(CheckpointError, match="logits differ from ours by up to"):
+        prove(model, BytesTokenizer(), tmp_path, dtype)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("kind", ["bytes", "chars", "bpe"])
+def test_a_vocabulary_larger_than_the_tokenizers(kind: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(kind)
+    compared = prove(model_of("llama", tokenizer.vocab_size + 7), tokenizer, tmp_path)
+    assert difference_of(compared) < 5e-5
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_added_token_is_recognized_in_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = tokenizer_of("hub_qwen")
+    content = json.loads(known.file_text)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    own = known.vocab_size
+    content["added_tokens"].append({"id": own, "content": "<think>", **flags})
+    content["normalizer"] = {"type": "NFC"}
+    tokenizer = HFTokenizer(to_json(content), Path("tokenizer.json"), {})
+    assert own in tokenizer.encode("a <think> b")
+    model = model_of("qwen3", tokenizer.vocab_size)
+    prove(model, tokenizer, tmp_path)
+    assert "normalizes text to NFC, which llama.cpp leaves out" in capsys.readouterr().err
+    monkeypatch.setattr(exporting, "USER_DEFINED", exporting.NORMAL)
+    with pytest.raises(CheckpointError, match="different ids for 'a <think> b<think>'"):
+        prove(model, tokenizer, tmp_path)
+
+
+def test_weights_that_overflow_float16(tmp_path: Path) -> None:
+    for value, dtype in ((1.2, "fp16"), (300.0, "bf16")):
+        model = model_of("fast", 257)
+        with torch.no_grad():
+            model.blocks[0].mlp.up.weight[0, 0] = value
+        prove(model, BytesTokenizer(), tmp_path, dtype)
+    with pytest.raises(UserError, match=r"ffn_gate.weight has .*, too large for float16"):
+        prove(model, BytesTokenizer(), tmp_path, "fp16")
+
+
+def test_the_server_is_asked_without_a_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "interleave", lambda rows, _: rows)
-    with pytest.raises(CheckpointError, match="logits differ from ours by up to"):
-        prove(model_of("llama", 257), BytesTokenizer(), tmp_path)
-    monkeypatch.undo()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert "opened by llama.cpp" in prove(model_of("llama", 257), BytesTokenizer(), tmp_path)
 
 
 def test_a_constant_of_a_token_is_no_difference() -> None:

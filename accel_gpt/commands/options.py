@@ -621,8 +621,8 @@ class LadderCommand(KeysCommand):
 
     You can also set any --section.key of the config, for all rungs. The same command resumes a
     stopped ladder; other depths or ratios add rungs. Examples:
-      accel-gpt ladder quickstart --depths 1,2,3,4
-      accel-gpt ladder quickstart --depths 1,2,3 --ratios 5,10,20 --out runs/ladder
+      accel-gpt ladder quickstart --depths 2,3,4,5
+      accel-gpt ladder quickstart --depths 2,3,4 --ratios 0.5,1,2 --out runs/ladder
       accel-gpt ladder gpt2_124m --depths 4,5,6,8 --seeds 1,2
     """
 

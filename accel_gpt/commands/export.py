@@ -28,7 +28,7 @@ def export_model(options: ExportCommand) -> str:
             checkpoint=options.checkpoint,
             dtype=dtype,
             overwrite=options.overwrite,
-            license=options.license,
+            license_id=options.license,
         ).describe()
     to = Path(options.to)
     exported = export(

@@ -118,12 +118,12 @@ def export_gguf(
     checkpoint: str = "last",
     dtype: str = "fp32",
     overwrite: bool = False,
-    license: str | None = None,  # noqa: A002 - as the Hub names it
+    license_id: str | None = None,
 ) -> ExportedGGUF:
     """Export the model `name`, as `load_pretrained` finds it, to the GGUF file `to`.
 
-    The file appears when it is complete and compared, or not at all. `license`: None for
-    `hub.license` of the run. Raises `UserError` if the file or its Modelfile exists, or if
+    The file appears when it is complete and compared, or not at all. `license_id`: None
+    for `hub.license` of the run. Raises `UserError` if the file or its Modelfile exists, or if
     llama.cpp cannot compute the model or its tokenizer; `CheckpointError` if llama.cpp computes
     other values.
     """
@@ -151,7 +151,7 @@ def export_gguf(
                 vocabulary=vocabulary,
                 file=written,
                 dtype=dtype,
-                license=license or license_of(pretrained),
+                license_id=license_id or license_of(pretrained),
             )
             compared = prove_equal_gguf(
                 model=trained,
@@ -204,7 +204,7 @@ def write_gguf(
     vocabulary: "Vocabulary",
     file: Path,
     dtype: str,
-    license: str | None = None,  # noqa: A002 - as the Hub names it
+    license_id: str | None = None,
 ) -> int:
     """Write a model and its tokenizer to `file`, a tensor at a time; return its parameters."""
     import gguf
@@ -214,16 +214,17 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_type("model")
     writer.add_name(file.stem)
-    if license:
-        writer.add_license(license)
+    if license_id:
+        writer.add_license(license_id)
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config, model.vocab_size)
     add_tokenizer(writer, tokenizer, vocabulary, model.vocab_size)
     parameters = 0
-    for name, tensor in gguf_tensors(model, architecture):  # the header holds their sizes
+    # the header holds their sizes
+    for name, tensor, stored in gguf_tensors(model, architecture, wanted):
         parameters += tensor.numel()
-        kind = kinds[stored_as(name, tensor, wanted)]
+        kind = kinds[stored]
         largest = tensor.abs().max().item()
         require(
             kind != kinds.F16 or largest <= torch.finfo(torch.float16).max,
@@ -240,16 +241,15 @@ def write_gguf(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in gguf_tensors(model, architecture):
-        kind = kinds[stored_as(name, tensor, wanted)]
-        writer.write_tensor_data(gguf.quantize(tensor.numpy(), kind))
+    for _, tensor, stored in gguf_tensors(model, architecture, wanted):
+        writer.write_tensor_data(gguf.quantize(tensor.numpy(), kinds[stored]))
     writer.close()
     return parameters
 
 
-def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
-    """Return how a tensor is stored: vectors and positions in float32, as llama.cpp expects."""
-    if tensor.dim() < 2 or name == "position_embd.weight":
+def stored_as(tensor: Tensor, wanted: str) -> str:
+    """Return how a tensor is stored: vectors in float32, as llama.cpp expects."""
+    if tensor.dim() < 2:
         return "F32"
     if wanted == "Q8_0" and tensor.shape[-1] % Q8_0_BLOCK:
         return "F16"
@@ -310,11 +310,12 @@ def add_shape(writer: "GGUFWriter", config: ModelConfig, vocab_size: int) -> Non
             writer.add_rope_scaling_attn_factors(config.rope_attention_factor / own)
 
 
-def gguf_tensors(model: GPT, architecture: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the file in float32 under llama.cpp's names, linears as (out, in).
+def gguf_tensors(model: GPT, architecture: str, wanted: str) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield llama.cpp's name of each tensor, the tensor in float32, and how the file stores it.
 
-    `gguf` translates the names of transformers. Two things differ: Conv1D is transposed back, and
-    llama.cpp's llama rotates channel 2 i with 2 i + 1.
+    Linears are (out, in). `gguf` translates the names of transformers. Two things differ: Conv1D is
+    transposed back, and llama.cpp's llama rotates channel 2 i with 2 i + 1. llama.cpp expects
+    learned positions in float32.
     """
     import gguf
 
@@ -329,11 +330,11 @@ def gguf_tensors(model: GPT, architecture: str) -> Iterator[tuple[str, Tensor]]:
             tensor = tensor.T
         if architecture == "llama" and part.rotated:
             tensor = interleave(tensor, config.head_size)
-        yield name, tensor.contiguous()
+        yield name, tensor.contiguous(), "F32" if part.positions else stored_as(tensor, wanted)
     if config.rope_scaling == "llama3":  # llama.cpp divides its frequencies by this tensor
         cpu = torch.device("cpu")
         plain = rotary_frequencies(replace(config, rope_scaling="none"), cpu)
-        yield "rope_freqs.weight", plain / rotary_frequencies(config, cpu)
+        yield "rope_freqs.weight", plain / rotary_frequencies(config, cpu), "F32"
 
 
 def interleave(rows: Tensor, head_size: int) -> Tensor:

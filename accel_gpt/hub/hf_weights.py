@@ -39,6 +39,8 @@ class HFTensor(NamedTuple):
     """NanoChat rotates positions in the opposite direction; see `mirror`."""
     rotated: bool = False
     """The rows are queries or keys with rotary positions."""
+    positions: bool = False
+    """The rows are learned positions: a model may have fewer of them."""
 
 
 def weight_table(model: GPT, preset: str) -> Iterator[HFTensor]:
@@ -63,7 +65,7 @@ def gpt2_weights(config: ModelConfig) -> Iterator[HFTensor]:
         "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj",
     }
-    yield HFTensor("transformer.wpe.weight", "wpe.weight")
+    yield HFTensor("transformer.wpe.weight", "wpe.weight", positions=True)
     for kind in ("weight", "bias"):
         transposed = kind == "weight"
         for i in range(config.n_layer):
@@ -148,7 +150,7 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
             tensor = readers[part.name]()
             if part.transposed:
                 tensor = tensor.T
-            if ours == "wpe.weight":
+            if part.positions:
                 tensor = tensor[: model.config.block_size]
             target = full[part.rows]
             if tensor.dtype not in FLOATS:

@@ -15,13 +15,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Module
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
@@ -34,7 +36,7 @@ from accel_gpt.hub.hf_weights import export_tensor, weight_table
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.layers import rotary_frequencies, yarn_attention_factor
+from accel_gpt.model.layers import MLP, rotary_frequencies, yarn_attention_factor
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.resume import NOT_TOLD
 
@@ -72,6 +74,7 @@ COMPARED_TOKENS = 256  # of the first sequence
 COMPARED_POSITIONS = 16  # at each, the logits of the whole vocabulary are compared
 COMPARED_TEXTS = 500
 GREEDY_TOKENS = 32
+GELU_TABLE_END = 10  # outside of -10 to 10, ggml computes GELU as 0 or its input
 CLEAR_LEAD = 0.01  # of the best logit over the second, above what rounding can change
 # Kinds of characters that pre-tokenizers treat differently
 CHARACTERS = (
@@ -155,6 +158,7 @@ def export_gguf(
             )
             compared = prove_equal_gguf(
                 model=trained,
+                written_model=model,
                 tokenizer=tokenizer,
                 tokens=tokens,
                 compared_on=compared_on,
@@ -465,17 +469,24 @@ def rwkv_spelling(char: str) -> str:
 
 
 def prove_equal_gguf(
-    model: GPT, tokenizer: Tokenizer, tokens: Tensor, compared_on: str, file: Path, dtype: str
+    model: GPT,
+    written_model: GPT,
+    tokenizer: Tokenizer,
+    tokens: Tensor,
+    compared_on: str,
+    file: Path,
+    dtype: str,
 ) -> str:
     """Open `file` with llama.cpp in a new process and compare; return the result in words.
 
     Compares logits after the beginnings of `tokens` (B, T), the ids of texts and greedy
-    tokens. Raises `CheckpointError` if they differ, `UserError` if llama.cpp could not open the
+    tokens. `written_model` is `model`, or the model converted from it that `file` holds; it is
+    consumed. Raises `CheckpointError` if they differ, `UserError` if llama.cpp could not open the
     file. Without llama.cpp, nothing is compared.
     """
     if importlib.util.find_spec(LLAMA_CPP) is None:
         return f"not compared: llama.cpp is not installed ({INSTALL})"
-    reference = gguf_reference(model, tokens, exact=dtype == "fp32")
+    reference = gguf_reference(model, written_model, tokens, dtype)
     texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
     texts += [f"a {token} b{token}" for token in user_defined_tokens(tokenizer)]
     settings = {
@@ -483,8 +494,6 @@ def prove_equal_gguf(
         "ids": [tokenizer.encode(text) for text in texts],
         "block_size": model.config.block_size,
         "plain_token": plain_token(tokenizer),
-        "dtype": dtype,
-        "gelu": model.config.mlp == "gelu",
     }
     report = compare_in_child(
         exported=file,
@@ -503,12 +512,13 @@ def prove_equal_gguf(
 
 
 @torch.no_grad()
-def gguf_reference(model: GPT, tokens: Tensor, exact: bool) -> dict[str, Tensor]:
-    """Return the values that `verify_gguf.py` compares.
+def gguf_reference(model: GPT, written_model: GPT, tokens: Tensor, dtype: str) -> dict[str, Tensor]:
+    """Return the values that `verify_gguf.py` compares; consumes `written_model`.
 
     They are `tokens` (T,), `lengths` (N,) of the beginnings after which the next token is
-    predicted, and `log_probabilities` (N, V). With `exact` they are also the `greedy` tokens after
-    `greedy_prompt`, the first half of `tokens`.
+    predicted, `log_probabilities` (N, V), and the `rounded` ones (N, V) of `written_model` with
+    llama.cpp's rounding. In float32 they are also the `greedy` tokens after `greedy_prompt`, the
+    first half of `tokens`.
     """
     longest = min(COMPARED_TOKENS, model.config.block_size - 1)  # one more is predicted
     prompt = tokens[0, :longest]
@@ -519,11 +529,54 @@ def gguf_reference(model: GPT, tokens: Tensor, exact: bool) -> dict[str, Tensor]
         "lengths": lengths,
         "log_probabilities": logits[lengths - 1].float().log_softmax(-1),
     }
-    if exact:
+    if dtype == "fp32":
         start = prompt[: max(1, len(prompt) // 2)]
         reference["greedy_prompt"] = start
         reference["greedy"] = greedy_tokens(model, start)
+    round_like_llama_cpp(written_model, dtype)
+    logits = written_model(prompt.unsqueeze(0))[0]
+    reference["rounded"] = logits[lengths - 1].float().log_softmax(-1)
     return {name: tensor.clone() for name, tensor in reference.items()}
+
+
+@torch.no_grad()
+def round_like_llama_cpp(model: GPT, dtype: str) -> None:
+    """Round what llama.cpp rounds on a CPU: weights, the inputs of linears, and GELU.
+
+    It rounds the input of a linear to the type of the weights. It computes GELU, in any type, by a
+    table from float16 to float16 (ggml/src/ggml-cpu/vec.h).
+    """
+    wanted, _ = QUANTIZATION[dtype]
+    for module in model.modules():
+        if isinstance(module, MLP) and model.config.mlp == "gelu":
+            module.up.register_forward_hook(lambda _module, _inputs, x: round_gelu(x))
+            module.down.register_forward_pre_hook(lambda _module, inputs: round_gelu(inputs[0]))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            kind = stored_as(module.weight, wanted)
+            module.weight.copy_(round_to(module.weight, kind))
+            module.register_forward_pre_hook(partial(round_input, kind))
+    model.wte.weight.copy_(round_to(model.wte.weight, stored_as(model.wte.weight, wanted)))
+
+
+def round_to(tensor: Tensor, kind: str) -> Tensor:
+    """Round `tensor` to a type of a GGUF file and back to float32."""
+    import gguf
+
+    stored = gguf.GGMLQuantizationType[kind]
+    rows = tensor.reshape(-1, tensor.shape[-1]).numpy()
+    rounded = gguf.dequantize(gguf.quantize(rows, stored), stored)
+    return torch.from_numpy(rounded).reshape(tensor.shape)
+
+
+def round_input(kind: str, _module: Module, inputs: tuple[Tensor]) -> Tensor:
+    """Round the input of a linear, as a forward pre-hook."""
+    return round_to(inputs[0], kind)
+
+
+def round_gelu(x: Tensor) -> Tensor:
+    """Round an input or output of GELU as ggml's table does, which ends at 10."""
+    return torch.where(x.abs() < GELU_TABLE_END, x.half().float(), x)
 
 
 def greedy_tokens(model: GPT, start: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ pytest.importorskip("xllamacpp")
 from gguf import GGUFReader
 
 from accel_gpt.hub import gguf as exporting
-from accel_gpt.hub.verify_gguf import logit_difference
+from accel_gpt.hub.verify_gguf import different_values
 
 Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
@@ -73,7 +73,7 @@ PROSE = "It's the king's; WE'LL see. I'd've gone, they're 1,024 miles off!\n\n  
 TEXT = "\n".join((PROSE, *exporting.CHARACTERS, text_of(4000, seed=0)))
 
 
-def model_of(name: str, vocab_size: int) -> GPT:
+def model_of(name: str, vocab_size: int, std: float = 0.2) -> GPT:
     """Return a model whose random weights are large, so that its predictions differ."""
     options = {"preset": name} | SHAPES[name]
     preset = PRESETS[str(options["preset"])]
@@ -81,7 +81,7 @@ def model_of(name: str, vocab_size: int) -> GPT:
     model = GPT(ModelConfig(**(dict(preset) | SHAPE | options)), vocab_size).eval()
     for weight in model.parameters():
         if weight.dim() >= 2:
-            torch.nn.init.normal_(weight[:vocab_size], std=0.2)
+            torch.nn.init.normal_(weight[:vocab_size], std=std)
     return model
 
 
@@ -131,6 +131,7 @@ def prove(model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str = "fp32") -
     )
     return exporting.prove_equal_gguf(
         model=model,
+        written_model=written,
         tokenizer=tokenizer,
         tokens=tokens,
         compared_on="a text",
@@ -182,18 +183,26 @@ def test_smaller_types_are_close(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "q8_0"])
+@pytest.mark.parametrize(
+    ("dtype", "std"), [("fp32", 0.02), ("fp16", 0.02), ("bf16", 0.03), ("q8_0", 0.04)]
+)
 def test_a_file_that_computes_something_else_is_refused(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, std: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the weights are so small that the predictions hardly differ."""
     monkeypatch.setattr(exporting, "interleave", lambda rows, _: rows)
-    model = model_of("llama", 257)
-    for weight in model.parameters():
-        if weight.dim() >= 2:
-            torch.nn.init.normal_(weight, std=0.06)
     with pytest.raises(CheckpointError, match="logits differ from ours by up to"):
-        prove(model, BytesTokenizer(), tmp_path, dtype)
+        prove(model_of("llama", 257, std), BytesTokenizer(), tmp_path, dtype)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
+def test_a_deep_model_that_rounding_changes_a_lot(
+    preset: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPE, "n_layer", 12)
+    prove(model_of(preset, 257, std=0.5), BytesTokenizer(), tmp_path, dtype)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -244,10 +253,13 @@ def test_the_server_is_asked_without_a_proxy(
 
 def test_a_constant_of_a_token_is_no_difference() -> None:
     ours = torch.log_softmax(torch.randn(3, 50_000), dim=-1)
-    theirs = ours + torch.tensor([[1e-3], [0.0], [-1e-3]])
-    assert logit_difference(ours, theirs) < 1e-5
+    reference = {"log_probabilities": ours, "rounded": ours}
+    theirs = ours + torch.tensor([[1e-2], [0.0], [-1e-2]])
+    assert different_values(reference, theirs) is None
     theirs[1, 7] += 0.01
-    assert logit_difference(ours, theirs) == pytest.approx(0.01, rel=1e-3)
+    assert "by up to 1.00e-02" in str(different_values(reference, theirs))
+    theirs[1, 7] = float("nan")
+    assert different_values(reference, theirs) is not None
 
 
 def test_a_tokenizer_that_splits_otherwise_is_found(

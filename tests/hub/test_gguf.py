@@ -190,6 +190,13 @@ def test_smaller_types_are_close(dtype: str, tmp_path: Path) -> None:
     assert (tmp_path / "model.gguf").stat().st_size < 0.6 * whole
 
 
+def test_learned_positions_stay_in_float32(tmp_path: Path) -> None:
+    prove(model_of("gpt2", 257), BytesTokenizer(), tmp_path, "fp16")
+    stored = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "model.gguf").tensors}
+    assert stored["position_embd.weight"] == "F32"
+    assert stored["token_embd.weight"] == "F16"
+
+
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("dtype", "std"), [("fp32", 0.02), ("fp16", 0.02), ("bf16", 0.03), ("q8_0", 0.04)]
@@ -230,14 +237,20 @@ def test_an_added_token_is_recognized_in_text(
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     own = known.vocab_size
     content["added_tokens"].append({"id": own, "content": "<think>", **flags})
+    start = {"id": own + 1, "content": "<|im_start|>", **flags, "special": True}
+    content["added_tokens"].append(start)
     content["normalizer"] = {"type": "NFC"}
     tokenizer = HFTokenizer(to_json(content), Path("tokenizer.json"), {})
     assert own in tokenizer.encode("a <think> b")
     model = model_of("qwen3", tokenizer.vocab_size)
     prove(model, tokenizer, tmp_path)
     assert "normalizes text to NFC, which llama.cpp leaves out" in capsys.readouterr().err
-    monkeypatch.setattr(exporting, "USER_DEFINED", exporting.NORMAL)
-    with pytest.raises(CheckpointError, match="different ids for 'a <think> b<think>'"):
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "USER_DEFINED", exporting.NORMAL)
+        with pytest.raises(CheckpointError, match="different ids for 'a <think> b<think>'"):
+            prove(model, tokenizer, tmp_path)
+    monkeypatch.setattr(exporting, "CONTROL", exporting.USER_DEFINED)
+    with pytest.raises(CheckpointError, match=r"different ids for 'a <\|im_start\|> b"):
         prove(model, tokenizer, tmp_path)
 
 

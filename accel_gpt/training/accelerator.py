@@ -48,7 +48,7 @@ from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.compilation import forget_compiled, use_compile_cache
 from accel_gpt.training.machine import rank_identity
 from accel_gpt.training.precision import requested_precision, resolve_precision
-from accel_gpt.training.ranks import require_same
+from accel_gpt.training.ranks import keep_group, require_same
 from accel_gpt.training.support import (
     REPLICATED,
     check_accelerate_config,
@@ -106,6 +106,7 @@ def join_ranks(config: Config) -> PartialState:
         f"{state.num_processes}; start with accelerate launch, torchrun or srun",
     )
     if state.num_processes > 1:
+        keep_group()
         require_same(rank_identity(config))
     set_matmul_precision(config.train, state.device)
     if state.device.type == "cpu":

@@ -26,6 +26,7 @@ from accel_gpt.errors import AccelGPTError, PeerError, UserError
 APPEARS_SECONDS = 2.0  # how long a rank waits for a file of another rank; assumption
 SHOWN = 4  # most differences that an error lists
 BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in plain `RuntimeError`s of torch
+_kept_groups: list[dist.ProcessGroup] = []  # see `keep_group`
 
 
 class RankError(PeerError):
@@ -124,8 +125,20 @@ def require_all(ok: bool, message: str, kind: type[AccelGPTError] = UserError) -
 
 def end_group() -> None:
     """Destroy the process group: its threads may abort a process that ends after the others."""
+    _kept_groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def keep_group() -> None:
+    """Keep the process group alive until the block of `peers` has succeeded.
+
+    DDP's reducer must not be its last owner: it deletes the group without releasing the GIL. The
+    process then hangs if a thread of gloo waits for the GIL to free a tensor
+    (https://github.com/pytorch/pytorch/issues/56297; seen with torch 2.13).
+    """
+    if dist.group.WORLD is not None:
+        _kept_groups.append(dist.group.WORLD)
 
 
 def sees_main(folder: Path) -> list[bool]:
@@ -158,7 +171,8 @@ def wait_for_file(path: Path) -> bool:
 def peers(processes: int) -> Iterator[None]:
     """Turn torch's errors about a lost rank into a `PeerError`.
 
-    After a `RankError`, exit with its code: another rank prints the error.
+    After a `RankError`, exit with its code: another rank prints the error. At the end, release the
+    process group; see `keep_group`.
     """
     try:
         yield
@@ -170,6 +184,7 @@ def peers(processes: int) -> Iterator[None]:
         if processes == 1 or not lost:
             raise
         raise lost_peer(text) from None
+    _kept_groups.clear()
 
 
 def lost_peer(text: str) -> PeerError:

@@ -3,7 +3,9 @@
 import ast
 import json
 import multiprocessing
+import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
+from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError
-from accel_gpt.training.ranks import RankError, all_ranks, on_main
+from accel_gpt.training.accelerator import join_ranks
+from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers
 from tests.conftest import QUIET, launch
 
 Arguments = Callable[..., list[str]]
@@ -102,16 +106,19 @@ def decide_on_two_ranks(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_share_decisions_and_errors(tmp_path: Path) -> None:
-    processes = [
-        fork.Process(target=decide_on_two_ranks, args=(rank, tmp_path)) for rank in range(2)
-    ]
+def finish_two_ranks(run: Callable[[int, Path], None], folder: Path) -> None:
+    """Call `run` on two ranks and assert that both succeed."""
+    processes = [fork.Process(target=run, args=(rank, folder)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
         process.kill()  # a rank that waits for the other in vain
     assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_two_ranks_share_decisions_and_errors(tmp_path: Path) -> None:
+    finish_two_ranks(decide_on_two_ranks, tmp_path)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["decision"] == "of rank 0"
@@ -121,6 +128,36 @@ def test_two_ranks_share_decisions_and_errors(tmp_path: Path) -> None:
             assert found[f"error of {failing}"] == expected
         kind = "BusyError" if rank == 0 else "RankError"
         assert found["error of the decision"] == [kind, "rank 0 cannot", BusyError.exit_code]
+
+
+def end_while_gloo_frees_tensors(rank: int, folder: Path) -> None:
+    """Start and end training on one of two ranks, twice: torch itself owns the first group."""
+    ranks = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ.update(ranks, ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1")
+
+    def train() -> None:
+        _model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        tensors = [torch.ones(1) for _ in range(3000)]
+        dist.group.WORLD.allreduce_coalesced(tensors).wait()
+        del tensors
+        dist.destroy_process_group()
+
+    for port in json.loads((folder / "ports").read_text()):
+        os.environ["MASTER_PORT"] = str(port)
+        PartialState._reset_state()
+        with peers(2):
+            join_ranks(Config())
+            train()
+
+
+def test_the_reducer_of_ddp_does_not_delete_the_process_group(tmp_path: Path) -> None:
+    """It would hang: it does not release the GIL, which a thread of gloo needs to free tensors."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ports = [first.getsockname()[1], second.getsockname()[1]]
+    (tmp_path / "ports").write_text(json.dumps(ports))
+    finish_two_ranks(end_while_gloo_frees_tensors, tmp_path)
 
 
 # --------------------------------------------------------------------------- constants

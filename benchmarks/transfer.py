@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -235,31 +235,41 @@ def draw_coordinates(found: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run on the standard library."""
+class Kind:
+    """The optimizer, size and length of runs on the standard library."""
 
     optimizer: str
     width: int
     depth: int
     steps: int
+
+    @property
+    def work(self) -> int:
+        """A number that grows with the time of a run."""
+        return self.width**2 * self.depth * self.steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a kind."""
+
+    kind: Kind
     factor: float  # optim.lr_factor
     seed: int
 
     @property
     def name(self) -> str:
         """Name of the folder."""
-        size = f"{self.optimizer}_width_{self.width}_depth_{self.depth}_steps_{self.steps}"
+        kind = self.kind
+        size = f"{kind.optimizer}_width_{kind.width}_depth_{kind.depth}_steps_{kind.steps}"
         return f"{size}_factor_{self.factor}_seed_{self.seed}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """The val losses of one size, length and optimizer, in nats per token."""
+    """The val losses of a kind of runs, in nats per token."""
 
-    optimizer: str
-    width: int
-    depth: int
-    steps: int
+    kind: Kind
     losses: Sequence[Sequence[float]]  # of each factor, one for each seed
 
     @property
@@ -276,7 +286,7 @@ class Result:
     def best_factor(self) -> float:
         """The factor with the lowest loss."""
         a, b, _ = self.parabola
-        if not a > 0:  # the lowest loss is at an end
+        if a <= 0:  # the lowest loss is at an end
             return FACTORS[int(np.argmin(self.means))]
         return float(np.clip(2 ** (-b / (2 * a)), FACTORS[0], FACTORS[-1]))
 
@@ -287,50 +297,57 @@ class Result:
 
 def measure_rates(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Train what is missing of all sizes; print and draw the losses."""
-    rows = []
-    report = []
-    results = []
-    for optimizer in OPTIMIZERS:
-        own = [measure(args, optimizer, size, args.steps) for size in SIZES]
-        results.extend(own)
-        rows += table_rows(own)
-        report += [asdict(one) | {"best_factor": one.best_factor} for one in own]
-    print_table(HEAD, rows)
+    kinds = [Kind(optimizer, *size, args.steps) for optimizer in OPTIMIZERS for size in SIZES]
+    results = measure(args, kinds)
     draw_rates(results, args.out / "rates.png")
-    return report
+    return report_rows(results)
 
 
 def measure_lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Train what is missing of all lengths; print the losses."""
-    own = [measure(args, OPTIMIZERS[0], LENGTH_SIZE, times * args.steps) for times in LONGER]
-    print_table(HEAD, table_rows(own))
-    return [asdict(one) | {"best_factor": one.best_factor} for one in own]
+    kinds = [Kind(OPTIMIZERS[0], *LENGTH_SIZE, times * args.steps) for times in LONGER]
+    return report_rows(measure(args, kinds))
 
 
-def table_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Return a row for each result; the last cell is what the best factor of the first costs."""
-    rows = []
-    first = results[0].best_factor
-    for one in results:
-        cost = one.loss_at(first) / one.loss_at(one.best_factor) - 1
-        size = [str(value) for value in (one.width, one.depth, one.steps)]
-        losses = [f"{loss:.4f}" for loss in one.means]
-        rows.append([one.optimizer, *size, *losses, f"{one.best_factor:.2f}", f"{cost:.2%}"])
-    return rows
-
-
-def measure(args: argparse.Namespace, optimizer: str, size: Size, steps: int) -> Result:
-    """Train the runs of one size and length, unless they have finished, and read their losses."""
+def measure(args: argparse.Namespace, kinds: Sequence[Kind]) -> list[Result]:
+    """Train the runs of each kind, unless they have finished, and read their losses."""
     runs = []
-    for factor in FACTORS:
-        for seed in args.seeds:
-            runs.append(Run(optimizer, *size, steps, factor, seed))
-    config = write_config(args.out, steps)
+    for kind in kinds:
+        for factor in FACTORS:
+            for seed in args.seeds:
+                runs.append(Run(kind, factor, seed))
+    configs = {kind.steps: write_config(args.out, kind.steps) for kind in kinds}
+    # the longest first, so that the last ones end together
+    longest_first = sorted(runs, key=lambda run: -run.kind.work)
     with ThreadPoolExecutor(args.jobs) as pool:
-        losses = [*pool.map(lambda run: train(args.out / run.name, config, run), runs)]
-    count = len(args.seeds)
-    by_factor = [losses[start : start + count] for start in range(0, len(losses), count)]
-    return Result(optimizer, *size, steps, by_factor)
+        losses = pool.map(lambda run: train(args.out, configs, run), longest_first)
+        found = dict(zip(longest_first, losses, strict=True))
+    results = []
+    for kind in kinds:
+        by_factor = [[found[Run(kind, factor, seed)] for seed in args.seeds] for factor in FACTORS]
+        results.append(Result(kind, by_factor))
+    return results
+
+
+def report_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Print a row for each result and return the rows for the report.
+
+    `cost`: of the best factor of the optimizer's first row, relative to the lowest loss.
+    """
+    table = []
+    report = []
+    first: dict[str, float] = {}
+    for one in results:
+        tuned = first.setdefault(one.kind.optimizer, one.best_factor)
+        cost = one.loss_at(tuned) / one.loss_at(one.best_factor) - 1
+        losses = [f"{loss:.4f}" for loss in one.means]
+        table.append(
+            [*map(str, astuple(one.kind)), *losses, f"{one.best_factor:.2f}", f"{cost:.2%}"]
+        )
+        row = asdict(one.kind) | {"losses": one.losses}
+        report.append(row | {"best_factor": one.best_factor, "cost": cost})
+    print_table(HEAD, table)
+    return report
 
 
 def write_config(out: Path, steps: int) -> Path:
@@ -345,18 +362,23 @@ def write_config(out: Path, steps: int) -> Path:
     return config
 
 
-def train(folder: Path, config: Path, run: Run) -> float:
-    """Train a run, unless it has finished; return its val loss, ln(vocabulary) if it diverged."""
+def train(out: Path, configs: Mapping[int, Path], run: Run) -> float:
+    """Train a run, unless it has finished; return its val loss, ln(vocabulary) if it diverged.
+
+    `configs`: by the number of steps.
+    """
+    kind = run.kind
+    folder = out / run.name
     options = {
-        "model.depth": run.depth,
-        "model.n_embd": run.width,
-        "optim.name": run.optimizer,
+        "model.depth": kind.depth,
+        "model.n_embd": kind.width,
+        "optim.name": kind.optimizer,
         "optim.lr_factor": run.factor,
         "seed": run.seed,
         "out_dir": folder,
     }
-    if run.steps not in RunFolder(folder).checkpoints:
-        command = [sys.executable, *OURS, "train", config, *flags(options)]
+    if kind.steps not in RunFolder(folder).checkpoints:
+        command = [sys.executable, *OURS, "train", configs[kind.steps], *flags(options)]
         run_command(command, accepted=(0, DivergedError.exit_code))
     loss: float | None = RunFolder(folder).metrics.last("eval/val_loss")
     return math.log(VOCABULARY) if loss is None else loss
@@ -366,11 +388,11 @@ def draw_rates(results: Sequence[Result], path: Path) -> None:
     """Draw the loss over the factor: a panel for each optimizer, a curve for each size."""
     figure, panels = plt.subplots(1, len(OPTIMIZERS), figsize=(10, 4), sharey=True)
     for panel, optimizer in zip(panels, OPTIMIZERS, strict=True):
-        own = [one for one in results if one.optimizer == optimizer]
+        own = [one for one in results if one.kind.optimizer == optimizer]
         for number, one in enumerate(own):
             fine = np.linspace(FACTORS[0], FACTORS[-1], 100)
             panel.plot(fine, [one.loss_at(factor) for factor in fine], color=f"C{number}")
-            label = f"{one.width} channels, {one.depth} layers"
+            label = f"{one.kind.width} channels, {one.kind.depth} layers"
             panel.plot(FACTORS, one.means, "o", color=f"C{number}", label=label)
             panel.plot(one.best_factor, one.loss_at(one.best_factor), "kx")
         panel.set_xscale("log", base=2)

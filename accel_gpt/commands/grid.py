@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from accel_gpt.errors import require
 from accel_gpt.hub.pretrained import inherit
 
 PROGRAM = "accel-gpt sweep"
+MOST_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Grid:
 def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     """Read the configs and keys of a sweep.
 
-    Raises `UserError` if there is only one setting, or if a value is invalid.
+    Raises `UserError` if there is only one setting, if a value is invalid, or for more than
+    `MOST_RUNS` runs.
     """
     given = read_arguments(arguments)
     out_dir = given.pop("out_dir", None)
@@ -90,6 +93,11 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         bool(several),
         "there is nothing to compare; give a second config, or an option several values, as in "
         "--optim.lr 1e-3,3e-3",
+    )
+    runs = math.prod(map(len, swept.values())) * max(1, len(seeds))
+    require(
+        runs <= MOST_RUNS,
+        f"the values make {runs:,} runs, but a sweep has at most {MOST_RUNS:,}; list fewer values",
     )
     if out_dir is None:
         first = read_values(Config, str(resolve_config(configs[0])), [])

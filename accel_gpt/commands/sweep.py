@@ -203,8 +203,8 @@ class Sweep:
             start = f"{found.verdict} between {name} and {baseline}"
             if found.clear:
                 start = f"{name} is {found.verdict} than {baseline}"
-            tokens = times(setting.tokens / self.baseline.tokens, "tokens")
-            cost = f"{tokens} and {times(self.time(setting), 'time')}"
+            tokens = as_multiple(setting.tokens / self.baseline.tokens, "tokens")
+            cost = f"{tokens} and {as_multiple(self.time(setting), 'time')}"
             seeds = plural(len(found.differences), "seed")
             parts.append(f"{start} with {cost}: {found.cell} in {self.unit} over {seeds}")
         for one, diverged in {name: found.diverged, baseline: found.baseline_diverged}.items():
@@ -215,7 +215,7 @@ class Sweep:
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
 
 
-def times(factor: float | None, name: str) -> str:
+def as_multiple(factor: float | None, name: str) -> str:
     """Format a factor on tokens or time; None: the time is not known."""
     if factor is None:
         return f"unknown {name}"

@@ -172,7 +172,8 @@ def no_progress_bar() -> Any:
 
     class NoProgressBar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+            options["disable"] = True
+            super().__init__(*args, **options)  # type: ignore[no-untyped-call]  # tqdm has no types
 
     return NoProgressBar
 

@@ -75,7 +75,7 @@ class Tokenizer(ABC):
     @cached_property
     def file_text(self) -> str:
         """Return the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
-        raise NotImplementedError
+        raise NotImplementedError  # not abstract: most subclasses set the attribute
 
     @abstractmethod
     def encode_array(self, text: str) -> Ids:

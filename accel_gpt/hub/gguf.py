@@ -161,6 +161,7 @@ def export_gguf(
                 model=trained,
                 written_model=model,
                 tokenizer=tokenizer,
+                vocabulary=vocabulary,
                 tokens=tokens,
                 compared_on=compared_on,
                 file=written,
@@ -360,6 +361,8 @@ class Vocabulary:
     model: str = "gpt2"  # byte-level BPE; rwkv takes the longest token that fits
     pre: str | None = None  # how text is split before merging
     merges: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()  # added tokens; special ones are plain text in a text
+    needs_nfc: bool = False  # ours normalizes text to NFC, llama.cpp does not
 
 
 def add_tokenizer(
@@ -397,9 +400,10 @@ def llama_cpp_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
         return Vocabulary(tokens=dict(enumerate(spelled)), types={}, model="rwkv")
     content = json.loads(tokenizer.file_text)
     ids = content["model"].get("vocab", {})
+    added = tuple(token["content"] for token in content["added_tokens"])
     if tokenizer.kind == "bytes":
         tokens = dict(enumerate((*BYTE_CHARS, EOT)))
-        return Vocabulary(tokens=tokens, types={256: CONTROL}, pre="gpt-2")
+        return Vocabulary(tokens=tokens, types={256: CONTROL}, pre="gpt-2", added=added)
     require(
         content["model"].get("type", "BPE") == "BPE" and isinstance(ids, dict),
         f"the tokenizer is a {content['model'].get('type')}; only byte-level BPEs can be exported",
@@ -415,7 +419,15 @@ def llama_cpp_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
         types=types,
         pre=pre_tokenizer_name(tokenizer, content),
         merges=tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in merges),
+        added=added,
+        needs_nfc=normalizer_of(content) == "NFC",
     )
+
+
+def normalizer_of(content: Mapping[str, Any]) -> str | None:
+    """Return the type of the normalizer of a tokenizer.json."""
+    normalizer: Mapping[str, str] = content.get("normalizer") or {}
+    return normalizer.get("type")
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
@@ -426,7 +438,7 @@ def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
     outer = content.get("pre_tokenizer") or {}
     steps = tuple(describe_step(step) for step in outer.get("pretokenizers", [outer]))
     found = PRE_TOKENIZERS.get(tuple(step for step in steps if step))
-    normalizer = (content.get("normalizer") or {}).get("type")
+    normalizer = normalizer_of(content)
     if found is None or normalizer not in (None, "NFC"):
         raise UserError(
             f"the tokenizer splits text with the pre-tokenizer {' + '.join(steps) or 'none'}"
@@ -473,6 +485,7 @@ def prove_equal_gguf(
     model: GPT,
     written_model: GPT,
     tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
     tokens: Tensor,
     compared_on: str,
     file: Path,
@@ -489,8 +502,8 @@ def prove_equal_gguf(
         return f"not compared: llama.cpp is not installed ({INSTALL})"
     reference = gguf_reference(model, written_model, tokens, dtype)
     texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
-    texts += [f"a {token} b{token}" for token in added_tokens(tokenizer)]
-    if normalizes_to_nfc(tokenizer):  # llama.cpp does not, and `pre_tokenizer_name` warned
+    texts += [f"a {token} b{token}" for token in vocabulary.added]
+    if vocabulary.needs_nfc:  # `pre_tokenizer_name` warned
         texts = [unicodedata.normalize("NFC", text) for text in texts]
     settings = {
         "texts": texts,
@@ -505,6 +518,8 @@ def prove_equal_gguf(
         metadata={"settings": json.dumps(settings)},
         module="accel_gpt.hub.verify_gguf",
         program="llama.cpp",
+        # else threads that wait for each other spin, which takes many times as long beside a run
+        environment={"OMP_WAIT_POLICY": "passive"},
     )
     return (
         f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its logits at "
@@ -550,11 +565,10 @@ def round_like_llama_cpp(model: GPT, dtype: str) -> None:
     table from float16 to float16 (ggml/src/ggml-cpu/vec.h).
     """
     wanted, _ = QUANTIZATION[dtype]
-    for module in model.modules():
+    for module in model.modules():  # an MLP comes before its linears: GELU is rounded first
         if isinstance(module, MLP) and model.config.mlp == "gelu":
             module.up.register_forward_hook(lambda _module, _inputs, x: round_gelu(x))
             module.down.register_forward_pre_hook(lambda _module, inputs: round_gelu(inputs[0]))
-    for module in model.modules():
         if isinstance(module, nn.Linear):
             kind = stored_as(module.weight, wanted)
             module.weight.copy_(round_to(module.weight, kind))
@@ -591,20 +605,6 @@ def greedy_tokens(model: GPT, start: Tensor) -> Tensor:
             break
         found = torch.cat((found, best.indices[:1]))
     return found[len(start) :]
-
-
-def added_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the added tokens of a tokenizer.json; special ones are plain text in a text."""
-    if isinstance(tokenizer, CharsTokenizer):
-        return []
-    return [token["content"] for token in json.loads(tokenizer.file_text)["added_tokens"]]
-
-
-def normalizes_to_nfc(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer.json normalizes text to NFC."""
-    if isinstance(tokenizer, CharsTokenizer):
-        return False
-    return (json.loads(tokenizer.file_text).get("normalizer") or {}).get("type") == "NFC"
 
 
 def plain_token(tokenizer: Tokenizer) -> int:

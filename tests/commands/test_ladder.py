@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.ladder import fit_ladder, ladder_lines, make_rung
+from accel_gpt.commands.ladder import all_rungs, fit_ladder, ladder_lines, make_rung
+from accel_gpt.commands.options import LadderCommand
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import read_values, to_flat
@@ -65,8 +67,17 @@ def ladder(law: Law, **more: object) -> Ladder:
         for i, one in enumerate(GRID)
     ]
     data = {"vocab_size": 257, "fingerprint": "f", "folder": "d", "train_tokens": 10**9}
-    return Ladder(**{"title": "t", "law": law, "rungs": rungs, "left_out": [], "config": GIVEN,
-                     "data": data, "bits_per_byte": 0.4, "windows": 0.01, **more})  # type: ignore[arg-type]  # fmt: skip
+    content: dict[str, Any] = {
+        "title": "t",
+        "law": law,
+        "rungs": rungs,
+        "left_out": [],
+        "config": GIVEN,
+        "data": data,
+        "bits_per_byte": 0.4,
+        "windows": 0.01,
+    }
+    return Ladder(**content | more)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +89,9 @@ def test_points_of_a_law_give_its_constants() -> None:
     found = fit_law(GRID, noisy(GRID, 0, noise=1e-7)).constants()
     known = {"E": 1.69, "A": 406.4, "a": 0.34, "B": 410.7, "b": 0.28}
     assert {name: value for name, (value, *_) in found.items()} == pytest.approx(known, rel=0.01)
-    assert all(low <= known[name] * 1.01 and known[name] <= high * 1.01
-               for name, (_, low, high) in found.items())  # fmt: skip
+    for name, (_, low, high) in found.items():
+        assert low <= known[name] * 1.01
+        assert known[name] <= high * 1.01
 
 
 def test_the_fit_is_that_of_scipy(law: Law) -> None:
@@ -87,7 +99,9 @@ def test_the_fit_is_that_of_scipy(law: Law) -> None:
     features, targets = law.features(GRID), np.log(noisy(GRID, 1))
 
     def huber(c: np.ndarray) -> float:
-        predicted = np.logaddexp(np.logaddexp(c[0], c[1] - c[2] * features[:, 0]), c[3] - c[4] * features[:, 1])  # fmt: skip  # noqa: E501
+        parameters, tokens = features.T
+        irreducible_and_size = np.logaddexp(c[0], c[1] - c[2] * parameters)
+        predicted = np.logaddexp(irreducible_and_size, c[3] - c[4] * tokens)
         error = np.abs(predicted - targets)
         return float(np.where(error < HUBER, error**2 / 2, HUBER * (error - HUBER / 2)).sum())
 
@@ -272,6 +286,24 @@ def test_rungs_without_a_law_are_written_with_what_to_add(
     assert f"the loss of the rungs does not fall {why}" in printed.err
     assert f"add {more}" in printed.err
     assert "exponent" not in printed.err
+
+
+def test_a_rung_for_each_seed_and_the_rungs_that_the_folder_has(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    words = small_run("--depths", "1,2", "--ratios", "0.01", "--seeds", "3,4")
+    options = LadderCommand.parse(words)
+    (tmp_path / "depth_3_ratio_0.02_seed_5").mkdir()
+    (tmp_path / "depth_3_ratio_0.02").mkdir()
+    rungs = all_rungs(options, options.given, tmp_path)
+    assert {rung.name: rung.config.seed for rung in rungs} == {
+        "depth_1_ratio_0.01_seed_3": 3,
+        "depth_1_ratio_0.01_seed_4": 4,
+        "depth_2_ratio_0.01_seed_3": 3,
+        "depth_2_ratio_0.01_seed_4": 4,
+        "depth_3_ratio_0.02_seed_5": 5,
+        "depth_3_ratio_0.02": Config.seed,
+    }
 
 
 # --------------------------------------------------------------------------- plan

@@ -21,6 +21,7 @@ from accel_gpt.commands.grid import read_grid, split_values
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.config.parse import load_config, to_yaml
 from accel_gpt.config.plan import make_plan
+from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import step_name
 from tests.conftest import THOROUGH, run_here
 from tests.helpers.runs import LAUNCH, make_run, record
@@ -368,6 +369,8 @@ def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str
     settings = read_grid(small_run(), words).settings
     assert len(settings) == 6
     assert settings[0].name == "optim.lr=1,optim.beta1=0"
+    with pytest.raises(UserError, match="make 1,002 runs, but a sweep has at most 1,000"):
+        read_grid(small_run(), [*words, "--seed", ",".join(map(str, range(167)))])
 
 
 def test_a_comma_of_a_list_separates_no_values() -> None:

@@ -127,11 +127,12 @@ def prove(
     written = model
     if model.config.mlp == "relu2":
         written = convert_to_qwen3(model, tokens)
+    vocabulary = exporting.llama_cpp_vocabulary(tokenizer)
     exporting.write_gguf(
         model=written,
         architecture=exporting.llama_cpp_architecture(written.config),
         tokenizer=tokenizer,
-        vocabulary=exporting.llama_cpp_vocabulary(tokenizer),
+        vocabulary=vocabulary,
         file=file,
         dtype=dtype,
     )
@@ -139,6 +140,7 @@ def prove(
         model=model,
         written_model=written,
         tokenizer=tokenizer,
+        vocabulary=vocabulary,
         tokens=tokens,
         compared_on="a text",
         file=file,

@@ -636,7 +636,7 @@ class LadderCommand(KeysCommand):
         positional=True,
     )
     depths: tuple[int, ...] = option(
-        (1, 2, 3, 4),
+        (2, 3, 4, 5),
         "Sizes as numbers of layers. A size of L layers has L heads and 64 L channels.",
     )
     ratios: tuple[float, ...] = option(

@@ -18,7 +18,7 @@ from accel_gpt.commands.paired import Comparison, compare
 from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.config.compare import differences
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.plan import plural
+from accel_gpt.config.plan import LENGTH, plural
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json, strict_json, write_file
@@ -111,7 +111,8 @@ class Sweep:
     def with_equal_time(self, setting: Setting) -> list[Setting]:
         """Return the setting with as many steps as the baseline's time allows, if they differ.
 
-        Returns it once, when the time is known. A resumed sweep reads the same time.
+        Returns it once, when the time is known. A resumed sweep reads the same time. A setting that
+        only has another length would be the baseline.
         """
         time = self.time(setting)
         if time is None or setting not in self.untimed:
@@ -122,6 +123,8 @@ class Sweep:
             return []
         line = f"{setting.name} takes {time:.2f} x the time of {self.baseline.name}"
         try:
+            if not self.differs_with_equal_steps(setting):
+                return []
             equal = setting.with_steps(steps)
         except UserError as error:
             self.lines.append(f"{line}, but is not trained for equal time: {error}")
@@ -129,6 +132,14 @@ class Sweep:
         write_err(f"{line}, so it is also trained for {plural(steps, 'step')}")
         self.times[equal.name] = self.times[setting.name]
         return [equal]
+
+    def differs_with_equal_steps(self, setting: Setting) -> bool:
+        """Return whether a setting differs from the baseline in more than its length.
+
+        Raises `UserError` if it cannot have the baseline's number of steps.
+        """
+        equal = setting.with_steps(self.baseline.steps)
+        return not set(self.changed(("",), equal)) <= {*LENGTH, "train.stop_at"}
 
     def time(self, setting: Setting) -> float | None:
         """Return the time of a run, divided by the baseline's; None: not known."""

@@ -222,6 +222,20 @@ def test_a_length_that_a_sweep_varies_is_replaced_for_equal_seconds(
     assert (train.max_steps, train.max_tokens, train.stop_at) == (12, None, 3)
 
 
+@pytest.mark.parametrize("shape", [(), ("--model.depth", "2")])
+def test_a_setting_that_is_only_longer_is_not_trained_for_equal_seconds(
+    shape: tuple[str, ...], made: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be the baseline again."""
+    assert made(*shape, "--train.max_steps", "12,24", "--seed=1,2,3,4,5") == 0
+    (verdict,) = verdicts(capsys)
+    assert "with 2.00 x the tokens and 2.00 x the time" in verdict
+    assert {name.partition(",seed")[0] for name in Trained.launched} == {
+        "train.max_steps=12",
+        "train.max_steps=24",
+    }
+
+
 def test_a_warm_up_that_equal_seconds_do_not_allow_is_named_and_the_sweep_goes_on(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,14 +263,6 @@ def test_a_time_that_is_known_late_is_used_for_all_seeds(
     assert made("--model.n_layer", "2,9", "--seed=1,2") == 0
     assert "model.n_layer=9 diverged with 1 of 2 seeds: 1" in " ".join(verdicts(capsys))
     assert Trained.launched[-2:] == [f"model.n_layer=9,3_steps,seed={seed}" for seed in (1, 2)]
-
-
-def test_a_longer_run_claims_no_equal_tokens(
-    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert made("--train.max_steps", "12,18", "--seed=1,2,3") == 0
-    assert " with 1.50 x the tokens and 1.50 x the time: " in verdicts(capsys)[0]
-    assert "train.max_steps=18,12_steps,seed=1" in Trained.launched
 
 
 @pytest.mark.parametrize("lr", ["1", "2"])

@@ -7,6 +7,7 @@ docs/reference/python.md describes both. Importing this package imports no torch
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ("Run", "load", "run")
+
+# How often a thread of torch on a CPU looks for the others before it sleeps. The default of libgomp
+# is 300,000, milliseconds: beside other work, it keeps the core from the thread that it waits for.
+# Read when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,6 @@ PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", PLACE)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run side by side
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for child processes
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning takes the cores of other tests
 MOST_WORKERS = 8  # each imports torch; more gain little
 NO_VOCABULARY = "GPT-2's published vocabulary is not available: TIKTOKEN_CACHE_DIR holds none"
 WORDS = [

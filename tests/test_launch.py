@@ -129,6 +129,25 @@ def test_all_cores_are_used_though_the_launcher_sets_one_thread(
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(
+    not [*Path(torch.__file__).parent.glob("lib/libgomp*")], reason="torch without libgomp"
+)
+@pytest.mark.parametrize(
+    ("variable", "value", "spins"),
+    [("", "", "1000"), ("GOMP_SPINCOUNT", "7", "7"), ("OMP_WAIT_POLICY", "active", "30000000000")],
+)
+def test_threads_do_not_wait_awake_for_milliseconds(variable: str, value: str, spins: str) -> None:
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        environment.pop(name, None)
+    if variable:
+        environment[variable] = value
+    command = [sys.executable, TRAIN, "missing.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "missing.yaml does not exist" in done.stderr
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
 def test_a_config_for_a_gpu_warns_on_a_cpu(small_run: Arguments, tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "accelerate" / "one_gpu.yaml")
     short = ("--train.max_steps", "2", "--schedule.warmup_steps", "0")

@@ -518,8 +518,6 @@ def prove_equal_gguf(
         metadata={"settings": json.dumps(settings)},
         module="accel_gpt.hub.verify_gguf",
         program="llama.cpp",
-        # else threads that wait for each other spin, which takes many times as long beside a run
-        environment={"OMP_WAIT_POLICY": "passive"},
     )
     return (
         f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its logits at "

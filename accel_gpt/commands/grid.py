@@ -137,10 +137,18 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     while rest:
         key, equals, text = rest.pop(0)[2:].partition("=")
         if not equals:
-            is_flag = not rest or rest[0].startswith("--")
-            text = "true" if is_flag else rest.pop(0)
+            has_value = bool(rest) and not rest[0].startswith("--")
+            require(has_value or is_flag(key), f"--{key} needs a value")
+            text = rest.pop(0) if has_value else "true"
         given[key.replace("-", "_")] = text
     return given
+
+
+def is_flag(key: str) -> bool:
+    """Return whether a key is true or false; raise `UserError` for an unknown one."""
+    key = key.replace("-", "_")
+    check_not_removed(key)
+    return bool in alternatives(check_key(Config, key, "on the command line"))
 
 
 def split_values(key: str, text: str) -> list[str]:

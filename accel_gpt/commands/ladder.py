@@ -22,7 +22,7 @@ from accel_gpt.config.plan import LENGTH, plural
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.cost.rungs import config_at, run_size, shape_keys
 from accel_gpt.cost.scaling import FILE, LEVEL, SIZES, Ladder, Size
-from accel_gpt.cost.scaling_fit import FEWEST_RUNGS, NoLawError, fit_law, law_terms
+from accel_gpt.cost.scaling_fit import NoLawError, fit_law, law_terms
 from accel_gpt.data.planning import data_folders, split_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
@@ -30,7 +30,7 @@ from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.report.page import build_page
 from accel_gpt.report.plots import ladder_png
 from accel_gpt.report.runs import open_runs
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import RunFolder, locked
 
 NAME = re.compile(r"depth_(\d+)_ratio_(\d+(?:\.\d+)?(?:e-?\d+)?)(?:_seed_(\d+))?")
 MEASURED = ("rung", "parameters", "tokens", "FLOPs", "loss", "bits per byte")  # columns
@@ -65,9 +65,15 @@ def run(options: LadderCommand) -> int:
     If the rungs give no law, writes their table and page without one, then raises `UserError` with
     the rungs to add.
     """
+    out = Path(options.out or f"{options.base.out_dir.rstrip('/')}_ladder")
+    with locked(out):
+        return train_and_fit(options, out)
+
+
+def train_and_fit(options: LadderCommand, out: Path) -> int:
+    """Do what `run` does in its locked folder."""
     given = dict(options.given)
     base = options.base
-    out = Path(options.out or f"{base.out_dir.rstrip('/')}_ladder")
     if base.data.train == str(Path(base.out_dir, "data")):
         # prepared from data.text, once for all rungs
         given["data.train"] = str(out / "data")
@@ -331,8 +337,6 @@ def rungs_to_add(rungs: Sequence[Rung], error: NoLawError) -> str:
     else:
         kind = "longer"
         ratios = [2 * ratios[-1], 4 * ratios[-1]]
-        while len(rungs) + len(depths) * len(ratios) < FEWEST_RUNGS[2]:
-            ratios.append(2 * ratios[-1])
     return (
         f"add {kind} rungs: repeat the command with --depths {','.join(map(str, depths))} "
         f"--ratios {','.join(f'{ratio:g}' for ratio in ratios)}"

@@ -64,16 +64,21 @@ def compare(
     mean = statistics.fmean(differences.values()) if n else math.inf
     worse = len(diverged - baseline_diverged)
     better = len(baseline_diverged - diverged)
-    evidence = log_bayes_factor([*differences.values()]) + log_sign_factor(worse, better)
+    from_losses = log_bayes_factor([*differences.values()])
+    from_divergence = log_sign_factor(worse, better)
+    evidence = from_losses + from_divergence
+    effects = set()  # -1: better, 1: worse
+    if from_losses > 0:
+        effects.add(math.copysign(1, mean))
+    if worse != better:  # one such seed is no evidence, but a reason to call nothing better
+        effects.add(math.copysign(1, worse - better))
     verdict = f"no difference that {len(seeds)} seeds could show"
     if len(seeds) < FEWEST:
         verdict = f"no verdict from fewer than {FEWEST} seeds"
     elif evidence >= math.log(settings / WRONG):
         verdict = "no verdict"  # lower losses, but it diverges more often; or the reverse
-        if mean <= 0 and worse <= better:
-            verdict = "better"
-        elif mean >= 0 and worse >= better:
-            verdict = "worse"
+        if len(effects) == 1:
+            verdict = "better" if effects == {-1} else "worse"
     return Comparison(
         differences=differences,
         seeds=len(seeds),

@@ -26,7 +26,7 @@ from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import Progress, write_err
 from accel_gpt.cost.rungs import recipe_differences
-from accel_gpt.errors import DivergedError, UserError
+from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, SIGNALS, STOP_WITH_PARENT, child_error, launch_child
 from accel_gpt.training.run_folder import RunFolder
@@ -51,17 +51,25 @@ class SeriesRun:
         self.folder = out / safe
         self.log = self.folder / "output.log"
         self.config = out / f"{safe}.yaml"
-        before = RunFolder(self.folder).read_config()
+        folder = RunFolder(self.folder)
+        before = folder.read_config()
         changed = recipe_differences(config, before)
         train = to_flat(config)["data.train"]
-        if before.get("data.train", train) != train != str(out / "data"):
+        prepared_for_series = train == str(out / "data")
+        if before and before.get("data.train", train) != train and not prepared_for_series:
             changed["data.train"] = (train, before["data.train"])
-        for key, (now, then) in changed.items():
+        if changed:
+            key, (now, then) = next(iter(changed.items()))
             raise UserError(
                 f"{self.folder} was trained with {key} {then}, but now has {now}; set it to the "
                 "same value, or choose another folder"
             )
         self.steps = make_plan(config, 1).last_step
+        require(
+            folder.step <= self.steps,
+            f"{self.folder} was trained to step {folder.step}, but now ends at step {self.steps}; "
+            "leave out train.stop_at, or choose another folder",
+        )
         self.divergence = self.folder / "diverged.txt"  # the error of a run that diverged
         out.mkdir(parents=True, exist_ok=True)
         write_file(self.config, [to_yaml(config).encode()])

@@ -5,12 +5,14 @@ folder below `--out_dir`. The result goes to `sweep.json` and `report.html` ther
 docs/explanation/sweep.md describes the comparison.
 """
 
+import contextlib
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from accel_gpt.commands.grid import Grid, Setting
 from accel_gpt.commands.options import SweepCommand
@@ -65,7 +67,7 @@ class Sweep:
         self.folders: dict[tuple[int, str], Path] = {}  # of the runs, by seed and setting
         self.times: dict[str, float] = {}  # seconds of a step
         if (self.folder / TIMES).exists():
-            self.times = read_json(self.folder / TIMES)
+            self.times = read_times(self.folder / TIMES)
         self.untimed = [*self.others]  # their steps in equal time are not known
         self.lines: list[str] = []  # below the table
         self.failed = False
@@ -122,9 +124,9 @@ class Sweep:
         if abs(time - 1) <= SAME_TIME or steps == setting.steps:
             return []
         line = f"{setting.name} takes {time:.2f} x the time of {self.baseline.name}"
+        if not self.differs_with_equal_steps(setting):
+            return []
         try:
-            if not self.differs_with_equal_steps(setting):
-                return []
             equal = setting.with_steps(steps)
         except UserError as error:
             self.lines.append(f"{line}, but is not trained for equal time: {error}")
@@ -134,11 +136,11 @@ class Sweep:
         return [equal]
 
     def differs_with_equal_steps(self, setting: Setting) -> bool:
-        """Return whether a setting differs from the baseline in more than its length.
-
-        Raises `UserError` if it cannot have the baseline's number of steps.
-        """
-        equal = setting.with_steps(self.baseline.steps)
+        """Return whether a setting differs from the baseline in more than its length."""
+        try:
+            equal = setting.with_steps(self.baseline.steps)
+        except UserError:  # its warm-up and decay need more steps
+            return True
         return not set(self.changed(("",), equal)) <= {*LENGTH, "train.stop_at"}
 
     def time(self, setting: Setting) -> float | None:
@@ -224,6 +226,19 @@ class Sweep:
                 count = plural(found.seeds, "seed")
                 parts.append(f"{one} diverged with {len(diverged)} of {count}: {seeds}")
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
+
+
+def read_times(path: Path) -> dict[str, float]:
+    """Read the seconds of a step by setting; raise `UserError` if the file is damaged."""
+    found: Any = None
+    with contextlib.suppress(ValueError):
+        found = read_json(path)
+    times = found.values() if isinstance(found, dict) else [None]
+    require(
+        all(isinstance(time, float) and time > 0 for time in times),
+        f"{path} is damaged; remove it, and the times are read from the runs again",
+    )
+    return dict(found)
 
 
 def as_multiple(factor: float | None, name: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import in_steps
-from accel_gpt.config.vocabulary import vocabulary
+from accel_gpt.config.vocabulary import implied_vocab_size
 from accel_gpt.errors import require
 
 HEAD_SIZE = 64  # channels of a head, and of the width for each layer; GPT-2
@@ -133,7 +133,7 @@ def parameters(options: Mapping[str, Any]) -> Parameters:
         n_head=REFERENCE_WIDTH // HEAD_SIZE,
         n_layer=REFERENCE_DEPTH,
     )
-    vocab_size = vocabulary(options)
+    vocab_size = implied_vocab_size(options)
     return Parameters(
         run=scaling_parameters(model, vocab_size),
         reference=scaling_parameters(reference, vocab_size),
@@ -149,7 +149,7 @@ def batch_options(value: Callable[[str], Any], N: Parameters) -> dict[str, Any]:
     doublings = max(0, round(math.log2(best / (block_size * sequences))))
     found: dict[str, Any] = {"train.tokens_per_step": block_size * sequences * 2**doublings}
     B = value("train.tokens_per_step") or found["train.tokens_per_step"]
-    found["train.micro_batch_size"] = max(1, min(MICRO_BATCH, B // block_size))
+    found["train.micro_batch_size"] = math.gcd(MICRO_BATCH, max(1, B // block_size))
     if not value("train.max_steps"):
         found["train.max_tokens"] = max(1, round(TOKENS_PER_PARAMETER * N.run / B)) * B
     return found

@@ -71,6 +71,9 @@ def config_of(given: Mapping[str, Any], inherit: Inherit = dict) -> Config:
     if values.get("model.init_from", "scratch") != "scratch":
         values.update(inherit(values))
     if values.get("model.depth") is not None:
+        for key, one in all_options(Config).items():  # the rules compute with them
+            problem = one.problem(values.get(key))
+            require(problem is None, f"{key} is {values.get(key)}; {problem}")
         values |= depth_defaults(values)
     for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
         values.setdefault(f"model.{key}", value)

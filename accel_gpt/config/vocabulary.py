@@ -13,7 +13,7 @@ from accel_gpt.files import read_json
 KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
 
 
-def vocabulary(given: Mapping[str, Any]) -> int:
+def implied_vocab_size(given: Mapping[str, Any]) -> int:
     """Return the vocabulary size that the config sets or implies.
 
     Raises `UserError` if the size is unknown.
@@ -24,9 +24,9 @@ def vocabulary(given: Mapping[str, Any]) -> int:
     trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
     size = (
         given.get("model.vocab_size")
-        or tokenizer_vocabulary(tokenizer, trained)
-        or prepared_vocabulary(given.get("data.train"))
-        or file_vocabulary(str(tokenizer))
+        or tokenizer_vocab_size(tokenizer, trained)
+        or prepared_vocab_size(given.get("data.train"))
+        or file_vocab_size(str(tokenizer))
     )
     subject = f"the size of tokenizer {tokenizer}" if tokenizer else "its size"
     require(
@@ -34,10 +34,11 @@ def vocabulary(given: Mapping[str, Any]) -> int:
         f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
         f"{subject} is unknown; set model.vocab_size",
     )
-    return int(size or 0)
+    assert size is not None
+    return int(size)
 
 
-def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
+def tokenizer_vocab_size(name: str | None, trained: int) -> int | None:
     """Return the vocabulary size of the tokenizer `name`; None if the name is not enough.
 
     `trained` is the size of a bpe trained on the text.
@@ -47,7 +48,7 @@ def tokenizer_vocabulary(name: str | None, trained: int) -> int | None:
     return KNOWN_VOCABULARIES.get(str(name))
 
 
-def file_vocabulary(name: str) -> int | None:
+def file_vocab_size(name: str) -> int | None:
     """Return the vocabulary size of a tokenizer.json; None if there is none.
 
     `name` is a file, a folder, or a Hub id that is in the local cache.
@@ -66,7 +67,7 @@ def file_vocabulary(name: str) -> int | None:
     return None
 
 
-def prepared_vocabulary(train: Any) -> int | None:
+def prepared_vocab_size(train: Any) -> int | None:
     """Return the vocabulary size of the first folder in `data.train`; None if unknown."""
     folder: Any = train
     if isinstance(train, tuple | list) and train:

@@ -4,6 +4,7 @@ The fit minimizes the Huber loss of the error in log L, from a grid of starting 
 al. 2022, appendix D.3). The shapes n, K and M are defined in scaling.py.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from types import MappingProxyType
@@ -65,13 +66,22 @@ def law_terms(sizes: Sequence[Size]) -> tuple[str, ...]:
                 remedy=True,
             )
     needed = FEWEST_RUNGS[len(names)]
-    if len(sizes) < needed:
+    found = count_sizes(sizes)
+    if found < needed:
         raise NoLawError(
-            f"there are {len(sizes)} rungs, but a law in {listed(names)} needs {needed}; give more "
-            "--depths or --ratios",
+            f"there are {found} rungs of different sizes, but a law in {listed(names)} needs "
+            f"{needed}; give more --depths or --ratios",
             remedy=True,
         )
     return names
+
+
+def count_sizes(sizes: Sequence[Size]) -> int:
+    """Count the different sizes: runs with another seed repeat one."""
+    lengths: defaultdict[int, list[int]] = defaultdict(list)  # tokens, by parameters
+    for size in sizes:
+        lengths[size.parameters].append(size.tokens)
+    return sum(count_values(tokens) for tokens in lengths.values())
 
 
 def count_values(numbers: Sequence[float]) -> int:

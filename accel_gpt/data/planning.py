@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.vocabulary import tokenizer_vocabulary
+from accel_gpt.config.vocabulary import tokenizer_vocab_size
 from accel_gpt.cost.forecast import evaluation_count
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.sources import open_data
@@ -56,7 +56,7 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
 def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
     """Return the vocabulary size of the tokenizer `name`, and where it comes from."""
     prepare = config.data.prepare
-    known = tokenizer_vocabulary(name, prepare.vocab_size)
+    known = tokenizer_vocab_size(name, prepare.vocab_size)
     if known:
         return known, f"tokenizer {name}"
     if name == "chars":

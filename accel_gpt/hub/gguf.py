@@ -606,12 +606,12 @@ def greedy_tokens(model: GPT, start: Tensor) -> Tensor:
 
 
 def plain_token(tokenizer: Tokenizer) -> int:
-    """Return the id of a token that is a letter, a digit or another character of ASCII."""
+    """Return the id of a token of whole printable characters."""
     for i in range(tokenizer.vocab_size):
         text = tokenizer.decode([i])
-        if i != tokenizer.eot_id and text.isascii() and text.isprintable() and text:
+        if i != tokenizer.eot_id and text and text.isprintable() and "\ufffd" not in text:
             return i
-    raise UserError("the tokenizer has no token of ASCII, which the comparison needs")
+    raise UserError("the tokenizer has no token that can be printed; the comparison needs one")
 
 
 def texts_to_compare(tokenizer: Tokenizer, text: str, n: int) -> list[str]:

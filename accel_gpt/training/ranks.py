@@ -138,7 +138,7 @@ def keep_group() -> None:
     (https://github.com/pytorch/pytorch/issues/56297; seen with torch 2.13).
     """
     if dist.group.WORLD is not None:
-        _kept_groups.append(dist.group.WORLD)
+        _kept_groups[:] = [dist.group.WORLD]
 
 
 def sees_main(folder: Path) -> list[bool]:

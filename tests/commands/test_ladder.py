@@ -23,9 +23,9 @@ from accel_gpt.config.parse import read_values, to_flat
 from accel_gpt.console import run_main
 from accel_gpt.cost.scaling import Ladder, Law, Size, read_ladder
 from accel_gpt.cost.scaling_fit import HUBER, fit_law, minimize
-from accel_gpt.errors import UserError
+from accel_gpt.errors import BusyError, UserError
 from accel_gpt.report.plots import ladder_png
-from accel_gpt.training.run_folder import RunFolder, step_name
+from accel_gpt.training.run_folder import RunFolder, locked, step_name
 from tests.conftest import THOROUGH
 from tests.helpers.runs import LAUNCH, make_run, record
 
@@ -138,7 +138,8 @@ def test_intervals_hold_nine_of_ten_runs(sizes: list[Size]) -> None:
         (SINGLE[:3] * 2, [3.0] * 6, "3 values of FLOPs, but a law in FLOPs needs 4"),
         (GRID[:6], [4.0] * 6, "2 values of parameters, but .* needs 3; give more --depths"),
         (SAME_TOKENS, [4.0] * 6, "2 values of tokens, but .* needs 3; give more --ratios"),
-        (GRID[:9:2], [4.0] * 5, "there are 5 rungs, but a law in parameters and tokens needs 6"),
+        (GRID[:9:2], [4.0] * 5, "there are 5 rungs of different sizes, but a law in .* needs 6"),
+        (2 * GRID[::4], [4.0] * 6, "there are 3 rungs of different sizes, but a law in .* needs 6"),
         (SINGLE, [3.0, 3.1, 3.3, 3.4], "the loss of the rungs does not fall with their FLOPs"),
     ],
 )
@@ -304,6 +305,15 @@ def test_a_rung_for_each_seed_and_the_rungs_that_the_folder_has(
         "depth_3_ratio_0.02_seed_5": 5,
         "depth_3_ratio_0.02": Config.seed,
     }
+
+
+def test_a_folder_that_another_ladder_uses_is_refused(
+    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = small_run("--depths", "1,2,3", "--ratios", "1,2,4", "--out", str(tmp_path / "ladder"))
+    with locked(tmp_path / "ladder"):
+        assert run_main(dispatch, ["ladder", *words]) == BusyError.exit_code
+    assert f"{tmp_path / 'ladder'} is in use" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- plan

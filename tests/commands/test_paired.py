@@ -69,6 +69,17 @@ def test_neither_unit_nor_sign_matters(differences: list[float], unit: float) ->
         assert before < math.log(1 / WRONG)
 
 
+@pytest.mark.parametrize("mean", [-1e-4, 0.0, 1e-4])
+def test_losses_that_show_nothing_do_not_veto_what_divergence_shows(mean: float) -> None:
+    noise = [0.011, -0.013, 0.002, -0.007, 0.015, -0.008]  # with mean 0
+    losses = {seed: 5.0 + mean + one for seed, one in enumerate(noise, start=1)}
+    losses |= dict.fromkeys(range(7, 21), math.inf)
+    assert compare(losses, BASELINE, 1).verdict == "worse"
+    assert compare(BASELINE, losses, 1).verdict == "better"
+    clearly_lower = {seed: loss - 1 for seed, loss in losses.items()}
+    assert compare(clearly_lower, BASELINE, 1).verdict == "no verdict"
+
+
 def test_equal_differences_and_equal_runs() -> None:
     assert seeds_until_clear(np.zeros(20)) is None
     assert seeds_until_clear(np.full(20, -0.25)) == FEWEST

@@ -256,6 +256,31 @@ def test_other_seeds_in_front_keep_the_runs_for_equal_seconds(made: Callable[...
     assert names == [f"model.n_layer=3,8_steps,seed={seed}" for seed in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("text", ["{bad", "[]", '{"model.n_layer=2": 0}'])
+def test_damaged_times_are_an_error(
+    text: str, made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert made("--model.n_layer", "2,3") == 0
+    file = tmp_path / "sweep/seconds_per_step.json"
+    file.write_text(text)
+    capsys.readouterr()
+    assert made("--model.n_layer", "2,3") == 2
+    assert f"{file} is damaged; remove it" in capsys.readouterr().err
+    file.unlink()
+    assert made("--model.n_layer", "2,3") == 0
+
+
+def test_a_warm_up_that_the_baseline_could_not_hold_is_trained_for_equal_time(
+    made: Callable[..., int], small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The baseline has 12 steps, the other setting 24 in the same time, 15 of them warm-up."""
+    other = tmp_path / "other.yaml"
+    changes = ["--model.n_layer=1", "--train.max_steps=60", "--schedule.warmup_steps=15"]
+    other.write_text(to_yaml(load_config(small_run(*changes), "")))
+    assert made(str(other), "--seed=1,2,3") == 0
+    assert f"{other},24_steps,seed=1" in Trained.launched
+
+
 def test_a_time_that_is_known_late_is_used_for_all_seeds(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +400,9 @@ def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str
     settings = read_grid(small_run(), words).settings
     assert len(settings) == 6
     assert settings[0].name == "optim.lr=1,optim.beta1=0"
+    with pytest.raises(UserError, match="--out_dir needs a value"):
+        read_grid(small_run(), [*words, "--out_dir"])
+    assert read_grid(small_run(), [*words, "--train.compile"]).settings[0].config.train.compile
     with pytest.raises(UserError, match="make 1,002 runs, but a sweep has at most 1,000"):
         read_grid(small_run(), [*words, "--seed", ",".join(map(str, range(167)))])
 
@@ -397,6 +425,9 @@ def test_the_runs_of_another_sweep_are_not_taken(
     assert made("--optim.lr", "1e-3,3e-3", f"--{key}") == 2
     name, _, value = key.partition("=")
     assert re.search(rf"was trained with {name} .*, but now has {value}; ", capsys.readouterr().err)
+    capsys.readouterr()
+    assert made("--optim.lr", "1e-3,3e-3", "--train.stop_at=5") == 2
+    assert "was trained to step 12, but now ends at step 5; " in capsys.readouterr().err
     (tmp_path / "sweep/run.json").touch()
     assert made("--optim.lr", "1e-3,3e-3") == 2
     assert f"{tmp_path / 'sweep'} is the folder of a run" in capsys.readouterr().err

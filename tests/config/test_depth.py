@@ -58,8 +58,38 @@ def test_a_step_has_whole_micro_batches(load: Load, block_size: int) -> None:
     shape = ("--model.vocab_size", 257, "--model.depth", 2, "--model.block_size", block_size)
     for more in ((), ("--train.micro_batch_size", 6), ("--train.micro_batch_size", "auto")):
         config = load(*shape, *more)
-        assert make_plan(config, 1).tokens_per_step % block_size == 0
+        assert make_plan(config, 1).tokens_per_step == config.train.tokens_per_step
     assert load(*shape, "--train.micro_batch_size", 6).train.tokens_per_step % 6 == 0
+
+
+@pytest.mark.parametrize("value", [0, -5])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.depth",
+        "model.n_embd",
+        "model.block_size",
+        "model.vocab_size",
+        "train.micro_batch_size",
+        "train.tokens_per_step",
+        "train.max_steps",
+        "train.max_tokens",
+        "optim.lr_factor",
+    ],
+)
+def test_a_number_below_its_bound_is_refused_by_name(load: Load, key: str, value: int) -> None:
+    shape = {"--model.vocab_size": 257, "--model.depth": 2, "--model.block_size": 64}
+    words = [word for pair in (shape | {f"--{key}": value}).items() for word in pair]
+    with pytest.raises(UserError, match=rf"^{key} is {value}(\.0)?; it must be above 0"):
+        load(*words)
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(6144, 8), (5120, 4), (256, 1), (65_536, 16)])
+def test_the_micro_batch_divides_a_batch_that_the_config_sets(
+    load: Load, tokens: int, sequences: int
+) -> None:
+    shape = ("--model.vocab_size", 257, "--model.depth", 2, "--model.block_size", 256)
+    assert load(*shape, "--train.tokens_per_step", tokens).train.micro_batch_size == sequences
 
 
 def test_no_two_depths_share_a_width() -> None:

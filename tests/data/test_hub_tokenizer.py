@@ -12,7 +12,7 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config.vocabulary import file_vocabulary
+from accel_gpt.config.vocabulary import file_vocab_size
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_gpt2, load_tokenizer, named_tokenizer
@@ -68,7 +68,7 @@ def test_a_tokenizer_of_the_hub_gives_the_ids_of_transformers(
     """Also after a preparation is stopped, and resumed while the Hub is unreachable."""
     theirs = transformers.AutoTokenizer.from_pretrained(REPO)
     assert theirs.eos_token == "<|stop|>"
-    assert file_vocabulary(f"hf://{REPO}@main") == len(theirs)
+    assert file_vocab_size(f"hf://{REPO}@main") == len(theirs)
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr("accel_gpt.prepare.prepare.write_index", Mock(side_effect=full))
@@ -105,7 +105,7 @@ def test_a_wrong_id_is_one_sentence(
     assert len(errors) == 1
     assert sentence in errors[0]
     assert not (tmp_path / "made").exists()
-    assert file_vocabulary(name) is None
+    assert file_vocab_size(name) is None
 
 
 @pytest.mark.parametrize("repo", ["openai-community/gpt2", "gpt2"])

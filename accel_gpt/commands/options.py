@@ -591,7 +591,7 @@ class SweepCommand(Command):
     """Compare configs, or values of --section.key options, listed with commas, over seeds.
 
     Each setting is compared with the first one, by runs with the same seed, at equal tokens and at
-    equal seconds. A setting takes no further seeds once the answer is clear. The same command
+    equal time. A setting takes no further seeds once the answer is clear. The same command
     resumes a stopped sweep; you may add seeds and values. Examples:
       accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --out_dir runs/rates
       accel-gpt sweep gpt2_124m fast_124m --seed 1,2,3,4,5
@@ -621,8 +621,8 @@ class LadderCommand(KeysCommand):
 
     You can also set any --section.key of the config, for all rungs. The same command resumes a
     stopped ladder; other depths or ratios add rungs. Examples:
-      accel-gpt ladder quickstart --depths 2,3,4,5
-      accel-gpt ladder quickstart --depths 2,3,4 --ratios 0.5,1,2 --out runs/ladder
+      accel-gpt ladder quickstart
+      accel-gpt ladder quickstart --depths 2,3,4 --ratios 1,2,4 --out runs/ladder
       accel-gpt ladder gpt2_124m --depths 4,5,6,8 --seeds 1,2
     """
 
@@ -636,11 +636,11 @@ class LadderCommand(KeysCommand):
         positional=True,
     )
     depths: tuple[int, ...] = option(
-        (2, 3, 4, 5),
+        (2, 3, 4),
         "Sizes as numbers of layers. A size of L layers has L heads and 64 L channels.",
     )
     ratios: tuple[float, ...] = option(
-        (10.5,),
+        (0.5, 1.0, 2.0),
         "Lengths as tokens per parameter of blocks and head.",
     )
     seeds: tuple[int, ...] = option(

@@ -40,7 +40,7 @@ MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
 WARMUP = 40  # steps
 COOLDOWN = 0.65  # share of the run
 FLOOR = 0.05  # share of the peak learning rate
-MICRO_BATCH = 16  # sequences, unless a step has fewer
+MICRO_BATCH = 16  # sequences, or the largest power of two below that divides the batch
 KINDS: Mapping[str, Any] = MappingProxyType(
     {"model.preset": "fast", "optim.name": "muon", "schedule.name": "wsd"}
 )

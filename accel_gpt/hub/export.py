@@ -261,7 +261,7 @@ def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) ->
         (COMPARED_SEQUENCES, length),
         generator=torch.Generator().manual_seed(0),
     )
-    return tokens, f"{COMPARED_SEQUENCES} x {length} random tokens ({reason})"
+    return tokens, f"{COMPARED_SEQUENCES} sequences of {length} random tokens ({reason})"
 
 
 def read_val_tokens(path: str, length: int, vocab_size: int) -> tuple[Tensor, str]:

@@ -521,9 +521,8 @@ def prove_equal_gguf(
     )
     return (
         f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its logits at "
-        f"{len(reference['log_probabilities'])} tokens differ by at most "
-        f"{report['difference']:.1e} from ours on {compared_on}, the ids of {len(texts):,} texts "
-        "are equal"
+        f"{len(reference['lengths'])} tokens differ by at most {report['difference']:.1e} from "
+        f"ours, on the first of {compared_on}; the ids of {len(texts):,} texts are equal"
     )
 
 
@@ -538,7 +537,8 @@ def gguf_reference(model: GPT, written_model: GPT, tokens: Tensor, dtype: str) -
     """
     longest = min(COMPARED_TOKENS, model.config.block_size - 1)  # one more is predicted
     prompt = tokens[0, :longest]
-    lengths = torch.linspace(1, len(prompt), steps=COMPARED_POSITIONS).long()
+    steps = min(COMPARED_POSITIONS, len(prompt))
+    lengths = torch.linspace(1, len(prompt), steps=steps).long()
     logits = model(prompt.unsqueeze(0))[0]  # (T, V)
     reference = {
         "tokens": prompt,

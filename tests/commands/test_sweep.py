@@ -167,12 +167,12 @@ def test_added_seeds_and_values_keep_the_runs_that_exist(
     assert len(Trained.launched) == 6
 
 
-def test_a_slower_setting_is_trained_again_for_equal_seconds(
+def test_a_slower_setting_is_trained_again_for_equal_time(
     made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """3 layers take 1.5 times as long as 2, so 8 of 12 steps take equal seconds.
+    """3 layers take 1.5 times as long as 2, so 8 of 12 steps take equal time.
 
-    Four seeds show that they are better at equal tokens; the fifth is for equal seconds.
+    Four seeds show that they are better at equal tokens; the fifth is for equal time.
     """
     assert made("--model.n_layer", "2,3", FIVE) == 0
     as_configured, in_time = verdicts(capsys)
@@ -197,7 +197,7 @@ def test_a_slower_setting_is_trained_again_for_equal_seconds(
     assert (other["steps"], shorter["steps"]) == (12, 8)
 
 
-def test_with_a_depth_the_rates_follow_from_the_length_for_equal_seconds(
+def test_with_a_depth_the_rates_follow_from_the_length_for_equal_time(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "deep.yaml"
@@ -212,7 +212,7 @@ def test_with_a_depth_the_rates_follow_from_the_length_for_equal_seconds(
     assert shorter.schedule.warmup_steps < deep.config.schedule.warmup_steps
 
 
-def test_a_length_that_a_sweep_varies_is_replaced_for_equal_seconds(
+def test_a_length_that_a_sweep_varies_is_replaced_for_equal_time(
     small_run: Callable[..., list[str]],
 ) -> None:
     words = ["--train.max_tokens", "2560,5120", "--train.stop_at", "5"]
@@ -223,7 +223,7 @@ def test_a_length_that_a_sweep_varies_is_replaced_for_equal_seconds(
 
 
 @pytest.mark.parametrize("shape", [(), ("--model.depth", "2")])
-def test_a_setting_that_is_only_longer_is_not_trained_for_equal_seconds(
+def test_a_setting_that_is_only_longer_is_not_trained_for_equal_time(
     shape: tuple[str, ...], made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It would be the baseline again."""
@@ -236,7 +236,7 @@ def test_a_setting_that_is_only_longer_is_not_trained_for_equal_seconds(
     }
 
 
-def test_a_warm_up_that_equal_seconds_do_not_allow_is_named_and_the_sweep_goes_on(
+def test_a_warm_up_that_equal_time_do_not_allow_is_named_and_the_sweep_goes_on(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert made("--model.n_layer", "2,12", "--schedule.warmup_steps", "6", "--seed=1,2,3") == 0
@@ -248,7 +248,7 @@ def test_a_warm_up_that_equal_seconds_do_not_allow_is_named_and_the_sweep_goes_o
     assert verdict.startswith("model.n_layer=12 is better than model.n_layer=2 ")
 
 
-def test_other_seeds_in_front_keep_the_runs_for_equal_seconds(made: Callable[..., int]) -> None:
+def test_other_seeds_in_front_keep_the_runs_for_equal_time(made: Callable[..., int]) -> None:
     """With seed 3 the same setting takes 10 % more time: 7 of 12 steps, not 8."""
     assert made("--model.n_layer", "2,3", "--seed=1,2") == 0
     assert made("--model.n_layer", "2,3", "--seed=3,1,2") == 0

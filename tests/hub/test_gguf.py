@@ -295,6 +295,13 @@ def test_a_constant_of_a_token_is_no_difference() -> None:
     assert different_values(reference, theirs) is not None
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_text_without_ascii_is_exported(tmp_path: Path) -> None:
+    tokenizer = CharsTokenizer("\n。中国學生語言")
+    ids = tokenizer.encode("中国學生。\n語言。")
+    prove(model_of("llama", tokenizer.vocab_size), tokenizer, tmp_path, ids=4 * ids)
+
+
 def test_a_tokenizer_that_splits_otherwise_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None
 ) -> None:

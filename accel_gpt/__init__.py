@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ("Run", "load", "run")
 
-# How often a thread of torch on a CPU looks for the others before it sleeps. The default of libgomp
-# is 300,000, milliseconds: beside other work, it keeps the core from the thread that it waits for.
-# Read when torch is imported.
+# On a CPU, a thread of torch that waits for the others looks this often before it sleeps. libgomp's
+# default is 300,000, some milliseconds: if the machine has other work, the thread keeps its core
+# from the one that it waits for. Read when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -29,7 +29,9 @@ from tests.test_launch import ACCELERATE
 from tests.test_train import assert_same_weights, records, weights
 
 pytestmark = pytest.mark.slow
-STEPS, PATIENCE = 40, ["--train.step_timeout", "15s"]
+STEPS = 40
+# without a launcher, a rank that waits for a new group learns from a timeout that the other is gone
+PATIENCE = ["--train.step_timeout", "15s", "--train.init_timeout", "30s"]
 DIRECT = 20 * THOROUGH or 3  # signals of each kind to two processes
 LAUNCHES = 20 * THOROUGH or 1  # and to each launcher
 

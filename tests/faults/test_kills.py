@@ -84,6 +84,8 @@ def kill_launches(
     if sharded:  # how long FSDP's imports take depends on the machine
         limit = math.ceil(max(10, 2 * seconds))
         options += ("--train.step_timeout", f"{limit}s", "--train.init_timeout", f"{limit}s")
+    elif most > 1:  # a survivor that waits for a new group learns from it that the other is gone
+        options += ("--train.init_timeout", f"{round(0.6 * SURVIVOR_SECONDS)}s")
     while tally.kills < kills:
         run, done = folder / f"run{tally.runs}", False
         while not done:

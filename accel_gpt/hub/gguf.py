@@ -580,7 +580,8 @@ def round_to(tensor: Tensor, kind: str) -> Tensor:
 
     stored = gguf.GGMLQuantizationType[kind]
     rows = tensor.reshape(-1, tensor.shape[-1]).numpy()
-    rounded = gguf.dequantize(gguf.quantize(rows, stored), stored)
+    with np.errstate(over="ignore", invalid="ignore"):  # q8_0 divides by the scale of a row near 0
+        rounded = gguf.dequantize(gguf.quantize(rows, stored), stored)
     return torch.from_numpy(rounded).reshape(tensor.shape)
 
 

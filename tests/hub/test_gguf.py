@@ -192,6 +192,12 @@ def test_smaller_types_are_close(dtype: str, tmp_path: Path) -> None:
     assert (tmp_path / "model.gguf").stat().st_size < 0.6 * whole
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_row_near_zero_is_rounded_to_zero() -> None:
+    rows = torch.stack((torch.full((32,), 1e-42), torch.zeros(32), torch.full((32,), 127.0)))
+    assert exporting.round_to(rows, "Q8_0").tolist() == [[0.0] * 32, [0.0] * 32, [127.0] * 32]
+
+
 def test_learned_positions_stay_in_float32(tmp_path: Path) -> None:
     prove(model_of("gpt2", 257), BytesTokenizer(), tmp_path, "fp16")
     stored = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "model.gguf").tensors}

@@ -128,7 +128,6 @@ def test_all_cores_are_used_though_the_launcher_sets_one_thread(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 @pytest.mark.skipif(
     not [*Path(torch.__file__).parent.glob("lib/libgomp*")], reason="torch without libgomp"
 )
@@ -148,6 +147,8 @@ def test_threads_do_not_wait_awake_for_milliseconds(variable: str, value: str, s
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 def test_a_config_for_a_gpu_warns_on_a_cpu(small_run: Arguments, tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "accelerate" / "one_gpu.yaml")
     short = ("--train.max_steps", "2", "--schedule.warmup_steps", "0")

@@ -5,14 +5,12 @@ folder below `--out_dir`. The result goes to `sweep.json` and `report.html` ther
 docs/explanation/sweep.md describes the comparison.
 """
 
-import contextlib
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from accel_gpt.commands.grid import Grid, Setting
 from accel_gpt.commands.options import SweepCommand
@@ -23,8 +21,9 @@ from accel_gpt.config.parse import to_flat
 from accel_gpt.config.plan import LENGTH, plural
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import read_json, strict_json, write_file
+from accel_gpt.files import strict_json, write_file
 from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.records import read_object
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
@@ -230,15 +229,13 @@ class Sweep:
 
 def read_times(path: Path) -> dict[str, float]:
     """Read the seconds of a step by setting; raise `UserError` if the file is damaged."""
-    found: Any = None
-    with contextlib.suppress(ValueError):
-        found = read_json(path)
-    times = found.values() if isinstance(found, dict) else [None]
+    advice = "remove it, and the times are read from the runs again"
+    times = read_object(path, UserError, advice)
     require(
-        all(isinstance(time, float) and time > 0 for time in times),
-        f"{path} is damaged; remove it, and the times are read from the runs again",
+        all(isinstance(time, float) and time > 0 for time in times.values()),
+        f"{path} is damaged: it holds a time that is not above 0; {advice}",
     )
-    return dict(found)
+    return times
 
 
 def as_multiple(factor: float | None, name: str) -> str:

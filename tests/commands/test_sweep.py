@@ -236,7 +236,7 @@ def test_a_setting_that_is_only_longer_is_not_trained_for_equal_time(
     }
 
 
-def test_a_warm_up_that_equal_time_do_not_allow_is_named_and_the_sweep_goes_on(
+def test_a_warm_up_that_equal_time_does_not_allow_is_named_and_the_sweep_goes_on(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert made("--model.n_layer", "2,12", "--schedule.warmup_steps", "6", "--seed=1,2,3") == 0
@@ -256,16 +256,29 @@ def test_other_seeds_in_front_keep_the_runs_for_equal_time(made: Callable[..., i
     assert names == [f"model.n_layer=3,8_steps,seed={seed}" for seed in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("text", ["{bad", "[]", '{"model.n_layer=2": 0}'])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{bad", "is not valid JSON"),
+        ("[]", "is damaged: it holds a list, expected an object"),
+        ('{"model.n_layer=2": 0}', "is damaged: it holds a time that is not above 0"),
+    ],
+)
 def test_damaged_times_are_an_error(
-    text: str, made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str,
+    problem: str,
+    made: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert made("--model.n_layer", "2,3") == 0
     file = tmp_path / "sweep/seconds_per_step.json"
     file.write_text(text)
     capsys.readouterr()
     assert made("--model.n_layer", "2,3") == 2
-    assert f"{file} is damaged; remove it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{file} {problem}" in error
+    assert "; remove it, and the times are read from the runs again" in error
     file.unlink()
     assert made("--model.n_layer", "2,3") == 0
 

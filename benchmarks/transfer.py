@@ -316,7 +316,7 @@ def measure(args: argparse.Namespace, kinds: Sequence[Kind]) -> list[Result]:
         for factor in FACTORS:
             for seed in args.seeds:
                 runs.append(Run(kind, factor, seed))
-    configs = {kind.steps: write_config(args.out, kind.steps) for kind in kinds}
+    configs = {steps: write_config(args.out, steps) for steps in {kind.steps for kind in kinds}}
     # the longest first, so that the last ones end together
     longest_first = sorted(runs, key=lambda run: -run.kind.work)
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -61,7 +61,7 @@ def scripted(tokenizer: Tokenizer, script: Sequence[int]) -> GPT:
         logits[0, 0, left.pop(0)] = 0.0
         return logits
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward  # type: ignore[method-assign]  # scripted
     return model
 
 
@@ -223,7 +223,7 @@ def test_an_interrupt_stops_the_texts_of_a_prompt(converse: Callable[..., str]) 
             raise KeyboardInterrupt
         return forward(*args, **kwargs)
 
-    model.train().forward = interrupted  # type: ignore[method-assign]
+    model.train().forward = interrupted  # type: ignore[method-assign]  # scripted
     assert converse("a\nb", model, num=2) == "> ok\n> ay\n---------------\nokay\n> \n"
     assert model.training
 

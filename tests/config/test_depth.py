@@ -167,7 +167,8 @@ def test_scaling_parameters_are_those_of_blocks_and_head() -> None:
 def test_what_is_set_goes_before_what_follows_and_the_rest_follows_from_it(load: Load) -> None:
     free, batch = load(*GPT2), load(*GPT2, "--train.tokens_per_step", 2**17)
     assert batch.train.tokens_per_step == 2**17
-    half = free.optim.muon_lr / 2  # type: ignore[operator]
+    assert free.optim.muon_lr is not None
+    half = free.optim.muon_lr / 2
     assert batch.optim.muon_lr == pytest.approx(half, rel=1e-3)  # lengths differ by rounding
     own = load(
         *GPT2,

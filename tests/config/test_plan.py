@@ -1,6 +1,7 @@
 """The plan: every number follows from config and world size, or the error names what would fit."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,10 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 
 
-def config(schedule: ScheduleConfig | None = None, block_size: int = 1024, **train: int) -> Config:
+def config(schedule: ScheduleConfig | None = None, block_size: int = 1024, **train: Any) -> Config:
     return Config(
         model=ModelConfig(block_size=block_size),
-        train=TrainConfig(**{"max_steps": 100, **train}),  # type: ignore[arg-type]
+        train=TrainConfig(**{"max_steps": 100, **train}),
         schedule=schedule or ScheduleConfig(),
     )
 
@@ -94,7 +95,7 @@ def test_impossible_length_is_refused(asked: Config, message: str) -> None:
 
 def test_the_fall_may_be_a_share_of_the_run() -> None:
     for name, share, steps in (("wsd", 0.7, 70), ("linear", 0.5, 50), ("wsd", None, 20)):
-        schedule = ScheduleConfig(name=name, decay_share=share)  # type: ignore[arg-type]
+        schedule = ScheduleConfig(name=name, decay_share=share)  # type: ignore[arg-type]  # a Literal
         assert make_plan(config(schedule), 1).decay_steps == steps
     with pytest.raises(UserError, match=r"decay_share is 0.5; set one of them"):
         ScheduleConfig(decay_share=0.5, decay_steps=3)

@@ -22,7 +22,7 @@ FSDP, HSDP = replace(DDP, sharded=True), replace(DDP, sharded=True, replicas=2)
 
 def config(micro_steps: int = 1, optimizer: str = "adamw", exact: bool = False) -> Config:
     train = TrainConfig(16 * 1024 * micro_steps, micro_batch_size=1, reproducible=exact)
-    return Config(train=train, optim=OptimConfig(optimizer))  # type: ignore[arg-type]
+    return Config(train=train, optim=OptimConfig(optimizer))  # type: ignore[arg-type]  # a Literal
 
 
 def predict(machine: Machine, given: Config, compute: float = 1.0, gbit: float = 400) -> Any:

@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,8 @@ class Trackers:
         kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
         if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
             kwargs |= resumable(Path(config.out_dir))
+        if accelerator.is_main_process and "tensorboard" in config.log.trackers:
+            wait_for_next_name(Path(config.out_dir, "tensorboard", PROJECT))
         try:
             with without_input():  # a tracker without a login must fail, not ask for a password
                 accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
@@ -70,6 +73,7 @@ class Trackers:
             if isinstance(tracker, TensorBoardTracker):
                 with contextlib.suppress(OSError):  # the disk is still full
                     tracker.writer.close()
+                wait_for_next_name(Path(tracker.logging_dir))
                 tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=step)
                 self.add_charts(tracker)
 
@@ -90,6 +94,17 @@ class Trackers:
         for tracker in self.accelerator.trackers:
             in_markdown = isinstance(tracker, TensorBoardTracker)
             tracker.log({"samples": as_code(text) if in_markdown else text}, step=step)
+
+
+def wait_for_next_name(folder: Path) -> None:
+    """Wait until a new TensorBoard file would be the last one in `folder` by name.
+
+    TensorBoard reads files in the order of their names, and ignores the later steps of a file that
+    it reads too early. A name contains the time in seconds, then a number that is not padded:
+    within one second, file 10 would come before file 9.
+    """
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
 
 
 def resumable(out_dir: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+from tensorboard.summary.writer import event_file_writer
 
 from accel_gpt import train
 from accel_gpt.config.experiment import Config
@@ -132,7 +133,11 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The disk is full from step 4 to 7; metrics.jsonl catches up later, TensorBoard does not."""
+    """The disk is full from step 4 to 7; metrics.jsonl catches up later, TensorBoard does not.
+
+    The run's two event files have the numbers 9 and 10 of this process: 10 must not be read first.
+    """
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     full = False
 
     def refuse(function: Callable[..., None], *given: Any) -> None:

@@ -23,14 +23,12 @@ from accel_gpt.console import table, write_err, write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.prepare.ensure import ensure_data
-from accel_gpt.records import read_object
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.run_folder import RunFolder, locked
 
 MOST_CURVES = 16  # runs in the report
 SAME_TIME = 0.03  # largest relative difference of times that counts as none; assumption
-TIMES = "seconds_per_step.json"  # by setting, in the folder of the sweep
 TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")  # change the text or tokens
 EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")  # change what is evaluated
 UNTIMED = ("optim.", "schedule.")  # cost no time, except optim.name
@@ -64,9 +62,7 @@ class Sweep:
         self.unit = "bits per byte" if self.metric == "val_bits_per_byte" else "val loss"
         self.losses: defaultdict[str, dict[int, float]] = defaultdict(dict)  # inf: diverged
         self.folders: dict[tuple[int, str], Path] = {}  # of the runs, by seed and setting
-        self.times: dict[str, float] = {}  # seconds of a step
-        if (self.folder / TIMES).exists():
-            self.times = read_times(self.folder / TIMES)
+        self.times: dict[str, float] = {}  # seconds of a step, from the first seed that has them
         self.untimed = [*self.others]  # their steps in equal time are not known
         self.lines: list[str] = []  # below the table
         self.failed = False
@@ -107,13 +103,12 @@ class Sweep:
                 self.losses[setting.name][seed] = loss
                 if math.isfinite(loss):
                     self.times.setdefault(setting.name, seconds_per_step(run))
-        write_file(self.folder / TIMES, [strict_json(self.times, indent=1).encode()])
 
     def with_equal_time(self, setting: Setting) -> list[Setting]:
         """Return the setting with as many steps as the baseline's time allows, if they differ.
 
-        Returns it once, when the time is known. A resumed sweep reads the same time. A setting that
-        only has another length would be the baseline.
+        Returns it once, when the time is known. A resumed sweep reads the same time from the same
+        run. A setting that only has another length would be the baseline.
         """
         time = self.time(setting)
         if time is None or setting not in self.untimed:
@@ -225,17 +220,6 @@ class Sweep:
                 count = plural(found.seeds, "seed")
                 parts.append(f"{one} diverged with {len(diverged)} of {count}: {seeds}")
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
-
-
-def read_times(path: Path) -> dict[str, float]:
-    """Read the seconds of a step by setting; raise `UserError` if the file is damaged."""
-    advice = "remove it, and the times are read from the runs again"
-    times = read_object(path, UserError, advice)
-    require(
-        all(isinstance(time, float) and time > 0 for time in times.values()),
-        f"{path} is damaged: it holds a time that is not above 0; {advice}",
-    )
-    return times
 
 
 def as_multiple(factor: float | None, name: str) -> str:

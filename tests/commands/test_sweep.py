@@ -248,39 +248,12 @@ def test_a_warm_up_that_equal_time_does_not_allow_is_named_and_the_sweep_goes_on
     assert verdict.startswith("model.n_layer=12 is better than model.n_layer=2 ")
 
 
-def test_other_seeds_in_front_keep_the_runs_for_equal_time(made: Callable[..., int]) -> None:
+def test_further_seeds_keep_the_runs_for_equal_time(made: Callable[..., int]) -> None:
     """With seed 3 the same setting takes 10 % more time: 7 of 12 steps, not 8."""
     assert made("--model.n_layer", "2,3", "--seed=1,2") == 0
-    assert made("--model.n_layer", "2,3", "--seed=3,1,2") == 0
+    assert made("--model.n_layer", "2,3", "--seed=1,2,3") == 0
     names = [name for name in Trained.launched if "_steps" in name]
     assert names == [f"model.n_layer=3,8_steps,seed={seed}" for seed in (1, 2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{bad", "is not valid JSON"),
-        ("[]", "is damaged: it holds a list, expected an object"),
-        ('{"model.n_layer=2": 0}', "is damaged: it holds a time that is not above 0"),
-    ],
-)
-def test_damaged_times_are_an_error(
-    text: str,
-    problem: str,
-    made: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert made("--model.n_layer", "2,3") == 0
-    file = tmp_path / "sweep/seconds_per_step.json"
-    file.write_text(text)
-    capsys.readouterr()
-    assert made("--model.n_layer", "2,3") == 2
-    error = capsys.readouterr().err
-    assert f"{file} {problem}" in error
-    assert "; remove it, and the times are read from the runs again" in error
-    file.unlink()
-    assert made("--model.n_layer", "2,3") == 0
 
 
 def test_a_warm_up_that_the_baseline_could_not_hold_is_trained_for_equal_time(

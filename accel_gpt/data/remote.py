@@ -330,18 +330,24 @@ class RemoteFolder:
             if needed > self.limit:
                 break
             wanted.append(name)
-        unused_since = time.time() - 2 * UNUSED_SECONDS
+        changed = set(wanted) != set(self.wanted)
+        if changed:
+            self.wanted = wanted
         for name in self.used - set(wanted):
-            self.used.discard(name)
-            with contextlib.suppress(FileNotFoundError):  # so that any process may remove it
-                os.utime(self.shard_path(name), (unused_since, unused_since), follow_symlinks=False)
-        if set(wanted) == set(self.wanted):
+            self.release(name)
+        if not changed:
             return
-        self.wanted = wanted
         self.changed.set()
         if self.thread is None:
             self.thread = threading.Thread(target=self.download_wanted, name="remote", daemon=True)
             self.thread.start()
+
+    def release(self, name: str) -> None:
+        """Mark a shard so that any process may remove it."""
+        self.used.discard(name)
+        unused_since = time.time() - 2 * UNUSED_SECONDS
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.shard_path(name), (unused_since, unused_since), follow_symlinks=False)
 
     def download_wanted(self) -> None:
         """Download the wanted shards, and mark them as used, until closed."""
@@ -352,6 +358,8 @@ class RemoteFolder:
                     break
                 with contextlib.suppress(UserError):  # raised when the shard is needed
                     self.fetch_shard(name, wait=False)
+                if name not in self.wanted:  # any more: it was marked as used too late
+                    self.release(name)
             self.changed.wait(RENEW_SECONDS)
 
     def close(self) -> None:

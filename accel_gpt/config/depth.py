@@ -33,10 +33,11 @@ BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch 
 LENGTH_EXPONENT = 1 / 3  # Bjorck et al. 2024, arXiv 2409.19913: the best rate falls as D^-0.32
 MUON_LR = 0.025  # modded-nanogpt, track 3
 MUON_DECAY = 0.05  # modded-nanogpt, track 3
+HEAD_LR = 0.004  # with Muon; modded-nanogpt, track 3
 ADAMW_LR = 0.0012  # matrices of the blocks; benchmarks/notes/transfer.md
 ADAMW_WIDTH_EXPONENT = 0.7  # their best rate falls as C^-0.7; benchmarks/notes/transfer.md
+ADAMW_HEAD_LR = 0.002  # benchmarks/notes/transfer.md
 EMBEDDING_LR = 0.7  # modded-nanogpt, track 3: for an initial standard deviation of 1
-HEAD_LR = 0.004  # modded-nanogpt, track 3
 MOMENTUM_WARMUP = 300  # steps; at most a tenth of the run (assumption)
 WARMUP = 40  # steps
 COOLDOWN = 0.65  # share of the run
@@ -244,12 +245,11 @@ def optimizer_options(value: Callable[[str], Any]) -> dict[str, Any]:
     by = factors(value)
     steps = run_steps(value)
     found = dict(RECIPE)
-    head_lr = rounded(HEAD_LR * by.run * by.width)
     found["optim.embedding_lr"] = rounded(EMBEDDING_LR * value("model.init_std") * by.run)
     found["optim.residual_lr_factor"] = rounded(by.depth)
     if value("optim.name") == "muon":
         found |= MUON_RECIPE
-        found["optim.lr"] = head_lr
+        found["optim.lr"] = rounded(HEAD_LR * by.run * by.width)
         scale = value("optim.muon_scale") or MUON_RECIPE["optim.muon_scale"]
         if scale == "original":
             found["optim.muon_lr"] = rounded(MUON_LR * by.run)
@@ -258,7 +258,7 @@ def optimizer_options(value: Callable[[str], Any]) -> dict[str, Any]:
         found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
     else:
         found["optim.lr"] = rounded(ADAMW_LR * by.run * by.adamw_matrices)
-        found["optim.head_lr"] = head_lr
+        found["optim.head_lr"] = rounded(ADAMW_HEAD_LR * by.run * by.width)
     found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))
     return found
 

@@ -192,9 +192,7 @@ def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
         file.gone = True
         display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 75.0)
         display.log("hello")
-        end = time.monotonic() + 20
-        while display.panel and time.monotonic() < end:
-            time.sleep(0.01)
+        time.sleep(0.05)  # for some frames
     assert display.panel is None
     assert sys.stderr is file
 

@@ -7,7 +7,7 @@ good for a small model is then good for a large one. docs/explanation/fast.md ha
 table, with their sources.
 
 The reference is modded-nanogpt's track 3 (Jordan and others 2026, start 36): 12 layers of 768
-channels, 3,250 steps of 2^19 tokens. There, the rules give its values.
+channels, 3,250 steps of 2^19 tokens. There, the rules give its values with Muon.
 
 Legend: C width, L layers, B tokens of a step, D tokens of the run, N parameters of blocks and head.
 """
@@ -33,7 +33,7 @@ BATCH_EXPONENT = 0.383  # Bergsma et al. 2025, arXiv 2505.13738: the best batch 
 LENGTH_EXPONENT = 1 / 3  # Bjorck et al. 2024, arXiv 2409.19913: the best rate falls as D^-0.32
 MUON_LR = 0.025  # modded-nanogpt, track 3
 MUON_DECAY = 0.05  # modded-nanogpt, track 3
-HEAD_LR = 0.004  # with Muon; modded-nanogpt, track 3
+MUON_HEAD_LR = 0.004  # modded-nanogpt, track 3
 ADAMW_LR = 0.0012  # matrices of the blocks; benchmarks/notes/transfer.md
 ADAMW_WIDTH_EXPONENT = 0.7  # their best rate falls as C^-0.7; benchmarks/notes/transfer.md
 ADAMW_HEAD_LR = 0.002  # benchmarks/notes/transfer.md
@@ -249,7 +249,7 @@ def optimizer_options(value: Callable[[str], Any]) -> dict[str, Any]:
     found["optim.residual_lr_factor"] = rounded(by.depth)
     if value("optim.name") == "muon":
         found |= MUON_RECIPE
-        found["optim.lr"] = rounded(HEAD_LR * by.run * by.width)
+        found["optim.lr"] = rounded(MUON_HEAD_LR * by.run * by.width)
         scale = value("optim.muon_scale") or MUON_RECIPE["optim.muon_scale"]
         if scale == "original":
             found["optim.muon_lr"] = rounded(MUON_LR * by.run)

@@ -229,6 +229,7 @@ class RemoteFolder:
         self.offline = False
         self.wanted: list[str] = []  # shards, in the order of need
         self.used: set[str] = set()  # shards that this process keeps in the cache
+        self.releasing = threading.Lock()  # no shard is wanted again while it is released
         self.thread: threading.Thread | None = None
         self.changed = threading.Event()
         self.closed = False
@@ -331,10 +332,11 @@ class RemoteFolder:
                 break
             wanted.append(name)
         changed = set(wanted) != set(self.wanted)
-        if changed:
-            self.wanted = wanted
-        for name in self.used - set(wanted):
-            self.release(name)
+        with self.releasing:
+            if changed:
+                self.wanted = wanted
+            for name in self.used - set(wanted):
+                self.release(name)
         if not changed:
             return
         self.changed.set()
@@ -346,7 +348,7 @@ class RemoteFolder:
         """Mark a shard so that any process may remove it."""
         self.used.discard(name)
         unused_since = time.time() - 2 * UNUSED_SECONDS
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # it is gone, or belongs to another user
             os.utime(self.shard_path(name), (unused_since, unused_since), follow_symlinks=False)
 
     def download_wanted(self) -> None:
@@ -358,8 +360,9 @@ class RemoteFolder:
                     break
                 with contextlib.suppress(UserError):  # raised when the shard is needed
                     self.fetch_shard(name, wait=False)
-                if name not in self.wanted:  # any more: it was marked as used too late
-                    self.release(name)
+                with self.releasing:
+                    if name in self.used and name not in self.wanted:  # any more
+                        self.release(name)
             self.changed.wait(RENEW_SECONDS)
 
     def close(self) -> None:

@@ -97,11 +97,11 @@ class Trackers:
 
 
 def wait_for_next_name(folder: Path) -> None:
-    """Wait until a new TensorBoard file would be the last one in `folder` by name.
+    """Wait until no TensorBoard file in `folder` has the current second in its name.
 
     TensorBoard reads files in the order of their names, and ignores the later steps of a file that
-    it reads too early. A name contains the time in seconds, then a number that is not padded:
-    within one second, file 10 would come before file 9.
+    it reads too early. A name begins with the time in seconds and ends with a number that is not
+    padded: within one second, file 10 would come before file 9.
     """
     while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
         time.sleep(0.05)

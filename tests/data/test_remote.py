@@ -217,6 +217,7 @@ def test_silent_server_is_given_up_and_can_be_tried_again(
         folder.fetch(NAMES[0])
     folder.prefetch(NAMES[:2])
     assert right(server, folder.fetch(NAMES[0]))
+    assert until(folder.shard_path(NAMES[1]).exists)
     server.delay = 60
     monkeypatch.setattr(remote, "TIMEOUT_SECONDS", 0.3)
     with pytest.raises(DataError, match=r"Timeout.*; check the network"):
@@ -324,7 +325,8 @@ def test_need_beyond_the_limit_names_the_knob(server: Server, opened: Opener) ->
 def test_what_another_process_needs_is_not_removed(
     server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "UNUSED_SECONDS", 60)
+    monkeypatch.setattr(remote, "UNUSED_SECONDS", 600)
+    monkeypatch.setattr(remote, "ROOM_SECONDS", 60)
     one, two = opened(3), opened(3)
     one.prefetch(NAMES[:2])
     needed = [one.fetch(name) for name in NAMES[:2]]
@@ -345,23 +347,29 @@ def test_what_another_process_needs_is_not_removed(
 def test_a_shard_that_is_renewed_while_it_is_released_can_be_removed(
     server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(remote, "UNUSED_SECONDS", 600)
+    monkeypatch.setattr(remote, "ROOM_SECONDS", 60)
     folder = opened(1)
-    renewing, released = threading.Event(), threading.Event()
+    renewing, released, renewed = threading.Event(), threading.Event(), threading.Event()
     plain = folder.fetch_shard
 
     def fetch_shard(name: str, wait: bool = True) -> Path:
-        if threading.current_thread() is folder.thread:
-            renewing.set()
-            released.wait(60)
-        return plain(name, wait)
+        if threading.current_thread() is not folder.thread:
+            return plain(name, wait)
+        renewing.set()
+        released.wait(60)
+        try:
+            return plain(name, wait)
+        finally:
+            renewed.set()
 
     folder.prefetch(NAMES[:1])
     path = folder.fetch(NAMES[0])
     monkeypatch.setattr(folder, "fetch_shard", fetch_shard)
     assert renewing.wait(60)
-    monkeypatch.setattr(remote, "UNUSED_SECONDS", 60)
     folder.prefetch(NAMES[1:2])
     released.set()
+    assert renewed.wait(60)
     assert right(server, folder.fetch(NAMES[1]))
     assert not path.exists()
 
@@ -386,8 +394,7 @@ def test_names_cannot_lead_elsewhere(opened: Opener) -> None:
 # --------------------------------------------------------------------------- prefetching
 
 
-def test_reader_that_is_slower_than_the_server_never_waits(server: Server, opened: Opener) -> None:
-    """The next shard comes while the reader is busy with the one before."""
+def test_the_next_shards_come_while_the_reader_is_busy(server: Server, opened: Opener) -> None:
     folder = opened(5)
     assert folder.thread is None  # no prefetch yet
     for i in range(10):

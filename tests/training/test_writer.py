@@ -71,7 +71,7 @@ def test_the_copy_is_not_changed_by_what_follows(
 def test_training_does_not_wait_for_the_disk(
     small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
 ) -> None:
-    """The first checkpoint hangs until half a second after the last step before the next."""
+    """The first checkpoint hangs until half a second after step 8, with the next one due."""
     freed = threading.Event()
     seen: dict[str, bool] = {}
 

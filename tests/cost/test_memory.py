@@ -69,7 +69,7 @@ def most_alive(step: Callable[[], None]) -> int:
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         step()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     now = top = 0
     for _, change in changes:

@@ -248,6 +248,9 @@ def score_sequences(
 
     `read` returns the tokens of a sequence, and how many at its end are targets. `token_bytes` (V,)
     holds the UTF-8 bytes of each token.
+
+    On CUDA, nothing waits for the device before the last batch: the host prepares the next batches
+    meanwhile.
     """
     # each rank takes whole batches, so that a batch is the same at any world size
     world_size = accelerator.num_processes
@@ -279,9 +282,12 @@ def score_sequences(
             documents = None
             if document_end is not None:
                 targets, documents = separate(inputs, targets, document_end)
-                documents = documents.to(device)
+                documents = to_device(documents, device)
             loss = model(
-                inputs.to(device), targets.to(device), documents=documents, per_sequence=True
+                to_device(inputs, device),
+                to_device(targets, device),
+                documents=documents,
+                per_sequence=True,
             )  # (B,) nats of each sequence
             losses[done : done + len(numbers)] = loss[: len(numbers)]
             done += len(numbers)
@@ -312,6 +318,17 @@ def collate(
         tokens[row, :size] = sequence[:-1]
         targets[row, size - count : size] = sequence[-count:]
     return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def to_device(batch: Tensor, device: torch.device) -> Tensor:
+    """Copy a batch from the host to `device`; on CUDA, without waiting for the device.
+
+    The copy reads pinned memory after this function has returned. PyTorch reuses that memory only
+    when the copy is done (ATen/native/cuda/Copy.cu, `record_event`).
+    """
+    if device.type != "cuda":
+        return batch.to(device)
+    return batch.pin_memory().to(device, non_blocking=True)
 
 
 def ratio_error(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> float:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.model import ModelConfig
@@ -117,6 +120,64 @@ def test_nothing_is_kept_of_a_batch(corpus: Path, model: GPT) -> None:
     score(model, open_split(corpus, "val"), Accelerator(cpu=True), on_progress=on_progress)
     assert len(alive) > 4
     assert alive[-1] == alive[1]
+
+
+class NoGPU(TorchFunctionMode):
+    """Keep the tensors of the device cuda on the CPU, and note each call that would wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[Tensor] = []
+        self.waits: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = function.__name__
+        if name == "pin_memory":
+            self.pinned.append(args[0].clone())
+            return self.pinned[-1]
+        if name == "to" and torch.device("cuda") in args:
+            pinned = any(args[0] is tensor for tensor in self.pinned)
+            if not (pinned and kwargs.get("non_blocking")):
+                self.waits.append(name)
+            return args[0].clone()
+        if name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__"):
+            self.waits.append(name)
+        if kwargs.get("device") == torch.device("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("document_end", [None, 256])
+def test_on_a_gpu_only_the_result_is_waited_for(
+    document_end: int | None, corpus: Path, model: GPT
+) -> None:
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        num_processes=1,
+        process_index=0,
+        distributed_type=DistributedType.NO,
+    )
+    part = EvalSplit(None, 1.0, open_split(corpus, "val"), None)
+    tokenizer = BytesTokenizer()
+    waits_before: list[int] = []
+    with NoGPU() as gpu:
+        found = evaluate_source(
+            model,
+            part,
+            accelerator,
+            8,
+            tokenizer,
+            document_end,
+            on_progress=lambda *_: waits_before.append(len(gpu.waits)),
+        )
+    assert len(waits_before) > 4
+    assert gpu.waits == ["cpu"]
+    assert waits_before[-1] == 0
+    cpu = Accelerator(cpu=True)
+    assert found == evaluate_source(model, part, cpu, 8, tokenizer, document_end)
 
 
 def test_metrics_of_a_score() -> None:

@@ -282,7 +282,8 @@ class EvaluateCommand(Command):
     )
     tokens: int | Literal["run"] | None = option(
         "run",
-        "Number of tokens of each split, spread evenly. null: all. run: the run's eval.tokens.",
+        "Number of tokens of each split, spread evenly, as eval.tokens. null: all. run: the run's "
+        "eval.tokens.",
         above=0,
     )
     hellaswag: str | None = option(

@@ -13,6 +13,9 @@ from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.options import Section, duration, option
 from accel_gpt.errors import require
 
+# Most tokens of the train split in an evaluation. Its loss only shows overfitting; assumption
+TRAIN_TOKENS = 524_288
+
 
 @dataclass(frozen=True)
 class TrainConfig(
@@ -239,8 +242,9 @@ class EvalConfig(Section, prefix="eval.", published=True):
     )
     tokens: int | None = option(
         1_048_576,
-        "Number of tokens to evaluate in each split and each named val set. Every evaluation uses "
-        "the same tokens. null: all tokens.",
+        "Number of tokens to evaluate in each split and each named val set; at most "
+        f"{TRAIN_TOKENS:,} in the train split. Every evaluation uses the same tokens. null: all "
+        "tokens.",
         above=0,
         validation=True,
     )
@@ -268,6 +272,11 @@ class EvalConfig(Section, prefix="eval.", published=True):
         above=0,
         resume="free",
     )
+
+    @property
+    def train_tokens(self) -> int | None:
+        """Return the number of tokens to evaluate in the train split; None: all."""
+        return None if self.tokens is None else min(self.tokens, TRAIN_TOKENS)
 
     def _check(self) -> None:
         require(

@@ -211,7 +211,7 @@ def open_corpus(config: Config) -> Corpus:
         train=train,
         tokenizer=first.tokenizer,
         evaluated={
-            "train": eval_splits(sources, config.eval.tokens),
+            "train": eval_splits(sources, config.eval.train_tokens),
             "val": eval_splits(val, config.eval.tokens, named=bool(val_names(data))),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),

@@ -82,7 +82,7 @@ def evaluation_tokens(config: Config, steps: int) -> int | None:
         val_sets = [[val]]
     else:
         val_sets = [train]
-    each = split_tokens(train, "train", limit)
+    each = split_tokens(train, "train", config.eval.train_tokens)
     if each is None:
         return None
     for folders in val_sets:

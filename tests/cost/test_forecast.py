@@ -108,7 +108,8 @@ def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     # a step waits for the last bucket
     assert time["tokens_per_second"] == pytest.approx(rate, rel=0.01)
     rate = time["tokens_per_second"]
-    evaluated = 2 * 77 * 10_485_760 / 3  # 19,074 steps, every 250 and the last; forward only
+    # of val and train, every 250 of 19,074 steps and at the last; forward only
+    evaluated = 77 * (10_485_760 + 524_288) / 3
     assert time["hours"] == pytest.approx((length["tokens"] + evaluated) / rate / 3600)
     assert time["cost"] == pytest.approx(time["hours"] * 8 * 2)
     assert disk["data_read"] == 19_074 * 512 * 1025 * 2
@@ -320,6 +321,8 @@ def test_every_split_that_is_evaluated_takes_its_time(corpus: Path, tmp_path: Pa
     assert tokens(*sets, "--eval.whole_at_end", "true") == 3 * (512 + 2 * 512) + 2 * val
     assert tokens("--eval.tokens", "10000") == 3 * (10_000 + val)
     assert tokens(*sets, "--eval.tokens", "null") == 3 * (train + 2 * val)
+    nowhere = ("--data.train", str(tmp_path / "nowhere"))
+    assert tokens(*nowhere, "--eval.tokens", "1000000") == 3 * (524_288 + 1_000_000)
     away = ("--data.val", str(tmp_path / "away"))
     assert tokens(*away) == 3 * (512 + 512)
     assert tokens(*away, "--eval.tokens", "null") is None

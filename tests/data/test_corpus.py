@@ -73,6 +73,24 @@ def stopped(
         assert launch(arguments) == expected
 
 
+def test_fewer_tokens_are_evaluated_of_train_than_of_val(
+    small_run: Arguments, two: tuple[Path, Path]
+) -> None:
+    """The sources divide the tokens of a split by their weights."""
+    mixed = mixture((two[0], 0.75), (two[1], 0.25))
+
+    def budgets(tokens: str) -> dict[str, list[int | None]]:
+        corpus = open_corpus(load_config(small_run(*mixed, "--eval.tokens", tokens), "test"))
+        return {
+            name: sorted((part.tokens for part in parts), key=lambda count: count or 0)
+            for name, parts in corpus.evaluated.items()
+        }
+
+    assert budgets("4000") == {"train": [1000, 3000], "val": [1000, 3000]}
+    assert budgets("1000000") == {"train": [131_072, 393_216], "val": [250_000, 750_000]}
+    assert budgets("null") == {"train": [None, None], "val": [None, None]}
+
+
 def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     small_run: Arguments,
     two: tuple[Path, Path],

@@ -24,6 +24,7 @@ import torch
     lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
     lambda: torch.set_num_threads(3),
     lambda: torch.set_default_dtype(torch.float64),
+    lambda: torch.backends.cuda.enable_cudnn_sdp(False),
     lambda: torch.use_deterministic_algorithms(True),
     lambda: torch.set_flush_denormal(True),
     lambda: os.environ.update(LEAKED="1"),
@@ -89,9 +90,10 @@ def test_a_test_that_leaves_a_setting_changed_fails(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "9 passed, 1 skipped, 8 errors" in done.stdout
+    assert "10 passed, 1 skipped, 9 errors" in done.stdout
     for name in ("fp32_precision", "threads", "default dtype", "deterministic", "flush denormal"):
         assert f"{name}" in done.stdout
+    assert "attention backends: cudnn True -> False" in done.stdout
     assert "environment: LEAKED None -> '1'" in done.stdout
 
 

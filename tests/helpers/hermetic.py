@@ -32,6 +32,7 @@ FP32_PRECISION: dict[str, Any] = {
     "mkldnn.conv": torch.backends.mkldnn.conv,
     "mkldnn.rnn": torch.backends.mkldnn.rnn,
 }
+ATTENTION = ("flash", "mem_efficient", "math", "cudnn")  # backends of torch.backends.cuda
 
 
 # --------------------------------------------------------------------------- the plugin
@@ -172,6 +173,15 @@ def set_fp32_precision(precisions: dict[str, str]) -> None:
         FP32_PRECISION[name].fp32_precision = precision
 
 
+def attention_backends() -> dict[str, bool]:
+    return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ATTENTION}
+
+
+def set_attention_backends(enabled: dict[str, bool]) -> None:
+    for name, on in enabled.items():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
+
+
 def set_deterministic(mode: int) -> None:
     torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
@@ -183,6 +193,7 @@ SETTINGS: dict[str, Setting] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (torch.get_default_device, torch.set_default_device),
+    "attention backends": (attention_backends, set_attention_backends),
     "deterministic mode": (torch.get_deterministic_debug_mode, set_deterministic),
     "flush denormal": (flushes_denormals, torch.set_flush_denormal),
     "gradients enabled": (torch.is_grad_enabled, torch.set_grad_enabled),

@@ -192,3 +192,18 @@ def test_trains_and_resumes_on_cuda(precision: str, small_run: Arguments, tmp_pa
     assert "from step 8" in finish([sys.executable, TRAIN, *options, *allow], tmp_path)
     lines = records(tmp_path / "run")
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
+
+
+@pytest.mark.gpu
+def test_a_reproducible_run_on_cuda_gives_the_same_bits_again(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """In bf16, and with sequences that the backward pass of attention divides among blocks."""
+    shape = ["--model.block_size", "512", "--model.n_embd", "128", "--train.micro_batch_size", "2"]
+    options = small_run(*shape, "--train.tokens_per_step", "4096", "--train.reproducible")
+    options += ["--train.mixed_precision", "bf16"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    for run in (one, two):
+        finish([sys.executable, TRAIN, *options, "--out_dir", str(run)], tmp_path)
+    assert records(one) == records(two)
+    assert_same_weights(weights(one), weights(two))

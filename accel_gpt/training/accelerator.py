@@ -94,6 +94,8 @@ def join_ranks(config: Config) -> PartialState:
     check_accelerate_config()
     if config.train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        # on CUDA, this also excludes cuDNN's attention and makes the backward passes of flash and
+        # efficient attention deterministic (PyTorch's cuda/sdp_utils.cpp, attention_backward.cu)
         torch.use_deterministic_algorithms(True)
     # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()

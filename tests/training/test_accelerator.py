@@ -14,6 +14,7 @@ from accelerate.utils import DistributedType
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
+from accel_gpt.config.parse import load_config
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
@@ -299,3 +300,15 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
     with pytest.raises(UserError, match=r"other users can write to .* chmod 700"):
         compilation.use_compile_cache()
     assert compilation.CACHE not in os.environ
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("settings_kept")
+def test_reproducible_attention_on_cuda_is_flash_and_not_cudnn(small_run: Arguments) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("flash attention needs compute capability 8.0")
+    accelerator.join_ranks(load_config(small_run("--train.reproducible"), "test"))
+    q = torch.empty(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+    given = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)  # causal
+    assert torch.backends.cuda.can_use_flash_attention(given)
+    assert not torch.backends.cuda.can_use_cudnn_attention(given)

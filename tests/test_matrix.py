@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -242,16 +243,36 @@ def test_losses_are_those_of_one_process_and_collectives_are_counted(
             assert json.loads(out.with_suffix(".json").read_text()) == counts, out.name
 
 
+def gpu_cases(engine: str, fp8: bool) -> list[Case]:
+    """Choose cases of an engine that cover every pair of values that GPUs support."""
+    precisions = ["no", "bf16", *(["fp16"] * (engine != "fsdp2")), *(["fp8"] * fp8)]
+    return pairwise(all_cases({**DIMENSIONS, "engine": [engine], "precision": precisions}))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("engine", ["one", "ddp", "fsdp2"])
+def test_a_test_on_gpus_compiles_few_cases(engine: str, fp8: bool) -> None:
+    """Compiling takes most of the time there, 20 s for the first step (benchmarks/RESULTS.md)."""
+    compiled = [case for case in gpu_cases(engine, fp8) if case["compiled"] == "true"]
+    counts = Counter(case["precision"] for case in compiled)
+    assert set(counts) >= {"no", "bf16"}
+    assert max(counts.values()) <= (1 if engine != "fsdp2" or fp8 else 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("engine", ["one", "ddp", "fsdp2"])
-def test_every_precision_on_gpus(engine: str, small_run: Arguments, tmp_path: Path) -> None:
+def test_every_precision_on_gpus(
+    engine: str, precision: str, small_run: Arguments, tmp_path: Path
+) -> None:
     if torch.cuda.device_count() < WORLD[engine]:
         pytest.skip(f"needs {WORLD[engine]} GPUs")
     fp8 = find_spec("torchao") and torch.cuda.get_device_capability() >= FP8_CAPABILITY
-    precisions = ["no", "bf16", *(["fp16"] * (engine != "fsdp2")), *(["fp8"] * bool(fp8))]
-    possible = all_cases({**DIMENSIONS, "engine": [engine], "precision": precisions})
-    train_and_check(pairwise(possible), small_run, tmp_path, "cuda")
+    cases = [case for case in gpu_cases(engine, bool(fp8)) if case["precision"] == precision]
+    if not cases:
+        pytest.skip(f"{precision} with {engine} is not supported here")
+    train_and_check(cases, small_run, tmp_path, "cuda")
 
 
 def train_and_check(

@@ -17,6 +17,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.data.tokenizer import Tokenizer
@@ -351,39 +353,63 @@ class CheckpointWriter:
 class Snapshot:
     """Copies of tensors in host memory, to write to disk while training continues.
 
-    The buffers are allocated once, and pinned if the device is a GPU.
+    All copies lie in one buffer, which is allocated once, and pinned if the device is a GPU. With a
+    pinned buffer for each tensor, GPT-2 124M would need 444 system calls instead of one. PyTorch
+    also rounds each up to a power of two (ATen/core/CachingHostAllocator.h): 2.48 GB, not 1.49.
     """
 
     def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.used = 0  # bytes of the buffer
 
     def copy(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of nested dictionaries and lists, with all tensors copied to the buffers.
+        """Return a copy of nested dictionaries and lists, with all tensors copied to the buffer.
 
-        Waits until the copies are complete.
+        Overwrites the previous copy. Waits until the new one is complete.
         """
-        copies: dict[str, Any] = self.copy_value("", tensors)
-        if torch.cuda.is_available():
+        originals = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        cuda = any(original.is_cuda for original in originals)
+        needed = sum(aligned(original.nbytes) for original in originals)
+        if needed > len(self.buffer):
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # frees the smaller buffer first
+            self.buffer = torch.empty(needed, dtype=torch.uint8)
+            if cuda:
+                pin(self.buffer)
+        self.used = 0
+        copies: dict[str, Any] = tree_map_only(Tensor, self.copy_tensor, tensors)
+        if cuda:
             torch.cuda.synchronize()
         return copies
 
-    def copy_value(self, key: str, value: Any) -> Any:
-        """Return `value` with every tensor copied to the buffer of its key."""
-        if isinstance(value, dict):
-            copies = {}
-            for name, inner in value.items():
-                copies[name] = self.copy_value(f"{key}.{name}", inner)
-            return copies
-        if isinstance(value, list):
-            return [self.copy_value(f"{key}.{i}", inner) for i, inner in enumerate(value)]
-        if not isinstance(value, Tensor):
-            return value
-        buffer = self.buffers.get(key)
-        cuda = value.device.type == "cuda"
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=cuda)
-            self.buffers[key] = buffer
-        return buffer.copy_(value.detach(), non_blocking=cuda)
+    def copy_tensor(self, original: Tensor) -> Tensor:
+        """Copy a tensor behind the previous one, without waiting for a GPU.
+
+        The copy is no view of the buffer, of which `torch.save` would write all bytes.
+        """
+        if not original.numel():  # `torch.frombuffer` refuses an empty tensor
+            return torch.empty(original.shape, dtype=original.dtype)
+        copy = torch.frombuffer(
+            self.buffer.numpy(),
+            dtype=original.dtype,
+            count=original.numel(),
+            offset=self.used,
+        )
+        self.used += aligned(original.nbytes)
+        return copy.view(original.shape).copy_(original.detach(), non_blocking=original.is_cuda)
+
+
+def aligned(size: int) -> int:
+    """Round up a number of bytes to whole cache lines of 64 bytes."""
+    return -(-size // 64) * 64
+
+
+def pin(buffer: Tensor) -> None:
+    """Pin the memory of a buffer at its exact size, for as long as the tensor exists."""
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
+    portable = 1  # cudaHostRegisterPortable, driver_types.h
+    cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable))
+    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
 
 
 def write_tensors(files: dict[str, Any], folder: Path) -> None:

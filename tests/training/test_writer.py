@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from accel_gpt import files, train
 from accel_gpt.errors import CheckpointError
@@ -20,7 +21,7 @@ from accel_gpt.files import BESIDE_WRITER, fault_counts
 from accel_gpt.training import saving as writer
 from accel_gpt.training.checkpoint import read_state, verify, write_json
 from accel_gpt.training.run_folder import checkpoint_steps
-from accel_gpt.training.saving import CheckpointWriter, check_visible
+from accel_gpt.training.saving import CheckpointWriter, Snapshot, check_visible
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, weights
 
@@ -54,6 +55,59 @@ def test_a_copy_in_memory_gives_the_files_of_save_state(
         assert states[0]["param_groups"] == states[1]["param_groups"]
         for p, moments in states[0]["state"].items():
             assert all(torch.equal(moments[key], states[1]["state"][p][key]) for key in moments)
+
+
+def nested(device: str, scale: int = 1) -> dict[str, Any]:
+    """Tensors of several dtypes and sizes, as the states of optimizers have them."""
+    weights = torch.arange(15 * scale, device=device).reshape(3, -1)
+    return {
+        "weights": {"tensors": {"a": weights.half(), "transposed": weights.T.bfloat16()}},
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": weights.double()}, 1: {}},
+        "shard": torch.empty(0, 5, device=device),
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}, {"mask": weights > 3}],
+    }
+
+
+def test_a_copy_in_memory_is_that_of_nested_tensors_and_takes_no_more_bytes(
+    tmp_path: Path,
+) -> None:
+    snapshot = Snapshot()
+    for scale in (2, 1, 2, 3):  # the buffer is used again, and grows
+        original = nested("cpu", scale)
+        copied = snapshot.copy(original)
+        torch.testing.assert_close(copied, original, rtol=0, atol=0)
+        sizes = []
+        for tensors in (original, copied):
+            torch.save(tensors, tmp_path / "saved")
+            sizes.append((tmp_path / "saved").stat().st_size)
+        assert sizes[1] == sizes[0]
+
+
+def test_a_copy_in_memory_lies_in_one_buffer_and_uses_it_again() -> None:
+    snapshot = Snapshot()
+
+    def addresses(scale: int) -> list[int]:
+        copied = snapshot.copy(nested("cpu", scale))
+        tensors = [leaf for leaf in tree_leaves(copied) if torch.is_tensor(leaf) and leaf.numel()]
+        starts = [tensor.data_ptr() for tensor in tensors]
+        ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+        for end, following in zip(ends, starts[1:], strict=False):
+            assert end <= following < end + 64
+        return starts
+
+    first = addresses(2)
+    assert addresses(2) == first
+    assert addresses(1)[0] == first[0]
+
+
+@pytest.mark.gpu
+def test_a_copy_in_memory_is_pinned_and_that_of_the_gpu() -> None:
+    snapshot = Snapshot()
+    for scale in (1, 2):
+        original = nested("cuda", scale)
+        copied = snapshot.copy(original)
+        torch.testing.assert_close(copied, original, rtol=0, atol=0, check_device=False)
+        assert copied["state"][0]["exp_avg"].is_pinned()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
@@ -15,6 +16,7 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
@@ -127,6 +129,19 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
         monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
         accelerator.join_ranks(Config())
     assert started == [False, True]
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_a_bucket_of_ddp_holds_several_blocks() -> None:
+    """DDP assigns the parameters from the last one, and ends a bucket as soon as it is full."""
+    gpt = GPT.allocate(ModelConfig(n_layer=12, n_head=12, n_embd=768), 50257, "meta")
+    last_first = list(gpt.parameters())[::-1]
+    config = Config(train=TrainConfig(max_steps=1))
+    accelerator.join_ranks(config)
+    ddp = accelerator.make_accelerator(config, make_plan(config, 1)).ddp_handler
+    assert ddp is not None
+    buckets, _ = dist._compute_bucket_assignment_by_size(last_first, [ddp.bucket_cap_mb * 2**20])
+    assert len(buckets) == 4
 
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"}

@@ -157,6 +157,8 @@ def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool
 def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     """Make two micro-steps, an update and an evaluation of a new model, on this rank only.
 
+    The moments of the optimizer are allocated first, as in every step of a run but its first.
+
     The model is not compiled: compiling takes minutes for each size, and a compiled step needs less
     memory.
     """
@@ -172,6 +174,10 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     sums = torch.empty(parameters if exact else 0, dtype=torch.float64, device=device)
     tokens = torch.zeros((batch_size, config.model.block_size), dtype=torch.long, device=device)
     documents = torch.zeros_like(tokens) if config.data.document_mask else None
+    for parameter in gpt.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # allocates the moments
+    optimizer.zero_grad()
     for _ in range(2):
         with accelerator.autocast():
             loss = gpt(tokens, tokens, documents=documents)

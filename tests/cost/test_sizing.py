@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,13 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.cuda._utils import _get_device_index
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
+from accel_gpt.model.gpt import GPT
 from accel_gpt.training import auto_batch as sizing
 from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import QUIET, launch
@@ -108,6 +112,48 @@ def test_a_trial_runs_with_each_option(small_run: Arguments, options: tuple[str,
     accelerator = Accelerator(cpu=True, mixed_precision=config.train.mixed_precision)
     sizing.try_step(config, 257, accelerator)
     assert accelerator.gradient_accumulation_steps == 1
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are allocated in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.storages = weakref.WeakSet[torch.UntypedStorage]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.storages:
+                storage = tensor.untyped_storage()
+                self.storages.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize(
+    ("compiled", "copies"),
+    [
+        ("false", 4),  # weights, two moments, sums of gradients
+        ("auto", 5),  # and the gradients of a micro-step
+        ("true", 5),
+    ],
+)
+def test_a_trial_holds_what_a_step_holds(small_run: Arguments, compiled: str, copies: int) -> None:
+    """A step with few tokens, so that hardly any activations are held."""
+    shape = ("--model.n_embd", "256", "--model.block_size", "4", "--train.tokens_per_step", "4")
+    options = (*shape, "--train.micro_batch_size", "1", "--train.compile", compiled)
+    config = load_config(small_run(*options), "test")
+    with Memory() as memory:
+        sizing.try_step(config, 257, Accelerator(cpu=True))
+    parameters = sum(weight.numel() for weight in GPT(config.model, 257).parameters())
+    assert copies <= memory.peak / (4 * parameters) < copies + 0.5
 
 
 def test_a_trial_has_the_moments_of_the_optimizer_from_its_first_backward_pass(

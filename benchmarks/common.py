@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from accel_gpt.training.machine import commit, device_name, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("-m", "accel_gpt.cli")
+T = TypeVar("T")
 Metrics = dict[str, float]
 Subjects = Mapping[str, Callable[[], Metrics]]
 
@@ -79,6 +80,17 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def attempt(what: str, measure: Callable[[], T]) -> T | None:
+    """Measure; if that fails, print one line and return None: other figures are not lost."""
+    try:
+        return measure()
+    except (Exception, SystemExit) as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = lines[-1] if isinstance(error, SystemExit) else lines[0]  # of `run_command`: last
+        print(f"{what}: not measured: {type(error).__name__}: {reason[:200]}", flush=True)
+        return None
+
+
 def interleave(subjects: Subjects, rounds: int) -> dict[str, list[Metrics]]:
     """Measure all subjects in turn, `rounds` times, so that a drift of the machine hits all."""
     found: dict[str, list[Metrics]] = {name: [] for name in subjects}
@@ -125,6 +137,12 @@ def save_report(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write the report as JSON if `path` is given."""
     if path:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def print_rule(figure: str, condition: str, holds: bool, consequence: str) -> None:
+    """Print a figure and the decision that it serves: what follows if a condition holds."""
+    answer = "yes" if holds else "no"
+    print(f"rule: {figure}. If {condition} ({answer}): {consequence}", flush=True)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,20 +1,51 @@
 """Measure a CUDA card in its first hour: GPT-2 124M, 1,024 tokens of context, bf16, compiled.
 
-    python benchmarks/gpu.py NANOGPT TEXT [--only speed ablations first_step]
-        [--micro_batches 16 32 64] [--rounds 3] [--json FILE] [--tiny]
+    python benchmarks/gpu.py NANOGPT TEXT [--only kernels trace speed ablations ddp first_step
+        curve] [--micro_batches 16 32 64] [--rounds 3] [--seconds 210] [--picture FILE]
+        [--json FILE] [--tiny]
 
 NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. It
 needs GPT-2's vocabulary; without a network, set TIKTOKEN_CACHE_DIR.
 
-speed: tokens/s, MFU and peak memory beside nanoGPT and transformers' Trainer, at each micro-batch.
-    "-" stands where the card's memory is too small.
-ablations: ours with all logits at once, with Muon, uncompiled and in float32, at the smallest
-    micro-batch.
-first_step: seconds from the first batch to the end of the update, compiler cache cold and warm.
+The minutes are arithmetic for an H100; the docstrings of the files have the sums.
 
-`benchmarks/disk_io.py --only checkpoint` measures saves from the card, too.
+kernels, 1 minute (kernels.py): versions, the kernel of attention, bandwidth of a copy, TFLOP/s of
+    the products of blocks and head, attention by each kernel.
+trace, 2 to 3 minutes (traces.py): milliseconds of a step by family of kernels, ours and nanoGPT's.
+speed, 7 minutes a micro-batch: tokens/s, MFU and peak memory beside nanoGPT and transformers'
+    Trainer. "-" stands where the card's memory is too small.
+ablations, 10 minutes: ours with all logits at once, with Muon, uncompiled and in float32, at the
+    smallest micro-batch.
+ddp, 1.5 minutes a round: ours under DistributedDataParallel with one process, at the smallest
+    micro-batch: the cost of its buckets, and of compiling around them.
+first_step, 2 minutes: seconds from the first batch to the end of the update, compiler cache cold
+    and warm.
+curve, 8 to 9.5 minutes (curve.py): losses over seconds of the fast recipe and of nanoGPT, on the
+    Python source of this machine, and a picture.
 
-`--tiny` runs a tiny model uncompiled on a CPU: it tests this file and measures nothing.
+A part that fails is named at the end, and the parts after it are measured. The report is saved
+after each part. `benchmarks/disk_io.py --only checkpoint` measures saves from the card, too.
+
+`--tiny` runs tiny models uncompiled on a CPU: it tests these files and measures nothing.
+
+Half an hour on a card, in this order (G is `python benchmarks/gpu.py NANOGPT TEXT --json FILE`,
+with another FILE each time):
+
+1. 4 minutes: G --only kernels trace
+2. 7 minutes: G --only ablate. Its baseline must take 69 +- 1 ms a step.
+3. 4 minutes: the same with max-autotune
+4. 4 minutes: G --only ddp --micro_batches 32 --rounds 1, then
+   pytest -m gpu -n 0 -x -p no:benchmark
+5. 9 minutes: G --only curve --picture losses.png
+On a later card: G --only speed --micro_batches 32, with what has won.
+
+Rules, which kernels and trace print with their figures:
+
+- The head's input gradient at 4,096 rows runs at 95 % of its rate at 32,768 rows or more: larger
+  chunks of the loss are worth 1.2 ms a step. Otherwise they are worth more.
+- Attention takes over 9 ms a step: it is not cuDNN; mend that first.
+- The device is idle for over 2 ms a step: CUDA graphs move up.
+- Block products run under 580 TFLOP/s: train.compile max is the lever.
 """
 
 import argparse
@@ -33,6 +64,7 @@ from common import (
     ROOT,
     Metrics,
     Subjects,
+    attempt,
     flags,
     interleave,
     make_parser,
@@ -42,7 +74,10 @@ from common import (
     save_report,
     start_report,
 )
+from curve import curve
+from kernels import kernels
 from peers import CHARS, GPT2, Job, accel_gpt, copy_nanogpt, nanogpt, trainer
+from traces import trace
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.devices import peak_flops
@@ -60,9 +95,13 @@ TINY_JOB = Job(
 # accel-gpt without the chunked loss: all logits of a micro-batch at once
 WHOLE_LOGITS = (
     "-c",
-    "from accel_gpt.model import loss; loss.chunk_tokens = lambda *_: 2**62; "
+    "from accel_gpt.model import loss; loss.chunk_tokens = lambda *_, **__: 2**62; "
     "from accel_gpt.cli import main; main()",
 )
+
+
+# accel-gpt under DDP with one process: the cost of its buckets, and of compiling around them
+UNDER_DDP = ("-m", "torch.distributed.run", "--nproc_per_node", "1", *OURS)
 
 
 def main() -> None:
@@ -71,6 +110,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--micro_batches", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=210, help="of each training of curve")
+    parser.add_argument("--picture", type=Path, help="PNG for the losses of curve")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
@@ -81,8 +122,12 @@ def main() -> None:
         copy_nanogpt(args.nanogpt, args.text, Path(folder), {job.data})
         for name in args.only:
             print(f"\n{name}\n", flush=True)
-            report[name] = PARTS[name](args, Path(folder), job)
+            part = partial(PARTS[name], args, Path(folder), job)
+            report[name] = attempt(name, part)
             save_report(args.json, report)
+    failed = [name for name in args.only if report[name] is None]
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 def speed(args: argparse.Namespace, work: Path, job: Job) -> dict[int, Any]:
@@ -111,6 +156,16 @@ def ablations(args: argparse.Namespace, work: Path, job: Job) -> dict[str, list[
     if not args.tiny:
         subjects["not compiled"] = ours(args, work, at, compiled="false")
         subjects["float32"] = ours(args, work, at, precision="no")
+    return compare(args, at, subjects)
+
+
+def ddp(args: argparse.Namespace, work: Path, job: Job) -> dict[str, list[Metrics]]:
+    """Compare ours with ours under DistributedDataParallel in one process."""
+    at = replace(job, batch_size=min(args.micro_batches))
+    subjects = {
+        "accel_gpt": ours(args, work, at),
+        "DDP, one process": ours(args, work, at, start=UNDER_DDP),
+    }
     return compare(args, at, subjects)
 
 
@@ -146,9 +201,13 @@ def first_step(args: argparse.Namespace, work: Path, job: Job) -> list[float]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Path, Job], Any]] = {
+    "kernels": kernels,
+    "trace": trace,
     "speed": speed,
     "ablations": ablations,
+    "ddp": ddp,
     "first_step": first_step,
+    "curve": curve,
 }
 
 

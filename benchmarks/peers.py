@@ -192,6 +192,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def nanogpt(work: Path, job: Job, compiled: bool) -> Metrics:
     """Run nanoGPT's train.py; the times are those that it logs."""
+    command = [sys.executable, "-c", WITH_MEMORY, *nanogpt_words(job, compiled)]
+    output = run_command(command, work / "nanoGPT")
+    times_ms = [float(ms) for ms in re.findall(r"time ([\d.]+)ms", output)]
+    del times_ms[0]  # holds the evaluation before the first step
+    return {"step_ms": job.step_ms(times_ms), **last_json(output)}
+
+
+def nanogpt_words(job: Job, compiled: bool) -> list[str]:
+    """Return the command line of nanoGPT's train.py for a job, from the script on."""
     options = {
         "device": job.device,
         "dtype": "bfloat16" if job.device == "cuda" else "float32",
@@ -208,12 +217,8 @@ def nanogpt(work: Path, job: Job, compiled: bool) -> Metrics:
         "eval_interval": 10**6,
         "eval_iters": 1,
     }
-    command = [sys.executable, "-c", WITH_MEMORY, "train.py", "config/train_shakespeare_char.py"]
-    command += [f"--{key}={value}" for key, value in options.items()]
-    output = run_command(command, work / "nanoGPT")
-    times_ms = [float(ms) for ms in re.findall(r"time ([\d.]+)ms", output)]
-    del times_ms[0]  # holds the evaluation before the first step
-    return {"step_ms": job.step_ms(times_ms), **last_json(output)}
+    words = [f"--{key}={value}" for key, value in options.items()]
+    return ["train.py", "config/train_shakespeare_char.py", *words]
 
 
 TRAINER = """

@@ -3,11 +3,13 @@
 Set ACCEL_GPT_PEERS to a folder with a checkout of nanoGPT for the scripts that compare with it.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,11 +81,138 @@ def test_peers_run_whole_commands(tmp_path: Path, peer: tuple[str, str]) -> None
 
 
 def test_a_gpu_is_measured_as_this_cpu_is(tmp_path: Path, peer: tuple[str, str]) -> None:
-    options = ("--tiny", "--micro_batches", "2", "--rounds", "1")
+    parts = ("speed", "ablations", "ddp", "first_step")
+    options = ("--tiny", "--micro_batches", "2", "--rounds", "1", "--only", *parts)
     found = report_of(tmp_path, "gpu.py", *peer, *options)
     assert set(found["speed"]["2"]) == {"nanoGPT", "Trainer", "accel_gpt"}
     assert set(found["ablations"]) == {"accel_gpt", "all logits at once", "Muon"}
+    assert set(found["ddp"]) == {"accel_gpt", "DDP, one process"}
     assert len(found["first_step"]) == 2
+
+
+def test_kernels_of_a_device(tmp_path: Path, peer: tuple[str, str]) -> None:
+    found = report_of(tmp_path, "gpu.py", *peer, "--tiny", "--only", "kernels")["kernels"]
+    assert found["attention_backend"] == "flash"  # of PyTorch on a CPU
+    assert found["attention"]["16"]["flash"]["backward_ms"] > 0
+    assert found["attention"]["16"]["cudnn"] is None
+    products = [product for product in found["products"] if not product["float32"]]
+    shapes = {(p["matrix"], p["product"], p["rows"]) for p in products}
+    assert len(products) == len(shapes) == 5 * 3 * 2
+    for product in products:
+        flops = 2 * product["rows"] * product["inputs"] * product["outputs"]
+        assert product["ms"] * product["tflops"] * 1e9 == pytest.approx(flops)
+    assert set(found["rules"]) == {
+        "head_input_gradient_rate",
+        "head_input_gradient_saved_ms",
+        "attention_ms",
+        "block_tflops",
+    }
+
+
+def test_a_trace_of_steps(tmp_path: Path, peer: tuple[str, str]) -> None:
+    found = report_of(tmp_path, "gpu.py", *peer, "--tiny", "--only", "trace")["trace"]
+    for system in ("accel_gpt", "nanoGPT"):
+        traced = found[system]
+        assert sum(traced["families"].values()) == pytest.approx(traced["wall_ms"], rel=0.05)
+        counts = {"block products": 0.0, "head": 0.0}
+        for product in traced["products"]:
+            counts[product["family"]] += product["count"]
+        # forward, input gradient and weight gradient of four matrices in two layers
+        assert counts == {"block products": 2 * 4 * 3, "head": 3}
+        assert {"attention", "loss", "norms", "optimizer"} <= set(traced["families"])
+        assert len(traced["kernels"]) == 30
+
+
+def test_losses_over_seconds(tmp_path: Path, peer: tuple[str, str]) -> None:
+    picture = tmp_path / "losses.png"
+    options = ("--tiny", "--only", "curve", "--picture", str(picture))
+    found = report_of(tmp_path, "gpu.py", *peer, *options)["curve"]
+    systems = [found["nanoGPT"], found["accel_gpt"]]
+    for system in systems:
+        seconds, tokens, losses = zip(*system["points"], strict=True)
+        assert len(losses) >= 10
+        assert list(seconds) == sorted(seconds)
+        assert tokens[-1] == system["steps"] * system["tokens_per_step"]
+        assert losses[-1] < losses[0] < 5.6  # ln 256 is 5.5
+        assert not system["ended_early"]
+    for key in ("val_sha256", "val_tokens", "tokens_per_step"):
+        assert systems[0][key] == systems[1][key]
+    assert found["final_loss"] == systems[0]["points"][-1][2]
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that reads traces."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("traces")
+
+
+def test_kernels_of_a_card_belong_to_the_operations_that_launched_them(traces: ModuleType) -> None:
+    def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+        where = {"pid": 0 if cat == "kernel" else 9, "tid": 7}
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **where}
+
+    def ids(number: int) -> dict[str, int]:
+        return {"External id": number, "correlation": 100 + number}
+
+    block = [[64, 768], [768, 3072]]
+    head = [[64, 768], [768, 50304]]
+    events = [
+        event("cpu_op", "aten::mm", 0, 2, **ids(1), **{"Input Dims": block}),
+        event("cpu_op", "accel_gpt::loss_and_gradients", 3, 9, **ids(2)),
+        event("cpu_op", "aten::mm", 4, 2, **ids(3), **{"Input Dims": head}),
+        event("cuda_driver", "cuLaunchKernelEx", 7, 1, correlation=104),
+        event("user_annotation", "watched_step", 20, 5, **ids(5)),
+        event("cpu_op", "aten::mm", 21, 2, **ids(6), **{"Input Dims": block}),
+        event("gpu_user_annotation", "watched_step", 0, 90, **ids(5)),
+        event("kernel", "nvjet_tst", 100, 1000, **ids(1)),
+        event("kernel", "nvjet_tst", 1100, 2000, **ids(3)),
+        event("kernel", "triton_poi_fused_add_0", 3600, 400, correlation=104),
+        event("kernel", "nvjet_tst", 4000, 300, **ids(6)),  # of Muon
+        event("kernel", "triton_per_fused_add_native_layer_norm_3", 4200, 200),  # beside it
+    ]
+    found = traces.summarize(events, {50304}, wall_ms=6.0)
+    ms = {family: round(3 * value, 9) for family, value in found["families"].items()}
+    assert ms == {
+        "block products": 1.0,
+        "head": 2.0,
+        "loss": 0.4,
+        "optimizer": 0.3,
+        "norms": 0.2,
+        "idle": 2.2,
+    }
+    fastest = {tuple(p["shape"]): p["tflops"] for p in found["products"]}
+    assert fastest[64, 768, 50304] == pytest.approx(2 * 64 * 768 * 50304 / 2e-3 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "products of unknown shape"),
+        ("triton_red_fused__log_softmax__to_copy_view_9", "loss"),
+        ("triton_per_fused__to_copy_add_native_layer_norm_backward_11", "norms"),
+        ("triton_poi_fused_gelu_gelu_backward_7", "GELU and residual"),
+        ("triton_poi_fused__to_copy_t_2", "casts and copies"),
+        ("Memcpy DtoD (Device -> Device)", "casts and copies"),
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
+        ("triton_red_fused_sum_3", "other"),
+    ],
+)
+def test_the_family_of_a_kernel(traces: ModuleType, name: str, family: str) -> None:
+    assert traces.family_of(name, None, {50304}) == family
+
+
+@pytest.mark.parametrize(("loss", "seconds"), [(3.0, 5.0), (2.5, 7.5), (2.0, 10.0), (0.9, None)])
+def test_seconds_to_a_loss(
+    monkeypatch: pytest.MonkeyPatch, loss: float, seconds: float | None
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    curve = importlib.import_module("curve")
+    points = [(5.0, 1, 3.0), (10.0, 2, 2.0), (15.0, 3, 2.2), (20.0, 4, 1.0)]
+    assert curve.seconds_to(points, loss) == seconds
 
 
 def test_losses_are_those_of_nanogpt(tmp_path: Path, peer: tuple[str, str]) -> None:

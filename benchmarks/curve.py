@@ -1,0 +1,294 @@
+"""Compare losses over seconds, our fast recipe and nanoGPT's GPT-2 124M, for `gpu.py --only curve`.
+
+Both train on the same tokens: the .py files of this machine, by `corpus.py`. nanoGPT's train.py
+runs unmodified with the settings of its config/train_gpt2.py. A step has 131,072 tokens in
+micro-batches of 32 sequences, the warm-up is 5 % of the steps (assumption), and the decay ends with
+them; the learning rate stays 6e-4. Ours is
+configs/fast_124m.yaml with as many tokens a step: 12 layers, Muon, and the rates that follow from
+batch and length.
+
+The number of steps is fixed beforehand, since both schedules depend on it: as many as `--seconds`
+hold at the MFU below. A run that takes 15 % longer is ended. The clock starts when everything is
+compiled; the steps before are counted at the pace of the others.
+
+`observe.py` evaluates both in their processes, uncompiled, on the same sequences of the validation
+files, at 14 steps. The clock stops meanwhile. Prints nanoGPT's last loss, and when ours is as low,
+by a line between two points. If the first point is as low, its seconds are an upper bound.
+
+Minutes on an H100, by arithmetic: 7 of training; 30 s to read and encode the files; 20 s to start
+the processes; 20 s and up to 60 s to compile; 28 evaluations of 0.7 s (524,288 tokens, forward
+only). In all 9.5 at most. With `--only curve --seconds 180` it is one less.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import OURS, ROOT, attempt, flags, last_json, print_table, run_command
+from peers import Job
+from traces import OBSERVE
+
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.cost.devices import peak_flops
+from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.training.machine import device_name
+
+DATA = "python_source"  # folder of nanoGPT's data
+TOKENS_PER_STEP = 131_072
+MICRO_BATCH = 32  # sequences
+MEGABYTES = 400
+VAL_TOKENS = 524_288
+POINTS = 14
+FIRST = 3  # steps before the clock starts
+LONGEST = 1.15  # of the seconds
+WARMUP_SHARE = 0.05  # of nanoGPT's steps; assumption
+MFU = {"nanoGPT": 0.408, "accel_gpt": 0.39}  # RESULTS.md; the same, less Muon (assumption)
+UNKNOWN_PEAK = 989.5e12  # FLOP/s of a GPU that is not in the table of devices: an H100's
+TINY_STEPS = 28
+Points = Sequence[tuple[float, int, float]]  # seconds, tokens, loss
+
+
+def curve(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
+    """Train both, print the points and the seconds to nanoGPT's loss, and draw a picture."""
+    folder = work / "nanoGPT/data" / DATA
+    chosen = ("bytes", 0.3) if args.tiny else ("gpt2", MEGABYTES)
+    options = {"tokenizer": chosen[0], "megabytes": chosen[1]}
+    command = [sys.executable, ROOT / "benchmarks/corpus.py", folder, *flags(options)]
+    corpus = last_json(run_command(command))
+    print(f"{corpus['files']:,} files, {corpus['bytes']:,} bytes, {corpus['tokens']} tokens")
+    report: dict[str, Any] = {"corpus": corpus}
+    for name, train in {"nanoGPT": train_nanogpt, "accel_gpt": train_ours}.items():
+        run = plan_run(args, job, name)
+        report[name] = attempt(name, partial(measure, train, run, work))
+        if report[name]:
+            print_points(name, report[name], corpus["tokens"]["train"])
+    if report["nanoGPT"] and report["accel_gpt"]:
+        report |= compare(report["nanoGPT"]["points"], report["accel_gpt"]["points"])
+    if args.picture:
+        attempt("picture", partial(draw, args.picture, report, job))
+    return report
+
+
+# --------------------------------------------------------------------------- train
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long a system trains, and in which batches."""
+
+    job: Job
+    name: str
+    steps: int
+    micro_batch: int  # sequences
+    accumulation: int  # micro-batches a step
+    seconds: float  # of training
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens of a step."""
+        return self.accumulation * self.micro_batch * self.job.block_size
+
+
+def plan_run(args: argparse.Namespace, job: Job, name: str) -> Run:
+    """Choose the steps that take `--seconds`."""
+    if args.tiny:
+        return Run(job, name, TINY_STEPS, 2, 2, seconds=600.0)
+    accumulation = TOKENS_PER_STEP // (MICRO_BATCH * job.block_size)
+    run = Run(job, name, 0, MICRO_BATCH, accumulation, args.seconds)
+    shape = ModelConfig(
+        n_layer=job.n_layer, n_head=job.n_head, n_embd=job.n_embd, block_size=job.block_size
+    )
+    peak = peak_flops(device_name(torch.device(job.device)), "bf16") or UNKNOWN_PEAK
+    tokens_per_second = MFU[name] * peak / flops_per_token(shape, 50257)
+    return replace(run, steps=round(args.seconds * tokens_per_second / run.tokens_per_step))
+
+
+def measure(train: Any, run: Run, work: Path) -> dict[str, Any]:
+    """Train; return the points (seconds, tokens, loss) and what was evaluated."""
+    out = work / f"curve_{run.name}.json"
+    evaluated = [round(run.steps * number / POINTS) for number in range(1, POINTS + 1)]
+    settings = {
+        "watch": "curve",
+        "steps": run.steps,
+        "first": FIRST,
+        "evaluated": [step for step in evaluated if step > FIRST],
+        "most_seconds": LONGEST * run.seconds,
+        "val": str(work / "nanoGPT/data" / DATA / "val.bin"),
+        "sequences": VAL_TOKENS // run.job.block_size,
+        "block_size": run.job.block_size,
+        "batch_size": run.micro_batch // 2 or 1,
+        "arguments": {},
+        "out": str(out),
+    }
+    train(run, work, settings)
+    found = json.loads(out.read_text())
+    if found["ended_early"]:
+        print(f"{run.name}: ended before its last step, so its rates have not decayed")
+    seconds, steps, _ = found["points"][-1]
+    before = FIRST * seconds / (steps - FIRST)  # of the steps before the clock started
+    found["points"] = [
+        (seconds + before, steps * run.tokens_per_step, loss)
+        for seconds, steps, loss in found["points"]
+    ]
+    return found | {"steps": run.steps, "tokens_per_step": run.tokens_per_step}
+
+
+def train_nanogpt(run: Run, work: Path, settings: Mapping[str, Any]) -> None:
+    """Run nanoGPT's train.py with the settings of its config/train_gpt2.py."""
+    job = run.job
+    cuda = job.device == "cuda"
+    options = {
+        "wandb_log": False,
+        "dataset": DATA,
+        "device": job.device,
+        "dtype": "bfloat16" if cuda else "float32",
+        "compile": cuda,
+        "n_layer": job.n_layer,
+        "n_head": job.n_head,
+        "n_embd": job.n_embd,
+        "block_size": job.block_size,
+        "batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation,
+        "max_iters": run.steps,
+        "lr_decay_iters": run.steps,
+        "warmup_iters": round(WARMUP_SHARE * run.steps),
+        "eval_interval": 10**6,
+        "eval_iters": 1,
+        "always_save_checkpoint": False,
+    }
+    watched = {"model": "model:GPT.configure_optimizers", "step": "torch.optim:AdamW.step"}
+    command = [sys.executable, OBSERVE, json.dumps({**settings, **watched})]
+    command += ["train.py", "config/train_gpt2.py"]
+    command += [f"--{key}={value}" for key, value in options.items()]
+    run_command(command, work / "nanoGPT")
+
+
+def train_ours(run: Run, work: Path, settings: Mapping[str, Any]) -> None:
+    """Run `accel-gpt train configs/fast_124m.yaml`."""
+    job = run.job
+    tiny = job.device == "cpu"
+    options: dict[str, object] = {
+        "out_dir": work / "fast",
+        "data.train": work / "nanoGPT/data" / DATA,
+        "data.tokenizer": None if tiny else "gpt2",
+        "data.prepare.source": None,
+        "model.depth": job.n_layer,
+        "model.block_size": job.block_size,
+        "model.vocab_size": 256 if tiny else None,
+        "train.tokens_per_step": run.tokens_per_step,
+        "train.micro_batch_size": run.micro_batch,
+        "train.max_tokens": run.steps * run.tokens_per_step,
+        "train.mixed_precision": "no" if tiny else "bf16",
+        "train.compile": not tiny,
+        "eval.every": 0,
+        "eval.tokens": job.block_size,
+        "sample.every": 0,
+        "checkpoint.every": 0,
+    }
+    watched = {
+        "model": "accel_gpt.model.gpt:GPT.init_weights",
+        "step": "accel_gpt.optim.muon:MuonAdamW.step",
+        "arguments": {"per_sequence": True},
+    }
+    command = [sys.executable, OBSERVE, json.dumps({**settings, **watched}), *OURS, "train"]
+    command += [ROOT / "configs/fast_124m.yaml", *flags(options)]
+    run_command(command, work)
+
+
+# --------------------------------------------------------------------------- compare
+
+
+def compare(theirs: Points, ours: Points) -> dict[str, float | None]:
+    """Print and return nanoGPT's last loss, and the seconds to it."""
+    their_seconds, _, loss = theirs[-1]
+    seconds = seconds_to(ours, loss)
+    print(f"nanoGPT's last loss is {loss:.4f}, after {their_seconds:.1f} s")
+    if seconds is None:
+        print(f"accel_gpt does not reach it; its last loss is {ours[-1][2]:.4f}")
+        return {"final_loss": loss, "seconds": None, "ratio": None}
+    ratio = their_seconds / seconds
+    print(f"accel_gpt reaches it after {seconds:.1f} s: {ratio:.2f} times as fast")
+    print(f"accel_gpt's last loss is {ours[-1][2]:.4f}, after {ours[-1][0]:.1f} s")
+    return {"final_loss": loss, "seconds": seconds, "ratio": ratio}
+
+
+def seconds_to(points: Points, loss: float) -> float | None:
+    """Return when the loss is first as low, by a line between two points; None if never."""
+    before: tuple[float, float] | None = None
+    for seconds, _, reached in points:
+        if reached <= loss:
+            if before is None or reached == before[1]:
+                return seconds
+            share = (before[1] - loss) / (before[1] - reached)
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, reached)
+    return None
+
+
+def print_points(name: str, found: Mapping[str, Any], train_tokens: int) -> None:
+    """Print the points of one system."""
+    rows = []
+    for seconds, tokens, loss in found["points"]:
+        epochs = tokens / train_tokens
+        rows.append([f"{seconds:.1f}", f"{tokens:,}", f"{epochs:.2f}", f"{loss:.4f}"])
+    print_table([f"{name}, seconds", "tokens", "epochs", "val loss"], rows)
+
+
+# --------------------------------------------------------------------------- picture
+
+
+def draw(file: Path, report: Mapping[str, Any], job: Job) -> None:
+    """Draw the losses over the seconds, as a PNG of 900 x 500 pixels."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=100, layout="constrained")
+    looks = {
+        "nanoGPT": {"label": "nanoGPT: GPT-2 124M, AdamW", "color": "#7f7f7f"},
+        "accel_gpt": {"label": "accel_gpt: fast recipe, Muon", "color": "#0b62c4"},
+    }
+    shown: list[float] = []  # losses
+    for name, look in looks.items():
+        if report[name]:
+            points = report[name]["points"]
+            seconds, _, losses = zip(*points, strict=True)
+            axes.plot(seconds, losses, marker="o", markersize=4, linewidth=2, **look)
+            shown += losses[1:]  # the first is much higher than the others
+    if report.get("seconds") is not None:
+        mark_time_to_loss(axes, report)
+    margin = 0.08 * (max(shown) - min(shown))
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("training time, s (without compilation and evaluation)")
+    axes.set_ylabel("validation loss, nats per token")
+    axes.set_title(title_of(job), fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(file, format="png")
+    pyplot.close(figure)
+
+
+def mark_time_to_loss(axes: Any, report: Mapping[str, Any]) -> None:
+    """Mark nanoGPT's last loss, and when ours reaches it."""
+    loss, seconds, ratio = report["final_loss"], report["seconds"], report["ratio"]
+    end = report["nanoGPT"]["points"][-1][0]
+    label = f"loss {loss:.2f}: after {seconds:.0f} s, not {end:.0f} s ({ratio:.1f} x)"
+    axes.plot([seconds, end], [loss, loss], color="black", linestyle=":", label=label)
+    axes.plot([seconds], [loss], marker="o", markersize=9, color="black", fillstyle="none")
+
+
+def title_of(job: Job) -> str:
+    """Return card, model, context and date."""
+    card = device_name(torch.device(job.device))
+    model = f"{job.n_layer} layers of {job.n_embd} channels, {job.block_size:,} tokens of context"
+    return f"{model}, on Python source\n{card}, {datetime.now(UTC):%Y-%m-%d}"

@@ -50,8 +50,10 @@ WORLD = {"one": 1, "ddp": 2, "fsdp2": 2, "elastic": 2, "hsdp": 4}
 
 PORT = ("--main_process_port", "0")
 # the shipped files, on fewer processes
+FSDP2 = (str(FOLDER / "fsdp2_8.yaml"), "--num_processes", "2", *PORT)
 ACCELERATE_CONFIGS = {
-    "fsdp2": (str(FOLDER / "fsdp2_8.yaml"), "--num_processes", "2", *PORT, TRAIN),
+    "fsdp2": (*FSDP2, TRAIN),
+    "fsdp2_gathered": (*FSDP2, "--fsdp_reshard_after_forward", "false", TRAIN),
     "hsdp": (
         *(str(FOLDER / "hsdp_2x8.yaml"), "--num_processes", "4", "--num_machines", "1"),
         *("--parallelism_config_dp_shard_size", "2", *PORT, TRAIN),
@@ -196,19 +198,20 @@ def collectives(engine: str, optimizer: str, micro_steps: int, synced: bool) -> 
     """Return the collectives of a step of two blocks: one is the all-reduce of the loss.
 
     DDP all-reduces one bucket of gradients at the last micro-step, or `synced` at each; FSDP2
-    reduces those of four groups, and all-reduces the norm. Each micro-step gathers the groups, the
-    blocks twice, and the head if it is not the embedding. For each of Muon's four stacks DDP
-    gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
+    reduces those of four groups, and all-reduces the norm. Each micro-step gathers the groups, and
+    unless they stay gathered the two blocks again, and the head if it is not the embedding. For
+    each of Muon's four stacks DDP gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
     """
     muon, reductions = optimizer == "muon", micro_steps if synced else 1
     if engine == "ddp":
         return {"reduce": 1 + reductions, **({"gather": 4} if muon else {})}
-    scatter, gather = 4 * reductions, (6 + muon) * micro_steps + 8 * muon
+    again = 0 if engine == "fsdp2_gathered" else 2 + muon
+    scatter, gather = 4 * reductions, (4 + again) * micro_steps + 8 * muon
     return {"reduce": 2, "scatter": scatter, "gather": gather}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2_gathered"])
 def test_losses_are_those_of_one_process_and_collectives_are_counted(
     engine: str, small_run: Arguments, tmp_path: Path
 ) -> None:

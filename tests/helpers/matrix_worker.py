@@ -35,6 +35,8 @@ from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import gradients, precision
 
+FSDP = ("fsdp2", "fsdp2_gathered", "hsdp")
+
 
 def emulate_fsdp2() -> None:
     """Let Accelerate use FSDP on a CPU; it allows only plain processes there."""
@@ -143,7 +145,7 @@ def whole(tensor: Tensor) -> Tensor:
 def main(engine: str, device: str, tasks: Path) -> None:
     """Train each of `tasks` on `engine`; exit with the first unexpected code."""
     if device == "cpu":
-        if engine in ("fsdp2", "hsdp"):
+        if engine in FSDP:
             emulate_fsdp2()
         emulate_fp8()
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
@@ -161,7 +163,7 @@ def main(engine: str, device: str, tasks: Path) -> None:
         code = run_main(train.main, arguments)
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        if engine in ("fsdp2", "hsdp"):  # Accelerate starts them on top of plain processes
+        if engine in FSDP:  # Accelerate starts them on top of plain processes
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if code != (75 if stop else 0):
             sys.exit(f"{arguments} ended with {code}")

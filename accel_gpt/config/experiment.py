@@ -71,6 +71,13 @@ class TrainConfig(
         resume="free",
         exact=True,
     )
+    bf16_residual: bool = option(
+        True,
+        "Keep the residual stream in bf16 if mixed_precision is bf16 or fp8. false: in float32, "
+        "which takes more time and memory. FSDP always keeps it in bf16.",
+        resume="free",
+        exact=True,
+    )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = option(
         "auto",
         "Precision of float32 matrix products. highest: IEEE float32. high: TF32. medium: bfloat16 "
@@ -79,11 +86,12 @@ class TrainConfig(
         resume="free",
         exact=True,
     )
-    compile: bool | Literal["auto"] = option(
+    compile: bool | Literal["auto", "max"] = option(
         False,
         "Compile the model with torch.compile. Compiled code is cached in "
         "~/.cache/accel_gpt/compiled. auto: compile if a compiler works and the run is long "
-        "enough to gain from it.",
+        "enough to gain from it. max: also time several kernels for each operation and keep the "
+        "fastest; the first launch then compiles for minutes.",
         essential=True,
         resume="free",
     )
@@ -163,6 +171,11 @@ class TrainConfig(
     )
 
     @property
+    def compiled(self) -> bool:
+        """Whether the model is compiled; false if compile is auto and not resolved yet."""
+        return self.compile in (True, "max")
+
+    @property
     def micro_batch_sequences(self) -> int:
         """micro_batch_size as a number; 1 if it is auto and not resolved yet."""
         if self.micro_batch_size == "auto":
@@ -173,7 +186,7 @@ class TrainConfig(
         for name in ("time_limit", "step_timeout", "init_timeout"):
             duration(f"train.{name}", getattr(self, name))
         require(
-            not (self.reproducible and self.compile is True),
+            not (self.reproducible and self.compiled),
             "train.reproducible and train.compile are both true, but compiled kernels differ with "
             "the number of processes; set one of them to false",
         )

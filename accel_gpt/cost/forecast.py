@@ -34,7 +34,7 @@ def run_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, A
         "host": host_bytes(config, vocab_size, machine) if machine.gpu else {},
         "device": machine.memory_bytes,
         "fits": fits,
-        "compiled": config.train.compile is True,
+        "compiled": config.train.compiled,
         "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
         "try": options_to_try(config, machine) if fits is False else [],
     }

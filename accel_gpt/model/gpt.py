@@ -66,6 +66,7 @@ class GPT(nn.Module):
             self.norm_f = build_norm(config)
             self.head = Head(config, vocab_size)
         self.recompute = False  # activation checkpointing of each block
+        self.bf16_residual = False  # residual stream in bf16 under autocast to bf16
         self.register_buffer("rotary", None, persistent=False)
         if init:
             self.init_weights()
@@ -199,6 +200,10 @@ class GPT(nn.Module):
             x = F.dropout(x, dropout)
         if self.norm_e is not None:
             x = self.norm_e(x)
+        kind = x.device.type
+        half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+        if self.bf16_residual and half:
+            x = x.to(torch.bfloat16)  # and so is each sum with the output of attention or MLP
 
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():

@@ -18,10 +18,22 @@ from accel_gpt.cost.flops import activates_twice
 from accel_gpt.model.documents import attend
 
 
+class RMSNorm(nn.RMSNorm):
+    """Normalize by the root mean square, in the dtype of the weights.
+
+    For an input in bf16 and weights in float32, PyTorch has no kernel on a CPU.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None:
+            x = x.to(self.weight.dtype)
+        return super().forward(x)
+
+
 def build_norm(config: ModelConfig) -> nn.Module:
     """Build a LayerNorm or RMSNorm over the channels."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=config.norm_eps, elementwise_affine=config.norm_weight)
+        return RMSNorm(config.n_embd, eps=config.norm_eps, elementwise_affine=config.norm_weight)
     return nn.LayerNorm(
         config.n_embd,
         eps=config.norm_eps,

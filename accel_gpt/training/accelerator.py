@@ -45,7 +45,7 @@ from accel_gpt.launcher import (
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.compilation import forget_compiled, use_compile_cache
+from accel_gpt.training.compilation import MAX_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.machine import rank_identity
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.ranks import keep_group, require_same
@@ -294,7 +294,7 @@ def build_model(
     sharded = accelerator.distributed_type == DistributedType.FSDP
     gpt = GPT.allocate(config.model, vocab_size, "meta" if sharded else "cpu")
     set_up_model(gpt, config.train)
-    compiled = config.train.compile is True
+    compiled = config.train.compiled
     optimizer: torch.optim.Optimizer
     if sharded:
         # `prepare` finds an optimizer's parameters by their data pointers. Meta tensors have none,
@@ -316,13 +316,15 @@ def build_model(
 
 
 def set_up_model(gpt: GPT, train: TrainConfig) -> None:
-    """Set activation checkpointing and torch.compile of `gpt`, before Accelerate wraps it."""
+    """Set the options of `train` that concern the model, before Accelerate wraps it."""
     gpt.recompute = train.activation_checkpointing == "blocks"
+    gpt.bf16_residual = train.bf16_residual
     forget_compiled()
-    if train.compile is True or torch.cuda.is_available():  # FlexAttention is compiled on CUDA
+    if train.compiled or torch.cuda.is_available():  # FlexAttention is compiled on CUDA
         use_compile_cache()
-    if train.compile is True:
-        gpt.compile()  # in place: a wrapper would rename the weights
+    if train.compiled:
+        # in place: a wrapper would rename the weights
+        gpt.compile(options=dict(MAX_OPTIONS) if train.compile == "max" else None)
 
 
 def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None":

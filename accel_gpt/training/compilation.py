@@ -36,17 +36,31 @@ MATRIX_UNIT_FLOPS = 1.2e11
 # seconds are an assumption.
 COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
 COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
+# Options of inductor for `train.compile: max`. CUDA graphs are left out: their memory is not freed
+# between the shapes of training and evaluation. Kernels by TMA are tried on Hopper and newer GPUs.
+MAX_OPTIONS: Mapping[str, bool] = MappingProxyType(
+    {
+        "max_autotune": True,
+        "coordinate_descent_tuning": True,
+        "triton.enable_persistent_tma_matmul": True,
+    }
+)
+MAX_IS_SLOW = (
+    "compile  max: the first step times many kernels and takes minutes, up to half an hour for a "
+    "large model; a later launch with the same shapes reads them from the cache"
+)
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def resolve_compile(config: Config, plan: Plan) -> Config:
-    """Replace `train.compile: auto` by true or false; if true, check that torch.compile works.
+    """Replace `train.compile: auto` by true or false; unless false, check that it works.
 
-    A collective. Raises `UserError` if `train.compile` is true but torch.compile does not work.
+    A collective. Raises `UserError` if `train.compile` is true or max but torch.compile does not
+    work.
     """
     if config.train.compile is False:
         return config
-    requested = config.train.compile is True
+    requested = config.train.compiled
     compiled = True
     reason = ""
     if not requested:
@@ -55,14 +69,18 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
     if error:
         require(
             not requested,
-            f"train.compile is true but torch.compile does not work here ({error}); install a C++ "
+            f"train.compile is {str(config.train.compile).lower()} but torch.compile does not work "
+            f"here ({error}); install a C++ "
             "compiler such as g++, or set train.compile to auto or false",
         )
         compiled = False
         reason = f"torch.compile does not work here ({error})"
-    if not requested:
-        choice = "compiled" if compiled else "not compiled"
-        print_line(config, f"auto     {choice}: {reason}")
+    if requested:
+        if config.train.compile == "max":
+            print_line(config, MAX_IS_SLOW)
+        return config
+    choice = "compiled" if compiled else "not compiled"
+    print_line(config, f"auto     {choice}: {reason}")
     return replace(config, train=replace(config.train, compile=compiled))
 
 

@@ -1,6 +1,7 @@
 """The decoder: causality, equality with transformers, initial weights, loss, precision, compile."""
 
 import contextlib
+import copy
 import math
 from typing import Any
 
@@ -171,6 +172,57 @@ def test_bf16_autocast_computes_in_bf16_and_gives_a_float32_loss(config: ModelCo
     assert loss.dtype == torch.float32
     assert all(weight.grad.dtype == torch.float32 for weight in model.parameters())
     torch.testing.assert_close(loss, model(tokens, targets), atol=0.1, rtol=0.02)
+
+
+def gradient_errors(preset: str, layers: int) -> dict[str, float]:
+    """Return the relative errors of the gradient in bf16, against float64, by residual stream."""
+    model = make(tiny(preset, n_layer=layers, zero_init=False)).train()
+    tokens = draw()
+    exact = copy.deepcopy(model).double()
+    exact.build_rotary()
+    exact(tokens, tokens.roll(-1, 1)).backward()
+    wanted = nn.utils.parameters_to_vector([p.grad for p in exact.parameters()])
+    errors = {}
+    for name, dtype in (("float32", None), ("bf16", torch.bfloat16)):
+        inputs: list[torch.dtype] = []
+        hooks = [
+            block.register_forward_pre_hook(
+                lambda _, given, seen=inputs: seen.append(given[0].dtype)
+            )
+            for block in model.blocks
+        ]
+        model.bf16_residual = dtype is not None
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(tokens, tokens.roll(-1, 1)).backward()
+        assert inputs == [dtype or torch.float32] * layers
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        found = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
+        errors[name] = ((found - wanted).norm() / wanted.norm()).item()
+        for hook in hooks:
+            hook.remove()
+    return errors
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # QKNorm is float32 beside float64 weights
+@pytest.mark.parametrize("layers", [2, 24])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_residual_stream_in_bf16_costs_little_of_the_gradient(preset: str, layers: int) -> None:
+    """A sum of 2 L terms, each rounded to 2^-9: the error grows as the root of the depth."""
+    errors = gradient_errors(preset, layers)
+    assert errors["float32"] < 0.02
+    assert errors["float32"] < errors["bf16"] < 0.02 * max(1, (layers / 4) ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_the_residual_stream_is_in_bf16_only_under_autocast_to_bf16(
+    dtype: torch.dtype | None,
+) -> None:
+    model, tokens = make(tiny()), draw()
+    with torch.autocast("cpu", dtype or torch.float16, enabled=dtype is not None):
+        expected = model(tokens)
+        model.bf16_residual = True
+        assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.parametrize("spread", [1, 8, 20])

@@ -305,7 +305,9 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
     assert not cache.exists()
     monkeypatch.delenv(compilation.CACHE)
     folders: list[str] = []
-    monkeypatch.setattr(GPT, "compile", lambda model: folders.append(os.environ[compilation.CACHE]))
+    monkeypatch.setattr(
+        GPT, "compile", lambda model, **_: folders.append(os.environ[compilation.CACHE])
+    )
     monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
     assert launch(small_run(*QUIET, "--train.max_steps", "3", "--train.compile")) == 0
     assert folders == [str(cache)]

@@ -191,7 +191,7 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
     error = None if compiler == "works" else "no C++ compiler"
     monkeypatch.setattr(compilation, "compiler_error", lambda device: error)
     compiled: list[bool] = []
-    monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _: compiled.append(True))
+    monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, **__: compiled.append(True))
     assert launch(small_run(*AUTO, "--optim.name", "adamw", "--train.max_steps", "4")) == 0
     assert saved(tmp_path)[1] == bool(compiled) == (error is None)
     shown = capsys.readouterr().err
@@ -201,6 +201,27 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
         else "torch.compile does not work here (no C++ comp"
     )
     assert shown.count(reason) == 1
+
+
+@pytest.mark.parametrize("requested", ["true", "max"])
+def test_max_searches_for_the_fastest_kernels_and_says_that_it_is_slow(
+    requested: str,
+    small_run: Arguments,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
+    given: list[dict[str, bool] | None] = []
+    monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, options: given.append(options))
+    options = (*QUIET, "--train.max_steps", "3", "--train.compile", requested)
+    assert launch(small_run(*options)) == 0
+    shown = capsys.readouterr().err
+    assert shown.count(compilation.MAX_IS_SLOW) == (requested == "max")
+    assert given == [dict(compilation.MAX_OPTIONS) if requested == "max" else None]
+
+
+def test_inductor_knows_the_options_of_max() -> None:
+    assert compilation.MAX_OPTIONS.keys() <= set(torch._inductor.list_options())
 
 
 @pytest.mark.slow

@@ -169,6 +169,7 @@ FREE = {
     "model.init_from",
     "train.micro_batch_size",
     "train.mixed_precision",
+    "train.bf16_residual",
     "train.matmul_precision",
     "train.compile",
     "train.cpu_threads",

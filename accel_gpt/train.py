@@ -295,7 +295,8 @@ def update(run: Training) -> None:
         with run.gradients.micro_step(first):
             run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
     loss = run.gradients.finish()  # all-reduced mean, like the gradient
-    grad_norm = run.gradients.clip(run.config.optim.grad_clip)
+    grad_norm = run.gradients.norm()
+    run.optimizer.optimizer.clip(grad_norm, run.config.optim.grad_clip)
     run.optimizer.optimizer.skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()

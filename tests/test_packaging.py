@@ -28,7 +28,6 @@ EXTRAS = PROJECT["optional-dependencies"]
 PRIVATE = {
     "_compiled_call_impl": "torch",
     "_dump_snapshot": "torch",
-    "_foreach_copy_": "torch",
     "_foreach_norm": "torch",
     "_pat_str": "tiktoken",
     "_record_memory_history": "torch",

@@ -170,7 +170,7 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
         "parts_ms": {name: 1000 * spent for name, spent in parts.items()},
         "parts_steps": options.parts,
         "parameters": counts["total"],
-        "compiled": run.config.train.compile is True,
+        "compiled": run.config.train.compiled,
         "plan": asdict(plan) | {"tokens_per_step": plan.tokens_per_step},
         **describe_machine(run.accelerator),
     }
@@ -249,7 +249,7 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
     observed.loader = TimedLoader(run.loader, part(data, run.loader.__next__))
     observed.model = part(forward, run.model)
     observed.gradients.backward = part(backward, run.gradients.backward)
-    observed.gradients.clip = part(optimizer, run.gradients.clip)
+    observed.gradients.norm = part(optimizer, run.gradients.norm)
     observed.optimizer.step = part(optimizer, run.optimizer.step)
     observed.optimizer.zero_grad = part(optimizer, run.optimizer.zero_grad)
     whole = sum(timed(step, device) for _ in range(steps))

@@ -1,11 +1,17 @@
-"""AdamW that skips an update if a flag on the device is 1. The host waits for it only on MPS."""
+"""AdamW that clips the gradient and skips an update by tensors on the device.
+
+The host waits for them only on MPS.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-UNGUARDED = ("mps",)  # devices whose fused kernel ignores `found_inf`; the host reads it instead
+# devices whose fused kernel ignores `found_inf` and `grad_scale`; the host reads them instead
+UNGUARDED = ("mps",)
+AMP = ("found_inf", "grad_scale")  # attributes that `torch.amp.GradScaler` sets
+CLIP_EPS = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 def undecorated(method: Any) -> Any:
@@ -22,13 +28,26 @@ class GuardedAdamW(torch.optim.AdamW):
 
     The fused kernels read `skip` as `found_inf`, which `torch.amp.GradScaler` sets to 1 after an
     overflow in fp16. Either of them skips the update.
+
+    They read `divisor` as `grad_scale`, so that clipping takes no pass over the gradients of its
+    own: it is part of the update.
     """
 
     skip: Tensor | None = None  # (), float32
+    divisor: Tensor | None = None  # of the gradients; (), float32
     state_dict = undecorated(torch.optim.Optimizer.state_dict)
     load_state_dict = undecorated(torch.optim.Optimizer.load_state_dict)
     zero_grad = undecorated(torch.optim.Optimizer.zero_grad)
     add_param_group = undecorated(torch.optim.Optimizer.add_param_group)
+
+    def clip(self, norm: Tensor, limit: float) -> None:
+        """Divide the gradients in the next updates so that their `norm` () is at most `limit`.
+
+        If `limit` is 0, they are not divided.
+        """
+        self.divisor = None
+        if limit:
+            self.divisor = ((norm.float() + CLIP_EPS) / limit).clamp(min=1.0)
 
     def skip_or_found_inf(self) -> Tensor | None:
         """Return 1 if the update must be skipped, else 0; None if neither tensor is set."""
@@ -39,20 +58,39 @@ class GuardedAdamW(torch.optim.AdamW):
             return self.skip
         return torch.maximum(found_inf, self.skip)
 
+    def divisor_and_grad_scale(self) -> Tensor | None:
+        """Return what the gradients must be divided by; None if neither tensor is set.
+
+        A loss scaler sets `grad_scale` if the optimizer must unscale the gradients.
+        """
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        if self.divisor is None:
+            return grad_scale
+        if grad_scale is None:
+            return self.divisor
+        return self.divisor * grad_scale
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters, or skip the update."""
         update = undecorated(torch.optim.AdamW.step)
         skip = self.skip_or_found_inf()
-        if skip is None:
-            return update(self, closure)
-        if skip.device.type in UNGUARDED and skip.item():
+        divisor = self.divisor_and_grad_scale()
+        if skip is not None and skip.device.type in UNGUARDED and skip.item():
             return None
-        set_by_scaler: Tensor | None = getattr(self, "found_inf", None)
+        if divisor is not None and divisor.device.type in UNGUARDED:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad /= divisor
+            divisor = None
+        given = {name: getattr(self, name) for name in AMP if hasattr(self, name)}
         self.found_inf = skip
+        self.grad_scale = divisor
         try:
             return update(self, closure)
         finally:
-            del self.found_inf
-            if set_by_scaler is not None:
-                self.found_inf = set_by_scaler
+            for name in AMP:
+                delattr(self, name)
+            for name, value in given.items():
+                setattr(self, name, value)

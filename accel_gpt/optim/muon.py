@@ -1,8 +1,8 @@
 """Muon for the matrices of the blocks and AdamW for the other parameters, as one optimizer.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon). The tests compare the update with
-`torch.optim.Muon`. Matrices of one shape are stacked, so that batched products orthogonalize them
-together.
+`torch.optim.Muon`. The estimates of the gradients of matrices of one shape are stacked, so that
+batched products orthogonalize them together. Everything else is done in place, weight by weight.
 
 Shapes: N weights of R rows and C columns. A fused weight holds several matrices, stacked along its
 rows.
@@ -113,38 +113,45 @@ def concatenate(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def update_momentum(
-    buffers: Tensor, gradients: Tensor, momentum: Tensor, enabled: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Compute the new momentum buffers, and Nesterov's estimates of the gradients in `dtype`.
+    buffer: Tensor,
+    gradient: Tensor,
+    estimate: Tensor,
+    momentum: Tensor,
+    divisor: Tensor | None,
+    enabled: Tensor,
+) -> None:
+    """Update a momentum buffer, and write Nesterov's estimate of the gradient to `estimate`.
 
-    All are (N, R, C). A momentum buffer is a moving average of the gradients. If `enabled` is
-    false, the buffers are returned unchanged.
+    All three are (R, C). The momentum buffer is a moving average of the gradient, which is first
+    divided by `divisor` (). If `enabled` is false, the buffer stays unchanged.
     """
-    new = torch.lerp(buffers, gradients, 1 - momentum)
-    estimates = torch.lerp(gradients, new, momentum).to(dtype)
-    return torch.where(enabled, new, buffers), estimates
+    if divisor is not None:
+        gradient = gradient / divisor
+    new = torch.lerp(buffer, gradient, 1 - momentum)
+    estimate.copy_(torch.lerp(gradient, new, momentum))
+    buffer.copy_(torch.where(enabled, new, buffer))
 
 
-def update_weights(
-    weights: Tensor,
+def update_weight(
+    weight: Tensor,
     direction: Tensor,
     scale: Tensor,
     lr: Tensor,
     decay: Tensor,
     enabled: Tensor,
     cautious: bool,
-) -> Tensor:
-    """Compute the new weights (N, R, C). If `enabled` is false, the weights are unchanged.
+) -> None:
+    """Update a weight (R, C) in place. If `enabled` is false, it stays unchanged.
 
     `scale` (R, 1) is the `lr_scale` of the matrix that a row belongs to; `decay` is the learning
     rate times the weight decay. Cautious decay applies only to weights that the update also makes
     smaller (Chen et al. 2025, arXiv 2510.12402, algorithm 1).
     """
-    direction = direction.to(weights.dtype).mul_(scale)
-    decayed = weights * decay
+    scaled = direction.to(weight.dtype) * scale
+    decayed = weight * decay
     if cautious:
-        decayed = torch.where(direction * weights >= 0, decayed, 0.0)
-    return torch.where(enabled, weights - decayed - lr * direction, weights)
+        decayed = torch.where(scaled * weight >= 0, decayed, 0.0)
+    weight.copy_(torch.where(enabled, weight - decayed - lr * scaled, weight))
 
 
 class MuonAdamW(GuardedAdamW):
@@ -172,11 +179,11 @@ class MuonAdamW(GuardedAdamW):
         self.mesh = mesh
         self._update_momentum: Any = update_momentum
         self._update_direction: Any = update_direction
-        self._update_weights: Any = update_weights
+        self._update_weight: Any = update_weight
         if compiled:
             self._update_momentum = torch.compile(update_momentum, dynamic=True)
             self._update_direction = torch.compile(update_direction, dynamic=True)
-            self._update_weights = torch.compile(update_weights, dynamic=True)
+            self._update_weight = torch.compile(update_weight, dynamic=True)
 
     @contextmanager
     def _adamw_groups(self) -> Iterator[None]:
@@ -214,50 +221,49 @@ class MuonAdamW(GuardedAdamW):
         for shape, same_shape in groupby(parameters, lambda p: p.shape):
             same = list(same_shape)
             layout = layout_of(same[0], self.mesh)
-            chunk_size = max(1, STACK * layout.shards // shape.numel())
+            most = max(1, STACK * layout.shards // shape.numel())
             # a multiple of the ranks, so that each rank orthogonalizes equally many matrices
-            stack_size = max(layout.ranks, chunk_size - chunk_size % layout.ranks)
+            stack_size = max(layout.ranks, most - most % layout.ranks)
             for start in range(0, len(same), stack_size):
-                self._update_stack(
-                    group=group,
-                    parameters=same[start : start + stack_size],
-                    layout=layout,
-                    chunk_size=chunk_size,
-                    skip=skip,
-                )
+                self._update_stack(group, same[start : start + stack_size], layout, skip)
 
     def _update_stack(
         self,
         group: dict[str, Any],
         parameters: list[nn.Parameter],
         layout: "Layout",
-        chunk_size: int,
         skip: Tensor | None,
     ) -> None:
-        """Update parameters of one shape: orthogonalize all together, do the rest in chunks."""
-        device = local_shard(parameters[0]).device
+        """Update parameters of one shape: orthogonalize all together, do the rest one by one."""
+        weights = [local_shard(p) for p in parameters]
+        device = weights[0].device
         enabled = torch.ones((), dtype=torch.bool, device=device) if skip is None else skip == 0
         # filled on the device: no copy from the host, and no recompilation for a new number
         lr = torch.full((), group["lr"], device=device)
         decay = torch.full((), group["lr"] * group["weight_decay"], device=device)
         momentum = torch.full((), group["momentum"], device=device)
         scale = self._row_scales(group, parameters[0])
-        chunks = [
-            parameters[start : start + chunk_size]
-            for start in range(0, len(parameters), chunk_size)
-        ]
-        stack = concatenate(
-            [self._gradient_estimates(chunk, momentum, enabled) for chunk in chunks], dim=0
-        )
+        divisor = self.divisor_and_grad_scale()
+        dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        stack = torch.empty((len(weights), *weights[0].shape), dtype=dtype, device=device)
+        for p, estimate in zip(parameters, stack.unbind(), strict=True):
+            assert p.grad is not None
+            self._update_momentum(
+                buffer=local_shard(self.state[p][MOMENTUM]),
+                gradient=local_shard(p.grad),
+                estimate=estimate,
+                momentum=momentum,
+                divisor=divisor,
+                enabled=enabled,
+            )
         shape = torch.Size((len(parameters), *parameters[0].shape))  # (N, R, C) over all ranks
         stack = layout.weights_to_matrices(stack, shape)
         if len(stack) > 0:
             stack = self._update_direction(stack, group[ROWS])
         stack = layout.matrices_to_weights(stack, shape)
-        for chunk, direction in zip(chunks, torch.split(stack, chunk_size), strict=True):
-            weights = [local_shard(p) for p in chunk]
-            new = self._update_weights(
-                weights=torch.stack(weights),
+        for weight, direction in zip(weights, stack.unbind(), strict=True):
+            self._update_weight(
+                weight=weight,
                 direction=direction,
                 scale=scale,
                 lr=lr,
@@ -265,7 +271,6 @@ class MuonAdamW(GuardedAdamW):
                 enabled=enabled,
                 cautious=group["cautious"],
             )
-            torch._foreach_copy_(weights, list(new.unbind()))
 
     def _row_scales(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
         """Compute the `lr_scale` of each of this rank's rows of `parameter`: (rows, 1)."""
@@ -277,32 +282,6 @@ class MuonAdamW(GuardedAdamW):
         ]
         first = first_row(parameter)
         return concatenate(scales, dim=0)[first : first + len(local)]
-
-    def _gradient_estimates(
-        self, parameters: list[nn.Parameter], momentum: Tensor, enabled: Tensor
-    ) -> Tensor:
-        """Update the momentum buffers, and stack Nesterov's estimates of the gradients.
-
-        This is a separate function so that the other stacks are freed before the matrices are
-        orthogonalized.
-        """
-        buffers = [local_shard(self.state[p][MOMENTUM]) for p in parameters]
-        gradients = torch.stack([local_shard(p.grad) for p in parameters if p.grad is not None])
-        # a loss scaler sets this if the optimizer must unscale the gradients
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        if grad_scale is not None:
-            gradients = gradients / grad_scale
-        dtype = self.dtype or (torch.bfloat16 if gradients.is_cuda else torch.float32)
-        estimates: Tensor
-        new, estimates = self._update_momentum(
-            buffers=torch.stack(buffers),
-            gradients=gradients,
-            momentum=momentum,
-            enabled=enabled,
-            dtype=dtype,
-        )
-        torch._foreach_copy_(buffers, list(new.unbind()))
-        return estimates
 
 
 # --------------------------------------------------------------------------- ranks

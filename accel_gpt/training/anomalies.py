@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
-from accel_gpt.model.sharding import is_sharded, local_shard
+from accel_gpt.model.sharding import local_shard
 from accel_gpt.training.support import REPLICATED
 
 SPIKE_WINDOW = 128  # steps; as in the trainer of OLMo 2 (2025)
@@ -51,8 +51,6 @@ class StepGuard:
         all-reduced scalars. A spike is a loss more than `spike_sigma` standard deviations above the
         mean of the window. Until the window is full, its mean is NaN and no loss is a spike.
         """
-        if is_sharded(grad_norm):  # by FSDP
-            grad_norm = grad_norm.full_tensor()
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         if self.config.spike_sigma:
             deviation, mean = torch.std_mean(self.window)

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_gpt.config.experiment import Config
@@ -19,6 +18,7 @@ from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
+from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training.state import TrainState
 
 UNITS = 2.0**50  # fixed-point units in 1, for `ExactGradients`
@@ -105,7 +105,7 @@ class Gradients:
     def finish(self) -> Tensor:
         """Return the scalar mean loss over micro-steps and ranks.
 
-        Each `Parameter.grad` now holds the mean gradient. In fp16 it is scaled until `clip`.
+        Each `Parameter.grad` now holds the mean gradient. In fp16 it is scaled until `norm`.
         """
         loss: Tensor = self.loss / self.accelerator.gradient_accumulation_steps
         self.loss.zero_()
@@ -113,20 +113,12 @@ class Gradients:
             loss = self.accelerator.reduce(loss, "mean")
         return loss
 
-    def clip(self, limit: float) -> Tensor:
-        """Clip the global gradient norm to `limit` (0: no clipping).
-
-        Returns the norm over all ranks before clipping, a scalar.
-        """
-        accelerator = self.accelerator
-        parameters = self.model.parameters()
-        limit = limit or float("inf")
-        if accelerator.distributed_type != DistributedType.NO:
-            norm: Tensor = accelerator.clip_grad_norm_(parameters, limit)
-            return norm
-        accelerator.unscale_gradients()
-        # `accelerator.clip_grad_norm_` would import FSDP: 0.6 s of start-up
-        return nn.utils.clip_grad_norm_(parameters, limit)
+    def norm(self) -> Tensor:
+        """Return the global gradient norm over all ranks, a scalar."""
+        self.accelerator.unscale_gradients()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if is_sharded(norm) else norm  # sharded by FSDP
 
 
 class ExactGradients(Gradients):

@@ -7,6 +7,7 @@ from torch import nn
 from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
+from accel_gpt.optim import adamw
 from accel_gpt.optim.groups import PART, configure, make_optimizer, set_lr
 from tests.conftest import tiny
 
@@ -96,3 +97,54 @@ def test_a_tied_head_has_the_rate_of_the_embedding() -> None:
     assert [g["peak_lr"] for g in groups] == [0.2]
     with pytest.raises(UserError, match=r"head_lr is 0\.3 but .*set optim\.embedding_lr"):
         make_optimizer(gpt, OptimConfig(head_lr=0.3))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e3], ids=["off", "clipped", "below"])
+def test_clipping_in_the_update_equals_clipping_before_it(name: str, limit: float) -> None:
+    """Against torch's clipping of the gradients, in float64."""
+    settings = OptimConfig(name, lr=0.1, weight_decay=0.3)  # type: ignore[arg-type]
+    ours, plain = (GPT(tiny(), 64).double() for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    optimizers = [make_optimizer(ours, settings), make_optimizer(plain, settings)]
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), limit or float("inf"))
+        optimizers[0].clip(norm, limit)
+        for optimizer in optimizers:
+            set_lr(optimizer, 1.0)
+            optimizer.step()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert (optimizers[0].divisor is not None) == (limit > 0)
+
+
+def test_a_norm_below_the_limit_changes_no_bit() -> None:
+    ours, plain = GPT(tiny(), 64), GPT(tiny(), 64)
+    plain.load_state_dict(ours.state_dict())
+    for net, limit in ((ours, 1e3), (plain, 0.0)):
+        torch.manual_seed(0)
+        optimizer = make_optimizer(net, OptimConfig(lr=0.1))
+        for p in net.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.clip(nn.utils.get_total_norm([p.grad for p in net.parameters()]), limit)
+        optimizer.step()
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+
+
+def test_where_the_kernel_does_not_divide_the_gradients_are_divided_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = nn.Linear(4, 4)
+    optimizer = make_optimizer(net, OptimConfig(lr=0.1))
+    for p in net.parameters():
+        p.grad = torch.full_like(p, 8.0)
+    optimizer.clip(torch.tensor(4.0), 2.0)
+    monkeypatch.setattr(adamw, "UNGUARDED", ("cpu",))
+    optimizer.step()
+    for p in net.parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, torch.full_like(p, 4.0))

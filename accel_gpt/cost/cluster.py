@@ -13,13 +13,13 @@ from accel_gpt.config.plan import accumulation
 from accel_gpt.cost.devices import DEVICES, device_key
 from accel_gpt.cost.flops import (
     BACKWARD_SHARE,
+    FLOAT_BYTES,
     FORWARD_SHARE,
     hidden_matrices,
     padded_vocab_size,
     parameter_counts,
 )
 from accel_gpt.cost.memory import (
-    FLOAT_BYTES,
     LIBRARIES_CPU_BYTES,
     Machine,
     checkpoint_bytes,
@@ -32,9 +32,7 @@ LINK_SHARE = 0.8
 # NCCL's src/graph/tuning.cc: `hwLatencies` of the ring algorithm with the protocol Simple
 LINK_LATENCY_SECONDS = 3.4e-6  # between devices of a node
 NODE_LATENCY_SECONDS = 14e-6  # between nodes
-# defaults of DistributedDataParallel
-FIRST_BUCKET_BYTES = 2**20
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 100 * 2**20  # of DistributedDataParallel, as training/accelerator.py sets it
 
 # Devices of one collective: all of them, those that share one model, or those with the same shard
 Group = Literal["all", "shards", "replicas"]
@@ -241,11 +239,9 @@ def replicated_step(
     if config.train.reproducible:  # one float64 all-reduce after the backward pass
         found = network.ring(name, 2 * size, calls=1, passes=2)
         return [found], found.seconds
-    after_first = max(0, size - FIRST_BUCKET_BYTES)
-    buckets = 1 + math.ceil(after_first / BUCKET_BYTES)
-    found = network.ring(name, size, calls=buckets, passes=2)
+    buckets = math.ceil(size / BUCKET_BYTES)
     largest_bucket = max(table_bytes(config.model, vocab_size), BUCKET_BYTES)
-    last_bucket = min(after_first or size, largest_bucket)
+    last_bucket = min(size, largest_bucket)
     last = network.ring(name, last_bucket, calls=1, passes=2)
     not_hidden = found.seconds - BACKWARD_SHARE * micro_seconds
     return [found], max(last.seconds, not_hidden)

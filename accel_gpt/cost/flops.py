@@ -10,6 +10,16 @@ VOCAB_MULTIPLE = 64
 the alignment at which matrix units run at full rate (NVIDIA, Matrix Multiplication Background,
 "Tensor Core Requirements")."""
 
+WHOLE_LOGITS = 2**26
+"""The loss computes up to this many logits at once, and more in chunks. In float32, they take 256
+MiB."""
+
+CHUNK_SHARE = 1 / 36
+"""Share of a GPU's memory for the logits of a chunk. On an H100, 16,384 tokens of GPT-2 keep all
+multiprocessors busy in the products with the head. (Arithmetic; not measured.)"""
+
+FLOAT_BYTES = 4  # of a float32
+
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step
 BACKWARD_SHARE = 2 / 3  # of the FLOPs of a training step
 
@@ -19,15 +29,30 @@ def padded_vocab_size(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def chunk_tokens(rows: int, cpu: bool) -> int:
+def logit_work_bytes(product_bytes: int, capped: bool, compiled: bool) -> int:
+    """Compute the bytes for each logit of a chunk, while the loss and its gradient are computed.
+
+    `product_bytes` is the size of a number in matrix products; `capped`: the model has a
+    `logit_softcap`. Compiled, the gradient overwrites the logits. Otherwise, the logits are
+    converted to float32, and log-probabilities and the tanh of the cap are other tensors.
+    """
+    if compiled:
+        return product_bytes
+    float_tensors = 3 if capped else 2
+    converted = product_bytes if product_bytes < FLOAT_BYTES else 0
+    return converted + float_tensors * FLOAT_BYTES
+
+
+def chunk_tokens(rows: int, work_bytes: int, device_bytes: float | None) -> int:
     """Compute how many tokens the loss processes at a time: a power of two.
 
-    Their float32 logits over the `rows` of the head take at most 256 MiB on a CPU and 1 GiB
-    elsewhere. (Assumption: a GPU needs more tokens for a fast product.) With GPT-2's vocabulary, a
-    chunk has 1,024 tokens on a CPU and 4,096 elsewhere.
+    `rows` are the rows of the head. On a CPU, `device_bytes` is None, and a chunk has
+    `WHOLE_LOGITS`. On another device, a chunk takes `CHUNK_SHARE` of its memory, `device_bytes`, at
+    `work_bytes` for each logit. With GPT-2's vocabulary and bf16, this is 1,024 tokens on a CPU. It
+    is 4,096 tokens on a GPU with 80 GB, and 16,384 tokens if compiled.
     """
-    max_logits = 2**26 if cpu else 2**28
-    max_tokens = max(max_logits // rows, 1)
+    max_logits = WHOLE_LOGITS if device_bytes is None else CHUNK_SHARE * device_bytes / work_bytes
+    max_tokens = max(int(max_logits / rows), 1)
     exponent = max_tokens.bit_length() - 1
     return 1 << exponent  # the largest power of two up to `max_tokens`
 

@@ -7,21 +7,25 @@ Letters: T block_size, C channels (n_embd), H query heads, D head size. All size
 
 from dataclasses import dataclass, replace
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import STACK
-from accel_gpt.cost.devices import peak_flops
+from accel_gpt.cost.devices import device_memory, peak_flops
 from accel_gpt.cost.flops import (
+    FLOAT_BYTES,
+    WHOLE_LOGITS,
     activates_twice,
     chunk_tokens,
     hidden_matrices,
+    logit_work_bytes,
     padded_vocab_size,
     parameter_counts,
 )
 
-FLOAT_BYTES = 4  # weights, gradients and the optimizer's moments are float32
 DOUBLE_BYTES = 8  # float64
-STACKS = 6  # copies of a stack of matrices that Muon holds at once; tests/cost/test_memory.py
+# Copies of a stack of matrices that Muon holds at once, at most: 3.5 of long and 5 of square
+# matrices; tests/cost/test_memory.py
+STACKS = 5
 # Measured (docs/explanation/cost.md): 290 MB for Python, torch and their imports; the first step
 # loads the rest.
 LIBRARIES_CPU_BYTES = 385_000_000
@@ -58,12 +62,11 @@ class Machine:
         return FLOAT_BYTES if self.precision == "no" else 2
 
     @property
-    def stream_bytes(self) -> int:
-        """Return the bytes per number in the residual stream.
-
-        Without FSDP, autocast keeps the residual stream in float32.
-        """
-        return self.product_bytes if self.sharded else FLOAT_BYTES
+    def device_bytes(self) -> float | None:
+        """Return the memory of a GPU, 80 GB if unknown (assumption); None on a CPU."""
+        if self.gpu is None:
+            return None
+        return self.memory_bytes or device_memory(self.gpu) or 80e9
 
     def dtype(self, matmul_precision: str) -> str:
         """Return the dtype of matrix products, as a key of `Device.rates`."""
@@ -116,7 +119,7 @@ def footprint(config: Config, vocab_size: int, machine: Machine) -> Footprint:
     if micro_steps > 1 and not config.train.reproducible:
         accumulated = gradients
     activations = activation_bytes(config, vocab_size, tokens, machine)
-    loss = logits_bytes(model, vocab_size, tokens, machine)
+    loss = logits_bytes(config, vocab_size, tokens, machine)
     block = block_backward_bytes(config, vocab_size, tokens, machine)
     tables = 0  # temporary gradients of the embedding: from the look-up, and from a tied head
     if not machine.sharded and model.tie_embeddings:
@@ -196,14 +199,15 @@ def activation_bytes(
 ) -> dict[str, int]:
     """Estimate the memory that the forward pass of a micro-batch saves for the backward pass."""
     model = config.model
-    inputs = input_bytes(model, tokens, machine)
+    stream = stream_bytes(config.train, machine)
+    inputs = tokens * stream * model.n_embd
     if config.train.activation_checkpointing == "blocks":
         saved_by_block = inputs
     else:
-        per_token = block_bytes(model, tokens, config.data.document_mask, machine)
+        per_token = block_bytes(config, tokens, machine)
         saved_by_block = tokens * per_token
     cast = 0
-    if machine.product_bytes < machine.stream_bytes:
+    if machine.product_bytes < FLOAT_BYTES and not machine.sharded:
         cast = 2 * parameter_counts(model, vocab_size)["total"]
     return {
         "activations": model.n_layer * saved_by_block + 2 * inputs,
@@ -219,14 +223,16 @@ def block_backward_bytes(config: Config, vocab_size: int, tokens: int, machine: 
     model = config.model
     per_token = backward_bytes(model, tokens, machine)
     if config.train.activation_checkpointing == "blocks":
-        per_token += block_bytes(model, tokens, config.data.document_mask, machine)
-    fixed = table_bytes(model, vocab_size) + input_bytes(model, tokens, machine)
+        per_token += block_bytes(config, tokens, machine)
+    inputs = tokens * stream_bytes(config.train, machine) * model.n_embd
+    fixed = table_bytes(model, vocab_size) + inputs
     return fixed + tokens * per_token
 
 
-def input_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
-    """Compute the size of the input of a block for `tokens` tokens."""
-    return tokens * machine.stream_bytes * model.n_embd
+def stream_bytes(train: TrainConfig, machine: Machine) -> int:
+    """Return the bytes per number in the residual stream."""
+    half = machine.sharded or (train.bf16_residual and machine.precision in ("bf16", "fp8"))
+    return machine.product_bytes if half else FLOAT_BYTES
 
 
 def table_bytes(model: ModelConfig, vocab_size: int) -> int:
@@ -277,12 +283,13 @@ def optimizer_bytes(config: Config, vocab_size: int) -> int:
     return FLOAT_BYTES * moments
 
 
-def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machine) -> int:
+def block_bytes(config: Config, tokens: int, machine: Machine) -> int:
     """Estimate the bytes per token that autograd saves for one block in a micro-batch.
 
-    `tokens` is the size of the micro-batch. `documents` is `data.document_mask`. Autograd saves:
+    `tokens` is the size of the micro-batch. Autograd saves:
 
-    - the input and output of the two norms,
+    - the input and output of the two norms; an input in bf16 is copied to float32, except in a
+      compiled model, in a LayerNorm on a CPU, or in a norm without weights on a CPU,
     - queries, keys and values, twice if they are rotated or normalized,
     - the result of attention, and one float32 per head,
     - the input of the activation function, and its output unless the backward pass recomputes it.
@@ -290,14 +297,19 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
     On a CPU, attention runs in float32 and has no fused kernel for dropout. In bf16 autograd
     therefore saves float32 copies, and with dropout three T x T weights per head.
     """
+    model = config.model
     C = model.n_embd
     H = model.n_head
     D = model.head_size
     number_bytes = machine.product_bytes
     cpu = machine.gpu is None
-    norms = 2 * (machine.stream_bytes + number_bytes) * C
-    if cpu and model.norm_weight and model.norm == "rmsnorm":  # the scaling is a separate operation
-        norms += 2 * machine.stream_bytes * C
+    weighted_rmsnorm = model.norm_weight and model.norm == "rmsnorm"
+    norm_input = stream_bytes(config.train, machine)
+    if not machine.sharded and (weighted_rmsnorm if cpu else not config.train.compiled):
+        norm_input = FLOAT_BYTES
+    norms = 2 * (norm_input + number_bytes) * C
+    if cpu and weighted_rmsnorm:  # the scaling is a separate operation
+        norms += 2 * norm_input * C
     if cpu and number_bytes < FLOAT_BYTES:
         copies = 2 if model.qk_norm else 1
         kept_bytes = FLOAT_BYTES
@@ -310,7 +322,7 @@ def block_bytes(model: ModelConfig, tokens: int, documents: bool, machine: Machi
         attention += FLOAT_BYTES * (H + model.kv_heads) * D
     if cpu and model.dropout:
         attention += 3 * FLOAT_BYTES * H * model.block_size
-    elif cpu and documents:
+    elif cpu and config.data.document_mask:
         attention += FLOAT_BYTES * model.block_size
     values = mlp_values(model)
     mlp = number_bytes * values
@@ -345,20 +357,20 @@ def backward_bytes(model: ModelConfig, tokens: int, machine: Machine) -> int:
     return max(machine.product_bytes * mlp, attention_bytes)
 
 
-def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Machine) -> int:
+def logits_bytes(config: Config, vocab_size: int, tokens: int, machine: Machine) -> int:
     """Estimate the peak memory of logits and loss.
 
-    If the micro-batch is one chunk, this is three float32 tensors: the log-probabilities, their
-    gradient and the gradient of the logits. `logit_softcap` adds the tanh, and on a GPU in bf16 or
-    fp16 one more tensor.
+    Up to `WHOLE_LOGITS`, this is three float32 tensors: the log-probabilities, their gradient and
+    the gradient of the logits. `logit_softcap` adds the tanh, and on a GPU in bf16 or fp16 one more
+    tensor.
 
-    With several chunks, it is the gradients of head and hidden states, plus the larger of two: the
-    current chunk, or a second copy of these gradients, scaled by the gradient of the loss.
+    Beyond, it is the gradients of head and hidden states, plus the larger of two: the current
+    chunk, or a second copy of these gradients, scaled by the gradient of the loss.
     """
+    model = config.model
     rows = padded_vocab_size(vocab_size)
     capped = model.logit_softcap is not None
-    chunk = chunk_tokens(rows, cpu=machine.gpu is None)
-    if tokens <= chunk:
+    if tokens * rows <= WHOLE_LOGITS:
         copies = 3
         if capped:
             copies += 1
@@ -366,12 +378,12 @@ def logits_bytes(model: ModelConfig, vocab_size: int, tokens: int, machine: Mach
             copies += 1
         return copies * FLOAT_BYTES * tokens * vocab_size
     head_bytes = FLOAT_BYTES * rows * model.n_embd
-    widened_bytes = machine.stream_bytes - machine.product_bytes  # of a hidden state
-    gradients = head_bytes + tokens * widened_bytes * model.n_embd
-    logit_bytes = (3 if capped else 2) * FLOAT_BYTES
-    if machine.product_bytes < FLOAT_BYTES:  # the logits before the conversion to float32
-        logit_bytes += machine.product_bytes
-    return gradients + max(chunk * rows * logit_bytes, gradients)
+    gradients = head_bytes + tokens * machine.product_bytes * model.n_embd
+    work_bytes = logit_work_bytes(
+        machine.product_bytes, capped=capped, compiled=config.train.compiled
+    )
+    chunk = chunk_tokens(rows, work_bytes, machine.device_bytes)
+    return gradients + max(min(chunk, tokens) * rows * work_bytes, gradients)
 
 
 # --------------------------------------------------------------------------- what fits

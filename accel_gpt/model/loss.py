@@ -5,7 +5,8 @@ The logits of a chunk are freed before the next chunk. The backward pass only sc
 This is fused linear cross entropy, as in Liger kernel (Hsu et al. 2024, section 3.2).
 
 For autograd and for a compiled model, all chunks together are one operation. In a compiled model,
-the function from logits to losses and gradients is compiled separately, once for all chunks.
+the function from logits to losses and gradients is compiled separately, once for all chunks. It is
+one kernel, and the gradients overwrite the logits.
 
 Shapes: B batch, T tokens, N tokens of a batch, n tokens of a chunk, C channels, V vocabulary, V'
 rows of the head, including the padding.
@@ -21,10 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.cost.flops import chunk_tokens, padded_vocab_size
+from accel_gpt.cost.flops import (
+    WHOLE_LOGITS,
+    chunk_tokens,
+    logit_work_bytes,
+    padded_vocab_size,
+)
 
 IGNORE = -100
 """Targets with this value do not count in the loss, as in PyTorch and transformers."""
+
+OTHER_DEVICE_BYTES = 16e9
+"""Memory of a device that is neither a CPU nor a CUDA device; assumption."""
 
 
 class Head(nn.Linear):
@@ -41,15 +50,14 @@ class Head(nn.Linear):
         """Compute the logits (B, T, V) of `x` (B, T, C), or their loss in nats.
 
         With `targets` (B, T) the result is the mean loss (); with `per_sequence` as well, it is
-        the summed loss of each sequence (B,). The loss is computed in chunks if the logits exceed
-        one chunk. A loss per sequence that needs gradients is never computed in chunks.
+        the summed loss of each sequence (B,). The loss is computed in chunks if there are more than
+        `WHOLE_LOGITS` logits. A loss per sequence that needs gradients is never computed in chunks.
         """
         if targets is None:
             return self.logits(x)
-        n_tokens = x[..., 0].numel()
-        one_chunk = n_tokens <= chunk_tokens(len(self.weight), x.device.type == "cpu")
+        whole = targets.numel() * len(self.weight) <= WHOLE_LOGITS
         if per_sequence:
-            if one_chunk or torch.is_grad_enabled():
+            if whole or torch.is_grad_enabled():
                 return sequence_losses(self.logits(x), targets)
             return chunked_sequence_losses(
                 x=x,
@@ -58,7 +66,7 @@ class Head(nn.Linear):
                 vocab_size=self.vocab_size,
                 softcap=self.softcap,
             )
-        if one_chunk:
+        if whole:
             return next_token_loss(self.logits(x), targets)
         return chunked_next_token_loss(
             x=x,
@@ -108,12 +116,11 @@ def chunked_next_token_loss(
     """Compute the `next_token_loss` of `x` (B, T, C) without holding all its logits."""
     total: Tensor
     total, _, _ = _loss_and_gradients(
-        x=x.flatten(0, -2),
+        x=_cast(x).flatten(0, -2),
         weight=weight,
         targets=targets.flatten(),
         vocab_size=vocab_size,
         softcap=softcap or 0.0,
-        dtype=_product_dtype(x),
         compiled=torch.compiler.is_compiling(),
     )
     return total / _count(targets)
@@ -124,23 +131,25 @@ def chunked_sequence_losses(
 ) -> Tensor:
     """Compute the `sequence_losses` of `x` (B, T, C) in chunks, without gradients."""
     losses: Tensor = _token_losses(
-        x=x.flatten(0, -2),
+        x=_cast(x).flatten(0, -2),
         weight=weight,
         targets=targets.flatten(),
         vocab_size=vocab_size,
         softcap=softcap or 0.0,
-        dtype=_product_dtype(x),
         compiled=torch.compiler.is_compiling(),
     )
     return losses.view_as(targets).sum(-1)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products with `x`: the dtype of autocast, if it is enabled."""
+def _cast(x: Tensor) -> Tensor:
+    """Cast `x` to the dtype of autocast, if it is enabled.
+
+    Done before the chunked loss, so that the gradient of `x` has this dtype, too.
+    """
     device = x.device.type
     if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 @torch.library.custom_op("accel_gpt::loss_and_gradients", mutates_args=())
@@ -150,36 +159,29 @@ def _loss_and_gradients(
     targets: Tensor,
     vocab_size: int,
     softcap: float,
-    dtype: torch.dtype,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the summed loss () of `x` (N, C), and the gradients of `x` and `weight` (V', C).
 
-    `softcap` 0.0 means no cap.
+    Matrix products have the dtype of `x`. `softcap` 0.0 means no cap.
     """
     total, dx, dw = _empty_results(x, weight)
     total.zero_()
-    dw.zero_()
-    losses_and_dlogits = _compile(_losses_and_dlogits) if compiled else _losses_and_dlogits
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        table = weight.to(dtype)
-        for chunk in _chunks(x=x, targets=targets, head_rows=len(weight), dtype=dtype):
-            losses, dlogits = losses_and_dlogits(
-                logits=chunk.inputs @ table.T,  # (n, V'), freed at the return
-                targets=chunk.ids,
-                vocab_size=vocab_size,
-                softcap=softcap,
-            )
+        table = weight.to(x.dtype)
+        size = _chunk_size(table, softcap, compiled)
+        for chunk in _chunks(x, targets, size):
+            logits = chunk.inputs @ table.T  # (n, V')
+            if compiled:
+                overwrite = _compile(_overwrite_with_dlogits)
+                losses = overwrite(logits, chunk.ids, vocab_size, softcap)
+                dlogits = logits
+            else:
+                losses, dlogits = _losses_and_dlogits(logits, chunk.ids, vocab_size, softcap)
+            del logits  # frees the memory before the products
             total += (losses * chunk.valid.squeeze(1)).sum()
             dx[chunk.tokens] = (dlogits @ table) * chunk.valid
-            inputs = chunk.inputs * chunk.valid
-            if dw.dtype == dtype:
-                dw.addmm_(dlogits.T, inputs)
-            elif dtype == torch.float16:
-                scale = _fp16_scale(inputs)
-                dw.addcmul_(dlogits.T @ (inputs / scale), scale)
-            else:
-                dw += dlogits.T @ inputs
+            add_product(dw, dlogits.T, chunk.inputs * chunk.valid, first=chunk.tokens.start == 0)
             del dlogits  # frees the memory before the next chunk
     return total, dx, dw
 
@@ -191,15 +193,15 @@ def _token_losses(
     targets: Tensor,
     vocab_size: int,
     softcap: float,
-    dtype: torch.dtype,
     compiled: bool,
 ) -> Tensor:
     """Compute the loss of each token of `x` (N, C): (N,)."""
     losses_of = _compile(_losses) if compiled else _losses
     losses = []
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        table = weight.to(dtype)
-        for chunk in _chunks(x=x, targets=targets, head_rows=len(weight), dtype=dtype):
+        table = weight.to(x.dtype)
+        size = _chunk_size(table, softcap, compiled)
+        for chunk in _chunks(x, targets, size):
             chunk_losses = losses_of(
                 logits=chunk.inputs @ table.T,  # (n, V'), freed at the return
                 targets=chunk.ids,
@@ -232,9 +234,9 @@ def _save_gradients(
 def _scale_gradients(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Return a gradient for each input of `_loss_and_gradients`, from the gradient of the loss."""
     dx, dw = ctx.saved_tensors
-    dx = grad_output * dx
+    dx = (grad_output * dx).to(dx.dtype)
     dw = (grad_output * dw).to(ctx.weight_dtype)
-    return dx, dw, None, None, None, None, None
+    return dx, dw, None, None, None, None
 
 
 _loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -262,18 +264,69 @@ class Chunk:
     ids: Tensor  # (n,) targets, 0 where a target does not count
 
 
-def _chunks(x: Tensor, targets: Tensor, head_rows: int, dtype: torch.dtype) -> Iterator[Chunk]:
-    """Yield the chunks of `x` (N, C) and `targets` (N,) for a head of `head_rows` rows."""
-    size = chunk_tokens(head_rows, x.device.type == "cpu")
+def _chunk_size(table: Tensor, softcap: float, compiled: bool) -> int:
+    """Return the number of tokens in a chunk, for a head `table` (V', C)."""
+    device = table.device
+    device_bytes: float | None = OTHER_DEVICE_BYTES
+    if device.type == "cpu":
+        device_bytes = None
+    elif device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    work_bytes = logit_work_bytes(table.element_size(), capped=softcap != 0, compiled=compiled)
+    return chunk_tokens(len(table), work_bytes, device_bytes)
+
+
+def _chunks(x: Tensor, targets: Tensor, size: int) -> Iterator[Chunk]:
+    """Yield the chunks of `x` (N, C) and `targets` (N,), of `size` tokens."""
     for start in range(0, len(x), size):
         chunk = slice(start, start + size)
         valid = targets[chunk] != IGNORE
         yield Chunk(
             tokens=chunk,
-            inputs=x[chunk].to(dtype),
-            valid=valid.unsqueeze(1).to(dtype),
+            inputs=x[chunk],
+            valid=valid.unsqueeze(1).to(x.dtype),
             ids=targets[chunk] * valid,
         )
+
+
+# --------------------------------------------------------------------------- gradient of the head
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Add the product of `left` (V', n) and `right` (n, C) to `total` (V', C).
+
+    The first product overwrites `total`. `total` is float32 if the product is in half precision.
+    Most GPUs then accumulate the product in float32 and add it without rounding. On other devices,
+    the product is rounded to half precision first.
+    """
+    beta = 0 if first else 1
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
+    elif adds_in_float32(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        if first:
+            total.zero_()
+        if left.dtype == torch.float16:
+            scale = _fp16_scale(right)
+            total.addcmul_(left @ (right / scale), scale)
+        else:
+            total += left @ right
+
+
+@functools.cache
+def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether products of `dtype` can be added to a float32 tensor on a device.
+
+    Tries it: it depends on the device, and PyTorch 2.13 has no function that tells.
+    """
+    matrix = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, matrix, matrix, out_dtype=total.dtype, out=total)
+    except RuntimeError:  # includes NotImplementedError
+        return False
+    return bool((total == 16).all())
 
 
 def _fp16_scale(inputs: Tensor) -> Tensor:
@@ -285,6 +338,9 @@ def _fp16_scale(inputs: Tensor) -> Tensor:
     """
     largest = inputs.abs().amax().float()
     return (len(inputs) / 2**15 * largest).clamp(min=1.0)
+
+
+# --------------------------------------------------------------------------- gradient of the logits
 
 
 def _log_probabilities(
@@ -320,18 +376,40 @@ def _losses_and_dlogits(
     index = targets.unsqueeze(1)  # (n, 1)
     losses = -log_probabilities.gather(1, index).squeeze(1)
     # the gradient of cross entropy: probabilities minus 1 at the target
-    if torch.compiler.is_compiling():  # fuses to one kernel; a scatter would write float32 first
-        columns = torch.arange(log_probabilities.shape[1], device=log_probabilities.device)
-        is_target = columns == index
-        dlogits = log_probabilities.exp() - is_target.to(log_probabilities.dtype)
-    else:
-        dlogits = log_probabilities.exp_()
-        dlogits.scatter_add_(1, index, dlogits.new_full(index.shape, -1.0))
+    dlogits = log_probabilities.exp_()
+    dlogits.scatter_add_(1, index, dlogits.new_full(index.shape, -1.0))
     if tanh is not None:  # the derivative of cap tanh(l / cap) with respect to l
         dlogits *= 1 - tanh.square_()
     return losses, dlogits.to(logits.dtype)
 
 
+def _overwrite_with_dlogits(
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float
+) -> Tensor:
+    """Overwrite logits (n, V') with their gradient; return the cross entropy of each token (n,).
+
+    Computes what `_losses_and_dlogits` computes, in a form that torch.compile fuses to one kernel.
+    To this end, nothing is read or written by index: the target is found by comparing columns.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    tanh = None
+    if softcap:
+        tanh = (wide / softcap).tanh()
+        wide = tanh * softcap
+    columns = torch.arange(wide.shape[1], device=wide.device)
+    wide = torch.where(columns < vocab_size, wide, float("-inf"))
+    is_target = columns == targets.unsqueeze(1)  # (n, V')
+    largest = wide.amax(-1, keepdim=True)
+    log_total = largest + (wide - largest).exp().sum(-1, keepdim=True).log()  # (n, 1)
+    losses = log_total.squeeze(1) - torch.where(is_target, wide, 0.0).sum(-1)
+    dlogits = (wide - log_total).exp() - is_target.to(wide.dtype)
+    if tanh is not None:
+        dlogits = dlogits * (1 - tanh.square())
+    logits.copy_(dlogits)
+    return losses
+
+
 @functools.cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    # not dynamic=False: each number of tokens would be compiled anew, and the ninth is an error
+    return torch.compile(function, fullgraph=True)

@@ -2,18 +2,24 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_gpt.cost.flops import padded_vocab_size
+from accel_gpt.cost.flops import chunk_tokens, logit_work_bytes, padded_vocab_size
 from accel_gpt.model import loss as module
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import (
     IGNORE,
     _losses_and_dlogits,
+    _overwrite_with_dlogits,
+    add_product,
+    adds_in_float32,
     chunked_next_token_loss,
     chunked_sequence_losses,
 )
@@ -30,8 +36,9 @@ def _seeded() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 tokens."""
-    monkeypatch.setattr(module, "chunk_tokens", lambda rows, cpu: 16)
+    """Chunks of 16 tokens, however few logits there are."""
+    monkeypatch.setattr(module, "WHOLE_LOGITS", 0)
+    monkeypatch.setattr(module, "chunk_tokens", lambda *_: 16)
 
 
 def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +88,7 @@ def test_loss_and_gradients_equal_the_definition(
 @pytest.mark.usefixtures("small_chunks")
 def test_the_operation_keeps_the_contract_of_torch(cap: float | None) -> None:
     x, weight, targets = draw()
-    rest = (targets.flatten(), VOCAB, cap or 0.0, torch.float32, False)
+    rest = (targets.flatten(), VOCAB, cap or 0.0, False)
     for operation in (module._loss_and_gradients, module._token_losses):
         inputs = [x.flatten(0, 1).detach(), weight.detach()]
         if operation is module._loss_and_gradients:
@@ -154,7 +161,8 @@ def both(model: GPT, monkeypatch: pytest.MonkeyPatch, half: bool) -> Iterator[tu
     """Return loss and gradients in one piece, and in chunks."""
     whole = gradients(model, half)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "chunk_tokens", lambda rows, cpu: 16)
+        patch.setattr(module, "WHOLE_LOGITS", 0)
+        patch.setattr(module, "chunk_tokens", lambda *_: 16)
         parts = gradients(model, half)
     yield whole[0], parts[0]
     for name, gradient in whole[1].items():
@@ -218,11 +226,15 @@ def test_a_compiled_model_has_one_graph_and_the_same_gradients(recompute: bool) 
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
-def test_the_gradient_of_the_logits_is_the_same_where_it_is_compiled(softcap: float) -> None:
-    logits, targets = torch.randn(40, 128), torch.randint(100, (40,))
-    compiled = torch.compile(_losses_and_dlogits, backend="aot_eager", fullgraph=True)
-    found = compiled(logits.clone(), targets, 100, softcap)
-    torch.testing.assert_close(found, _losses_and_dlogits(logits, targets, 100, softcap))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_compiled_gradients_overwrite_the_logits(dtype: torch.dtype, softcap: float) -> None:
+    logits, targets = torch.randn(40, 128, dtype=dtype), torch.randint(100, (40,))
+    compiled = torch.compile(_overwrite_with_dlogits, backend="aot_eager", fullgraph=True)
+    losses, dlogits = _losses_and_dlogits(logits.clone(), targets, 100, softcap)
+    found = compiled(logits, targets, 100, softcap)
+    torch.testing.assert_close(found, losses)
+    torch.testing.assert_close(logits, dlogits)
+    assert not logits[:, 100:].any()  # padded
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -233,3 +245,102 @@ def test_activations_computed_again_change_no_bit(dropout: float) -> None:
     again, found = gradients(model)
     assert torch.equal(again, loss)
     assert all(torch.equal(found[name], gradient) for name, gradient in kept.items())
+
+
+# --------------------------------------------------------------------------- on a GPU
+
+
+def test_a_gpu_takes_more_tokens_at_a_time_than_a_cpu() -> None:
+    """As many as fill it, in the same share of its memory whether the model is compiled or not."""
+    rows, h100 = padded_vocab_size(50257), 85e9
+    eager = logit_work_bytes(2, capped=False, compiled=False)
+    compiled = logit_work_bytes(2, capped=False, compiled=True)
+    assert chunk_tokens(rows, eager, None) == 1024
+    assert chunk_tokens(rows, eager, h100) == 4096
+    assert chunk_tokens(rows, compiled, h100) == 16384
+    for memory in (8e9, 24e9, h100, 180e9):
+        for work in (eager, compiled):
+            tokens = chunk_tokens(rows, work, memory)
+            assert tokens * rows * work <= memory / 36 < 2 * tokens * rows * work
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_half_precision_are_added_in_float32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `out_dtype` does on a GPU; rounding each product first loses ten times as much."""
+    left = [torch.randn(24, 16, dtype=dtype) for _ in range(8)]
+    right = [torch.randn(16, 8, dtype=dtype) for _ in range(8)]
+    exact = sum((a.double() @ b.double() for a, b in zip(left, right, strict=True)), torch.zeros(1))
+    plain = torch.addmm
+
+    def addmm(*operands: Tensor, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        return plain(*(x.to(out_dtype or x.dtype) for x in operands), **options)
+
+    errors = {}
+    for exactly in (True, False):
+        monkeypatch.setattr(module, "adds_in_float32", lambda *_, known=exactly: known)
+        monkeypatch.setattr(torch, "addmm", addmm)
+        total = torch.full((24, 8), torch.nan)  # the first product overwrites it
+        for number, (a, b) in enumerate(zip(left, right, strict=True)):
+            add_product(total, a, b, first=number == 0)
+        errors[exactly] = ((total - exact).norm() / exact.norm()).item()
+    assert errors[True] < 1e-6
+    assert errors[False] > 1e-4
+
+
+def test_a_device_without_float32_sums_is_found_by_trying() -> None:
+    assert not adds_in_float32(torch.device("cpu"), torch.bfloat16)
+
+
+class Products(TorchDispatchMode):
+    """Notes the rows and the dtype of the result of each matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, torch.dtype]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.seen.append((len(result), result.dtype))
+        return result
+
+
+@caps
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_sizes_of_gpt2_on_an_h100(
+    cap: float | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors that have no storage: the chunks, and the dtype of each product."""
+    monkeypatch.setattr(module, "adds_in_float32", lambda *_: True)
+    monkeypatch.setattr(module, "_chunk_size", lambda *_: 16384)
+    monkeypatch.setattr(module, "_compile", lambda function: function)
+    products = Products()
+    with FakeTensorMode(), products:
+        x = torch.empty(40_000, 768, dtype=torch.bfloat16)
+        weight = torch.empty(50304, 768)
+        targets = torch.empty(40_000, dtype=torch.long)
+        run = module._loss_and_gradients._init_fn
+        total, dx, dw = run(x, weight, targets, 50257, cap or 0.0, compiled)
+    assert (total.dtype, dx.dtype, dw.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    expected = []
+    for rows in (16384, 16384, 40_000 - 2 * 16384):  # logits, their gradient's, the head's
+        expected += [(rows, torch.bfloat16), (rows, torch.bfloat16), (50304, torch.float32)]
+    assert products.seen == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
+def test_twelve_sizes_of_a_chunk_are_compiled() -> None:
+    torch._dynamo.reset()
+    module._compile.cache_clear()
+    overwrite = module._compile(_overwrite_with_dlogits)
+    for tokens in range(2, 14):
+        logits, targets = torch.randn(tokens, 128), torch.randint(100, (tokens,))
+        losses, dlogits = _losses_and_dlogits(logits.clone(), targets, 100, 0.0)
+        torch.testing.assert_close(overwrite(logits, targets, 100, 0.0), losses)
+        torch.testing.assert_close(logits, dlogits)
+    module._compile.cache_clear()

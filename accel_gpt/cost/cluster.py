@@ -240,6 +240,7 @@ def replicated_step(
         found = network.ring(name, 2 * size, calls=1, passes=2)
         return [found], found.seconds
     buckets = math.ceil(size / BUCKET_BYTES)
+    found = network.ring(name, size, calls=buckets, passes=2)
     largest_bucket = max(table_bytes(config.model, vocab_size), BUCKET_BYTES)
     last_bucket = min(size, largest_bucket)
     last = network.ring(name, last_bucket, calls=1, passes=2)

@@ -25,7 +25,7 @@ from accel_gpt.model.layers import (
     residual_projections,
     rotary_table,
 )
-from accel_gpt.model.loss import Head
+from accel_gpt.model.loss import Head, autocast_dtype
 from accel_gpt.model.sharding import load_full
 
 
@@ -200,9 +200,7 @@ class GPT(nn.Module):
             x = F.dropout(x, dropout)
         if self.norm_e is not None:
             x = self.norm_e(x)
-        kind = x.device.type
-        half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        if self.bf16_residual and half:
+        if self.bf16_residual and autocast_dtype(x.device) == torch.bfloat16:
             x = x.to(torch.bfloat16)  # and so is each sum with the output of attention or MLP
 
         for block in self.blocks:

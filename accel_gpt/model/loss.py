@@ -146,10 +146,15 @@ def _cast(x: Tensor) -> Tensor:
 
     Done before the chunked loss, so that the gradient of `x` has this dtype, too.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None else x.to(dtype)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device; None if it is not enabled there."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 @torch.library.custom_op("accel_gpt::loss_and_gradients", mutates_args=())

@@ -1,7 +1,7 @@
 """Measure a CUDA card in its first hour: GPT-2 124M, 1,024 tokens of context, bf16, compiled.
 
-    python benchmarks/gpu.py NANOGPT TEXT [--only kernels trace speed ablations ddp first_step
-        curve] [--micro_batches 16 32 64] [--rounds 3] [--seconds 210] [--picture FILE]
+    python benchmarks/gpu.py NANOGPT TEXT [--only kernels trace ablate ablate_max speed ddp
+        first_step curve] [--micro_batches 16 32 64] [--rounds 3] [--seconds 210] [--picture FILE]
         [--json FILE] [--tiny]
 
 NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. It
@@ -12,10 +12,10 @@ The minutes are arithmetic for an H100; the docstrings of the files have the sum
 kernels, 1 minute (kernels.py): versions, the kernel of attention, bandwidth of a copy, TFLOP/s of
     the products of blocks and head, attention by each kernel.
 trace, 2 to 3 minutes (traces.py): milliseconds of a step by family of kernels, ours and nanoGPT's.
+ablate, 7 minutes; ablate_max, 4 minutes (ablate.py): a step with each change that is meant to make
+    it faster, by itself and together; with max-autotune.
 speed, 7 minutes a micro-batch: tokens/s, MFU and peak memory beside nanoGPT and transformers'
     Trainer. "-" stands where the card's memory is too small.
-ablations, 10 minutes: ours with all logits at once, with Muon, uncompiled and in float32, at the
-    smallest micro-batch.
 ddp, 1.5 minutes a round: ours under DistributedDataParallel with one process, at the smallest
     micro-batch: the cost of its buckets, and of compiling around them.
 first_step, 2 minutes: seconds from the first batch to the end of the update, compiler cache cold
@@ -33,7 +33,7 @@ with another FILE each time):
 
 1. 4 minutes: G --only kernels trace
 2. 7 minutes: G --only ablate. Its baseline must take 69 +- 1 ms a step.
-3. 4 minutes: the same with max-autotune
+3. 4 minutes: G --only ablate_max
 4. 4 minutes: G --only ddp --micro_batches 32 --rounds 1, then
    pytest -m gpu -n 0 -x -p no:benchmark
 5. 9 minutes: G --only curve --picture losses.png
@@ -59,6 +59,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ablate import ablate, ablate_max
 from common import (
     OURS,
     ROOT,
@@ -92,14 +93,6 @@ TINY_JOB = Job(
     n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, data=CHARS,
     steps=6, warmup_steps=2, window=2, device="cpu",
 )  # fmt: skip
-# accel-gpt without the chunked loss: all logits of a micro-batch at once
-WHOLE_LOGITS = (
-    "-c",
-    "from accel_gpt.model import loss; loss.chunk_tokens = lambda *_, **__: 2**62; "
-    "from accel_gpt.cli import main; main()",
-)
-
-
 # accel-gpt under DDP with one process: the cost of its buckets, and of compiling around them
 UNDER_DDP = ("-m", "torch.distributed.run", "--nproc_per_node", "1", *OURS)
 
@@ -143,20 +136,6 @@ def speed(args: argparse.Namespace, work: Path, job: Job) -> dict[int, Any]:
         }
         report[batch_size] = compare(args, at, subjects)
     return report
-
-
-def ablations(args: argparse.Namespace, work: Path, job: Job) -> dict[str, list[Metrics]]:
-    """Compare ours with ours without one thing."""
-    at = replace(job, batch_size=min(args.micro_batches))
-    subjects = {
-        "accel_gpt": ours(args, work, at),
-        "all logits at once": ours(args, work, at, start=WHOLE_LOGITS),
-        "Muon": ours(args, work, at, more=("--optim.name", "muon")),
-    }
-    if not args.tiny:
-        subjects["not compiled"] = ours(args, work, at, compiled="false")
-        subjects["float32"] = ours(args, work, at, precision="no")
-    return compare(args, at, subjects)
 
 
 def ddp(args: argparse.Namespace, work: Path, job: Job) -> dict[str, list[Metrics]]:
@@ -203,8 +182,9 @@ def first_step(args: argparse.Namespace, work: Path, job: Job) -> list[float]:
 PARTS: dict[str, Callable[[argparse.Namespace, Path, Job], Any]] = {
     "kernels": kernels,
     "trace": trace,
+    "ablate": ablate,
+    "ablate_max": ablate_max,
     "speed": speed,
-    "ablations": ablations,
     "ddp": ddp,
     "first_step": first_step,
     "curve": curve,

@@ -81,13 +81,31 @@ def test_peers_run_whole_commands(tmp_path: Path, peer: tuple[str, str]) -> None
 
 
 def test_a_gpu_is_measured_as_this_cpu_is(tmp_path: Path, peer: tuple[str, str]) -> None:
-    parts = ("speed", "ablations", "ddp", "first_step")
+    parts = ("speed", "ddp", "first_step")
     options = ("--tiny", "--micro_batches", "2", "--rounds", "1", "--only", *parts)
     found = report_of(tmp_path, "gpu.py", *peer, *options)
     assert set(found["speed"]["2"]) == {"nanoGPT", "Trainer", "accel_gpt"}
-    assert set(found["ablations"]) == {"accel_gpt", "all logits at once", "Muon"}
     assert set(found["ddp"]) == {"accel_gpt", "DDP, one process"}
     assert len(found["first_step"]) == 2
+
+
+def test_each_change_by_itself_trains_to_the_same_loss(
+    tmp_path: Path, peer: tuple[str, str]
+) -> None:
+    found = report_of(tmp_path, "gpu.py", *peer, "--tiny", "--only", "ablate", "ablate_max")
+    ablated = found["ablate"]
+    assert None not in ablated.values()
+    assert found["ablate_max"].keys() == {"all", "all, max"}
+    losses = {
+        name: variant["loss"]
+        for name, variant in ablated.items()
+        if variant["tokens"] == ablated["baseline"]["tokens"] and name != "all, Muon"
+    }
+    assert len(losses) > 9
+    assert losses["baseline again"] == losses["baseline"]
+    assert losses["bf16 residual stream"] != losses["baseline"]
+    for name, loss in losses.items():
+        assert loss == pytest.approx(losses["baseline"], abs=1e-3), name
 
 
 def test_kernels_of_a_device(tmp_path: Path, peer: tuple[str, str]) -> None:

@@ -141,10 +141,10 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Compute the losses and the HellaSwag scores of a model; a collective.
 
-    `config` sets the data, the evaluation, the batch size and the residual stream in `data`, `eval`,
-    `train.micro_batch_size` and `train.bf16_residual`. If `data` is set, evaluates the val split of this folder or URL
-    instead. `name`: name of the model in messages. Raises `DataError` if the data has another
-    tokenizer.
+    `config` sets the data, the evaluation, the batch size and the residual stream in `data`,
+    `eval`, `train.micro_batch_size` and `train.bf16_residual`. If `data` is set, evaluates the val
+    split of this folder or URL instead. `name`: name of the model in messages. Raises `DataError`
+    if the data has another tokenizer.
     """
     model.bf16_residual = config.train.bf16_residual  # as in the run
     model = accelerator.prepare_model(model.eval(), evaluation_mode=True)

@@ -6,8 +6,9 @@ variant starts from the same weights and trains on the same random tokens, so th
 breaks the numbers shows in the last loss.
 
 A change with an option is switched by it. The others are switched off by replacing a function of
-`accel_gpt.model.loss` from outside. Two small ones have no switch and are in every variant: the
-gradients overwrite the logits, and the hidden states are cast before the loss.
+`accel_gpt.model.loss` from outside. Three have no switch and are in every variant: the gradients
+overwrite the logits, the hidden states are cast before the loss, and Muon updates in place. To
+compare these, run the variants at commit faa3c59.
 
 Minutes on an H100, by arithmetic: a variant traces and loads or compiles its graph for 5 to 20 s,
 then makes 8 + 60 steps of 70 ms; 14 variants and the small model take 4 to 7 minutes. `ablate_max`
@@ -16,6 +17,7 @@ compiles with max-autotune, 2 to 3 minutes, and times it beside the same without
 
 import argparse
 import contextlib
+import gc
 import itertools
 import statistics
 import time
@@ -63,6 +65,7 @@ class Variant:
     bf16_residual: bool = True
     chunk: int | None = None  # tokens of the loss at a time; None: as `chunk_tokens` says
     whole_logits: bool = False  # no chunks
+    force_chunks: bool = False  # also for so few logits that training needs none
     float32_sums: bool = True  # the head's gradient is added in float32
     clip_in_update: bool = True
     optimizer: str = "adamw"
@@ -79,6 +82,9 @@ BEFORE = Variant(
     float32_sums=False,
     clip_in_update=False,
 )
+
+
+MAX_VARIANTS = (Variant("all"), Variant("all, max", options=dict(MAX_OPTIONS)))
 
 
 def variants(chunk: int) -> list[Variant]:
@@ -130,7 +136,7 @@ def ablate(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Metrics 
 
 def ablate_max(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Metrics | None]:
     """Time a step with `train.compile: max` beside `true`, and its first step."""
-    return compare(args, job, [Variant("all"), Variant("all, max", options=dict(MAX_OPTIONS))])
+    return compare(args, job, MAX_VARIANTS)
 
 
 def compare(
@@ -141,13 +147,19 @@ def compare(
     found: dict[str, Metrics | None] = {}
     for variant in chosen:
         if args.tiny:
-            variant = replace(variant, batch_size=variant.batch_size // 8, compiled=False)
+            variant = replace(
+                variant,
+                batch_size=variant.batch_size // 8,
+                compiled=False,
+                force_chunks=not variant.whole_logits,
+            )
         found[variant.name] = attempt(
             variant.name, lambda variant=variant: measure(variant, job, vocab_size)
         )
         if found[variant.name]:
             line = ", ".join(f"{key} {value:,.4g}" for key, value in found[variant.name].items())
             print(f"{variant.name}: {line}", flush=True)
+    free_memory()  # for the parts after this one, which run in other processes
     measured = {name: metrics for name, metrics in found.items() if metrics}
     if not measured:
         return found
@@ -190,14 +202,16 @@ def shape(job: Job) -> ModelConfig:
 @contextlib.contextmanager
 def switched(variant: Variant) -> Iterator[None]:
     """Replace what the variant switches off in the loss; forget what was compiled before."""
-    torch._dynamo.reset()
     loss_module._compile.cache_clear()
     with contextlib.ExitStack() as patches:
 
         def patch(name: str, value: Any) -> None:
             patches.enter_context(mock.patch.object(loss_module, name, value))
 
-        patch("WHOLE_LOGITS", 2**62 if variant.whole_logits else 0)
+        if variant.whole_logits:
+            patch("WHOLE_LOGITS", 2**62)
+        if variant.force_chunks:
+            patch("WHOLE_LOGITS", 0)
         if variant.chunk:
             patch("chunk_tokens", lambda *_: variant.chunk)
         if not variant.float32_sums:
@@ -209,6 +223,7 @@ def measure(variant: Variant, job: Job, vocab_size: int) -> Metrics:
     """Train a new model for some steps; return the median step and the peak memory."""
     device = torch.device(job.device)
     use_compile_cache()
+    free_memory()
     with switched(variant):
         torch.manual_seed(0)
         gpt = GPT(shape(job), vocab_size).to(device).train()
@@ -228,7 +243,6 @@ def measure(variant: Variant, job: Job, vocab_size: int) -> Metrics:
         step().item()
         first_step = time.perf_counter() - start
         if device.type == "cuda":  # without what compiling takes
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         times_ms, loss = time_steps(step, device)
     step_ms = statistics.median(times_ms)
@@ -242,6 +256,14 @@ def measure(variant: Variant, job: Job, vocab_size: int) -> Metrics:
         "first_step_seconds": first_step,
         "loss": loss,
     }
+
+
+def free_memory() -> None:
+    """Free the model of the last variant: `compile` puts it in a cycle of references."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def draw(

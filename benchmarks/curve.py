@@ -1,11 +1,11 @@
 """Compare losses over seconds, our fast recipe and nanoGPT's GPT-2 124M, for `gpu.py --only curve`.
 
-Both train on the same tokens: the .py files of this machine, by `corpus.py`. nanoGPT's train.py
-runs unmodified with the settings of its config/train_gpt2.py. A step has 131,072 tokens in
-micro-batches of 32 sequences, the warm-up is 5 % of the steps (assumption), and the decay ends with
-them; the learning rate stays 6e-4. Ours is
-configs/fast_124m.yaml with as many tokens a step: 12 layers, Muon, and the rates that follow from
-batch and length.
+Both train on the same tokens: the .py files of this machine, by `corpus.py`. A step has 131,072
+tokens in micro-batches of 32 sequences.
+
+nanoGPT's train.py runs unmodified, with the settings and the learning rate of its
+config/train_gpt2.py. The warm-up is 5 % of the steps (assumption), and the decay ends with them.
+Ours is configs/fast_124m.yaml: 12 layers, Muon, and the rates that follow from batch and length.
 
 The number of steps is fixed beforehand, since both schedules depend on it: as many as `--seconds`
 hold at the MFU below. A run that takes 15 % longer is ended. The clock starts when everything is

@@ -36,16 +36,17 @@ with another FILE each time):
 3. 4 minutes: G --only ablate_max
 4. 4 minutes: G --only ddp --micro_batches 32 --rounds 1, then
    pytest -m gpu -n 0 -x -p no:benchmark
-5. 9 minutes: G --only curve --picture losses.png
-On a later card: G --only speed --micro_batches 32, with what has won.
+5. 8 minutes: G --only curve --seconds 180 --picture losses.png
+On a later card: G --only speed --micro_batches 32, with the changes that paid.
+The machine needs tiktoken, its cache of GPT-2's vocabulary, matplotlib and transformers.
 
 Rules, which kernels and trace print with their figures:
 
 - The head's input gradient at 4,096 rows runs at 95 % of its rate at 32,768 rows or more: larger
-  chunks of the loss are worth 1.2 ms a step. Otherwise they are worth more.
-- Attention takes over 9 ms a step: it is not cuDNN; mend that first.
-- The device is idle for over 2 ms a step: CUDA graphs move up.
-- Block products run under 580 TFLOP/s: train.compile max is the lever.
+  chunks of the loss save 1.2 ms a step. Otherwise they save more.
+- Attention takes over 9 ms a step: it is not cuDNN; find out why before anything else.
+- The device is idle for over 2 ms a step: try CUDA graphs.
+- Block products run under 580 TFLOP/s: compare train.compile max.
 """
 
 import argparse

@@ -360,7 +360,7 @@ def chunk_rule(report: dict[str, Any], few: int, many: int) -> dict[str, float]:
         f"head's input gradient at {few:,} rows: {rate:.3f} of its rate at {many:,} rows",
         f"{SAME_RATE} and more",
         rate >= SAME_RATE,
-        f"larger chunks of the loss are worth 1.2 ms a step; below, {saved:.2f} ms more",
+        f"larger chunks of the loss save 1.2 ms a step; below, {saved:.2f} ms more",
     )
     return {"head_input_gradient_rate": rate, "head_input_gradient_saved_ms": saved}
 
@@ -377,7 +377,7 @@ def attention_rule(report: dict[str, Any], job: Job) -> dict[str, float]:
         f"attention of {job.n_layer} layers by {backend}: {total:.2f} ms a step",
         f"over {ATTENTION_MS:g} ms",
         total > ATTENTION_MS,
-        "it is not cuDNN; mend that first",
+        "it is not cuDNN; find out why before anything else",
     )
     return {"attention_ms": total}
 
@@ -393,6 +393,6 @@ def block_rule(report: dict[str, Any], rows: int) -> dict[str, float]:
         f"products of a block at {rows:,} rows: {tflops:.0f} TFLOP/s",
         f"under {BLOCK_TFLOPS:g} TFLOP/s",
         tflops < BLOCK_TFLOPS,
-        "train.compile max is the lever",
+        "compare train.compile max",
     )
     return {"block_tflops": tflops}

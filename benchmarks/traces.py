@@ -97,10 +97,10 @@ def trace(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
     for name, found in measured.items():
         idle = found["families"][IDLE]
         figure = f"{name} is idle for {idle:.2f} ms a step"
-        print_rule(figure, f"over {IDLE_MS:g} ms", idle > IDLE_MS, "CUDA graphs move up")
+        print_rule(figure, f"over {IDLE_MS:g} ms", idle > IDLE_MS, "try CUDA graphs")
         tflops = block_tflops(found["products"])
         figure = f"{name}'s block products run at {tflops:.0f} TFLOP/s"
-        lever = "train.compile max is the lever"
+        lever = "compare train.compile max"
         print_rule(figure, f"under {BLOCK_TFLOPS:g} TFLOP/s", tflops < BLOCK_TFLOPS, lever)
     return report
 

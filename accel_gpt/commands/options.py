@@ -282,8 +282,8 @@ class EvaluateCommand(Command):
     )
     tokens: int | Literal["run"] | None = option(
         "run",
-        "Number of tokens of each split, spread evenly, as eval.tokens. null: all. run: the run's "
-        "eval.tokens.",
+        "Tokens to evaluate in each split, spread evenly; at most 524,288 of the train split. "
+        "null: all of val. run: eval.tokens of the run.",
         above=0,
     )
     hellaswag: str | None = option(

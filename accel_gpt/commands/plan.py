@@ -263,7 +263,7 @@ def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         yield f"  {part}", gigabytes(size), ""
     yield "  at the peak", "", memory["moment"]
     if memory["compiled"]:
-        yield "", "", "train.compile needs less; the estimate ignores it"
+        yield "", "", "train.compile saves more than the estimate counts"
     if memory["host"]:
         host = dict(memory["host"])
         libraries = host.pop("libraries")

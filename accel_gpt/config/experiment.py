@@ -187,8 +187,8 @@ class TrainConfig(
             duration(f"train.{name}", getattr(self, name))
         require(
             not (self.reproducible and self.compiled),
-            "train.reproducible and train.compile are both true, but compiled kernels differ with "
-            "the number of processes; set one of them to false",
+            f"train.reproducible is true and train.compile is {str(self.compile).lower()}, but "
+            "compiled kernels differ with the number of processes; set one of them to false",
         )
 
 

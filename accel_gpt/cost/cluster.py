@@ -20,6 +20,7 @@ from accel_gpt.cost.flops import (
     parameter_counts,
 )
 from accel_gpt.cost.memory import (
+    BUCKET_MIB,
     LIBRARIES_CPU_BYTES,
     Machine,
     checkpoint_bytes,
@@ -32,7 +33,6 @@ LINK_SHARE = 0.8
 # NCCL's src/graph/tuning.cc: `hwLatencies` of the ring algorithm with the protocol Simple
 LINK_LATENCY_SECONDS = 3.4e-6  # between devices of a node
 NODE_LATENCY_SECONDS = 14e-6  # between nodes
-BUCKET_BYTES = 100 * 2**20  # of DistributedDataParallel, as training/accelerator.py sets it
 
 # Devices of one collective: all of them, those that share one model, or those with the same shard
 Group = Literal["all", "shards", "replicas"]
@@ -239,9 +239,10 @@ def replicated_step(
     if config.train.reproducible:  # one float64 all-reduce after the backward pass
         found = network.ring(name, 2 * size, calls=1, passes=2)
         return [found], found.seconds
-    buckets = math.ceil(size / BUCKET_BYTES)
+    bucket = BUCKET_MIB * 2**20
+    buckets = math.ceil(size / bucket)  # at most: DDP closes a bucket when it is over this size
     found = network.ring(name, size, calls=buckets, passes=2)
-    largest_bucket = max(table_bytes(config.model, vocab_size), BUCKET_BYTES)
+    largest_bucket = max(table_bytes(config.model, vocab_size), bucket)
     last_bucket = min(size, largest_bucket)
     last = network.ring(name, last_bucket, calls=1, passes=2)
     not_hidden = found.seconds - BACKWARD_SHARE * micro_seconds

@@ -23,9 +23,15 @@ from accel_gpt.cost.flops import (
 )
 
 DOUBLE_BYTES = 8  # float64
-# Copies of a stack of matrices that Muon holds at once, at most: 3.5 of long and 5 of square
-# matrices; tests/cost/test_memory.py
-STACKS = 5
+# MiB of gradients in an all-reduce of DDP. A block of GPT-2 124M has 7.1 million parameters, and so
+# 28 MB of gradients. At PyTorch's 25 MiB (26 MB) each block is a bucket: 13 buckets in all. DDP
+# splits a compiled model between them, into 14 graphs. At 100 MiB there are 4 buckets and 5 graphs.
+BUCKET_MIB = 100
+# While Muon orthogonalizes a stack, it holds 3 copies of it and 2 of its Gram matrices. While it
+# updates a weight, it holds the stack and 7 copies of the weight. tests/cost/test_memory.py
+STACKS = 3
+GRAMS = 2
+WEIGHTS = 7
 # Measured (docs/explanation/cost.md): 290 MB for Python, torch and their imports; the first step
 # loads the rest.
 LIBRARIES_CPU_BYTES = 385_000_000
@@ -255,11 +261,16 @@ def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
     model = config.model
     parts: dict[str, int] = {}
     if config.optim.name == "muon":
-        largest = 0
-        for size in hidden_matrices(model):
+        C = model.n_embd
+        largest = 0.0
+        attention = model.n_head * model.head_size
+        widths = (attention, attention, model.hidden_size, model.hidden_size)  # beside C channels
+        for size, width in zip(hidden_matrices(model), widths, strict=True):
             stacked = min(model.n_layer, max(1, STACK // size))
-            largest = max(largest, stacked * size)
-        parts["muon at work"] = STACKS * FLOAT_BYTES * largest
+            gram = min(width, C) / max(width, C)  # as a share of a matrix
+            copies = max((STACKS + GRAMS * gram) * stacked, stacked + WEIGHTS)
+            largest = max(largest, copies * size)
+        parts["muon at work"] = round(FLOAT_BYTES * largest)
     if config.train.reproducible:
         rows = max(padded_vocab_size(vocab_size), 2 * model.hidden_size)
         parts["exact gradients at work"] = 2 * DOUBLE_BYTES * rows * model.n_embd

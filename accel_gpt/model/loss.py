@@ -239,7 +239,9 @@ def _save_gradients(
 def _scale_gradients(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Return a gradient for each input of `_loss_and_gradients`, from the gradient of the loss."""
     dx, dw = ctx.saved_tensors
-    dx = (grad_output * dx).to(dx.dtype)
+    # not `grad_output * dx`: it would first round grad_output to the dtype of dx
+    wide = torch.promote_types(dx.dtype, torch.float32)
+    dx = (grad_output * dx.to(wide)).to(dx.dtype)
     dw = (grad_output * dw).to(ctx.weight_dtype)
     return dx, dw, None, None, None, None
 
@@ -326,12 +328,13 @@ def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     Tries it: it depends on the device, and PyTorch 2.13 has no function that tells.
     """
     matrix = torch.ones(16, 16, device=device, dtype=dtype)
-    total = torch.zeros(16, 16, device=device)
+    total = torch.full((16, 16), torch.nan, device=device)
     try:
-        torch.addmm(total, matrix, matrix, out_dtype=total.dtype, out=total)
+        for beta in (0, 1):
+            torch.addmm(total, matrix, matrix, out_dtype=total.dtype, beta=beta, out=total)
     except RuntimeError:  # includes NotImplementedError
         return False
-    return bool((total == 16).all())
+    return bool((total == 2 * 16).all())
 
 
 def _fp16_scale(inputs: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class GuardedAdamW(torch.optim.AdamW):
     The fused kernels read `skip` as `found_inf`, which `torch.amp.GradScaler` sets to 1 after an
     overflow in fp16. Either of them skips the update.
 
-    They read `divisor` as `grad_scale`, so that clipping takes no pass over the gradients of its
-    own: it is part of the update.
+    They read `divisor` as `grad_scale`, so that clipping is part of the update. They also write the
+    divided gradients back.
     """
 
     skip: Tensor | None = None  # (), float32

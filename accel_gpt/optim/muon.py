@@ -204,14 +204,17 @@ class MuonAdamW(GuardedAdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the parameters, or skip the update."""
         skip = self.skip_or_found_inf()
+        divisor = self.divisor_and_grad_scale()
         with self._adamw_groups():
             loss = super().step(closure)
         for group in self.param_groups:
             if ROWS in group:
-                self._update_group(group, skip)
+                self._update_group(group, skip, divisor)
         return loss
 
-    def _update_group(self, group: dict[str, Any], skip: Tensor | None) -> None:
+    def _update_group(
+        self, group: dict[str, Any], skip: Tensor | None, divisor: Tensor | None
+    ) -> None:
         """Update one of Muon's groups, a stack of parameters at a time."""
         parameters = [p for p in group["params"] if p.grad is not None]
         parameters.sort(key=lambda p: tuple(p.shape))
@@ -225,7 +228,13 @@ class MuonAdamW(GuardedAdamW):
             # a multiple of the ranks, so that each rank orthogonalizes equally many matrices
             stack_size = max(layout.ranks, most - most % layout.ranks)
             for start in range(0, len(same), stack_size):
-                self._update_stack(group, same[start : start + stack_size], layout, skip)
+                self._update_stack(
+                    group=group,
+                    parameters=same[start : start + stack_size],
+                    layout=layout,
+                    skip=skip,
+                    divisor=divisor,
+                )
 
     def _update_stack(
         self,
@@ -233,6 +242,7 @@ class MuonAdamW(GuardedAdamW):
         parameters: list[nn.Parameter],
         layout: "Layout",
         skip: Tensor | None,
+        divisor: Tensor | None,
     ) -> None:
         """Update parameters of one shape: orthogonalize all together, do the rest one by one."""
         weights = [local_shard(p) for p in parameters]
@@ -243,7 +253,6 @@ class MuonAdamW(GuardedAdamW):
         decay = torch.full((), group["lr"] * group["weight_decay"], device=device)
         momentum = torch.full((), group["momentum"], device=device)
         scale = self._row_scales(group, parameters[0])
-        divisor = self.divisor_and_grad_scale()
         dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         stack = torch.empty((len(weights), *weights[0].shape), dtype=dtype, device=device)
         for p, estimate in zip(parameters, stack.unbind(), strict=True):

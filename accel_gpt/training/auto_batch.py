@@ -193,7 +193,8 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
         loss.float().backward()
     if config.train.compile is not False and not config.train.reproducible:
         torch.empty(parameters, device=device)  # freed at once
-    torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+    gradients = [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
+    optimizer.clip(torch.nn.utils.get_total_norm(gradients), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     gpt.eval()

@@ -46,8 +46,9 @@ MAX_OPTIONS: Mapping[str, bool] = MappingProxyType(
     }
 )
 MAX_IS_SLOW = (
-    "compile  max: the first step times many kernels and takes minutes, up to half an hour for a "
-    "large model; a later launch with the same shapes reads them from the cache"
+    "compile  max: the first step and the first evaluation time many kernels, which takes minutes; "
+    "raise train.step_timeout if it may take longer than that. A later launch with the same shapes "
+    "reads the fastest kernels from the cache"
 )
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 

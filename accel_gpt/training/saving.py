@@ -203,6 +203,7 @@ class CheckpointWriter:
         """Copy or write the tensors of this rank; write its random states and the scaler."""
         tensors = self.tensors_by_file(gpt, optimizer)
         if self.snapshot:
+            self.copies = {}  # frees the buffer if it must grow
             self.copies = self.snapshot.copy(tensors)
         else:
             write_tensors(tensors, folder)
@@ -372,9 +373,10 @@ class Snapshot:
         needed = sum(aligned(original.nbytes) for original in originals)
         if needed > len(self.buffer):
             self.buffer = torch.empty(0, dtype=torch.uint8)  # frees the smaller buffer first
-            self.buffer = torch.empty(needed, dtype=torch.uint8)
+            larger = torch.empty(needed, dtype=torch.uint8)
             if cuda:
-                pin(self.buffer)
+                pin(larger)
+            self.buffer = larger
         self.used = 0
         copies: dict[str, Any] = tree_map_only(Tensor, self.copy_tensor, tensors)
         if cuda:
@@ -408,7 +410,13 @@ def pin(buffer: Tensor) -> None:
     cuda: Any = torch.cuda
     runtime = cuda.cudart()
     portable = 1  # cudaHostRegisterPortable, driver_types.h
-    cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable))
+    try:
+        cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable))
+    except RuntimeError:
+        # CUDA keeps the error and would raise it again in the training step; a kernel takes it
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise
     weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
 
 

@@ -8,12 +8,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from accel_gpt.training.compilation import MAX_OPTIONS
 from tests.conftest import text_of
 
 pytestmark = pytest.mark.slow
@@ -95,7 +97,7 @@ def test_each_change_by_itself_trains_to_the_same_loss(
     found = report_of(tmp_path, "gpu.py", *peer, "--tiny", "--only", "ablate", "ablate_max")
     ablated = found["ablate"]
     assert None not in ablated.values()
-    assert found["ablate_max"].keys() == {"all", "all, max"}
+    assert None not in found["ablate_max"].values()
     losses = {
         name: variant["loss"]
         for name, variant in ablated.items()
@@ -106,6 +108,18 @@ def test_each_change_by_itself_trains_to_the_same_loss(
     assert losses["bf16 residual stream"] != losses["baseline"]
     for name, loss in losses.items():
         assert loss == pytest.approx(losses["baseline"], abs=1e-3), name
+
+
+def test_a_variant_is_compiled_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    ablate = importlib.import_module("ablate")
+    given: list[dict[str, bool] | None] = []
+    monkeypatch.setattr(ablate.GPT, "compile", lambda _, options: given.append(options))
+    monkeypatch.setattr(ablate, "use_compile_cache", lambda: None)
+    job = importlib.import_module("gpu").TINY_JOB
+    for variant in ablate.MAX_VARIANTS:
+        assert ablate.measure(replace(variant, batch_size=2), job, 65)["loss"] < 6
+    assert given == [None, dict(MAX_OPTIONS)]
 
 
 def test_kernels_of_a_device(tmp_path: Path, peer: tuple[str, str]) -> None:

@@ -111,6 +111,21 @@ def test_rows_have_the_sums_of_their_tokens(cap: float | None) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("tokens", [32, 24])
+def test_in_bf16_the_gradient_is_not_scaled_by_a_rounded_number(tokens: int) -> None:
+    """1 / 24 is no number of bf16: rounding it first would change every gradient by 0.13 %."""
+    x = torch.randn(1, tokens, C, requires_grad=True)
+    weight = torch.randn(ROWS, C)
+    targets = torch.randint(VOCAB, (1, tokens))
+    (expected,) = torch.autograd.grad(plain(x, weight, targets, None), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_next_token_loss(x, weight, targets, VOCAB, None)
+    (found,) = torch.autograd.grad(loss / 3, x)
+    share = (3 * found * expected).sum() / expected.square().sum()
+    assert share.item() == pytest.approx(1, abs=3e-4)
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_in_fp16_the_sums_over_a_chunk_do_not_overflow() -> None:
     """They must not overflow before the loss scaler, since a lower scale would not help."""
     size = 16_000.0  # times the 16 tokens of a chunk: four times what float16 holds
@@ -289,8 +304,24 @@ def test_products_in_half_precision_are_added_in_float32(
     assert errors[False] > 1e-4
 
 
-def test_a_device_without_float32_sums_is_found_by_trying() -> None:
-    assert not adds_in_float32(torch.device("cpu"), torch.bfloat16)
+@pytest.mark.parametrize("kind", ["right", "never adds", "ignores beta"])
+def test_whether_a_device_adds_in_float32_is_found_by_trying(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    adds_in_float32.cache_clear()
+    assert not adds_in_float32(cpu, torch.bfloat16)
+    adds_in_float32.cache_clear()
+    plain = torch.addmm
+
+    def addmm(total: Tensor, *factors: Tensor, out_dtype: Any, beta: int, out: Tensor) -> Tensor:
+        beta = {"right": beta, "never adds": 0, "ignores beta": 1}[kind]
+        left, right = (factor.to(out_dtype) for factor in factors)
+        return plain(total, left, right, beta=beta, out=out)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    assert adds_in_float32(cpu, torch.bfloat16) == (kind == "right")
+    adds_in_float32.cache_clear()
 
 
 class Products(TorchDispatchMode):

@@ -66,7 +66,7 @@ def refused(case: Case) -> str | None:
     if case["engine"] != "elastic":
         return None
     if case["compiled"] == "true":
-        return "train.reproducible and train.compile are both true"
+        return "train.reproducible is true and train.compile is true"
     if case["precision"] == "fp8":
         return "cannot sum the scaled gradients of fp8"
     return None

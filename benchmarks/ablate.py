@@ -29,10 +29,9 @@ from unittest import mock
 
 import torch
 from common import Metrics, attempt, print_rule, print_table
-from peers import VOCAB_SIZES, Job
+from peers import CHARS, GPT2, Job
 from torch import Tensor, nn
 
-from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.cost.devices import peak_flops
 from accel_gpt.cost.flops import flops_per_token, mfu
@@ -40,7 +39,7 @@ from accel_gpt.model import loss as loss_module
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer, set_lr
-from accel_gpt.training.compilation import MAX_OPTIONS, use_compile_cache
+from accel_gpt.training.compilation import MAX_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.machine import device_name
 
 BATCH_SIZE = 32  # sequences, as in RESULTS.md
@@ -54,6 +53,7 @@ BEFORE_MS = 69.2  # benchmarks/RESULTS.md, "One H100"
 BEFORE_CHUNK = 4096  # tokens
 DOCUMENT_TOKENS = 500  # mean
 GRAPHS = {"triton.cudagraphs": True}
+VOCAB_SIZES = {CHARS: 65, GPT2: 50257}
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,11 @@ class Variant:
     batch_size: int = BATCH_SIZE
     bf16_residual: bool = True
     chunk: int | None = None  # tokens of the loss at a time; None: as `chunk_tokens` says
-    whole_logits: bool = False  # no chunks
-    force_chunks: bool = False  # also for so few logits that training needs none
+    whole_logits: int | None = None  # most logits without chunks; None: `WHOLE_LOGITS`
     float32_sums: bool = True  # the head's gradient is added in float32
     clip_in_update: bool = True
     optimizer: str = "adamw"
     documents: bool = False
-    autocast: bool = True
     compiled: bool = True
     options: dict[str, bool] | None = None  # of inductor
 
@@ -82,8 +80,6 @@ BEFORE = Variant(
     float32_sums=False,
     clip_in_update=False,
 )
-
-
 MAX_VARIANTS = (Variant("all"), Variant("all, max", options=dict(MAX_OPTIONS)))
 
 
@@ -101,7 +97,7 @@ def variants(chunk: int) -> list[Variant]:
         replace(before, name="head's gradient added in float32", float32_sums=True),
         replace(before, name="clipping in the update", clip_in_update=True),
         Variant("all"),
-        Variant("all, every logit at once", whole_logits=True),
+        Variant("all, every logit at once", whole_logits=2**62),
         Variant("all, 64 sequences", batch_size=2 * BATCH_SIZE),
         Variant("all, 128 sequences", batch_size=4 * BATCH_SIZE),
         Variant("all, Muon", optimizer="muon"),
@@ -114,7 +110,7 @@ def variants(chunk: int) -> list[Variant]:
 def ablate(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Metrics | None]:
     """Time every variant, then the small model with CUDA graphs and without."""
     chunk = 2 * job.block_size if args.tiny else BEFORE_CHUNK
-    found = compare(args, job, variants(chunk))
+    found = compare(args, job, variants(chunk), VOCAB_SIZES[job.data])
     first = found["baseline"]
     if first and not args.tiny:
         print_rule(
@@ -131,19 +127,18 @@ def ablate(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Metrics 
         Variant("small model, CUDA graphs", batch_size=64, options=GRAPHS),
         Variant("small model, not compiled", batch_size=64, compiled=False),
     ]
-    return found | compare(args, small, host_bound, vocab_size=65)
+    return found | compare(args, small, host_bound, VOCAB_SIZES[CHARS])
 
 
 def ablate_max(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Metrics | None]:
     """Time a step with `train.compile: max` beside `true`, and its first step."""
-    return compare(args, job, MAX_VARIANTS)
+    return compare(args, job, MAX_VARIANTS, VOCAB_SIZES[job.data])
 
 
 def compare(
-    args: argparse.Namespace, job: Job, chosen: Sequence[Variant], vocab_size: int | None = None
+    args: argparse.Namespace, job: Job, chosen: Sequence[Variant], vocab_size: int
 ) -> dict[str, Metrics | None]:
     """Measure the variants in their order and print a table; a failed one has None."""
-    vocab_size = vocab_size or {50304: 50257}.get(VOCAB_SIZES[job.data], VOCAB_SIZES[job.data])
     found: dict[str, Metrics | None] = {}
     for variant in chosen:
         if args.tiny:
@@ -151,7 +146,7 @@ def compare(
                 variant,
                 batch_size=variant.batch_size // 8,
                 compiled=False,
-                force_chunks=not variant.whole_logits,
+                whole_logits=variant.whole_logits or 0,
             )
         found[variant.name] = attempt(
             variant.name, lambda variant=variant: measure(variant, job, vocab_size)
@@ -164,7 +159,7 @@ def compare(
     if not measured:
         return found
     base = next(iter(measured.values()))
-    flops = flops_per_token(shape(job), vocab_size)
+    flops = flops_per_token(job.model, vocab_size)
     peak = peak_flops(device_name(torch.device(job.device)), "bf16")
     rows = []
     for name, metrics in measured.items():
@@ -187,18 +182,6 @@ def compare(
     return found
 
 
-def shape(job: Job) -> ModelConfig:
-    """Return the model of `job`: nanoGPT's, without biases."""
-    return ModelConfig(
-        n_layer=job.n_layer,
-        n_head=job.n_head,
-        n_embd=job.n_embd,
-        block_size=job.block_size,
-        bias=False,
-        mlp="gelu_erf",
-    )
-
-
 @contextlib.contextmanager
 def switched(variant: Variant) -> Iterator[None]:
     """Replace what the variant switches off in the loss; forget what was compiled before."""
@@ -208,10 +191,8 @@ def switched(variant: Variant) -> Iterator[None]:
         def patch(name: str, value: Any) -> None:
             patches.enter_context(mock.patch.object(loss_module, name, value))
 
-        if variant.whole_logits:
-            patch("WHOLE_LOGITS", 2**62)
-        if variant.force_chunks:
-            patch("WHOLE_LOGITS", 0)
+        if variant.whole_logits is not None:
+            patch("WHOLE_LOGITS", variant.whole_logits)
         if variant.chunk:
             patch("chunk_tokens", lambda *_: variant.chunk)
         if not variant.float32_sums:
@@ -226,11 +207,11 @@ def measure(variant: Variant, job: Job, vocab_size: int) -> Metrics:
     free_memory()
     with switched(variant):
         torch.manual_seed(0)
-        gpt = GPT(shape(job), vocab_size).to(device).train()
+        gpt = GPT(job.model, vocab_size).to(device).train()
         gpt.bf16_residual = variant.bf16_residual
         if variant.compiled:
             gpt.compile(options=variant.options)
-        settings = OptimConfig(variant.optimizer, lr=6e-4, weight_decay=0.1)  # type: ignore[arg-type]
+        settings = OptimConfig(variant.optimizer, lr=6e-4, weight_decay=0.1)  # type: ignore[arg-type]  # a Literal
         optimizer = make_optimizer(gpt, settings, compiled=variant.compiled)
         set_lr(optimizer, 1.0)
         batches = [draw(variant, job, vocab_size, device) for _ in range(BATCHES)]
@@ -260,7 +241,7 @@ def measure(variant: Variant, job: Job, vocab_size: int) -> Metrics:
 
 def free_memory() -> None:
     """Free the model of the last variant: `compile` puts it in a cycle of references."""
-    torch._dynamo.reset()
+    forget_compiled()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -290,7 +271,7 @@ def update(
     documents: Tensor | None,
 ) -> Tensor:
     """Make one update, as `accel_gpt.train.update` does; return the loss ()."""
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=variant.autocast):
+    with torch.autocast(tokens.device.type, torch.bfloat16):
         loss: Tensor = gpt(tokens, targets, documents=documents)
     loss.backward()
     if variant.clip_in_update:

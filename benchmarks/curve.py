@@ -35,7 +35,6 @@ from common import OURS, ROOT, attempt, flags, last_json, print_table, run_comma
 from peers import Job
 from traces import OBSERVE
 
-from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.devices import peak_flops
 from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.training.machine import device_name
@@ -102,11 +101,8 @@ def plan_run(args: argparse.Namespace, job: Job, name: str) -> Run:
         return Run(job, name, TINY_STEPS, 2, 2, seconds=600.0)
     accumulation = TOKENS_PER_STEP // (MICRO_BATCH * job.block_size)
     run = Run(job, name, 0, MICRO_BATCH, accumulation, args.seconds)
-    shape = ModelConfig(
-        n_layer=job.n_layer, n_head=job.n_head, n_embd=job.n_embd, block_size=job.block_size
-    )
     peak = peak_flops(device_name(torch.device(job.device)), "bf16") or UNKNOWN_PEAK
-    tokens_per_second = MFU[name] * peak / flops_per_token(shape, 50257)
+    tokens_per_second = MFU[name] * peak / flops_per_token(job.model, 50257)
     return replace(run, steps=round(args.seconds * tokens_per_second / run.tokens_per_step))
 
 

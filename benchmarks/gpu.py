@@ -81,7 +81,6 @@ from kernels import kernels
 from peers import CHARS, GPT2, Job, accel_gpt, copy_nanogpt, nanogpt, trainer
 from traces import trace
 
-from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.devices import peak_flops
 from accel_gpt.cost.flops import flops_per_token, mfu
 from accel_gpt.training.machine import device_name
@@ -213,10 +212,7 @@ def compare(args: argparse.Namespace, job: Job, subjects: Subjects) -> dict[str,
     """Measure the subjects in turn and print their medians, with ratios to the first."""
     safe = {name: partial(or_out_of_memory, measure) for name, measure in subjects.items()}
     found = interleave(safe, args.rounds)
-    shape = ModelConfig(
-        n_layer=job.n_layer, n_head=job.n_head, n_embd=job.n_embd, block_size=job.block_size
-    )
-    flops = flops_per_token(shape, 50257)
+    flops = flops_per_token(job.model, 50257)
     peak = peak_flops(device_name(torch.device(job.device)), "bf16")
     rows = [format_row(name, found, job, flops, peak) for name in found]
     first = next(iter(found))

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,9 @@ def kernels(args: argparse.Namespace, _work: Path, job: Job) -> dict[str, Any]:
     report["copy_tb_per_second"] = attempt("copy", lambda: copy_bandwidth(copied, device))
     print(f"copy on the device: {dash(report['copy_tb_per_second'], '.4g')} TB/s, read and written")
     for product in all_products(job, rows):
-        figures = attempt(product.name, lambda product=product: product.measure(device))
-        report["products"].append({**vars(product), **(figures or {"ms": None, "tflops": None})})
+        figures = attempt(product.name, partial(product.measure, device))
+        described = {"name": product.name, **vars(product)}
+        report["products"].append({**described, **(figures or {"ms": None, "tflops": None})})
     print_products(report["products"], rows)
     report["attention"] = measure_attention(shape, device)
     print_attention(report["attention"], shape)
@@ -243,9 +245,7 @@ def print_products(products: Sequence[dict[str, Any]], rows: Sequence[int]) -> N
     """Print TFLOP/s: a row for each product, a column for each number of rows."""
     lines: dict[str, list[str]] = {}
     for found in products:
-        form = ", float32" if found["float32"] else ""
-        name = f"{found['matrix']} {found['product']}{form}"
-        lines.setdefault(name, []).append(dash(found["tflops"], ".4g"))
+        lines.setdefault(found["name"], []).append(dash(found["tflops"], ".4g"))
     head = ["TFLOP/s", *(f"{count:,} rows" for count in rows)]
     print_table(head, [[name, *figures] for name, figures in lines.items()])
 
@@ -300,7 +300,7 @@ def measure_attention(shape: Sequence[int], device: torch.device) -> dict[str, A
         with_size = (B, H * D // size, T, size)
         for backend in FORCED:
             what = f"{backend} attention, D={size}"
-            measure = lambda b=backend, s=with_size: attention_ms(b, s, device)  # noqa: E731
+            measure = partial(attention_ms, backend, with_size, device)
             found.setdefault(str(size), {})[backend] = attempt(what, measure)
     return found
 

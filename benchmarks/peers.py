@@ -51,6 +51,8 @@ from common import (
     timed,
 )
 
+from accel_gpt.config.model import ModelConfig
+
 CHARS = "shakespeare_char"  # folders of nanoGPT's data
 GPT2 = "shakespeare"
 VOCAB_SIZES = {CHARS: 65, GPT2: 50304}  # as nanoGPT's models have them
@@ -94,6 +96,18 @@ class Job:
     def tokens_per_step(self) -> int:
         """The tokens of a step."""
         return self.batch_size * self.block_size
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model as ours: nanoGPT's, without biases."""
+        return ModelConfig(
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            block_size=self.block_size,
+            bias=False,
+            mlp="gelu_erf",
+        )
 
     def step_ms(self, times_ms: Sequence[float]) -> float:
         """Return the milliseconds of a step, given the times of all steps in a row."""

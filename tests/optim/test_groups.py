@@ -103,7 +103,7 @@ def test_a_tied_head_has_the_rate_of_the_embedding() -> None:
 @pytest.mark.parametrize("limit", [0.0, 0.5, 1e3], ids=["off", "clipped", "below"])
 def test_clipping_in_the_update_equals_clipping_before_it(name: str, limit: float) -> None:
     """Against torch's clipping of the gradients, in float64."""
-    settings = OptimConfig(name, lr=0.1, weight_decay=0.3)  # type: ignore[arg-type]
+    settings = OptimConfig(name, lr=0.1, weight_decay=0.3)  # type: ignore[arg-type]  # a Literal
     ours, plain = (GPT(tiny(), 64).double() for _ in range(2))
     plain.load_state_dict(ours.state_dict())
     optimizers = [make_optimizer(ours, settings), make_optimizer(plain, settings)]

@@ -69,10 +69,12 @@ class Machine:
 
     @property
     def device_bytes(self) -> float | None:
-        """Return the memory of a GPU, 80 GB if unknown (assumption); None on a CPU."""
+        """Return the memory of a GPU; None on a CPU."""
         if self.gpu is None:
             return None
-        return self.memory_bytes or device_memory(self.gpu) or 80e9
+        memory = self.memory_bytes or device_memory(self.gpu)
+        assert memory, f"{self.gpu} is not in the table of devices"
+        return memory
 
     def dtype(self, matmul_precision: str) -> str:
         """Return the dtype of matrix products, as a key of `Device.rates`."""

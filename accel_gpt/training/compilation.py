@@ -71,8 +71,8 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
         require(
             not requested,
             f"train.compile is {str(config.train.compile).lower()} but torch.compile does not work "
-            f"here ({error}); install a C++ "
-            "compiler such as g++, or set train.compile to auto or false",
+            f"here ({error}); install a C++ compiler such as g++, or set train.compile to auto or "
+            "false",
         )
         compiled = False
         reason = f"torch.compile does not work here ({error})"

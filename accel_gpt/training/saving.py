@@ -386,7 +386,8 @@ class Snapshot:
     def copy_tensor(self, original: Tensor) -> Tensor:
         """Copy a tensor behind the previous one, without waiting for a GPU.
 
-        The copy is no view of the buffer, of which `torch.save` would write all bytes.
+        The copy has a storage of its own size. For a view, `torch.save` would write the whole
+        buffer.
         """
         if not original.numel():  # `torch.frombuffer` refuses an empty tensor
             return torch.empty(original.shape, dtype=original.dtype)

@@ -220,19 +220,17 @@ def test_every_config_loads_plans_and_is_a_manual(path: Path) -> None:
 
 
 def estimate(command: str) -> str:
-    """Return the memory, time and loss that `accel-gpt plan` estimates, on one line."""
+    """Return the memory and time that `accel-gpt plan` estimates, on one line."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert dispatch([*shlex.split(command)[1:], "--json"]) == 0
     report = json.loads(printed.getvalue())
-    memory, hours, loss = report["memory"], report["time"]["hours"], report["loss"]
+    memory, hours = report["memory"], report["time"]["hours"]
     parts = [f"{memory['total'] / 1e9:.1f} GB"]
     if memory["device"]:
         parts[0] += f" of {memory['device'] / 1e9:.0f}"
     if hours is not None:
         parts.append(format_hours(hours))
-    if loss:
-        parts.append(f"{loss['bits_per_byte'][0]:.2f} bits per byte")
     return ", ".join(parts)
 
 
@@ -445,7 +443,6 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copytree(ROOT / "configs", "configs")
     for name in (
         "my.yaml",
-        "budget.yaml",
         "CONFIG.yaml",
         "runs/quickstart/config.yaml",
         "crawl.jsonl.gz",
@@ -608,9 +605,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def can_run(line: Line) -> bool:
     """Return whether a test can run a line: it is not marked, and its program is allowed."""
     programs = {words[0] if words else "" for words in line.simple_commands()}
-    # rungs take minutes: tests/commands/test_ladder.py runs `ladder`, and `plan` with a ladder
-    ladder = line.command.startswith("accel-gpt ladder") or " --ladder " in line.command
-    return not line.needs and not ladder and not programs & UNLIKE_TESTS
+    return not line.needs and not programs & UNLIKE_TESTS
 
 
 def runs_in_tests(page: str) -> bool:

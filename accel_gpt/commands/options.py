@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from accel_gpt.commands.grid import Grid, read_grid
 from accel_gpt.config.data import PrepareConfig, SourceKind
@@ -22,7 +22,6 @@ from accel_gpt.config.options import REQUIRED, Section, internal, option, same_o
 from accel_gpt.config.parse import (
     build,
     check_utf8,
-    config_of,
     load_config,
     parse_command,
     parse_with_keys,
@@ -462,7 +461,7 @@ class InspectCommand(Command):
 
 
 @dataclass(frozen=True)
-class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "budget", "hours"))):
+class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
     """Compute what a config needs: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
     You can also set any --section.key of the config. Trains nothing and needs no GPU. Examples:
@@ -474,31 +473,6 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
     name: ClassVar[str] = "plan"
     summary: ClassVar[str] = "compute size, memory, hours and cost of a config, and whether it fits"
 
-    config: str | None = option(
-        None,
-        "YAML file, or name of a shipped config, as for train. Leave it out with --budget or "
-        "--hours.",
-        positional=True,
-    )
-    ladder: str | None = option(
-        None,
-        "Folder that accel-gpt ladder wrote; it predicts the loss. null: a shipped ladder, if one "
-        "matches.",
-    )
-    budget: float | None = option(
-        None,
-        "Budget of a run, in the currency of --price. The ladder chooses the config.",
-        above=0,
-    )
-    hours: float | None = option(
-        None,
-        "Time budget of a run in hours. The ladder chooses the config.",
-        above=0,
-    )
-    out: str = option(
-        "budget.yaml",
-        "Config file to write: the best run for --budget or --hours.",
-    )
     gpus: int | None = option(
         None,
         "Number of devices of all nodes, one process each. null: from --config_file, else 1.",
@@ -570,20 +544,13 @@ class PlanCommand(Command, exclusive=(("mfu", "tokens_per_second"), ("config", "
         False,
         "Print one JSON object instead of text.",
     )
-    loaded: Config | None = internal(None)  # None with --budget and --hours
+    loaded: Config = internal(Config())
 
     @classmethod
-    def parse(cls, argv: Sequence[str]) -> "PlanCommand":
-        """Parse the options and load the config, unless a budget chooses it."""
-        options, keys = parse_with_keys(cls, argv, "accel-gpt plan")
-        if options.budget or options.hours:
-            require(
-                not keys,
-                f"{''.join(keys[:1])} has no effect with --budget and --hours, since the ladder "
-                "chooses the config; set it when you train the ladder",
-            )
-            return options
-        arguments = [options.config or "", *keys]
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Parse the options and load the config; the shapes of GPT-2 need no network."""
+        options = super().parse(argv)
+        arguments = [options.config, *options.keys]
         return replace(options, loaded=load_config(arguments, "accel-gpt plan", inherit_published))
 
 
@@ -614,66 +581,6 @@ class SweepCommand(Command):
         """Parse the options and the settings to compare."""
         options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
         return replace(options, grid=read_grid(options.config, keys))
-
-
-@dataclass(frozen=True)
-class LadderCommand(KeysCommand):
-    """Train small sizes of a config, one after another, and fit how the loss falls with size.
-
-    You can also set any --section.key of the config, for all rungs. The same command resumes a
-    stopped ladder; other depths or ratios add rungs. Examples:
-      accel-gpt ladder quickstart
-      accel-gpt ladder quickstart --depths 2,3,4 --ratios 1,2,4 --out runs/ladder
-      accel-gpt ladder gpt2_124m --depths 4,5,6,8 --seeds 1,2
-    """
-
-    name: ClassVar[str] = "ladder"
-    summary: ClassVar[str] = "train small sizes, fit a law that predicts the loss"
-
-    config: str = option(
-        REQUIRED,
-        "YAML file, or name of a shipped config, as for train. If it sets model.depth, the "
-        "depth of a rung sets all its dependent options; else only the shape.",
-        positional=True,
-    )
-    depths: tuple[int, ...] = option(
-        (2, 3, 4),
-        "Sizes as numbers of layers. A size of L layers has L heads and 64 L channels.",
-    )
-    ratios: tuple[float, ...] = option(
-        (0.5, 1.0, 2.0),
-        "Lengths as tokens per parameter of blocks and head.",
-    )
-    seeds: tuple[int, ...] = option(
-        (),
-        "Seeds of each size and length. empty: the seed of the config.",
-    )
-    out: str | None = option(
-        None,
-        "Folder of the rungs. null: out_dir of the config plus _ladder.",
-    )
-    given: Mapping[str, Any] = internal(None)  # keys of the config and the command line
-    base: Config = internal(None)  # the config in which they are set
-
-    def _check(self) -> None:
-        for name, values in (("depths", self.depths), ("ratios", self.ratios)):
-            require(
-                all(0 < value < 1e6 for value in values) and len(values) > 0,
-                f"--{name} is {','.join(map(str, values))}; expected numbers above 0",
-            )
-
-    @classmethod
-    def parse(cls, argv: Sequence[str]) -> Self:
-        """Parse the options and read the config, whose model must be trained from scratch."""
-        options = super().parse(argv)
-        given = read_values(Config, str(resolve_config(options.config)), options.keys)
-        base = config_of(given)
-        require(
-            base.model.init_from == "scratch",
-            f"model.init_from is {base.model.init_from}, but the rungs of a ladder are trained "
-            "from scratch; leave it out",
-        )
-        return replace(options, given=given, base=base)
 
 
 @dataclass(frozen=True)
@@ -807,7 +714,6 @@ COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
             InspectCommand,
             PlanCommand,
             SweepCommand,
-            LadderCommand,
             BenchCommand,
             ReportCommand,
             VerifyResumeCommand,

@@ -9,13 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
-from accel_gpt.commands.plan_ladder import (
-    budget_text,
-    loss_rows,
-    open_budget,
-    plan_budget,
-    plan_loss,
-)
 from accel_gpt.commands.plan_machine import make_machine, make_network
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
@@ -42,26 +35,12 @@ UNKNOWN_SPEED = "unknown; measure it here with accel-gpt bench, or give --tokens
 
 def run(options: PlanCommand) -> int:
     """Print what a config needs, and whether it fits; return 1 if it does not."""
-    if options.loaded is None:
-        return plan_a_budget(options)
     report = forecast(options, options.loaded)
     if options.json:
         write_out(json.dumps(report, indent=1) + "\n")
     else:
         write_out(plan_text(report))
     return 1 if report["memory"]["fits"] is False else 0
-
-
-def plan_a_budget(options: PlanCommand) -> int:
-    """Print the config that a ladder chooses for a budget or a number of hours."""
-    ladder, config = open_budget(options)
-    machine = make_machine(options, config)
-    answer = plan_budget(options, ladder, make_network(options, config, machine))
-    if options.json:
-        write_out(json.dumps(answer, indent=1) + "\n")
-    else:
-        write_out(budget_text(answer))
-    return 0
 
 
 def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
@@ -80,7 +59,6 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "parameters": parameter_counts(config.model, vocab_size),
         "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
-        "loss": plan_loss(options, config, vocab_size),
         "memory": run_memory(config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
@@ -236,8 +214,6 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "  per step", f"{length['flops_per_step']:.3e}", ""
     yield "  of the run", f"{length['flops']:.3e}", ""
     yield ()
-    if report["loss"]:
-        yield from loss_rows(report["loss"])
 
 
 def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -14,18 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
+from accel_gpt.config.compare import Differences, differences, option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import Progress, write_err
-from accel_gpt.cost.rungs import recipe_differences
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, SIGNALS, STOP_WITH_PARENT, child_error, launch_child
@@ -57,9 +58,9 @@ class SeriesRun:
         train = to_flat(config)["data.train"]
         prepared_for_series = train == str(out / "data")
         if before and before.get("data.train", train) != train and not prepared_for_series:
-            changed["data.train"] = (train, before["data.train"])
+            changed["data.train"] = (before["data.train"], train)
         if changed:
-            key, (now, then) = next(iter(changed.items()))
+            key, (then, now) = next(iter(changed.items()))
             raise UserError(
                 f"{self.folder} was trained with {key} {then}, but now has {now}; set it to the "
                 "same value, or choose another folder"
@@ -187,6 +188,18 @@ class Series:
         self.received = self.received or number
         for process in self.processes:
             process.send_signal(number)
+
+
+def recipe_differences(config: Config, before: Mapping[str, Any]) -> Differences:
+    """Return the keys that affect the loss and differ, with the values before and now.
+
+    `before` maps dotted keys to values; keys that it lacks are not compared.
+    """
+    found = {}
+    for key, (then, now) in differences(before, to_flat(config)).items():
+        if key in before and now != "auto" and option_of(key).resume != "free":
+            found[key] = (then, now)
+    return found
 
 
 def visible_devices() -> list[str | None]:

@@ -180,7 +180,7 @@ class Sweep:
         folders = [str(self.folders[one]) for one in runs if one in self.folders]
         started = [folder for folder in folders if RunFolder(folder).launches]
         if started:
-            section = {"heading": "Settings", "image": "", "lines": self.lines, "rows": rows}
+            section = {"heading": "Settings", "lines": self.lines, "rows": rows}
             page = build_page(open_runs(started[:MOST_CURVES]), None, section)
             write_file(self.folder / "report.html", [page.encode(errors="replace")])
         write_out(f"{table(rows, '<', *'>' * 5)}\n{self.folder / 'sweep.json'}\n\n")

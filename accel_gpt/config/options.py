@@ -1,4 +1,4 @@
-"""Declare an option once: default, help text, bounds, and its rules for resumes, ranks and ladders.
+"""Declare an option once: default, help text, bounds, and its rules for resumes and ranks.
 
     class TrainConfig(Section, prefix="train."):
         max_steps: int | None = option(None, "Number of optimizer steps in the run.", above=0)
@@ -55,7 +55,7 @@ class Option:
     """The value changes what the val loss measures. After a change, a resume forgets the best val
     loss."""
     size: bool = False
-    """The value is a size of the model. It differs between the rungs of a ladder."""
+    """The value is a size of the model. A model.depth on the command line overrides it."""
     per_machine: bool = False
     """Ranks on different machines may have different values."""
     inherited: Inherited = "always"

@@ -50,12 +50,11 @@ def build_page(
     runs: Sequence[NamedRun],
     reference: Mapping[str, Any] | None,
     series: Mapping[str, Any] | None = None,
-    title: str | None = None,
 ) -> str:
     """Return the whole page.
 
-    `series` describes a sweep or a ladder: `heading`, `image` (a PNG as base64, or None), `lines`
-    of text, and `rows` of a table. The first row is the header.
+    `series` describes a sweep: `heading`, `lines` of text, and `rows` of a table. The first row is
+    the header.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
@@ -70,7 +69,7 @@ def build_page(
     script = (HERE / "page.js").read_text("utf-8")
     return environment.get_template("page.html").render(
         runs=runs,
-        title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         series=series,
         reference=reference,
         version=__version__,

@@ -1,13 +1,11 @@
-"""Draw the loss curves of a run, and the scaling law of a ladder, as PNG; needs no display."""
+"""Draw the loss curves of a run as PNG; needs no display."""
 
-import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel_gpt.cost.scaling import LEVEL, Ladder, Size
 from accel_gpt.training.run_folder import Floats, read_metrics
 
 if TYPE_CHECKING:
@@ -67,43 +65,6 @@ def smoothed(values: Floats) -> Floats:
     sums = np.append(0.0, np.cumsum(values))
     means: Floats = (sums[end] - sums[start]) / (end - start)
     return means
-
-
-def ladder_png(ladder: Ladder) -> bytes:
-    """Return a PNG of a ladder: rungs and fitted law over FLOPs, with bands and residuals."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    figure, drawn = Figure(figsize=(12, 8), dpi=100, facecolor="white"), io.BytesIO()
-    figure.subplots_adjust(left=0.08, right=0.975, top=0.97, bottom=0.085, hspace=0.12)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    largest = max(size.flops for size in ladder.sizes)
-    for number, depth in enumerate(ladder.depths):
-        pairs = zip(ladder.rungs, ladder.sizes, strict=True)
-        rungs = [(size, rung["loss"]) for rung, size in pairs if rung["depth"] == depth]
-        one, color = rungs[0][0], COLORS[number % len(COLORS)]
-        xs = np.geomspace(one.flops / 1.5, largest * 10, 60)
-        sizes = [Size(one.parameters, x * one.tokens / one.flops, x) for x in xs]
-        curve = np.array([ladder.law.predict(size) for size in sizes])
-        above.plot(xs, curve[:, 0], color=color, linewidth=1.8)
-        above.fill_between(xs, curve[:, 1], curve[:, 2], color=color, alpha=0.13, linewidth=0)
-        look = {"color": color, "marker": "o", "linestyle": "", "markeredgecolor": "white"}
-        points = [size.flops for size, _ in rungs]
-        label = f"depth {depth}: {one.parameters:,} parameters"
-        above.plot(points, [loss for _, loss in rungs], label=label, markersize=9, **look)
-        residuals = [100 * (loss / ladder.law.predict(size).loss - 1) for size, loss in rungs]
-        below.plot(points, residuals, markersize=9, **look)
-    for axes, name in ((above, "val loss, nats per token"), (below, "residual, %")):
-        style_axes(axes, name)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
-    above.set_xlabel("")
-    below.set_xlabel("FLOPs", fontsize=14, color=INK)
-    below.axhline(0, color=GREY, linewidth=1)
-    title = f"lines: fitted law of each size; bands: {LEVEL:.0%} of runs"
-    above.legend(frameon=False, fontsize=13, labelcolor=INK, title=title, title_fontsize=13)
-    figure.savefig(drawn, format="png", metadata={"Software": None})
-    return drawn.getvalue()
 
 
 def style_axes(axes: "Axes", title: str) -> None:

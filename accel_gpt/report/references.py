@@ -7,8 +7,7 @@ Reads `configs/references/NAME.json`, with these keys:
 - `curve` with the lists `step`, `tokens`, `seconds` and `val_loss`;
 - `points`, a list of single values, each with `label` and `val_loss`.
 
-`write_reference()` writes such a file from a run. NAME_ladder.json has another format: see
-`cost/scaling.py`.
+`write_reference()` writes such a file from a run.
 
 A run matches if its model, vocabulary and data equal the values in `match`. Data is equal if it has
 the same fingerprint, the same settings of `data.prepare`, or the same folder name.
@@ -58,7 +57,7 @@ def find_reference(requested: str, runs: Sequence[NamedRun]) -> Mapping[str, Any
     if requested == "none":
         return None
     found = [path for folder in reversed(FOLDERS) for path in folder.glob("*.json")]
-    known = {path.stem: path for path in found if not path.stem.endswith("_ladder")}
+    known = {path.stem: path for path in found}
     if requested == "auto":
         curves = [read_reference(path) for _, path in sorted(known.items())]
         return next((one for one in curves if matches_run(one["match"], runs[0])), None)

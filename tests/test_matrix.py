@@ -311,8 +311,10 @@ def check(case: Case, folder: Path, device: str) -> None:
     assert (parted / "checkpoints" / f"step_{STOP:08d}").is_dir()
     if device == "cpu":
         assert_same_weights(after, weights(parted, STEPS))
-    else:  # kernels add in their own order
-        torch.testing.assert_close(after, weights(parted, STEPS), atol=1e-3, rtol=1e-2)
+    else:  # kernels add in their own order; Muon makes small directions as large as others
+        for weight, found in weights(parted, STEPS).items():
+            moved = torch.dist(after[weight], kept["before"][weight])
+            assert torch.dist(after[weight], found) < 0.1 * moved, f"{name(case)}: {weight}"
     shape = json.loads((parted / "checkpoints" / "step_00000003" / "model.json").read_text())
     error = gradient_error(kept, shape)
     sys.stdout.write(f"{name(case)}: {error:.1e}\n")

@@ -140,8 +140,8 @@ def flushes_denormals() -> bool:
 
 
 def environ() -> dict[str, str]:
-    """Return all variables, except internal ones of pytest and of torch.compile."""
-    own = (TEST_VARIABLE, "_TORCHINDUCTOR", "TRITON_")
+    """Return all variables, except internal ones of pytest, torch.compile and scikit-learn."""
+    own = (TEST_VARIABLE, "_TORCHINDUCTOR", "TRITON_", "KMP_")
     return {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
 

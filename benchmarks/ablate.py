@@ -11,8 +11,7 @@ overwrite the logits, the hidden states are cast before the loss, and Muon updat
 `gpu.py --only speed` at commit faa3c59 times a step without any of the changes.
 
 Minutes on an H100, by arithmetic: a variant traces and loads or compiles its graph for 5 to 20 s,
-then makes 8 + 60 steps of 70 ms; 14 variants and the small model take 4 to 7 minutes. `ablate_max`
-compiles with max-autotune, 2 to 3 minutes, and times it beside the same without: 4 minutes.
+then makes 8 + 60 steps of 70 ms; 14 variants and the small model take 4 to 7 minutes.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from accel_gpt.model import loss as loss_module
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer, set_lr
-from accel_gpt.training.compilation import MAX_OPTIONS, forget_compiled, use_compile_cache
+from accel_gpt.training.compilation import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.machine import device_name
 
 BATCH_SIZE = 32  # sequences, as in RESULTS.md
@@ -52,7 +51,6 @@ CLIP = 1.0
 BEFORE_MS = 69.2  # benchmarks/RESULTS.md, "One H100"
 BEFORE_CHUNK = 4096  # tokens
 DOCUMENT_TOKENS = 500  # mean
-GRAPHS = {"triton.cudagraphs": True}
 VOCAB_SIZES = {CHARS: 65, GPT2: 50257}
 
 
@@ -80,7 +78,6 @@ BEFORE = Variant(
     float32_sums=False,
     clip_in_update=False,
 )
-MAX_VARIANTS = (Variant("all"), Variant("all, max", options=dict(MAX_OPTIONS)))
 
 
 def variants(chunk: int) -> list[Variant]:
@@ -124,15 +121,10 @@ def ablate(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Metrics 
         small = replace(job, n_layer=6, n_head=6, n_embd=384, block_size=256)
     host_bound = [
         Variant("small model", batch_size=64),
-        Variant("small model, CUDA graphs", batch_size=64, options=GRAPHS),
+        Variant("small model, CUDA graphs", batch_size=64, options=dict(GRAPH_OPTIONS)),
         Variant("small model, not compiled", batch_size=64, compiled=False),
     ]
     return found | compare(args, small, host_bound, VOCAB_SIZES[CHARS])
-
-
-def ablate_max(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Metrics | None]:
-    """Time a step with `train.compile: max` beside `true`, and its first step."""
-    return compare(args, job, MAX_VARIANTS, VOCAB_SIZES[job.data])
 
 
 def compare(

@@ -1,27 +1,27 @@
 """Measure a CUDA card in its first hour: GPT-2 124M, 1,024 tokens of context, bf16, compiled.
 
-    python benchmarks/gpu.py NANOGPT TEXT [--only kernels trace ablate ablate_max speed ddp
-        first_step curve] [--micro_batches 16 32 64] [--rounds 3] [--seconds 210] [--picture FILE]
+    python benchmarks/gpu.py NANOGPT TEXT [--only kernels trace ablate speed ddp first_step
+        curve] [--micro_batches 16 32 64] [--rounds 3] [--seconds 210] [--picture FILE]
         [--json FILE] [--tiny]
 
 NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. It
 needs GPT-2's vocabulary; without a network, set TIKTOKEN_CACHE_DIR.
 
-The minutes are arithmetic for an H100; the docstrings of the files have the sums.
+The minutes are those of an H200, or arithmetic where "about" stands.
 
-kernels, 1 minute (kernels.py): versions, the kernel of attention, bandwidth of a copy, TFLOP/s of
-    the products of blocks and head, attention by each kernel.
-trace, 2 to 3 minutes (traces.py): milliseconds of a step by family of kernels, ours and nanoGPT's.
-ablate, 7 minutes; ablate_max, 4 minutes (ablate.py): a step with each change that is meant to make
-    it faster, by itself and together; with max-autotune.
-speed, 7 minutes a micro-batch: tokens/s, MFU and peak memory beside nanoGPT and transformers'
-    Trainer. "-" stands where the card's memory is too small.
-ddp, 1.5 minutes a round: ours under DistributedDataParallel with one process, at the smallest
+kernels, half a minute (kernels.py): versions, the kernel of attention, bandwidth of a copy,
+    TFLOP/s of the products of blocks and head, attention by each kernel.
+trace, 1 minute (traces.py): milliseconds of a step by family of kernels, ours and nanoGPT's.
+ablate, 5 minutes (ablate.py): a step with each change that is meant to make it faster, by itself
+    and together.
+speed, 3.5 minutes a round at 64 sequences: tokens/s, MFU and peak memory beside nanoGPT and
+    transformers' Trainer. "-" stands where the card's memory is too small.
+ddp, about 1.5 minutes a round: ours under DistributedDataParallel with one process, at the smallest
     micro-batch: the cost of its buckets, and of compiling around them.
-first_step, 2 minutes: seconds from the first batch to the end of the update, compiler cache cold
-    and warm.
-curve, 8 to 9.5 minutes (curve.py): losses over seconds of the fast recipe and of nanoGPT, on the
-    Python source of this machine, and a picture.
+first_step, about 2 minutes: seconds from the first batch to the end of the update, compiler cache
+    cold and warm.
+curve, 6.6 minutes with --seconds 160 (curve.py): losses over seconds of the fast recipe and of
+    nanoGPT, on the Python source of this machine, and a picture.
 
 A part that fails is named at the end, and the parts after it are measured. The report is saved
 after each part. `benchmarks/disk_io.py --only checkpoint` measures saves from the card, too.
@@ -29,15 +29,14 @@ after each part. `benchmarks/disk_io.py --only checkpoint` measures saves from t
 `--tiny` runs tiny models uncompiled on a CPU: it tests these files and measures nothing.
 
 Half an hour on a card, in this order (G is `python benchmarks/gpu.py NANOGPT TEXT --json FILE`,
-with another FILE each time):
+with another FILE each time). PYTHONPATH names this folder if accel_gpt is not installed.
 
-1. 4 minutes: G --only kernels trace
-2. 7 minutes: G --only ablate. Its baseline must take 69 +- 1 ms a step.
-3. 4 minutes: G --only ablate_max
-4. 4 minutes: G --only ddp --micro_batches 32 --rounds 1, then
-   pytest -m gpu -n 0 -x -p no:benchmark
-5. 8 minutes: G --only curve --seconds 180 --picture losses.png
-On a later card: G --only speed --micro_batches 32, with the changes that paid.
+1. 2 minutes: pytest -m gpu -n 4
+2. 10 minutes: G --only speed --micro_batches 32 64 --rounds 2
+3. 2 minutes: G --only ddp --micro_batches 32 --rounds 1
+4. 4 minutes: accel-gpt train shakespeare_char --data.prepare.path TEXT with --train.compile true,
+   then graphs
+5. 1 minute: G --only trace, after a change
 The machine needs tiktoken, its cache of GPT-2's vocabulary, matplotlib and transformers.
 
 Rules, which kernels and trace print with their figures:
@@ -46,7 +45,7 @@ Rules, which kernels and trace print with their figures:
   chunks of the loss save 1.2 ms a step. Otherwise they save more.
 - Attention takes over 9 ms a step: it is not cuDNN; find out why before anything else.
 - The device is idle for over 2 ms a step: try CUDA graphs.
-- Block products run under 580 TFLOP/s: compare train.compile max.
+- Block products run under 580 TFLOP/s: find out why; cuBLAS reaches 720 on an H200.
 """
 
 import argparse
@@ -60,7 +59,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablate import ablate, ablate_max
+from ablate import ablate
 from common import (
     OURS,
     ROOT,
@@ -183,7 +182,6 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path, Job], Any]] = {
     "kernels": kernels,
     "trace": trace,
     "ablate": ablate,
-    "ablate_max": ablate_max,
     "speed": speed,
     "ddp": ddp,
     "first_step": first_step,

@@ -46,7 +46,7 @@ from accel_gpt.launcher import (
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.compilation import MAX_OPTIONS, forget_compiled, use_compile_cache
+from accel_gpt.training.compilation import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.machine import rank_identity
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.ranks import keep_group, require_same
@@ -321,7 +321,7 @@ def set_up_model(gpt: GPT, train: TrainConfig) -> None:
         use_compile_cache()
     if train.compiled:
         # in place: a wrapper would rename the weights
-        gpt.compile(options=dict(MAX_OPTIONS) if train.compile == "max" else None)
+        gpt.compile(options=dict(GRAPH_OPTIONS) if train.compile == "graphs" else None)
 
 
 def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None":

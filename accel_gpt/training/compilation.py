@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.data.corpus import open_corpus
@@ -36,31 +36,21 @@ MATRIX_UNIT_FLOPS = 1.2e11
 # seconds are an assumption.
 COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
 COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
-# Options of inductor for `train.compile: max`. CUDA graphs are left out: their memory is not freed
-# between the shapes of training and evaluation. Kernels by TMA are tried on Hopper and newer GPUs.
-MAX_OPTIONS: Mapping[str, bool] = MappingProxyType(
-    {
-        "max_autotune": True,
-        "coordinate_descent_tuning": True,
-        "triton.enable_persistent_tma_matmul": True,
-    }
-)
-MAX_IS_SLOW = (
-    "compile  max: the first step and the first evaluation time many kernels, which takes minutes; "
-    "raise train.step_timeout if it may take longer than that. A later launch with the same shapes "
-    "reads the fastest kernels from the cache"
-)
+# Options of inductor for `train.compile: graphs`
+GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def resolve_compile(config: Config, plan: Plan) -> Config:
     """Replace `train.compile: auto` by true or false; unless false, check that it works.
 
-    A collective. Raises `UserError` if `train.compile` is true or max but torch.compile does not
-    work.
+    A collective. Raises `UserError` if `train.compile` is true or graphs but torch.compile does not
+    work, or if it is graphs and this run cannot use CUDA graphs.
     """
     if config.train.compile is False:
         return config
+    if config.train.compile == "graphs":
+        check_graphs(plan)
     requested = config.train.compiled
     compiled = True
     reason = ""
@@ -77,12 +67,25 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
         compiled = False
         reason = f"torch.compile does not work here ({error})"
     if requested:
-        if config.train.compile == "max":
-            print_line(config, MAX_IS_SLOW)
         return config
     choice = "compiled" if compiled else "not compiled"
     print_line(config, f"auto     {choice}: {reason}")
     return replace(config, train=replace(config.train, compile=compiled))
+
+
+def check_graphs(plan: Plan) -> None:
+    """Raise `UserError` unless a step is one forward and one backward pass on one GPU.
+
+    A gradient that a graph writes is overwritten by the next micro-step, so gradients cannot be
+    accumulated. DistributedDataParallel and FSDP2 have not been tried with CUDA graphs.
+    """
+    device = PartialState().device.type
+    require(
+        device == "cuda" and plan.world_size == plan.accumulation_steps == 1,
+        "train.compile graphs needs one GPU and no gradient accumulation; this run has "
+        f"{plural(plan.world_size, 'process', 'processes')} on {device} and "
+        f"{plural(plan.accumulation_steps, 'micro-step')}; set train.compile to true",
+    )
 
 
 def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:

@@ -8,14 +8,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from accel_gpt.training.compilation import MAX_OPTIONS
+from accel_gpt.training.compilation import GRAPH_OPTIONS
 from tests.conftest import text_of
 
 pytestmark = pytest.mark.slow
@@ -94,10 +93,9 @@ def test_a_gpu_is_measured_as_this_cpu_is(tmp_path: Path, peer: tuple[str, str])
 def test_each_change_by_itself_trains_to_the_same_loss(
     tmp_path: Path, peer: tuple[str, str]
 ) -> None:
-    found = report_of(tmp_path, "gpu.py", *peer, "--tiny", "--only", "ablate", "ablate_max")
+    found = report_of(tmp_path, "gpu.py", *peer, "--tiny", "--only", "ablate")
     ablated = found["ablate"]
     assert None not in ablated.values()
-    assert None not in found["ablate_max"].values()
     losses = {
         name: variant["loss"]
         for name, variant in ablated.items()
@@ -117,9 +115,10 @@ def test_a_variant_is_compiled_with_its_options(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ablate.GPT, "compile", lambda _, options: given.append(options))
     monkeypatch.setattr(ablate, "use_compile_cache", lambda: None)
     job = importlib.import_module("gpu").TINY_JOB
-    for variant in ablate.MAX_VARIANTS:
-        assert ablate.measure(replace(variant, batch_size=2), job, 65)["loss"] < 6
-    assert given == [None, dict(MAX_OPTIONS)]
+    for options in (None, dict(GRAPH_OPTIONS)):
+        variant = ablate.Variant("all", batch_size=2, options=options)
+        assert ablate.measure(variant, job, 65)["loss"] < 6
+    assert given == [None, dict(GRAPH_OPTIONS)]
 
 
 def test_kernels_of_a_device(tmp_path: Path, peer: tuple[str, str]) -> None:

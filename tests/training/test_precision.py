@@ -1,5 +1,6 @@
 """`auto`: the choice for each device is printed, and a resumed run keeps it."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -16,8 +17,10 @@ from safetensors.torch import load_file
 from accel_gpt import train
 from accel_gpt.config.experiment import Config
 from accel_gpt.cost import devices
+from accel_gpt.errors import UserError
 from accel_gpt.training import compilation, precision
 from tests.conftest import QUIET, launch
+from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
 AUTO = ("--train.mixed_precision", "auto", "--train.compile", "auto", "--sample.every", "0")
@@ -203,25 +206,54 @@ def test_a_long_run_is_compiled_where_a_compiler_works(
     assert shown.count(reason) == 1
 
 
-@pytest.mark.parametrize("requested", ["true", "max"])
-def test_max_searches_for_the_fastest_kernels_and_says_that_it_is_slow(
-    requested: str,
-    small_run: Arguments,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("requested", ["true", "graphs"])
+def test_a_model_is_compiled_with_the_options_of_cuda_graphs(
+    requested: str, small_run: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
+    monkeypatch.setattr(compilation, "check_graphs", lambda plan: None)
     given: list[dict[str, bool] | None] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, options: given.append(options))
     options = (*QUIET, "--train.max_steps", "3", "--train.compile", requested)
     assert launch(small_run(*options)) == 0
-    shown = capsys.readouterr().err
-    assert shown.count(compilation.MAX_IS_SLOW) == (requested == "max")
-    assert given == [dict(compilation.MAX_OPTIONS) if requested == "max" else None]
+    assert given == [dict(compilation.GRAPH_OPTIONS) if requested == "graphs" else None]
 
 
-def test_inductor_knows_the_options_of_max() -> None:
-    assert compilation.MAX_OPTIONS.keys() <= set(torch._inductor.list_options())
+def test_inductor_knows_the_options_of_cuda_graphs() -> None:
+    assert compilation.GRAPH_OPTIONS.keys() <= set(torch._inductor.list_options())
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "accumulation_steps", "fits"),
+    [
+        ("cuda", 1, 1, True),
+        ("cpu", 1, 1, False),
+        ("cuda", 2, 1, False),
+        ("cuda", 1, 4, False),
+    ],
+)
+def test_cuda_graphs_need_one_gpu_and_one_micro_step(
+    device: str,
+    world_size: int,
+    accumulation_steps: int,
+    fits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(compilation, "PartialState", lambda: state)
+    plan = SimpleNamespace(world_size=world_size, accumulation_steps=accumulation_steps)
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs one GPU"):
+        compilation.check_graphs(plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_change_no_loss(small_run: Arguments, tmp_path: Path) -> None:
+    losses = []
+    for compiled in ("true", "graphs"):
+        options = (*QUIET, "--train.compile", compiled, "--out_dir", str(tmp_path / compiled))
+        assert launch(small_run(*options)) == 0
+        losses.append([line["train/loss"] for line in records(tmp_path / compiled)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
 
 
 @pytest.mark.slow

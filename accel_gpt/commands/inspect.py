@@ -258,10 +258,10 @@ def count_tokens(
     length = split.shards[number].tokens
     largest = -1
     for first in range(0, length, COUNTED_TOKENS):
-        ids = split.read(number, first, min(COUNTED_TOKENS, length - first))
+        ids = split.read(number, first, min(COUNTED_TOKENS, length - first)).astype(np.int64)
         largest = max(largest, int(ids.max()))
         counts += np.bincount(np.minimum(ids, split.vocab_size), minlength=len(counts))
-        progress.advance(ids.nbytes)
+        progress.advance(len(ids) * split.dtype.itemsize)
     return largest
 
 

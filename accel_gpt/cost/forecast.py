@@ -78,7 +78,7 @@ def run_length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
 def run_disk(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, int]:
     """Compute the bytes of data that a run reads and of checkpoints that it keeps."""
     sequences = plan.max_steps * plan.sequences_per_step
-    token_bytes = 2 if vocab_size < 65536 else 4  # bytes of a token in a shard
+    token_bytes = 2 if vocab_size <= 65_536 else 4  # of a token in a shard, as in data/shards.py
     checkpoint = checkpoint_bytes(config, vocab_size)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     return {

@@ -397,9 +397,12 @@ def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_
             )
     largest = max(int(part.max()) for part in ids)
     if largest >= vocab_size:
+        remedy = "set data.tokenizer to the tokenizer that made it"
+        if file.dtype is None:
+            remedy += ", or save the ids with numpy.save, which records their type"
         raise DataError(
             f"{file.path} holds token {largest}, beyond the vocabulary of {vocab_size}, when it is "
-            f"read as {dtype}; set data.tokenizer to the tokenizer that made it"
+            f"read as {dtype}; {remedy}"
         )
 
 

@@ -33,8 +33,8 @@ class NoSplit(DataError):
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the type of stored ids: 2 bytes if `vocab_size` is below 65,536, else 4."""
-    return np.dtype("<u2" if vocab_size < 65536 else "<u4")
+    """Return the type of stored ids: 2 bytes if `vocab_size` is at most 65,536, else 4."""
+    return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
 
 
 def token_beyond(file: str | Path, token: int, index: int, vocab_size: int) -> DataError:

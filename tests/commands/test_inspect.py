@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from accelerate import Accelerator
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import Config, OptimConfig
@@ -218,6 +221,19 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     problems = reported(capsys, tmp_path, "--tokenizer", "bytes", code=3)["problems"]
     assert len(problems) == 1
     assert "300, beyond the vocabulary of 257" in problems[0]
+
+
+@pytest.mark.parametrize("vocab_size", [65_536, 70_000])
+def test_uint16_ids_of_a_vocabulary_that_fills_uint16(
+    tmp_path: Path, capsys: Printed, vocab_size: int
+) -> None:
+    words = {f"w{i}": i for i in range(1, vocab_size)} | {"<|endoftext|>": 0}
+    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    np.save(tmp_path / "x_train_0.npy", np.array([65_535, 5, 0, 7], "<u2"))
+    read = reported(capsys, tmp_path)["splits"]["train"]["read"]
+    assert (read["documents"], read["largest_id"]) == (1, 65_535)
 
 
 def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

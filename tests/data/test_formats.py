@@ -60,6 +60,11 @@ def meta(path: Path, chars: str) -> None:
     path.write_bytes(pickle.dumps(content))
 
 
+def characters(count: int) -> str:
+    """The first `count` characters that UTF-8 can encode."""
+    return "".join(map(chr, [*range(0xD800), *range(0xE000, 0xE000 + count - 0xD800)]))
+
+
 def llmc(
     path: Path, ids: Ids, dtype: str = "<u2", magic: int = 0, version: int = 0, count: int = -1
 ) -> None:
@@ -149,13 +154,15 @@ def test_what_a_format_tells_of_its_tokenizer_is_used(tmp_path: Path) -> None:
         assert (split.tokenizer_kind, split.eot_id) == ("gpt2", 50256)
 
 
-@pytest.mark.slow
-def test_raw_ids_of_a_large_vocabulary_are_uint32(tmp_path: Path) -> None:
-    chars = "".join(map(chr, [*range(0xD800), *range(0xE000, 0xE000 + 65_536 - 0xD800)]))
-    meta(tmp_path / "meta.pkl", chars)
-    raw(tmp_path / "train.bin", [65_535, 1, 2], "<u4")
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "<u2"), (65_537, "<u4")])
+def test_raw_ids_are_uint16_as_long_as_they_fit(
+    tmp_path: Path, vocab_size: int, dtype: str
+) -> None:
+    ids = [vocab_size - 1, 1, 2]
+    meta(tmp_path / "meta.pkl", characters(vocab_size))
+    raw(tmp_path / "train.bin", ids, dtype)
     split, _ = open_folder(tmp_path)
-    assert (tokens(split), split.dtype) == ([65_535, 1, 2], np.uint32)
+    assert (tokens(split), split.dtype) == (ids, np.dtype(dtype))
 
 
 def test_shards_are_ordered_by_their_numbers(tmp_path: Path) -> None:

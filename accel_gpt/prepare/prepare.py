@@ -322,7 +322,14 @@ def resume(
         begun = {**journal["asked"], "skip_invalid": config.skip_invalid or journal["skipped"] > 0}
         if journal["source"] != source:
             begun["source_fingerprint"] = journal["source"]
-        check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
+        try:
+            check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
+        except UserError:
+            if holds_tokens(journal):
+                raise
+            raise DataError(
+                "the settings or the text have changed since it was begun, and it holds no tokens"
+            ) from None
         if fingerprint not in (None, journal["tokenizer"]):
             raise DataError("the tokenizer has changed")
         work = Preparation(config, files, folder, journal)
@@ -333,6 +340,11 @@ def resume(
     tokens = sum(writer.total_tokens for writer in work.writers.values())
     sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
     return work
+
+
+def holds_tokens(journal: Mapping[str, Any]) -> bool:
+    """Return whether tokens were saved with the journal."""
+    return any(state["shards"] or state["tokens"] for state in journal["splits"].values())
 
 
 def create_tokenizer(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:

@@ -369,6 +369,23 @@ def test_what_cannot_be_resumed_now_is_refused_and_the_work_is_kept(
     assert content(partial(out)) == before
 
 
+@pytest.mark.parametrize("mistake", ["settings", "text"])
+def test_a_corrected_command_starts_over_if_the_failed_one_saved_no_tokens(
+    config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    path = Path(str(config.path))
+    right = path.read_text()
+    wrong = replace(config, text_field="body") if mistake == "settings" else config
+    if mistake == "text":
+        path.write_text("not JSON\n" + right)
+    with pytest.raises(UserError, match=r"no such column|is not JSON"):
+        prepare(wrong, out)
+    path.write_text(right)
+    prepare(config, out)
+    assert "changed since it was begun, and it holds no tokens; start" in capsys.readouterr().err
+    assert_undisturbed(config, out)
+
+
 def test_a_complete_partial_folder_of_other_settings_is_kept(
     config: PrepareConfig, out: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """The data of a run: training sources, evaluation splits, and the position to resume from."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,6 +28,8 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
 
 StateDict = Mapping[str, Any]
+CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
+CHECKED_AT_ONCE = 1 << 20  # tokens
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def open_corpus(config: Config) -> Corpus:
             "val": eval_splits(val, config.eval.tokens, named=bool(val_names(data))),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
-        document_end=document_end(data, first.tokenizer),
+        document_end=document_end(data, [*sources, *other_folders(val, sources)]),
         commits=data.commits or {},
     )
 
@@ -268,17 +271,61 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
     return vocab_size
 
 
-def document_end(data: DataConfig, tokenizer: Tokenizer) -> int | None:
+def other_folders(val: Sequence[Source], train: Sequence[Source]) -> list[Source]:
+    """Return the sources of `val` whose folders are not among the folders of `train`."""
+    return [source for source in val if source.path not in {one.path for one in train}]
+
+
+def document_end(data: DataConfig, sources: Sequence[Source]) -> int | None:
     """Return the token at which attention ends, or None without `data.document_mask`.
 
-    Raises `UserError` if the tokenizer has no end-of-text token.
+    Raises `UserError` if the tokenizer has no end-of-text token, or if it ends no document in the
+    shards of a source.
     """
+    if not data.document_mask:
+        return None
+    for source in sources:
+        check_documents(source)
+    return sources[0].tokenizer.eot_id
+
+
+def check_documents(source: Source) -> None:
+    """Raise `UserError` unless end-of-text lies between documents of a source.
+
+    Our own index counts the documents. In shards of other projects, the first `CHECKED_TOKENS` of
+    the first shard are searched.
+    """
+    split = source.split
+    tokenizer = source.tokenizer
     require(
-        not data.document_mask or tokenizer.eot_id is not None,
+        tokenizer.eot_id is not None,
         f"data.document_mask is true but the {tokenizer.kind} tokenizer has no end-of-text token; "
         "prepare the data with bytes, bpe or gpt2",
     )
-    return tokenizer.eot_id if data.document_mask else None
+    if split.shards[0].documents is not None:
+        return
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    end = min(split.shards[0].tokens - 1, CHECKED_TOKENS)  # the last token separates nothing
+    for start in range(1, end, CHECKED_AT_ONCE):
+        tokens = split.read(0, start, min(CHECKED_AT_ONCE, end - start))
+        counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
+        if counts[tokenizer.eot_id]:
+            return
+    special = np.where(tokenizer.token_bytes == 0, counts, 0)
+    remedy = "set data.tokenizer to the tokenizer that made the shards"
+    found = ""
+    if special.any():
+        name = tokenizer.decode([int(special.argmax())])
+        found = f", but {special.max():,} of {name!r}"
+        remedy = (
+            f'if {name!r} separates them, write {{"eos_token": {json.dumps(name)}}} into '
+            "tokenizer_config.json beside the tokenizer.json"
+        )
+    raise UserError(
+        f"data.document_mask is true, but the {split.name} shards of {source.path} have no "
+        f"end-of-text token ({tokenizer.eot!r}) between documents{found}; {remedy}, or set "
+        "data.document_mask to false"
+    )
 
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:

@@ -202,7 +202,7 @@ def evaluate_folder(
         accelerator=accelerator,
         batch_size=config.train.micro_batch_sequences,
         tokenizer=tokenizer,
-        document_end=document_end(config.data, tokenizer),
+        document_end=document_end(config.data, [source]),
         on_progress=on_progress,
     )
     return score.metrics("val", source.name)

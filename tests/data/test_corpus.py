@@ -1,5 +1,6 @@
 """The data of a run: mixtures, exact resume, rejected changes, documents."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -8,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.data import DataConfig, PrepareConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.data.corpus import open_corpus, sequences_given, source_changes
 from accel_gpt.data.sources import TrainedSource
+from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.state import TrainState
 from tests.conftest import launch, reseal, run_here, text_of
@@ -289,6 +294,31 @@ def test_document_mask_needs_an_end_of_text(
     prepare(PrepareConfig(source="text", path=str(text), tokenizer="chars"), tmp_path / "chars")
     assert launch(small_run("--data.train", str(tmp_path / "chars"), "--data.document_mask")) == 2
     assert "chars tokenizer has no end-of-text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("separator", "problem"),
+    [
+        (1, r"no end-of-text token \('</s>'\) between documents, but 40 of '<s>'; .*: \"<s>\"}"),
+        (3, r"between documents; set data\.tokenizer to the tokenizer that made the shards"),
+        (2, None),
+    ],
+)
+def test_document_mask_needs_the_token_that_separates_the_shards(
+    tmp_path: Path, separator: int, problem: str | None
+) -> None:
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "stop": 3} | {f"w{i}": i for i in range(4, 30)}
+    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = np.tile(np.array([*range(4, 28), separator], np.uint16), 41)
+    tokens[-1] = 2
+    for split in ("train", "val"):
+        np.save(tmp_path / f"x_{split}_0.npy", tokens)
+    config = Config(data=DataConfig(train=str(tmp_path), document_mask=True))
+    refusal = pytest.raises(UserError, match=problem) if problem else contextlib.nullcontext()
+    with refusal:
+        assert open_corpus(config).document_end == separator
 
 
 def test_micro_batches_of_end_of_text_alone_count_nothing(

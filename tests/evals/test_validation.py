@@ -337,7 +337,7 @@ def test_a_val_split_that_cannot_be_evaluated_is_found_before_the_first_step(
     data = tmp_path / "data"
     data.mkdir()
     draw = np.random.default_rng(0)
-    draw.integers(1, 256, 20_000).astype("<u2").tofile(data / "train.bin")
+    draw.integers(1, 257, 20_000).astype("<u2").tofile(data / "train.bin")
     if tokens is not None:
         np.array(tokens, "<u2").tofile(data / "val.bin")
     source = ["--data.train", str(data), "--data.tokenizer", "bytes"]

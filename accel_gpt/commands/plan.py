@@ -5,11 +5,13 @@ arithmetic; docs/explanation/cost.md derives it.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
-from accel_gpt.commands.plan_machine import make_machine, make_network
+from accel_gpt.commands.plan_machine import fast_precision, make_machine, make_network
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
@@ -25,11 +27,14 @@ from accel_gpt.cost.forecast import (
     run_time,
     speed_at,
 )
-from accel_gpt.cost.memory import Machine, largest_size, with_size
+from accel_gpt.cost.memory import Machine, fitting_sizes, largest_size, with_size
 from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
+from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import RunFolder
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
+# settings that save memory, from the least loss of speed
+SAVINGS = ("precision", "micro-batch", "distribution", "recomputation")
 UNKNOWN_SPEED = "unknown; measure it here with accel-gpt bench, or give --tokens_per_second"
 
 
@@ -51,6 +56,8 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
+    memory = run_memory(config, vocab_size, machine)
+    memory["try"] = try_savings(options, config, vocab_size) if memory["fits"] is False else []
     return {
         "config": options.config,
         "machine": str(machine),
@@ -59,10 +66,76 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "parameters": parameter_counts(config.model, vocab_size),
         "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
-        "memory": run_memory(config, vocab_size, machine),
+        "memory": memory,
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
     }
+
+
+# --------------------------------------------------------------------------- what makes it fit
+
+
+def try_savings(options: PlanCommand, config: Config, vocab_size: int) -> list[dict[str, Any]]:
+    """Plan with settings that save memory, with as few as possible; return the plans that fit.
+
+    Settings that cost less speed come first. If no plan fits, returns only the plan that needs the
+    least memory.
+    """
+    found: list[dict[str, Any]] = []
+    for count in range(1, len(SAVINGS) + 1):
+        for chosen in combinations(SAVINGS, count):
+            planned = plan_savings(options, config, vocab_size, chosen)
+            if planned is not None:
+                found.append(planned)
+        fitting = [planned for planned in found if planned["fits"]]
+        if fitting:
+            return fitting
+
+    def total(planned: dict[str, Any]) -> int:
+        return int(planned["total"])
+
+    return [min(found, key=total)] if found else []
+
+
+def plan_savings(
+    options: PlanCommand, config: Config, vocab_size: int, chosen: Collection[str]
+) -> dict[str, Any] | None:
+    """Plan with settings that save memory; None if one of them is set already, or is rejected."""
+    settings = []
+    train = config.train
+    if "precision" in chosen:
+        precision = fast_precision(options.gpu)
+        if precision == "no" or make_machine(options, config).precision != "no":
+            return None
+        train = replace(train, mixed_precision=precision)
+        settings.append(f"--train.mixed_precision {precision}")
+    if "distribution" in chosen:
+        machine = make_machine(options, config)
+        if machine.shards == machine.devices:
+            return None
+        options = replace(options, distribution="fsdp")
+        settings.append("--distribution fsdp")
+    if "recomputation" in chosen:
+        if train.activation_checkpointing == "blocks":
+            return None
+        train = replace(train, activation_checkpointing="blocks")
+        settings.append("--train.activation_checkpointing blocks")
+    config = replace(config, train=train)
+    try:
+        machine = make_machine(options, config)
+    except UserError:
+        return None
+    found_at_start = options.loaded.train.micro_batch_size == "auto"
+    if "micro-batch" in chosen or found_at_start:
+        sizes = fitting_sizes(config, machine.devices)
+        size = largest_size(config, vocab_size, machine) or sizes[-1]
+        if "micro-batch" in chosen and size >= train.micro_batch_sequences:
+            return None
+        config = with_size(config, size)
+        if not found_at_start or machine.sharded:  # fsdp does not support auto
+            settings.append(f"--train.micro_batch_size {size}")
+    needed = run_memory(config, vocab_size, machine)
+    return {"settings": settings, "total": needed["total"], "fits": needed["fits"]}
 
 
 # --------------------------------------------------------------------------- time
@@ -173,15 +246,22 @@ def verdict(memory: Mapping[str, Any]) -> str:
     if memory["fits"]:
         largest = memory["largest_micro_batch_size"]
         return f"It fits; train.micro_batch_size may be up to {largest}."
-    options = memory["try"]
-    if not options:
-        return (
-            "It does not fit; plan for more devices with --distribution fsdp, for devices with "
-            "more memory, or for a smaller model."
-        )
-    if len(options) == 1:
-        return f"It does not fit; try {options[0]}."
-    return f"It does not fit; try {', '.join(options[:-1])} or {options[-1]}."
+    tried = memory["try"]
+    texts = []
+    for planned in tried:
+        texts.append(f"{join_words(planned['settings'], 'and')} ({gigabytes(planned['total'])})")
+    if tried and tried[0]["fits"]:
+        return f"It does not fit. It fits with {join_words(texts, 'or with')}."
+    others = "Use devices with more memory, more devices, or a smaller model."
+    if not tried:
+        return f"It does not fit. {others}"
+    return f"It does not fit, and no settings make it fit; {texts[0]} comes nearest. {others}"
+
+
+def join_words(words: Sequence[str], last: str) -> str:
+    """Join words with commas, and the last one with `last`."""
+    *others, end = words
+    return f"{', '.join(others)} {last} {end}" if others else end
 
 
 def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

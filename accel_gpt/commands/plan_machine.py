@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.config.experiment import Config
@@ -15,6 +15,7 @@ from accel_gpt.cost.devices import (
     bf16_instructions,
     device_key,
     device_memory,
+    half_precision,
     peak_flops,
 )
 from accel_gpt.cost.memory import Machine
@@ -40,11 +41,22 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
         f"dp_replicate_size in {options.config_file} is {replicas!r}; it must divide the "
         f"number of devices, {devices}",
     )
-    precision, source = planned_precision(config, launch, options.config_file, options.gpu)
+    precision, source = planned_precision(config, launch, options.config_file, options.gpu, sharded)
     require(
         precision not in ("fp16", "fp8") or options.gpu is not None,
         f"the precision is {precision}, but CPUs do not support it; give --gpu, or "
         "--train.mixed_precision bf16",
+    )
+    if precision != "no" and options.gpu is not None:
+        require(
+            peak_flops(options.gpu, precision) is not None,
+            f"the precision is {precision}, but {options.gpu} has no matrix units for it; set "
+            f"--train.mixed_precision {half_precision(options.gpu)}",
+        )
+    require(
+        not (sharded and precision == "fp16"),
+        "the precision is fp16, but fsdp does not support it; set --train.mixed_precision no, or "
+        "plan for --distribution ddp",
     )
     require(
         not (config.train.reproducible and (sharded or precision in ("fp16", "fp8"))),
@@ -160,7 +172,7 @@ def planned_sharding(
 
 
 def planned_precision(
-    config: Config, launch: Mapping[str, Any], path: str | None, gpu: str | None
+    config: Config, launch: Mapping[str, Any], path: str | None, gpu: str | None, sharded: bool
 ) -> tuple[str, str]:
     """Return the precision and its source; the config overrides the accelerate config."""
     precision = config.train.mixed_precision
@@ -175,10 +187,18 @@ def planned_precision(
             resumed, file = earlier
             return resumed, f"train.mixed_precision auto, as in {file}"
         if found == "no":
-            fast = peak_flops(gpu, "bf16") if gpu else bf16_instructions() in FAST_BF16
-            return "bf16" if fast else "no", "train.mixed_precision auto"
+            fast = fast_precision(gpu)
+            rejected = fast == "fp16" and (sharded or config.train.reproducible)
+            return "no" if rejected else fast, "train.mixed_precision auto"
     require(
         found in PRECISIONS,
         f"mixed_precision in {path} is {found!r}; expected one of {', '.join(PRECISIONS)}",
     )
     return str(found), str(path) if path else "default"
+
+
+def fast_precision(gpu: str | None) -> Literal["no", "bf16", "fp16"]:
+    """Return the 16-bit precision in which a GPU, or this CPU, is fastest; no if there is none."""
+    if gpu is not None:
+        return half_precision(gpu) or "no"
+    return "bf16" if bf16_instructions() in FAST_BF16 else "no"

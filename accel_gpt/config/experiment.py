@@ -66,7 +66,7 @@ class TrainConfig(
         "float8, the rest in bf16; needs torchao and compute capability 8.9. null: the precision "
         "that `accelerate launch` sets, or no. auto: the precision of an earlier launch of this "
         "run. If there is none, bf16, fp16 or fp8 if `accelerate launch` sets it. Otherwise bf16 "
-        "if the device is faster in it, or no.",
+        "if the device is faster in it, fp16 on GPUs that have only that, or no.",
         essential=True,
         resume="free",
         exact=True,

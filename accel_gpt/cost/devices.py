@@ -5,7 +5,7 @@ import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 MATRIX_UNITS = "amx_bf16"
 VECTOR_UNITS = ("avx512_bf16", "bf16", "svebf16")  # the flag on x86, then the flags on Arm
@@ -112,6 +112,16 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """
     key = device_key(device_name)
     return DEVICES[key].rates.get(dtype) if key else None
+
+
+def half_precision(device_name: str) -> Literal["bf16", "fp16"] | None:
+    """Return the 16-bit dtype for which a GPU has matrix units, None if it has none or is unknown.
+
+    It is bf16, except on GPUs before Ampere, such as T4 and V100, which have them only for fp16.
+    """
+    if peak_flops(device_name, "bf16"):
+        return "bf16"
+    return "fp16" if peak_flops(device_name, "fp16") else None
 
 
 def device_memory(device_name: str) -> int | None:

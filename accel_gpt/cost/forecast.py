@@ -19,10 +19,7 @@ SHARE_WITH_RECOMPUTATION = 3 / 4
 
 
 def run_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
-    """Estimate the memory of one device, and whether the run fits.
-
-    If it does not fit, `try` lists options that save memory.
-    """
+    """Estimate the memory of one device, and whether the run fits."""
     needed = footprint(config, vocab_size, machine)
     fits = None
     if machine.memory_bytes is not None:
@@ -36,22 +33,7 @@ def run_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, A
         "fits": fits,
         "compiled": config.train.compiled,
         "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
-        "try": options_to_try(config, machine) if fits is False else [],
     }
-
-
-def options_to_try(config: Config, machine: Machine) -> list[str]:
-    """List the options that save memory and are not set yet, from the least loss of speed."""
-    options = []
-    if machine.precision == "no":
-        options.append("--train.mixed_precision bf16")
-    if config.train.micro_batch_sequences > 1:
-        options.append("a smaller train.micro_batch_size")
-    if machine.shards < machine.devices and not config.train.reproducible:
-        options.append("--distribution fsdp")
-    if config.train.activation_checkpointing != "blocks":
-        options.append("--train.activation_checkpointing blocks")
-    return options
 
 
 def run_length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.cost.devices import FAST_BF16, bf16_instructions, peak_flops
+from accel_gpt.cost.devices import FAST_BF16, bf16_instructions, half_precision
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.checkpoint import earlier_precision
 from accel_gpt.training.machine import device_name
@@ -46,20 +47,25 @@ def choose_precision(config: Config) -> tuple[str, str]:
         return launcher, "set by accelerate launch"
     device = PartialState().device
     if device.type == "cuda":
-        return choose_precision_on_gpu(device)
+        return choose_precision_on_gpu(device, config)
     if device.type == "cpu":
         return choose_precision_on_cpu()
     return "no", f"bf16 on {device.type} has not been measured"
 
 
-def choose_precision_on_gpu(device: torch.device) -> tuple[str, str]:
-    """Choose bf16 if the GPU has matrix units for it."""
+def choose_precision_on_gpu(device: torch.device, config: Config) -> tuple[str, str]:
+    """Choose bf16 if the GPU has matrix units for it, else fp16 if it has them for that."""
     name = device_name(device)
     nvidia = torch.version.hip is None
     capable = nvidia and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
-    if capable or peak_flops(name, "bf16"):
-        return "bf16", f"{name} has matrix units for it"
-    return "no", f"{name} is not known to have matrix units for bf16"
+    precision = "bf16" if capable else half_precision(name)
+    if precision is None:
+        return "no", f"{name} is not known to have matrix units for bf16 or fp16"
+    if precision == "fp16" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return "no", f"{name} has no matrix units for bf16, and fsdp does not support fp16"
+    if precision == "fp16" and config.train.reproducible:
+        return "no", f"{name} has no matrix units for bf16, and train.reproducible rejects fp16"
+    return precision, f"{name} has matrix units for it"
 
 
 def choose_precision_on_cpu() -> tuple[str, str]:

@@ -217,27 +217,78 @@ def test_nodes_and_devices_follow_from_each_other(capsys: pytest.CaptureFixture[
     assert plan(capsys, *four)["machine"] == "4 nodes of 4 x CPU process, ddp, float32"
 
 
-def test_a_run_that_does_not_fit_names_what_to_try(capsys: pytest.CaptureFixture[str]) -> None:
-    """Options that are already set are not suggested."""
-    asked = [GPT2, "--gpus", "2", "--gpu", "l40", "--memory_gb", "4"]
-    float32 = ["--train.mixed_precision", "no"]
-    assert run_main(dispatch, ["plan", *asked, *float32]) == 1
-    assert "--train.mixed_precision bf16" in capsys.readouterr().out.splitlines()[-1]
-    settings = [
-        (["--train.micro_batch_size", "1"], "a smaller train.micro_batch_size"),
-        (["--distribution", "fsdp"], "--distribution fsdp"),
-        (["--train.activation_checkpointing", "blocks"], "--train.activation_checkpointing blocks"),
-    ]
-    for option, named in settings:
-        assert run_main(dispatch, ["plan", *asked]) == 1
-        verdict = capsys.readouterr().out.splitlines()[-1]
-        assert verdict.startswith("It does not fit; try ")
-        assert named in verdict
-        assert named in plan(capsys, *asked)["memory"]["try"]
-        asked += option
-    assert plan(capsys, *asked)["memory"]["fits"] is True
-    assert run_main(dispatch, ["plan", *asked, "--memory_gb", "2"]) == 1
-    assert "more devices with --distribution fsdp" in capsys.readouterr().out.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ("gpt2_774m --gpus 8 --gpu rtx_4090", 1),
+        ("gpt2_124m --gpus 2 --gpu l40 --memory_gb 4 --train.mixed_precision no", 3),
+        ("gpt2_1558m --gpus 8 --gpu v100", 2),
+        ("gpt2_1558m --gpus 8 --gpu v100 --train.micro_batch_size auto", 3),
+        ("gpt2_350m --gpu t4 --train.mixed_precision no", 1),
+        ("gpt2_350m --gpus 8 --gpu t4 --train.reproducible true --train.compile false", 1),
+    ],
+)
+def test_the_named_settings_make_a_run_fit(
+    words: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = words.split()
+    found = plan(capsys, *asked)["memory"]["try"]
+    assert {len(planned["settings"]) for planned in found} == {count}
+    assert run_main(dispatch, ["plan", *asked]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("It does not fit. It fits with ")
+    for planned in found:
+        assert " and ".join(planned["settings"][-2:]) in told
+        tried = plan(capsys, *asked, *" ".join(planned["settings"]).split())["memory"]
+        assert (tried["fits"], tried["total"]) == (True, planned["total"])
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (
+            "gpt2_1558m --gpu rtx_4090",
+            ["--train.activation_checkpointing blocks", "--train.micro_batch_size 1"],
+        ),
+        ("gpt2_1558m --gpu t4 --train.micro_batch_size auto", None),
+        (
+            "gpt2_1558m --gpu t4 --train.micro_batch_size 1 "
+            "--train.activation_checkpointing blocks --train.mixed_precision fp16",
+            [],
+        ),
+    ],
+)
+def test_where_no_settings_help_the_nearest_are_named(
+    words: str, nearest: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = words.split()
+    found = plan(capsys, *asked)["memory"]["try"]
+    assert run_main(dispatch, ["plan", *asked]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert "It fits" not in told
+    assert "bf16" not in told
+    assert told.endswith("Use devices with more memory, more devices, or a smaller model.")
+    for planned in found:
+        assert " and ".join(planned["settings"][-2:]) in told
+        tried = plan(capsys, *asked, *" ".join(planned["settings"]).split())["memory"]
+        assert (tried["fits"], tried["total"]) == (False, planned["total"])
+    if nearest is not None:
+        assert [planned["settings"] for planned in found] == [nearest][: len(nearest)]
+
+
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [
+        ("--gpu t4", "1 x t4, fp16"),
+        ("--gpu v100 --gpus 8", "8 x v100, ddp, fp16"),
+        ("--gpu v100 --gpus 8 --distribution fsdp", "8 x v100, fsdp, float32"),
+        ("--gpu a100", "1 x a100, bf16"),
+    ],
+)
+def test_auto_plans_with_the_precision_that_the_gpu_has(
+    words: str, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(capsys, GPT2, *words.split())["machine"] == machine
 
 
 def test_70b_on_512_gpus_fits_once_blocks_are_recomputed(
@@ -262,7 +313,7 @@ def test_what_hsdp_cannot_hold_fsdp_can(capsys: pytest.CaptureFixture[str]) -> N
     asked += ("--train.micro_batch_size", 1, "--distribution")
     memory = plan(capsys, *asked, "hsdp")["memory"]
     assert memory["fits"] is False
-    assert memory["try"] == ["--distribution fsdp"]
+    assert [planned["settings"] for planned in memory["try"]] == [["--distribution fsdp"]]
     assert plan(capsys, *asked, "fsdp")["memory"]["fits"] is True
 
 
@@ -398,7 +449,7 @@ def test_auto_is_the_precision_of_the_run_that_a_launch_resumes(
     assert found["machine"] == "1 x CPU process, bf16"
     source = f"train.mixed_precision auto, as in {tmp_path / 'run' / 'config.yaml'}"
     assert found["precision"]["source"] == source
-    assert plan(capsys, *words, "--gpu", "t4")["precision"]["is"] == "no"
+    assert plan(capsys, *words, "--gpu", "t4")["precision"]["is"] == "fp16"
 
 
 def test_auto_is_the_precision_that_a_launcher_set_for_the_run(

@@ -107,7 +107,8 @@ def test_the_cpu_decides_and_the_reason_is_printed(
         ("NVIDIA A100-SXM4-80GB", (8, 0), None, "bf16"),  # torchrun sets no precision
         ("NVIDIA A100-SXM4-80GB", (8, 0), "no", "bf16"),  # the default of accelerate launch
         ("NVIDIA A100-SXM4-80GB", (8, 0), "fp16", "fp16"),
-        ("Tesla T4", (7, 5), None, "no"),
+        ("Tesla T4", (7, 5), None, "fp16"),
+        ("NVIDIA GeForce GTX 1660", (7, 5), None, "no"),
     ],
 )
 def test_a_gpu_decides_unless_the_launcher_does(

@@ -14,8 +14,10 @@
 An error names file, key, value and expected type or bounds. `config.options.option` sets the bounds
 of a field. An integer without bounds is a count, from 0 to 2^53. A float may be an integer in the
 file, and stays one; without bounds it may be NaN or infinite. `Any` accepts any value. Keys of
-earlier versions, listed in `FORMER_KEYS`, are ignored. With `OPEN = True` a class ignores every
-unknown key, as in files that other programs write too.
+earlier versions, listed in `FORMER_KEYS`, are ignored. Any other unknown key is an error, because a
+later version may have written it and it may change what is computed. With `OPEN = True` a class
+ignores unknown keys: for a log of what happened, and for files of another program, which ignores
+them too.
 """
 
 import dataclasses
@@ -64,7 +66,11 @@ class MismatchError(ValueError):
 
     def inside(self, key: str | int) -> "MismatchError":
         """Return this error for the object or list that holds the value at `key`."""
-        return MismatchError(self.problem, (key, *self.keys))
+        return type(self)(self.problem, (key, *self.keys))
+
+
+class UnknownKeyError(MismatchError):
+    """The dataclass has no field for a key, and no other key is missing."""
 
 
 def load_record(
@@ -108,14 +114,26 @@ def parse_record(
     path: Path,
     error: type[AccelGPTError],
     advice: str = "",
+    newer: type[AccelGPTError] | None = None,
 ) -> T:
-    """Convert the `content` of the file `path` to `kind`; see `load_record`."""
+    """Convert the `content` of the file `path` to `kind`; see `load_record`.
+
+    If the only problem is an unknown key, raise `newer` if it is given.
+    """
     try:
         found: T = read_value(kind, content)
+    except UnknownKeyError as problem:
+        raise (newer or error)(unknown_key_message(path, str(problem), advice)) from None
     except MismatchError as problem:
         ending = f"; {advice}" if advice else ""
         raise error(f"{path} is damaged: {problem}{ending}") from None
     return found
+
+
+def unknown_key_message(path: Path, problem: str, advice: str = "") -> str:
+    """Return the error message for a key that only another version knows."""
+    ending = f", or {advice}" if advice else ""
+    return f"another version of accel_gpt wrote {path}: {problem}; update accel_gpt{ending}"
 
 
 # --------------------------------------------------------------------------- values
@@ -156,12 +174,12 @@ def read_fields(kind: Any, value: Any) -> Any:
     if type(value) is not dict:
         raise MismatchError(f"is {short_json(value)}, expected an object")
     hints = field_types(kind)
-    unknown = value.keys() - hints.keys() - set(getattr(kind, "FORMER_KEYS", ()))
-    if unknown and not getattr(kind, "OPEN", False):
-        raise MismatchError("is an unknown key", (min(unknown),))
     missing = required_fields(kind) - value.keys()
     if missing:
         raise MismatchError("is missing", (min(missing),))
+    unknown = value.keys() - hints.keys() - set(getattr(kind, "FORMER_KEYS", ()))
+    if unknown and not getattr(kind, "OPEN", False):
+        raise UnknownKeyError("is an unknown key", (min(unknown),))
     bounds = field_bounds(kind)
     found = {
         name: read_item(hint, value[name], name, bounds.get(name))

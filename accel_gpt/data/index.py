@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.removed import FINETUNE_WITH_TRL
@@ -46,8 +46,6 @@ class ShardEntry:
 @dataclass(frozen=True)
 class Index:
     """The content of dataset.json."""
-
-    OPEN: ClassVar = True  # a user may add notes
 
     format: str
     version: int

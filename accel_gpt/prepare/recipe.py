@@ -9,6 +9,7 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
@@ -22,6 +23,10 @@ from accel_gpt.prepare.sources import select, source_fingerprint
 # `workers` does not change the content. `skip_invalid` changes it only if a document is invalid; a
 # preparation that stopped at an invalid document can resume with it.
 NOT_RECORDED = ("workers", "skip_invalid")
+# what the index stores under `prepared` beside the settings
+BESIDE_SETTINGS = frozenset({"source_fingerprint", "skipped"})
+# options of earlier versions, with the only values that are still supported
+REMOVED_SETTINGS = MappingProxyType({"dedupe": False, "loss_on": "text"})
 
 
 def recipe(config: PrepareConfig) -> dict[str, Any]:
@@ -42,13 +47,20 @@ def recorded_path(path: str | None) -> str | None:
 
 
 def other_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that differ; the options of a bpe count only for a bpe."""
+    """Describe the settings that differ; the options of a bpe count only for a bpe.
+
+    A setting that only another version of accel_gpt has always differs.
+    """
     differences = []
-    for key, value in requested.items():
+    for key in {**requested, **made}:
+        if key in BESIDE_SETTINGS:
+            continue
         if key in ("vocab_size", "sample_bytes") and requested.get("tokenizer") != "bpe":
             continue
-        if made.get(key) != value:
-            differences.append(f"{key}: {made.get(key)}, requested {value}")
+        if key not in requested:
+            differences.append(f"{key}: {made[key]}, unknown to this version of accel_gpt")
+        elif made.get(key) != requested[key]:
+            differences.append(f"{key}: {made.get(key)}, requested {requested[key]}")
     return differences
 
 
@@ -57,12 +69,9 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
 
     The path may differ if the fingerprint of the source is the same.
     """
-    settings = {k: v for k, v in requested.items() if k not in ("path", "source_fingerprint")}
-    # options of earlier versions, with the only values that are still supported
-    removed = {"dedupe": False, "loss_on": "text"}
-    begun = {**removed, **dict(UNRECORDED), **begun}
+    made = {**REMOVED_SETTINGS, **dict(UNRECORDED), **begun, "path": requested["path"]}
     remedy = f"or remove {folder} to start over"
-    if differ := other_settings(begun, {**settings, **removed}):
+    if differ := other_settings(made, {**REMOVED_SETTINGS, **requested}):
         raise UserError(
             f"{folder} was begun with other settings ({'; '.join(differ)}); run the command with "
             f"the earlier settings, {remedy}"
@@ -90,12 +99,16 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
     prepared = read_index(out).prepared
     if config.source is None:
         return True
-    default = {field.name: field.default for field in fields(PrepareConfig)}
-    made = {**default, **prepared}
+    default = {
+        field.name: field.default
+        for field in fields(PrepareConfig)
+        if field.name not in NOT_RECORDED
+    }
+    made = {**REMOVED_SETTINGS, **default, **prepared}
     made["skip_invalid"] = config.skip_invalid or prepared.get("skipped", 0) > 0
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # the same tokenizer under another name
-    requested = {**recipe(config), "skip_invalid": config.skip_invalid}
+    requested = {**REMOVED_SETTINGS, **recipe(config), "skip_invalid": config.skip_invalid}
     if differ := other_settings(made, requested):
         raise UserError(
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete it, "

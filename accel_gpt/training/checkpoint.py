@@ -28,6 +28,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import from_mapping, leaves
+from accel_gpt.config.removed import REMOVED
 from accel_gpt.errors import (
     AccelGPTError,
     CheckpointError,
@@ -37,7 +38,7 @@ from accel_gpt.errors import (
 )
 from accel_gpt.files import sha256, strict_json, write_file
 from accel_gpt.launcher import PRECISIONS
-from accel_gpt.records import parse_record, read_object
+from accel_gpt.records import parse_record, read_object, unknown_key_message
 from accel_gpt.training.run_folder import CHECKPOINT, RunFolder, number, step_name
 from accel_gpt.training.state import FORMAT, TrainState
 
@@ -114,9 +115,11 @@ class SavedModel:
 def verify(path: Path, model_only: bool = False) -> None:
     """Raise `CheckpointError` unless the files of a checkpoint match its manifest.
 
-    The step in the state must be the step in the folder's name. Rejects files that torch might load
-    if the manifest does not list them or no checkpoint has them. `model_only`: check only the files
-    of the model. Follows links, since the Hub's cache consists of links.
+    The step in the state must be the step in the folder's name. Raises `NewerFormatError` if
+    another version wrote a file of ours with a key that this version does not know. Rejects files
+    that torch might load if the manifest does not list them or no checkpoint has them.
+    `model_only`: check only the files of the model. Follows links, since the Hub's cache consists
+    of links.
     """
     listed = read_manifest(path)
     wanted = {}
@@ -138,6 +141,7 @@ def verify(path: Path, model_only: bool = False) -> None:
                 )
     if not model_only:
         check_no_other_file(path, listed)
+    read_shape(path)
     check_step(path)
 
 
@@ -232,7 +236,7 @@ def read_saved(kind: type[T], path: Path) -> T:
     """
     content = read_object(path, CheckpointError)
     check_format(path.parent, content)
-    return parse_record(kind, content, path, CheckpointError)
+    return parse_record(kind, content, path, CheckpointError, newer=NewerFormatError)
 
 
 def read_state(path: Path) -> TrainState:
@@ -309,13 +313,23 @@ def last_outside_skips(states: Mapping[int, TrainState]) -> int | None:
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
-    """Read the config of a checkpoint's model, and its vocabulary size."""
-    saved = read_saved(SavedModel, path / "model.json")
-    known = {key: value for key, value in saved.config.items() if key in leaves(ModelConfig)}
+    """Read the config of a checkpoint's model, and its vocabulary size.
+
+    Raises `NewerFormatError` if the config has a field that this version does not know, because the
+    model would compute something else without it.
+    """
+    file = path / "model.json"
+    saved = read_saved(SavedModel, file)
+    removed = {key.removeprefix("model.") for key in REMOVED}
+    unknown = saved.config.keys() - leaves(ModelConfig).keys() - removed
+    if unknown:
+        problem = f"config.{min(unknown)} is an unknown key"
+        raise NewerFormatError(unknown_key_message(file, problem))
+    known = {key: value for key, value in saved.config.items() if key not in removed}
     try:
         return from_mapping(ModelConfig, known, "in it"), saved.vocab_size
     except UserError as error:
-        raise CheckpointError(f"{path / 'model.json'} is damaged: {error}") from None
+        raise CheckpointError(f"{file} is damaged: {error}") from None
 
 
 def weight_parts(path: Path) -> list[Path]:

@@ -19,17 +19,32 @@ from accelerate.utils.other import load
 from safetensors.torch import load_file
 from torch import Tensor
 
-from accel_gpt.config.compare import Differences, differences, option_of, resume_kind
+from accel_gpt.config.compare import (
+    UNKNOWN,
+    Differences,
+    differences,
+    option_of,
+    resume_kind,
+)
 from accel_gpt.config.experiment import Config, ScheduleConfig
 from accel_gpt.config.parse import build, relocated, to_flat
 from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
+from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
-from accel_gpt.errors import CheckpointError, DivergedError, UserError, first_line, require
+from accel_gpt.errors import (
+    CheckpointError,
+    DivergedError,
+    NewerFormatError,
+    UserError,
+    first_line,
+    require,
+)
 from accel_gpt.files import write_file
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import fraction_at, state_names
+from accel_gpt.records import unknown_key_message
 from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
@@ -297,7 +312,9 @@ def check_same_run(
     """Raise an error that lists rejected changes between a checkpoint and the run that resumes it.
 
     Raises `UserError` if `checkpoint.allow_change` could allow all of them, else `CheckpointError`.
+    Raises `NewerFormatError` if the checkpoint has an option that this version does not know.
     """
+    check_known_options(path / "trainer_state.json", saved.config, "config.")
     changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
     kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
     rejected = {}
@@ -319,7 +336,9 @@ def check_same_run(
 
 def check_same_config(config: Config) -> None:
     """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint."""
-    before = RunFolder(config.out_dir).read_config()
+    run = RunFolder(config.out_dir)
+    before = run.read_config()
+    check_known_options(run.path / "config.yaml", before)
     now = to_flat(config)
     changes = config_changes(before, now) if before else {}
     rejected = {}
@@ -334,6 +353,17 @@ def check_same_config(config: Config) -> None:
         f"out_dir {config.out_dir} holds a run with another config: {format_changes(rejected)}; "
         f"set another out_dir{hint}"
     )
+
+
+def check_known_options(file: Path, saved: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise `NewerFormatError` if a saved config has an option that this version does not know.
+
+    `prefix`: where `file` has the options.
+    """
+    unknown = [key for key in saved if option_of(key) is UNKNOWN and key not in REMOVED]
+    if unknown:
+        problem = f"{prefix}{min(unknown)} is an unknown key"
+        raise NewerFormatError(unknown_key_message(file, problem))
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:

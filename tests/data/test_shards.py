@@ -174,6 +174,8 @@ def first(content: dict[str, Any]) -> dict[str, Any]:
     [
         (lambda c: c.update(version=2), "format version 2; this version of accel_gpt reads 1"),
         (lambda c: c.update(format="x"), "not an index of accel_gpt"),
+        (lambda c: c.update(byte_order=">"), "another version.*: byte_order is an unknown key"),
+        (lambda c: first(c).update(skip=9), r"another version.*train\[0\]\.skip is an unknown key"),
         (lambda c: c.pop("vocab_size"), "damaged.*vocab_size"),
         (lambda c: c.update(splits=[]), "damaged"),
         (lambda c: first(c).pop("tokens"), "damaged.*tokens"),
@@ -183,7 +185,7 @@ def first(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: first(c).pop("bytes"), "damaged.*bytes"),
         *(
             (lambda c, k=key, v=value: first(c).update({k: v}), "damaged")
-            for key in ("tokens", "documents", "bytes", "max_token", "offset")
+            for key in ("tokens", "documents", "bytes", "max_token")
             for value in (10**18, -1, True, "1", 1.5)
         ),
         *(

@@ -264,7 +264,7 @@ def test_a_link_out_of_a_checkpoint_is_followed_and_what_it_leads_to_hashed(
     "content",
     [
         *('{"format": 1, "step": ', '{"format": 1, "step": -1}'),
-        *('{"format": 1, "step": "x"}', '{"format": 1, "step": true}', '{"format": 1, "x": 1}'),
+        *('{"format": 1, "step": "x"}', '{"format": 1, "step": true}'),
         *('{"format": 1, "config": []}', '{"format": 1, "step": Infinity}', "\ud800", "null"),
     ],
 )

@@ -359,7 +359,6 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
     for key, hint in leaves(Config).items():
         if hint in (str, str | None):
             state["config"][key] = url
-    state["config"]["later.key"] = url
     versions = state["versions"] | {"commit": "abcdef012345-dirty"}
     state["versions"] = versions | {url: "1"}
     state["data_sources"][0]["name"] = url

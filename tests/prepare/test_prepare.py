@@ -139,19 +139,17 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     assert (content(out), os.stat(out).st_mtime_ns) == before
 
 
-def test_a_ready_folder_of_an_earlier_version_is_left_alone(
+def test_a_ready_folder_with_a_setting_of_another_version_is_left_alone(
     config: PrepareConfig, out: Path
 ) -> None:
-    """Also if it used removed features: dropped documents, parts of several machines."""
     prepare(config, out)
     index = json.loads((out / "dataset.json").read_text())
-    index["prepared"] |= {"dedupe": True, "dropped": 3, "rank": 1, "world": 2}
+    index["prepared"] |= {"lowercase": True}
     (out / "dataset.json").write_text(json.dumps(index))
     before = content(out)
-    assert not prepare(config, out)
-    index["prepared"] |= {"source": "shards", "path": "old/folder"}
-    (out / "dataset.json").write_text(json.dumps(index))
-    assert not prepare(PrepareConfig(), out)
+    with pytest.raises(UserError, match=r"other settings \(lowercase: True, unknown to this vers"):
+        prepare(config, out)
+    assert not prepare(PrepareConfig(), out)  # the shards are read, not made
     assert content(out).keys() == before.keys()
 
 

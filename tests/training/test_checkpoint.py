@@ -23,7 +23,7 @@ from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import name_best_and_prune, remove_debris
 from accel_gpt.training.state import TrainState
-from tests.conftest import run_here
+from tests.conftest import launch, reseal, run_here
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -109,6 +109,35 @@ def test_a_damaged_checkpoint_names_the_intact_one_before_it(
     assert "is intact" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("model.json", "config.window"),
+        ("model.json", "rope"),
+        ("trainer_state.json", "ema"),
+        ("manifest.json", "signature"),
+    ],
+)
+def test_a_key_of_another_version_is_never_dropped(
+    run: Path, small_run: Arguments, file: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = run / "checkpoints" / "step_00000012"
+    content = json.loads((newest / file).read_text())
+    (content["config"] if "." in key else content)[key.rpartition(".")[2]] = None
+    (newest / file).write_text(json.dumps(content))
+    if file != "manifest.json":
+        with pytest.raises(NewerFormatError):
+            reseal(newest)
+    to = str(run.with_name("exported"))
+    commands = (["sample"], ["evaluate"], ["inspect"], ["export", "--to", to])
+    for command, *options in commands:
+        assert run_here(dispatch, [command, str(run), *options]) == 4
+        assert f"{newest / file}: {key} is an unknown key; upd" in capsys.readouterr().err
+    assert launch(small_run()) == 4
+    assert f"{newest / file}: {key} is an unknown key; upd" in capsys.readouterr().err
+    assert checkpoint_steps(run / "checkpoints") == [8, 12]  # nothing is set aside
+
+
 def test_a_folder_of_another_name_is_not_a_checkpoint(run: Path) -> None:
     for name in ("step_000000099", "step_٠٠٠٠٠٠٩٩", "step_0000000²", "step_99"):
         shutil.copytree(run / "checkpoints" / "step_00000012", run / "checkpoints" / name)
@@ -154,7 +183,7 @@ def test_a_state_of_format_1_is_read(tmp_path: Path) -> None:
     state = read_state(tmp_path)
     assert (state.step, state.sequences, state.best_step, state.val_loss) == (3, 24, 2, None)
     assert (state.skipped_in_row, state.losses, state.data_sources) == ([16], [], [])
-    for old, new in (('"step": 3', '"step": "3"'), ('"tokens"', '"tokenz"'), ("24", "-24")):
+    for old, new in (('"step": 3', '"step": "3"'), ("24", "-24")):
         (tmp_path / "trainer_state.json").write_text(FORMAT_1.replace(old, new))
         with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged"):
             read_state(tmp_path)

@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import leaves, to_flat
-from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.config.parse import leaves, load_config, to_flat, to_yaml
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import read_state
-from accel_gpt.training.resume import check_same_run, config_changes, describe_load_error
+from accel_gpt.training.resume import (
+    check_same_config,
+    check_same_run,
+    config_changes,
+    describe_load_error,
+)
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch, reseal
@@ -229,6 +234,21 @@ def test_no_change_is_offered_beside_one_that_is_refused_anyway() -> None:
         check_same_run(Path("step"), before, now, ("optim.lr",))
     with pytest.raises(CheckpointError, match=r"seed was 2, .*set another out_dir$"):
         check_same_run(Path("step"), before, now, ())
+
+
+@pytest.mark.parametrize("value", [0.5, None])
+def test_an_option_of_another_version_is_never_dropped(
+    small_run: Arguments, tmp_path: Path, value: float | None
+) -> None:
+    now = TrainState(config=to_flat(Config()))
+    before = TrainState(config={**now.config, "train.z_loss": value})
+    with pytest.raises(NewerFormatError, match=r"trainer_state\.json: config\.train\.z_loss is an"):
+        check_same_run(Path("step"), before, now, ())
+    config = load_config(small_run(), "test")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config) + f"later: {{key: {value}}}\n")
+    with pytest.raises(NewerFormatError, match=r"run/config\.yaml: later\.key is an unknown key"):
+        check_same_config(config)
 
 
 def test_a_key_to_allow_must_be_one(

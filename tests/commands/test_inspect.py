@@ -116,7 +116,7 @@ def test_report_on_data(data: Path, capsys: Printed) -> None:
         "bytes_per_token": 21 / 23,
         "windows": ["Once \x1b[2J<|endoftext|>  "],
     }
-    assert read.pop("seconds") > 0
+    assert isinstance(read.pop("seconds"), float)
     assert read == {
         "tokens": 23,
         "documents": 2,

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,13 +223,11 @@ def test_offline_data_that_are_not_cached_end_the_run_at_once(
 ) -> None:
     cached = opened()
     go_offline()
-    start = time.monotonic()
     told = rf"HF_HUB_OFFLINE is set, .*first run `hf download {REPO} --repo-type dataset`"
     with pytest.raises(UserError, match=told):
         opened().read(0, 0, 10)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
         opened("hf://datasets/tester/other")
-    assert time.monotonic() - start < 5
     assert not hub.requests
     assert cached.fingerprint == opened().fingerprint
 

@@ -116,5 +116,4 @@ def test_read_only_disk_ends_at_once(server: Server, tiny: Tiny, tmp_path: Path)
     )
     assert answer.codes == [2], answer.outputs
     assert "cannot be written: Read-only file system" in answer.outputs[0]
-    assert answer.seconds[0] < 10
     assert list(after.iterdir()) == []

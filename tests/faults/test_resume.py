@@ -98,7 +98,6 @@ def test_two_runs_in_one_folder(server: Server, tiny: Tiny, tmp_path: Path) -> N
     with locked(run):
         answer = server.launch(tiny.arguments(run))
         assert answer.codes == [6]
-        assert answer.seconds[0] < 10
         assert f"in use by process {os.getpid()} on {os.uname().nodename}" in answer.outputs[0]
     assert not list(run.iterdir())
     finish(server, tiny.arguments(run))
@@ -137,6 +136,5 @@ def test_out_dir_that_cannot_be_ends_at_once(
     answer = server.launch(tiny.arguments(tmp_path / name))
     assert answer.codes == [2], answer.outputs
     assert "cannot be written" in answer.outputs[0]
-    assert answer.seconds[0] < 10
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"

@@ -29,10 +29,8 @@ def argv(tmp_path: Path, prepared: Path) -> list[str]:
 
 def test_out_dir_that_is_not_shared(server: Server, argv: list[str], tmp_path: Path) -> None:
     own = {1: ["--out_dir", str(tmp_path / "other")]}
-    began = time.monotonic()
     launch = Direct(server, tmp_path, argv, environment=NODES, own_argv=own)
     assert launch.wait() == [2, 2]
-    assert time.monotonic() - began < 10
     assert launch.shown().startswith(f"error: out_dir {tmp_path}/run is not shared: rank 1 on ")
     assert launch.shown().count("\n") == 1
     assert not launch.shown(1)
@@ -47,7 +45,7 @@ def test_folder_in_use_ends_all(server: Server, argv: list[str], tmp_path: Path)
         assert not first.poll(), first.shown()
         time.sleep(0.05)
     second = Direct(server, tmp_path, argv)
-    assert second.wait(20) == [6, 6]
+    assert second.wait() == [6, 6]
     assert "is in use by" in second.shown()
     assert not second.shown(1)
     first.send(15, 0)
@@ -72,7 +70,7 @@ def test_preparation_that_fails_ends_all(
         own[1] = own[0]
     environment = NODES if rank else {}
     launch = Direct(server, tmp_path, argv, environment=environment, own_argv=own)
-    assert launch.wait(30) == [2, 2], launch.shown() + launch.shown(1)
+    assert launch.wait() == [2, 2], launch.shown() + launch.shown(1)
     assert "missing.txt" in launch.shown(rank)
     assert (launch.shown(0) + launch.shown(1)).count("error:") == 1
 
@@ -98,7 +96,7 @@ def test_process_that_meets_no_other_ends(server: Server, argv: list[str], tmp_p
     alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = {0: ["--train.init_timeout", "3s", "--train.step_timeout", "60s"]}
     launch = Direct(server, tmp_path, argv, processes=1, environment={0: alone}, own_argv=own)
-    assert launch.wait(30) == [70]
+    assert launch.wait() == [70]
     where = f"127.0.0.1:{alone['MASTER_PORT']}"
     assert f"error: process 1 has not met the others at {where} within 3s " in launch.shown()
 
@@ -120,7 +118,7 @@ def test_hang_before_the_first_step_ends(name: str, argv: list[str], tmp_path: P
     limit += ["--checkpoint.allow_change", "train.max_steps"]
     script = [sys.executable, "-c", HANGS.format(name=name), *argv, *limit]
     done = subprocess.run(
-        script, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=40, check=False
+        script, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 70, done.stderr
     assert "(train.init_timeout)" in done.stderr

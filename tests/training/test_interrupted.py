@@ -236,11 +236,9 @@ def test_a_signal_before_the_first_step_leaves_what_there_is(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stdout.readline() == b"now\n"
-        began = time.monotonic()
         process.send_signal(number)
         _, shown = process.communicate(timeout=60)
     assert process.returncode == 75, shown.decode()
-    assert time.monotonic() - began < 20
     text = f"{number.name}: stopped before the first step; launch the same command again\n"
     assert shown.decode().endswith(text)
     assert {path: path.read_bytes() for path in before} == before
@@ -263,7 +261,7 @@ def test_a_signal_during_the_preparation_ends_it_too(small_run: Arguments, tmp_p
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_the_clock_of_a_run_counts_the_evaluation_after_a_save(

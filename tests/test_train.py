@@ -234,7 +234,8 @@ def test_finished_run_says_so_and_goes_on_when_allowed(
     longer = ["--train.max_steps", "14", "--optim.lr", "0.1"]
     assert launch(small_run(*longer)) == 2
     assert "optim.lr was 0.01, is 0.1, train.max_steps was 12, is 14" in capsys.readouterr().err
-    assert launch(small_run(*longer, "--checkpoint.allow_change", "train.max_steps,optim.lr")) == 0
+    allow = ["--checkpoint.allow_change", "[train.max_steps, optim.lr]"]
+    assert launch(small_run(*longer, *allow)) == 0
     last = records(tmp_path / "run")[-1]
     assert last["step"] == 14
     plan = make_plan(load_config(small_run(*longer), ""), 1)
@@ -331,6 +332,7 @@ def test_speed_counts_training_alone(
         (["--checkpoint.resume", "nowhere"], 2, "is not a folder of a checkpoint"),
         (["--model.init_from", "./nowhere"], 2, "nowhere is neither a folder nor a repository"),
         (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; choose from"),
+        (["--log.trackers", "a,b"], 2, "has 'a,b'; choose from"),
         (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
     ],
 )

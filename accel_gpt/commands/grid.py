@@ -78,7 +78,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     Raises `UserError` if there is only one setting, if a value is invalid, or for more than
     `MOST_RUNS` runs.
     """
-    given = read_arguments(arguments)
+    given, common = read_arguments(arguments)
     out_dir = given.pop("out_dir", None)
     seeds = split_values("seed", given.pop("seed")) if "seed" in given else []
     require(
@@ -106,7 +106,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     for combination in itertools.product(*swept.values()):
         values = dict(zip(swept, combination, strict=True))
         words = [values[key] if key == "config" else f"{key}={values[key]}" for key in several]
-        arguments = [values.pop("config"), f"--out_dir={out_dir}"]
+        arguments = [values.pop("config"), f"--out_dir={out_dir}", *common]
         arguments += [f"--{key}={value}" for key, value in values.items()]
         config = load_config(arguments, PROGRAM, inherit)
         settings.append(Setting(",".join(words), arguments, config))
@@ -130,37 +130,38 @@ def with_own_text(setting: Setting, first: Setting) -> Setting:
     return replace(setting, config=replace(config, data=data))
 
 
-def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """Map keys to texts, from `--key text`, `--key=text` and `--flag`."""
+def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Map keys to texts, from `--key text`, `--key=text` and `--flag`.
+
+    Also returns, as `--key=text`, the options that take several values. They are not swept.
+    """
     given: dict[str, str] = {}
+    common = []
     rest = [*arguments]
     while rest:
         key, equals, text = rest.pop(0)[2:].partition("=")
+        key = key.replace("-", "_")
+        check_not_removed(key)
+        hint = check_key(Config, key, "on the command line")
         if not equals:
             has_value = bool(rest) and not rest[0].startswith("--")
-            require(has_value or is_flag(key), f"--{key} needs a value")
+            require(has_value or bool in alternatives(hint), f"--{key} needs a value")
             text = rest.pop(0) if has_value else "true"
-        given[key.replace("-", "_")] = text
-    return given
-
-
-def is_flag(key: str) -> bool:
-    """Return whether a key is true or false; raise `UserError` for an unknown one."""
-    key = key.replace("-", "_")
-    check_not_removed(key)
-    return bool in alternatives(check_key(Config, key, "on the command line"))
+        if get_origin(hint) is tuple:
+            common.append(f"--{key}={text}")
+        else:
+            given[key] = text
+    return given, common
 
 
 def split_values(key: str, text: str) -> list[str]:
     """Split a comma-separated text into values; the text of a list or a mapping is one value.
 
-    Raises `UserError` for an unknown key, and for an invalid value.
+    Raises `UserError` for an invalid value.
     """
-    check_not_removed(key)
-    hint = check_key(Config, key, "on the command line")
-    structured = [get_origin(kind) in (tuple, Mapping) for kind in alternatives(hint)]
+    kinds = alternatives(check_key(Config, key, "on the command line"))
     values = [value.strip() for value in text.split(",")]
-    if all(structured) or (any(structured) and text.startswith(("[", "{"))):
+    if text.startswith(("[", "{")) and {tuple, Mapping} & set(map(get_origin, kinds)):
         values = [text]
     converted = {repr([*read_options(Config, [f"--{key}={value}"])]) for value in values}
     require(

@@ -298,8 +298,8 @@ class EvaluateCommand(Command):
     )
     tasks: tuple[str, ...] = option(
         (),
-        "Tasks of lm-evaluation-harness, separated by commas, such as arc_easy,piqa; needs lm-eval "
-        "and a single process.",
+        "Task of lm-evaluation-harness, such as arc_easy; needs lm-eval and a single process. "
+        "Repeat the option for several tasks.",
     )
     tasks_limit: int | None = option(
         None,

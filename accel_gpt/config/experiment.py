@@ -314,7 +314,8 @@ class SampleConfig(Section, prefix="sample.", resume="free", published=True):
     )
     prompts: tuple[str, ...] = option(
         ("",),
-        "Prompts to complete. An empty prompt starts a new document.",
+        "Prompts to complete. An empty prompt starts a new document. On the command line, repeat "
+        "the option for several prompts.",
     )
     num: int = option(
         1,
@@ -397,7 +398,8 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     allow_change: tuple[str, ...] = option(
         (),
-        "Keys that may differ from the config of the checkpoint, separated by commas.",
+        "Keys that may differ from the config of the checkpoint. On the command line, repeat the "
+        "option for several keys.",
     )
 
 
@@ -412,7 +414,8 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
     )
     trackers: tuple[str, ...] = option(
         ("tensorboard",),
-        "Trackers of Accelerate, separated by commas: tensorboard, wandb, trackio, ...",
+        "Trackers of Accelerate: tensorboard, wandb, trackio, ... On the command line, repeat the "
+        "option for several trackers.",
         essential=True,
     )
     level: Literal["info", "warning"] = option(

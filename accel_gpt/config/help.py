@@ -90,6 +90,8 @@ def value_name(hint: Any) -> str:
     """Return the placeholder for the value of an option."""
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
+    if hint == tuple[str, ...]:
+        return "TEXT"  # repeated for several
     if get_origin(hint) is tuple:
         return f"{value_name(get_args(hint)[0])},..."
     if get_origin(hint) in (types.UnionType, typing.Union):

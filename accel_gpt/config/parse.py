@@ -329,11 +329,13 @@ def read_options(
     """Yield the keys of `VALUE --key value --key=value --flag` with their converted values.
 
     Unknown keys raise `UserError`. If `others` is given, they and their values are appended to it.
+    An option that takes several values may be repeated; its last pair holds all of them.
     """
     words = list(argv)
     known = leaves(cls)
     positional = [name for name, one in own_options(cls).items() if one.positional]
     several: list[str] = []  # words of a positional option that takes several
+    repeated: dict[str, tuple[Any, ...]] = {}  # key of an option that takes several -> its values
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
@@ -363,7 +365,10 @@ def read_options(
         elif not equals:
             require(bool(words), f"--{key} needs a value: {describe_type(hint)}")
             text = words.pop(0)
-        yield key, convert(key, parse_text(key, text, hint), hint)
+        value = convert(key, parse_text(key, text, hint), hint)
+        if get_origin(hint) is tuple:
+            value = repeated[key] = repeated.get(key, ()) + value
+        yield key, value
     if several:
         key = positional.pop(0)
         yield key, convert(key, several, known[key])
@@ -395,16 +400,20 @@ def alternatives(hint: Any) -> list[Any]:
 def parse_text(key: str, text: str, hint: Any) -> Any:
     """Parse a word of the command line into the YAML value for the type `hint`.
 
-    The word may hold a list or mapping in YAML. A list may also be written as `a,b`.
+    The word may hold a list or mapping in YAML. A list of numbers may also be written as `1,2`;
+    commas belong to a text.
     """
     origins = {get_origin(option) for option in alternatives(hint)}
+    if hint == tuple[str, ...] and not text.startswith("["):
+        return [text]
     if text.startswith(("[", "{")) and origins & {tuple, Mapping}:
         try:
             return load_yaml(text)
         except ValueError:
-            raise UserError(
-                f"{key} is {text!r}, but must be valid YAML; check its brackets and quotes"
-            ) from None
+            advice = "check its brackets and quotes"
+            if hint == tuple[str, ...]:
+                advice += "; a text that begins with [ needs quotes in a list: ['[a] b']"
+            raise UserError(f"{key} is {text!r}, but must be valid YAML; {advice}") from None
     if origins == {tuple}:
         return [word.strip() for word in text.split(",")]
     return text
@@ -560,7 +569,9 @@ def describe_type(hint: Any) -> str:
         item = get_args(hint)[0]
         if is_section(item):
             return f"a list of {describe_type(item)}"
-        return "a list, or words separated by commas"
+        if item is str:
+            return "text, or a list of texts"
+        return "a list, or numbers separated by commas"
     if is_section(hint):
         return f"{{{', '.join(leaves(hint))}}}"
     if get_origin(hint) is Mapping:

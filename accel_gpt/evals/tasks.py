@@ -64,6 +64,8 @@ def matching_tasks(name: str, manager: Any) -> list[str]:
     if not found:
         near = difflib.get_close_matches(name, manager.all_tasks, n=1)
         hint = f"did you mean {near[0]}?" if near else "`lm_eval ls tasks` lists all tasks"
+        if "," in name:
+            hint = "repeat --tasks for several tasks"
         raise UserError(f"unknown task {name!r}; {hint}")
     return found
 

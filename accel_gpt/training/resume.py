@@ -83,7 +83,11 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             # the config of streamed text has "data.train.files" and others instead of "data.train"
             known = saved.config.keys() | now.config.keys() | {"data.train"}
             for key in config.checkpoint.allow_change:
-                require(key in known, f"checkpoint.allow_change has {key} but it is not an option")
+                require(
+                    key in known,
+                    f"checkpoint.allow_change has {key}, but it is not an option; repeat "
+                    "--checkpoint.allow_change for several options",
+                )
             allowed = config.checkpoint.allow_change + length_keys(config, saved)
             check_same_run(path, saved, now, allowed)
             for line in allowed_changes(config, saved, now):
@@ -396,8 +400,8 @@ def as_yaml(value: Any) -> Any:
 
 def allow_hint(keys: list[str]) -> str:
     """Return the end of an error message: how to accept changes of these options."""
-    keys = list(dict.fromkeys(keys))
-    return f", or accept it with --checkpoint.allow_change {','.join(keys)}" if keys else ""
+    options = [f"--checkpoint.allow_change {key}" for key in dict.fromkeys(keys)]
+    return f", or accept it with {' '.join(options)}" if options else ""
 
 
 # --------------------------------------------------------------------------- restore

@@ -186,5 +186,9 @@ def check_trackers(names: tuple[str, ...]) -> None:
     known = [str(kind) for kind in LoggerType if str(kind) != "all"]
     usable = [str(kind) for kind in get_available_trackers()]
     for name in names:
-        require(name in known, f"log.trackers has {name!r}; choose from {', '.join(known)}")
+        require(
+            name in known,
+            f"log.trackers has {name!r}; choose from {', '.join(known)}, and repeat --log.trackers "
+            "for several",
+        )
         require(name in usable, f"log.trackers has {name} but it is not installed; pip install it")

@@ -373,10 +373,11 @@ def test_one_text_is_prepared_with_each_tokenizer(
 def test_values_that_no_folder_can_be_named_by(
     made: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = ["a/b", "a b", f"{'x' * 300}1", f"{'x' * 300}2"]
+    splits = ["a/b", "a b", f"{'x' * 300}1", f"{'x' * 300}2"]
     monkeypatch.setattr(grid, "split_values", lambda key, text: text.split(","))
-    assert made("--optim.lr", "3e-3", "--sample.prompts", ",".join(prompts)) == 0
-    found = (tmp_path / "sweep").glob("sample.prompts=*")
+    key = "data.prepare.dataset_split"
+    assert made("--optim.lr", "3e-3", f"--{key}", ",".join(splits)) == 0
+    found = (tmp_path / "sweep").glob(f"{key}=*")
     names = [path.name for path in found if path.is_dir()]
     assert (len(names), max(map(len, names)) < 255) == (4, True)
 
@@ -395,7 +396,6 @@ def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str
 
 def test_a_comma_of_a_list_separates_no_values() -> None:
     for key, text, count in (
-        ("sample.prompts", "a,b", 1),
         ("data.train", "[{path: a, weight: 1}, {path: b, weight: 2}]", 1),
         ("data.train", "a,b", 2),
         ("optim.lr", "1e-3, 1e-2", 2),

@@ -11,7 +11,13 @@ from typing import get_args
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.options import COMMANDS, BenchCommand
+from accel_gpt.commands.grid import read_grid
+from accel_gpt.commands.options import (
+    COMMANDS,
+    BenchCommand,
+    EvaluateCommand,
+    VerifyResumeCommand,
+)
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.options import all_options
@@ -62,18 +68,48 @@ def test_resolved_config_reads_back_equal(config_file: str, tmp_path: Path) -> N
 
 
 def test_flag_without_value_is_true_and_null_is_none(config_file: str) -> None:
-    config = load(config_file, "--train.compile", "--eval.tokens", "null", "--log.trackers", "a,b")
+    config = load(config_file, "--train.compile", "--eval.tokens", "null")
     assert config.train.compile is True
     assert config.eval.tokens is None
-    assert config.log.trackers == ("a", "b")
 
 
-def test_lone_text_in_yaml_is_one_prompt_and_words_lose_their_blanks(tmp_path: Path) -> None:
+PROMPT = "Hello, I'm a language model,"
+
+
+@pytest.mark.parametrize(
+    ("words", "prompts"),
+    [
+        ([PROMPT], (PROMPT,)),
+        ([PROMPT, "", "a,b"], (PROMPT, "", "a,b")),
+        (["[a, 'b, c']"], ("a", "b, c")),
+        (["[a]", "b,"], ("a", "b,")),
+        ([" a ", "{b, c}"], (" a ", "{b, c}")),
+    ],
+)
+def test_a_text_is_not_split_at_commas(
+    words: list[str], prompts: tuple[str, ...], config_file: str
+) -> None:
+    options = [part for word in words for part in ("--sample.prompts", word)]
+    assert load(config_file, *options).sample.prompts == prompts
+    assert load(config_file, *[f"--sample.prompts={word}" for word in words]).sample.prompts == (
+        prompts
+    )
+    (setting, _) = read_grid([config_file], [*options, "--optim.lr", "1e-3,1e-2"]).settings
+    assert setting.config.sample.prompts == prompts
+
+
+def test_several_texts_are_repeated_or_a_list(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("sample: {prompts: 'Hello, I am'}")
-    config = load(str(path), "--checkpoint.allow_change", "optim.lr, train.max_steps")
-    assert config.sample.prompts == ("Hello, I am",)
-    assert config.checkpoint.allow_change == ("optim.lr", "train.max_steps")
+    path.write_text(f'sample: {{prompts: "{PROMPT}"}}')
+    words = ["--log.trackers", "a", "--optim.lr", "1", "--log.trackers=b"]
+    config = load(str(path), *words, "--checkpoint.allow_change", "[optim.lr, seed]")
+    assert config.sample.prompts == (PROMPT,)
+    assert config.log.trackers == ("a", "b")
+    assert config.checkpoint.allow_change == ("optim.lr", "seed")
+    tasks = ["--tasks", "piqa", "--tasks", "mmlu,x"]
+    assert EvaluateCommand.parse(["runs/x", *tasks]).tasks == ("piqa", "mmlu,x")
+    processes = VerifyResumeCommand.parse([str(path), "--processes", "1, 2"]).processes
+    assert processes == (1, 2)  # numbers may be separated by commas
 
 
 def test_an_emoji_that_yaml_escapes_is_text_and_a_single_surrogate_is_not(tmp_path: Path) -> None:
@@ -104,6 +140,7 @@ def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
         (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
         (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),
         (["--data.prepare.source", "text"], "data.prepare.path is empty"),
+        (["--sample.prompts", "[INST] a"], "begins with [ needs quotes in a list: ['[a] b']"),
         (["stray"], "unexpected argument 'stray'; options are written --key value"),
         (["-b", "4"], "unexpected argument '-b'; did you mean train.micro_batch_size?"),
     ],

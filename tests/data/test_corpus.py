@@ -246,7 +246,7 @@ def test_a_checkpoint_of_streamed_text_is_refused_or_goes_on_with_prepared_text(
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "data.train was streamed text (aaaaaaaaaaaa), is " in sentence
     assert sentence.endswith("or accept it with --checkpoint.allow_change data.train")
-    assert launch(small_run(*longer, "train.max_steps,data.train")) == 0
+    assert launch(small_run(*longer, "[train.max_steps, data.train]")) == 0
     assert records(streamed)[-1]["step"] == 13
     state = json.loads((streamed / "checkpoints/step_00000013/trainer_state.json").read_text())
     assert state["data_origin"] == 12 * 8

@@ -89,7 +89,7 @@ def test_an_altered_file_of_another_project_is_found_at_the_next_launch(
         assert f"error: {foreign / 'train.bin'} was altered" in shown
         assert "--checkpoint.allow_change data.train" in shown
         assert saved(tmp_path / "run") == before
-    both = ["--checkpoint.allow_change", "train.max_steps,data.train"]
+    both = ["--checkpoint.allow_change", "[train.max_steps, data.train]"]
     assert launch(foreign_run("--train.max_steps", "16", *both)) == 0
     later = ["--train.max_steps", "20", *LONGER[2:]]
     assert launch(foreign_run(*later)) == 0  # once accepted, the file counts as correct

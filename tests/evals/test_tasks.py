@@ -109,7 +109,7 @@ def test_the_command_prints_the_metrics_of_tasks(
     command = ["evaluate", str(run), "--tasks_path", str(tasks), "--json", "--tasks"]
     before = records(run)
     capfd.readouterr()
-    assert run_here(cli.dispatch, [*command, "local_piqa,local_lambada,local_answers"]) == 0
+    assert run_here(cli.dispatch, [*command, "[local_piqa, local_lambada, local_answers]"]) == 0
     printed = json.loads(capfd.readouterr().out)  # nothing else on standard output
     own = {key: value for key, value in before[-1].items() if key.startswith("eval/")}
     assert own.items() < printed["metrics"].items()
@@ -121,6 +121,8 @@ def test_the_command_prints_the_metrics_of_tasks(
     accuracy = json.loads(capfd.readouterr().out)["metrics"]["eval/local_piqa_acc"]
     assert accuracy * 3 == pytest.approx(round(accuracy * 3))
     assert records(run) == before
+    assert run_here(cli.dispatch, [*command, "local_piqa,local_lambada"]) == 2
+    assert "repeat --tasks for several tasks" in capfd.readouterr().err
     assert run_here(cli.dispatch, [*command, "local_piga"]) == 2
     assert "error: unknown task 'local_piga'; did you mean local_piqa?" in capfd.readouterr().err
 

@@ -89,7 +89,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
 def test_a_resumed_run_goes_on_in_the_same_one(
     stub: Stub, small_run: Arguments, tmp_path: Path
 ) -> None:
-    both = ["--log.trackers", "tensorboard,trackio"]
+    both = ["--log.trackers", "[tensorboard, trackio]"]
     assert launch(small_run(*SHORT, *both)) == 0
     assert launch(small_run(*LONGER, *both)) == 0
     first, second = stub.inits

@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.hub_client import SCHEME, cached_gpt2_folders, download_tokenizer, is_repo
 from accel_gpt.data.shards import Split, token_dtype
-from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN, find_eot
+from accel_gpt.data.tokenizer_json import (
+    BYTE_CHARS,
+    CONFIG,
+    EOT,
+    FILE,
+    PATTERN,
+    find_eot,
+    spelling,
+)
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 if TYPE_CHECKING:
@@ -273,8 +281,9 @@ class HFTokenizer(Tokenizer):
         self.tokenizer.encode_special_tokens = True
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        self.eot = find_eot(ids, where, config)
+        self.eot = find_eot(content, ids, where, config)
         self.eot_id: int = ids[self.eot]
+        self.tokenizer.add_special_tokens([self.eot])  # as transformers does with an eos_token
         parts = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
         self.token_bytes = self.count_bytes(parts.get("decoder"))
@@ -416,7 +425,8 @@ def tiktoken_has_gpt2() -> bool:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer.json, or the tokenizer in a folder: tokenizer.json or GPT-2's older files.
 
-    A recognized file gives the kind bytes, chars, bpe or gpt2; any other file gives the kind hf.
+    A recognized file gives the kind bytes, chars, bpe or gpt2. Any other file gives the kind hf, as
+    does a recognized one whose tokenizer_config.json names another end-of-text token.
     Raises `UserError` if there is no tokenizer, `DataError` if it cannot be read.
     """
     where = Path(path) / FILE if Path(path).is_dir() else Path(path)
@@ -424,7 +434,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     config = tokenizer_json.read_config(where)
     tokenizer: Tokenizer
     found = tokenizer_json.recognize(content)
-    if found is None:
+    if found is None or spelling(config.get("eos_token")) not in (None, EOT):
         tokenizer = HFTokenizer(text, where, config)
     elif found.kind == "bytes":
         tokenizer = BytesTokenizer()

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import read_json
 from accel_gpt.records import read_object
 
@@ -128,17 +128,29 @@ def spelling(token: object) -> object:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def find_eot(ids: Mapping[str, int], where: Path, config: Mapping[str, Any]) -> str:
-    """Return the end-of-text token: one of `EOT_NAMES`, else eos_token in tokenizer_config.json.
+def find_eot(
+    content: Mapping[str, Any], ids: Mapping[str, int], where: Path, config: Mapping[str, Any]
+) -> str:
+    """Return the token that ends a document, one of `ids`.
 
-    Raises `UserError` if the vocabulary has none of them.
+    It is the eos_token of tokenizer_config.json, else the special token with one of `EOT_NAMES`.
+    Raises `UserError` if there is no such token.
     """
-    for name in (*EOT_NAMES, spelling(config.get("eos_token"))):
-        if isinstance(name, str) and name in ids:
+    named = spelling(config.get("eos_token"))
+    if isinstance(named, str):
+        require(
+            named in ids,
+            f"{where.with_name(CONFIG)} sets eos_token to {named!r}, which is not a token of "
+            f"{where.name}; set it to the token that ends a document",
+        )
+        return named
+    special = {token["content"] for token in content.get("added_tokens", ()) if token["special"]}
+    for name in EOT_NAMES:
+        if name in special:
             return name
     raise UserError(
-        f"{where} has no end-of-text token ({', '.join(EOT_NAMES)}); set eos_token in {CONFIG} in "
-        "the same folder"
+        f"{where} has no end-of-text token: no special token is {', '.join(EOT_NAMES)}; set "
+        f"eos_token in {CONFIG} in the same folder"
     )
 
 

@@ -421,6 +421,59 @@ def split(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dic
     return found | {"behavior": behavior, "invert": invert}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "config", "end"),
+    [
+        ({"</s>": False, "<eos>": True}, "<eos>", "<eos>"),  # an HTML tag
+        ({"</s>": True, "<|im_end|>": True}, "<|im_end|>", "<|im_end|>"),
+        ({"</s>": False, "<eos>": True}, None, "<eos>"),
+        ({"<|end_of_text|>": False, "</s>": True}, None, "</s>"),
+        ({"<|stop|>": False, "</s>": True}, {"content": "<|stop|>"}, "<|stop|>"),
+    ],
+)
+def test_which_token_ends_a_document(
+    tokens: dict[str, bool], config: object, end: str, tmp_path: Path
+) -> None:
+    path = other(tmp_path)
+    content = json.loads(path.read_text())
+    (eot,) = content["added_tokens"]
+    vocab = {c: i for c, i in content["model"]["vocab"].items() if c != "<|endoftext|>"}
+    added = [
+        eot | {"id": 98 + i, "content": token, "special": special}
+        for i, (token, special) in enumerate(tokens.items())
+    ]
+    model = content["model"] | {"vocab": vocab}
+    path.write_text(json.dumps(content | {"added_tokens": added, "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": config}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eot == end
+    ids = tokenizer.encode_pieces([("a", True)])[0].tolist()
+    assert (len(ids), tokenizer.decode(ids[1:])) == (2, end)
+
+
+def test_the_settings_name_another_end_of_a_known_tokenizer(tmp_path: Path) -> None:
+    trained = train_bpe(["the there then " * 9], 262)
+    trained.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\\u010a"}')  # a line end
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eot_id == 10
+    assert tokenizer.encode("the then") == trained.encode("the then")
+
+
+def test_without_a_token_that_ends_a_document(tmp_path: Path) -> None:
+    path = other(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    with pytest.raises(
+        UserError, match=r"eos_token to '<stop>', which is not a token of tokenizer"
+    ):
+        load_tokenizer(path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    text = path.read_text()
+    path.write_text(text.replace('"special": true', '"special": false'))
+    with pytest.raises(UserError, match=r"has no end-of-text token: no special token is <\|endof"):
+        load_tokenizer(path)
+
+
 def replace(kind: str, pattern: str, by: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {kind: pattern}, "content": by}
 

@@ -27,6 +27,7 @@ from accel_gpt.data import tokenizer_json
 from accel_gpt.data.hub_client import SCHEME, cached_gpt2_folders, download_tokenizer, is_repo
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import (
+    BESIDE_THE_POINT,
     BYTE_CHARS,
     CONFIG,
     EOT,
@@ -61,7 +62,8 @@ PROBES = (
 class Tokenizer(ABC):
     """Convert text to ids and back.
 
-    Text that spells a special token is encoded as plain text. `decode` writes `eot_id` as text.
+    Text that spells a special token is encoded as plain text, except in a prompt. `decode` writes
+    `eot_id` as text.
     """
 
     kind: str
@@ -96,6 +98,16 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Encode `text`, without end-of-text."""
         ids: list[int] = self.encode_array(clean(text)).tolist()
+        return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode `text` and read each special token that it spells, as transformers does."""
+        if self.eot_id is None:
+            return self.encode(text)
+        first, *others = text.split(self.eot)
+        ids = self.encode(first)
+        for part in others:
+            ids += [self.eot_id, *self.encode(part)]
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -261,13 +273,14 @@ class HFTokenizer(Tokenizer):
         with self.explained():  # also raises if the text is not a tokenizer.json
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
         content = json.loads(text)
-        if content["model"].get("dropout"):  # encodes a text differently each time
+        if content["model"].get("dropout"):
             sys.stderr.write(
                 f"WARNING: {where} sets dropout {content['model']['dropout']}, which would give a "
                 "text different tokens each time; dropout is switched off\n"
             )
-            content["model"]["dropout"] = None
-            text = to_json(content)
+        trained = tokenizer_json.as_trained(content)
+        if trained != content:
+            text = to_json(trained)
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
         self.file_text = text
         if lost := dropped_character(self.tokenizer):
@@ -275,16 +288,13 @@ class HFTokenizer(Tokenizer):
                 f"the tokenizer of {where} drops {lost!r}, so its tokens would not contain the "
                 "whole text; use another tokenizer"
             )
-        self.tokenizer.post_processor = None  # a template may drop or repeat the text itself
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        self.eot = find_eot(content, ids, where, config)
+        self.eot = find_eot(trained, ids, where, config)
         self.eot_id: int = ids[self.eot]
         self.tokenizer.add_special_tokens([self.eot])  # as transformers does with an eos_token
-        parts = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
+        parts = {k: v for k, v in trained.items() if k not in BESIDE_THE_POINT}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
         self.token_bytes = self.count_bytes(parts.get("decoder"))
         try:  # many tokenizers add a leading space, drop spaces or accents, or lack characters
@@ -294,10 +304,18 @@ class HFTokenizer(Tokenizer):
             self.bytes_add_up = False
 
     def encode_array(self, text: str) -> Ids:
-        """Encode without the tokens of a template."""
+        """Encode with the normalizer, the pre-tokenizer and the model of the tokenizer.json."""
         with self.explained():
             (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(found.ids, np.uint32)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode `text` and read each special token that it spells, as transformers does."""
+        self.tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with the decoder of the tokenizer.json."""

@@ -128,6 +128,20 @@ def spelling(token: object) -> object:
     return token.get("content") if isinstance(token, dict) else token
 
 
+def as_trained(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer.json that gives a text by default the ids that it has in training.
+
+    A template is left out, because it adds tokens or changes the text, and so are truncation,
+    padding and dropout.
+    """
+    changes: dict[str, Any] = {key: None for key in BESIDE_THE_POINT if content.get(key)}
+    if (content.get("post_processor") or {}).get("type") == "ByteLevel":
+        del changes["post_processor"]  # it changes only the positions of tokens in the text
+    if content["model"].get("dropout"):  # encodes a text differently each time
+        changes["model"] = content["model"] | {"dropout": None}
+    return content | changes
+
+
 def find_eot(
     content: Mapping[str, Any], ids: Mapping[str, int], where: Path, config: Mapping[str, Any]
 ) -> str:

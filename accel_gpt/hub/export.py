@@ -9,6 +9,7 @@ compares the results.
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from accel_gpt.data import tokenizer_json
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.hub.as_qwen3 import convert_to_qwen3
@@ -171,6 +171,7 @@ def write_model(
 
     `as_qwen3` converts a model of the preset fast. Consumes the model.
     """
+    warn_of_template(pretrained)
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
     if as_qwen3:
         model = convert_to_qwen3(model, tokens)
@@ -329,7 +330,7 @@ def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path
     return compare_in_child(
         exported=folder,
         name=str(folder),
-        reference={**reference, "ids": torch.tensor(tokenizer.encode(text))},
+        reference={**reference, "ids": torch.tensor(tokenizer.encode_prompt(text))},
         metadata={"text": text},
         module="accel_gpt.hub.verify",
         program="transformers",
@@ -374,16 +375,27 @@ def compare_in_child(
 # --------------------------------------------------------------------------- tokenizer
 
 
+def warn_of_template(pretrained: Pretrained) -> None:
+    """Warn if the tokenizer of a foreign model adds tokens to a text; the exported one does not."""
+    file = pretrained.folder / tokenizer_json.FILE
+    if pretrained.is_checkpoint or not file.is_file():
+        return
+    _, content = tokenizer_json.read_file(file)
+    if tokenizer_json.adds_tokens(content.get("post_processor")):
+        sys.stderr.write(
+            f"WARNING: the tokenizer of {pretrained.name} adds tokens to a text, such as <s>; the "
+            "exported one does not, because accel-gpt trains and evaluates without them\n"
+        )
+
+
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
     """Write the tokenizer as files that `AutoTokenizer` opens.
 
     The files are tokenizer.json and tokenizer_config.json, with the chat template that the
-    tokenizer came with, if any. `encode(text, add_special_tokens=False)`, `decode(ids)` and
-    `eos_token_id` of transformers then equal ours, with two exceptions. In a text, "<|endoftext|>"
-    is the special token for transformers and plain text for us (`split_special_tokens` makes it
-    plain there too). A character that a chars tokenizer does not know raises "WordLevel error:
-    Missing [UNK] token from the vocabulary", where ours raises `UserError`. `block_size`: tokens,
-    for model_max_length.
+    tokenizer came with, if any. `encode(text)`, `decode(ids)` and `eos_token_id` of transformers
+    then equal our `encode_prompt(text)`, `decode(ids)` and `eot_id`, with one exception. A
+    character that a chars tokenizer does not know raises "WordLevel error: Missing [UNK] token from
+    the vocabulary", where ours raises `UserError`. `block_size`: tokens, for model_max_length.
     """
     config = json.dumps(tokenizer_config(tokenizer, block_size), ensure_ascii=False, indent=2)
     (folder / tokenizer_json.FILE).write_text(tokenizer.file_text, encoding="utf-8")
@@ -393,8 +405,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> Non
 def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     """Return the content of tokenizer_config.json.
 
-    It holds the settings that the tokenizer came with, and ours. eos_token ends a document in the
-    training data, even if a chat ended otherwise.
+    It holds the settings that the tokenizer came with, and ours. The token that ends a document in
+    the training data also begins the next one, as in GPT-2; a text gets neither by default.
     """
     config = dict(tokenizer.config)
     for key, value in config.items():  # transformers 5 takes a string, or an object with its type
@@ -403,10 +415,11 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     config["tokenizer_class"] = TOKENIZER_CLASS
     config["model_max_length"] = block_size
     config["clean_up_tokenization_spaces"] = False
-    if tokenizer.eot_id is None:
-        return config
-    if tokenizer_json.spelling(config.get("eos_token")) != tokenizer.eot:
-        config["eos_token"] = tokenizer.eot
-    if tokenizer.kind != "hf":
-        config.setdefault("bos_token", EOT)  # as in GPT-2: the end of a document begins the next
+    config["add_bos_token"] = False
+    config["add_eos_token"] = False
+    for key in ("bos_token", "eos_token"):
+        if tokenizer.eot_id is None:
+            config.pop(key, None)
+        elif tokenizer_json.spelling(config.get(key)) != tokenizer.eot:
+            config[key] = tokenizer.eot
     return config

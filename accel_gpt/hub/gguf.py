@@ -31,7 +31,7 @@ from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, FORMER_PATTERN, PATTERN
 from accel_gpt.errors import UserError, require
 from accel_gpt.hub.as_qwen3 import convert_to_qwen3
-from accel_gpt.hub.export import compare_in_child, compared_tokens
+from accel_gpt.hub.export import compare_in_child, compared_tokens, warn_of_template
 from accel_gpt.hub.hf_config import matching_preset
 from accel_gpt.hub.hf_weights import export_tensor, weight_table
 from accel_gpt.hub.load import load_pretrained
@@ -138,6 +138,7 @@ def export_gguf(
     check_file(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_pretrained(name, checkpoint)
+    warn_of_template(pretrained)
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written
     vocabulary = llama_cpp_vocabulary(tokenizer)

@@ -2,7 +2,8 @@
 
     python -m accel_gpt.hub.verify FOLDER REFERENCE.safetensors
 
-Reads the folder and REFERENCE: the values of `export.compute_reference`, and a text with its `ids`.
+Reads the folder and REFERENCE: the values of `export.compute_reference`, and a text with its `ids`,
+which the tokenizer must return with its default arguments.
 Prints one JSON object. If the two differ it prints one sentence and exits with code `DIFFERENT`.
 Imports nothing of this package.
 """
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         output = model.eval()(ours["tokens"], output_hidden_states=True)
     logits = output.logits[:, -ours["logits"].shape[1] :]
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    encoded = tokenizer(text, verbose=False)
     problem = key_mismatch(loading) or first_difference(ours, list(output.hidden_states), logits)
     if not problem and encoded["input_ids"] != ours["ids"].tolist():
         problem = f"its tokenizer returns different ids for {text[:40]!r}"

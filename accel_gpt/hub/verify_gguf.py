@@ -126,8 +126,8 @@ class Server:
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
-        answer = self.ask("/tokenize", content=text, add_special=False, parse_special=False)
+        """Return the ids of a text, with the tokens that llama.cpp adds by default, if any."""
+        answer = self.ask("/tokenize", content=text, add_special=True, parse_special=False)
         ids: list[int] = answer["tokens"]
         return ids
 

@@ -14,6 +14,7 @@ import pytest
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
 
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.tokenizer import (
@@ -182,11 +183,11 @@ def test_transformers_knows_size_and_special_tokens(
         assert theirs.vocab_size == tokenizer.vocab_size
     assert max(theirs.get_vocab().values()) == tokenizer.vocab_size - 1
     assert theirs.eos_token_id == tokenizer.eot_id
-    assert theirs.bos_token_id == (None if kind in ("chars", "hf") else tokenizer.eot_id)
+    assert theirs.bos_token_id == tokenizer.eot_id
     assert theirs.model_max_length == BLOCK_SIZE
 
 
-def test_a_special_token_spelled_in_a_text_is_plain_text_only_here(
+def test_a_special_token_spelled_in_a_text_is_plain_text_only_in_training(
     tokenizers: dict[str, Tokenizer], folders: dict[str, Path], opened: dict[str, Any]
 ) -> None:
     for kind in tokenizers.keys() - {"chars"}:
@@ -194,7 +195,8 @@ def test_a_special_token_spelled_in_a_text_is_plain_text_only_here(
         plain = transformers.AutoTokenizer.from_pretrained(folders[kind], split_special_tokens=True)
         for text in ("a <|endoftext|> b", "<|endoftext|>"):
             assert tokenizer.eot_id not in tokenizer.encode(text)
-            assert tokenizer.eot_id in opened[kind].encode(text)
+            assert opened[kind].encode(text) == tokenizer.encode_prompt(text)
+            assert tokenizer.eot_id in tokenizer.encode_prompt(text)
             assert plain.encode(text) == tokenizer.encode(text)
 
 
@@ -346,7 +348,7 @@ def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -
         assert not written.keys() & {"auto_map", "name_or_path"}
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
-    assert (theirs.bos_token, theirs.pad_token) == ("t", "e")
+    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("h", "h", "e")
     # the token that ends documents in the training data
     assert theirs.eos_token_id == source.eot_id
     assert theirs.model_max_length == 64
@@ -388,6 +390,67 @@ def test_truncation_and_padding_of_a_file_stop_nobody(tmp_path: Path) -> None:
     text = "the return of the self"
     assert theirs.encode(text) == tokenizer.encode(text)
     assert (tmp_path / "tokenizer.json").read_text() == tokenizer.file_text
+
+
+END = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+PAIR = [TEXT, {"Sequence": {"id": "B", "type_id": 1}}]
+SPECIAL = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [261], "tokens": ["<|endoftext|>"]}}
+BEGINNING = {
+    "type": "TemplateProcessing",
+    "single": [END, TEXT],
+    "pair": PAIR,
+    "special_tokens": SPECIAL,
+}
+ENDS = {"sep": ["<|endoftext|>", 261], "cls": ["<|endoftext|>", 261]}
+TEMPLATES = {
+    "beginning": BEGINNING,
+    "end": BEGINNING | {"single": [TEXT, END]},
+    "twice": BEGINNING | {"single": [TEXT, TEXT], "special_tokens": {}},
+    "sequence": {
+        "type": "Sequence",
+        "processors": [
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+            BEGINNING,
+        ],
+    },
+    "bert": {"type": "BertProcessing", **ENDS},
+    "roberta": {
+        "type": "RobertaProcessing",
+        **ENDS,
+        "trim_offsets": True,
+        "add_prefix_space": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_in_no_file_that_is_written(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    without = foreign(source, bos_token="t", add_bos_token=True, add_eos_token=True)
+    content = json.loads((source / "tokenizer.json").read_text())
+    (source / "tokenizer.json").write_text(
+        json.dumps(content | {"post_processor": TEMPLATES[name]})
+    )
+    assert transformers.AutoTokenizer.from_pretrained(source).encode("then") != without.encode(
+        "then"
+    )
+    for folder in ("data", "export"):
+        (tmp_path / folder).mkdir()
+    load_tokenizer(source).save(tmp_path / "data")
+    tokenizer = load_tokenizer(tmp_path / "data")
+    export_tokenizer(tokenizer, tmp_path / "export", BLOCK_SIZE)
+    assert equal(tokenizer, without)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (
+        theirs.encode("then there")
+        == theirs("then there").input_ids
+        == without.encode("then there")
+    )
+    assert theirs.bos_token_id == theirs.eos_token_id == without.eot_id
+    for folder in ("data", "export"):
+        plain = Library.from_file(str(tmp_path / folder / "tokenizer.json"))
+        assert plain.encode("then there").ids == without.encode("then there")
 
 
 def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Exported folders: transformers opens them, in this process and in new ones."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer
 
 from accel_gpt import cli
 from accel_gpt.errors import CheckpointError
 from accel_gpt.hub import export as exporting
 from accel_gpt.hub.export import export
 from accel_gpt.hub.load import load_pretrained
-from tests.conftest import launch, run_here
+from tests.conftest import launch, run_here, text_of
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -104,6 +110,72 @@ def test_an_export_that_computes_something_else_fails_and_says_where(
     with pytest.raises(CheckpointError, match=r"missing keys: transformer\.ln_f"):
         export(str(run), tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))  # nothing was kept
+
+
+def write_llama_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE whose template puts <s> before a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        special_tokens=["<s>", "</s>"],
+        vocab_size=300,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text_of(500)], trainer)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_text_gets_the_tokens_of_the_training_by_default(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From scratch and from the weights of a model whose tokenizer adds <s>."""
+    pretrained = tmp_path / "pretrained"
+    (tmp_path / "source").mkdir()
+    write_llama_tokenizer(tmp_path / "source")
+    words = [*QUICK, "--data.text", str(tmp_path / "text.txt")]
+    scratch = ["--model.preset", "llama", "--data.prepare.tokenizer", str(tmp_path / "source")]
+    for run, options in (
+        ("scratch", scratch),
+        ("tuned", ["--model.init_from", str(pretrained), "--model.dropout", "0"]),
+    ):
+        assert launch(small_run(*words, *options, "--out_dir", str(tmp_path / run))) == 0
+        to = tmp_path / f"{run}_exported"
+        assert run_here(cli.dispatch, ["export", str(tmp_path / run), "--to", str(to)]) == 0
+        _, ours = load_pretrained(str(tmp_path / run))
+        theirs = AutoTokenizer.from_pretrained(to)
+        for text in ("the king of a land", ""):
+            assert theirs(text).input_ids == ours.encode(text)
+        for name in ("config", "generation_config"):
+            config = json.loads((to / f"{name}.json").read_text())
+            ids = (config["bos_token_id"], config["eos_token_id"])
+            assert ids == (theirs.bos_token_id, theirs.eos_token_id) == (1, 1)
+        if run == "scratch":
+            shutil.copytree(to, pretrained)
+            write_llama_tokenizer(pretrained)
+    assert "WARNING: the tokenizer" not in capsys.readouterr().err
+    assert run_here(cli.dispatch, ["export", str(pretrained), "--to", str(tmp_path / "again")]) == 0
+    assert (
+        "adds tokens to a text, such as <s>; the exported one does not" in capsys.readouterr().err
+    )
+
+    real = exporting.export_tokenizer
+
+    def export_with_template(tokenizer: Any, folder: Path, block_size: int) -> None:
+        real(tokenizer, folder, block_size)
+        write_llama_tokenizer(folder)
+
+    monkeypatch.setattr(exporting, "export_tokenizer", export_with_template)
+    with pytest.raises(CheckpointError, match="its tokenizer returns different ids"):
+        export(str(tmp_path / "tuned"), tmp_path / "wrong")
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -29,7 +29,7 @@ from tests.conftest import run_here, text_of
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
 from accel_gpt.hub import gguf as exporting
 from accel_gpt.hub.verify_gguf import different_values
@@ -315,6 +315,20 @@ def test_a_tokenizer_that_splits_otherwise_is_found(
     monkeypatch.setattr(exporting, "pre_tokenizer_name", lambda *_: "gpt-2")
     with pytest.raises(CheckpointError, match="its tokenizer returns different ids for"):
         prove(model_of("qwen3", tokenizer.vocab_size), tokenizer, tmp_path)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_no_token_is_added_to_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of("hub_qwen")
+    model = model_of("qwen3", tokenizer.vocab_size)
+    prove(model, tokenizer, tmp_path)
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    for key in ("bos", "eos"):
+        assert fields[f"tokenizer.ggml.{key}_token_id"].contents() == tokenizer.eot_id
+    add = GGUFWriter.add_add_bos_token
+    monkeypatch.setattr(GGUFWriter, "add_add_bos_token", lambda writer, _: add(writer, True))
+    with pytest.raises(CheckpointError, match="its tokenizer returns different ids for"):
+        prove(model, tokenizer, tmp_path)
 
 
 def test_an_older_bpe_is_recognized_and_warned_about(

@@ -58,11 +58,7 @@ from accel_gpt.training.checkpoint import (
 )
 from accel_gpt.training.run_folder import RunFolder, step_name
 
-MARKS = (
-    "checkpoints",
-    "manifest.json",
-    "trainer_state.json",
-)  # files or folders of a run or a checkpoint
+MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or a checkpoint
 KEPT_SHARDS = 2  # remote shards that are kept: the current one and the next
 COUNTED_TOKENS = 1 << 20  # tokens counted at once
 STATES = MappingProxyType({True: "intact", False: "DAMAGED", None: "not verified"})
@@ -70,7 +66,7 @@ STATES = MappingProxyType({True: "intact", False: "DAMAGED", None: "not verified
 
 def run(options: InspectCommand) -> int:
     """Print a report, then its problems on stderr; 0 if there are none."""
-    if any(Path(options.path, mark).exists() for mark in MARKS):
+    if is_run(Path(options.path)):
         report = inspect_run(Path(options.path), options.quick)
         lines = run_lines(report)
         code = CheckpointError.exit_code
@@ -91,6 +87,12 @@ def run(options: InspectCommand) -> int:
     for problem in report["problems"]:
         sys.stderr.write(f"error: {problem}\n")
     return code if report["problems"] else 0
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run or a checkpoint, and not a data folder."""
+    marked = any((path / mark).exists() for mark in MARKS)
+    return (marked or bool(RunFolder(path).checkpoints)) and not (path / INDEX).exists()
 
 
 # --------------------------------------------------------------------------- data

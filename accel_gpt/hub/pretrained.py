@@ -71,6 +71,7 @@ class Pretrained:
 def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     """Find a model in a folder, or on the Hub, from which it downloads only the small files.
 
+    A folder with a config.json is in transformers format, unless it is also a run with checkpoints.
     `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model.
     """
     folder = Path(name).expanduser()
@@ -82,14 +83,15 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
         )
         return Pretrained(name, folder, is_checkpoint=False, on_hub=True)
     require(folder.is_dir(), f"{name} is a file; give the folder of a run or of a model")
-    if is_checkpoint(folder) or (folder / "checkpoints").is_dir():
-        return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
+    is_run = any(map(is_checkpoint, RunFolder(folder).checkpoints.values()))
+    if (folder / "config.json").is_file() and not is_run:
+        return Pretrained(name, folder, is_checkpoint=False)
     require(
-        (folder / "config.json").is_file(),
+        is_checkpoint(folder) or (folder / "checkpoints").is_dir(),
         f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
         "nor config.json",
     )
-    return Pretrained(name, folder, is_checkpoint=False)
+    return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
 
 
 def check_initial_tokenizer(config: Config) -> None:

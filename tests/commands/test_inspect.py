@@ -140,6 +140,12 @@ def test_windows_are_of_the_size_and_number_asked_for(data: Path, capsys: Printe
     assert report["splits"]["train"]["windows"] == []
 
 
+def test_a_data_folder_may_have_any_other_file(data: Path, capsys: Printed) -> None:
+    (data / "checkpoints").mkdir()
+    (data / "manifest.json").write_text("{}")
+    assert reported(capsys, data)["kind"] == "data"
+
+
 def test_quick_reads_no_shard(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Split, "read", None)  # calling it would fail
@@ -356,6 +362,6 @@ def test_a_best_checkpoint_that_is_gone_is_named(run: Path, capsys: Printed) -> 
 
 
 def test_a_run_without_checkpoints(tmp_path: Path, capsys: Printed) -> None:
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "run.json").write_text('{"launches": []}')
     assert call("inspect", tmp_path) == 2
     assert "holds no checkpoint" in capsys.readouterr().err

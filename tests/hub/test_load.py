@@ -296,6 +296,14 @@ def test_a_folder_that_cannot_be_loaded_is_one_sentence(
         load_pretrained(str(folder))
 
 
+@pytest.mark.parametrize("other", ["checkpoints/checkpoint-500/", "checkpoints/step_00000500/"])
+def test_a_folder_of_transformers_may_have_any_other_file(folder: Path, other: str) -> None:
+    (folder / other).mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    assert inherit({"model.init_from": str(folder)})["model.n_embd"] == 32
+    assert load_pretrained(str(folder))[1].kind == "bytes"
+
+
 def test_names_without_a_prefix_and_old_buffers(folder: Path, saved: tuple[Any, Path]) -> None:
     """openai-community/gpt2 stores them."""
     tensors = load_file(folder / "model.safetensors")

@@ -222,7 +222,8 @@ class SampleCommand(Command):
     )
     prompt: str = option(
         "",
-        "Text to continue. empty: the start of a document.",
+        "Text to continue; a special token that it spells is read as that token. empty: the start "
+        "of a document.",
     )
     num: int = option(
         1,

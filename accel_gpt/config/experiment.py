@@ -314,8 +314,8 @@ class SampleConfig(Section, prefix="sample.", resume="free", published=True):
     )
     prompts: tuple[str, ...] = option(
         ("",),
-        "Prompts to complete. An empty prompt starts a new document. On the command line, repeat "
-        "the option for several prompts.",
+        "Prompts to complete. An empty prompt starts a new document; a special token that a prompt "
+        "spells is read as that token. On the command line, repeat the option for several prompts.",
     )
     num: int = option(
         1,

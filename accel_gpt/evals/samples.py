@@ -45,12 +45,13 @@ def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
 def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Return the token ids of a prompt. An empty prompt becomes the end-of-text token.
 
-    If the tokenizer has none, an empty prompt becomes a newline, or token 0 if the tokenizer cannot
-    encode a newline. Raises `UserError` if the tokenizer cannot encode the prompt, or if an id is
-    not below the model's `vocab_size`.
+    Special tokens that the prompt spells are read as such, so that a chat model can be prompted. If
+    the tokenizer has no end-of-text, an empty prompt becomes a newline, or token 0 if the tokenizer
+    cannot encode a newline. Raises `UserError` if the tokenizer cannot encode the prompt, or if an
+    id is not below the model's `vocab_size`.
     """
     if prompt:
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode_prompt(prompt)
     elif tokenizer.eot_id is not None:
         ids = [tokenizer.eot_id]
     else:

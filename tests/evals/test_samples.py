@@ -1,5 +1,6 @@
 """Samples: prompts beyond the context, and when they end."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AddedToken, AutoTokenizer
 
 from accel_gpt import cli
 from accel_gpt.config.experiment import SampleConfig
-from accel_gpt.data.tokenizer import BytesTokenizer
-from accel_gpt.evals.samples import check_prompts, sample, samples_due, write_text
+from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
+from accel_gpt.evals.samples import (
+    check_prompts,
+    prompt_ids,
+    sample,
+    samples_due,
+    write_text,
+)
 from accel_gpt.model.generate import context_start
 from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here, tiny
@@ -63,6 +71,25 @@ def test_only_what_is_sampled_is_said() -> None:
     assert said == []
     check_prompts(config, BytesTokenizer(), 44, said.append)
     assert said == [f"{NOTE} 44: the model sees only the last 23 tokens"]
+
+
+@pytest.mark.parametrize("prompt", ["<|endoftext|>hi", "a<|im_start|> b<|endoftext|>", "<|im_", ""])
+def test_special_tokens_in_a_prompt_are_read_as_transformers_reads_them(
+    prompt: str, tmp_path: Path
+) -> None:
+    """Also with a rule that takes the space after a special token."""
+    BytesTokenizer().save(tmp_path)
+    known = AutoTokenizer.from_pretrained(tmp_path)
+    chat = copy.deepcopy(known)
+    chat.add_special_tokens(
+        {"additional_special_tokens": [AddedToken("<|im_start|>", rstrip=True)]}
+    )
+    chat.save_pretrained(tmp_path / "chat")
+    for theirs, folder in ((known, tmp_path), (chat, tmp_path / "chat")):
+        expected = theirs(prompt).input_ids or [256]
+        assert prompt_ids(prompt, load_tokenizer(folder), 999) == expected
+    plain = load_tokenizer(tmp_path / "chat").encode(prompt)  # as in training
+    assert plain == list(prompt.encode())
 
 
 def test_each_process_writes_another_text() -> None:

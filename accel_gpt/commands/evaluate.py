@@ -22,7 +22,7 @@ from accel_gpt.evals.standalone import (
 )
 from accel_gpt.evals.tasks import open_tasks, score_tasks
 from accel_gpt.hub.export import write_model
-from accel_gpt.hub.hf_config import matching_preset
+from accel_gpt.hub.hf_weights import exportable_preset
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.launcher import is_main, world_size
@@ -95,7 +95,7 @@ def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) ->
         f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, but tasks need "
         "one; train with another tokenizer",
     )
-    matching_preset(model.config)  # raises if transformers has no such model
+    exportable_preset(model)  # raises if transformers has no such model
     return open_tasks(options.tasks, options.tasks_path)
 
 

@@ -332,7 +332,7 @@ def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
     kind = "run"
     best: str | None = None
     problems: list[str] = []
-    if is_checkpoint(path) or not (path / "checkpoints").is_dir():
+    if is_checkpoint(path) or (path / "trainer_state.json").exists():
         kind = "checkpoint"
         folders = [path]
     else:

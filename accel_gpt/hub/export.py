@@ -33,8 +33,8 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.hub.as_qwen3 import convert_to_qwen3
-from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset, write_hf_config
-from accel_gpt.hub.hf_weights import export_tensors
+from accel_gpt.hub.hf_config import HF_CLASSES, write_hf_config
+from accel_gpt.hub.hf_weights import export_tensors, exportable_preset
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.hub.verify import DIFFERENT
@@ -105,7 +105,7 @@ def export(
     check_target(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_pretrained(name, checkpoint)
-    matching_preset(model.config)  # raises before anything is written
+    exportable_preset(model)  # raises before anything is written
     # an existing folder may be a mount point or a working directory, so it is not replaced
     temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -175,7 +175,7 @@ def write_model(
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
     if as_qwen3:
         model = convert_to_qwen3(model, tokens)
-    preset = matching_preset(model.config)
+    preset = exportable_preset(model)
     round_weights(model, EXPORT_DTYPES[dtype])
     reference = compute_reference(model, tokens)
     require(
@@ -218,7 +218,7 @@ def write_files(
     write_settings(folder / "config.json", config)
     write_settings(folder / "generation_config.json", generation)
     export_tokenizer(tokenizer, folder, model.config.block_size)
-    tensors = export_tensors(model, matching_preset(model.config), dtype)
+    tensors = export_tensors(model, exportable_preset(model), dtype)
     model.to("meta")  # frees its memory for the process that compares
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
     for file in folder.glob("*.safetensors"):

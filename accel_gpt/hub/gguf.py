@@ -33,7 +33,7 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.hub.as_qwen3 import convert_to_qwen3
 from accel_gpt.hub.export import compare_in_child, compared_tokens, warn_of_template
 from accel_gpt.hub.hf_config import matching_preset
-from accel_gpt.hub.hf_weights import export_tensor, weight_table
+from accel_gpt.hub.hf_weights import export_tensor, exportable_preset, weight_table
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
@@ -143,7 +143,7 @@ def export_gguf(
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written
     vocabulary = llama_cpp_vocabulary(tokenizer)
     trained = model
-    if matching_preset(model.config) == "fast":
+    if exportable_preset(model) == "fast":
         model = convert_to_qwen3(model, tokens)
     try:
         to.parent.mkdir(parents=True, exist_ok=True)

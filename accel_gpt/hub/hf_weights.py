@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
-from accel_gpt.hub.hf_config import HF_CLASSES
+from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
 
@@ -55,6 +55,38 @@ def weight_table(model: GPT, preset: str) -> Iterator[HFTensor]:
         yield from rope_weights(config, preset)
     if not config.tie_embeddings:
         yield HFTensor("lm_head.weight", "head.weight", tokens)
+
+
+def exportable_preset(model: GPT) -> str:
+    """Return the preset whose class of transformers computes a model.
+
+    Raises `UserError` if no class has its shape or its weights.
+    """
+    preset = matching_preset(model.config)
+    check_names(model, preset)
+    return preset
+
+
+def check_names(model: GPT, preset: str) -> None:
+    """Raise `UserError` unless the weights of a model are those in `weight_table`."""
+    weights = {name for name, _ in model.named_parameters()}
+    listed = {part.ours for part in weight_table(model, preset)}
+    unknown = sorted(weights - listed)
+    missing = sorted(name for name in listed - weights if not is_absent_bias(name, model, preset))
+    if not unknown and not missing:
+        return
+    found = [f"{name} is unknown to it" for name in unknown[:1]]
+    found += [f"{name} is missing" for name in missing[:1]]
+    raise UserError(
+        f"the weights of this model are not those of {HF_CLASSES[preset]}: {', and '.join(found)}; "
+        "add what you changed in the model to weight_table in accel_gpt/hub/hf_weights.py"
+    )
+
+
+def is_absent_bias(name: str, model: GPT, preset: str) -> bool:
+    """Return whether a tensor of ours is a bias that only GPT2LMHeadModel has; it is zero there."""
+    without_biases = preset == "gpt2" and not model.config.bias
+    return without_biases and name.endswith(".bias")
 
 
 def gpt2_weights(config: ModelConfig) -> Iterator[HFTensor]:
@@ -139,8 +171,9 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
     """Copy the weights of a class of transformers into `model`, whose context may be shorter.
 
     `name` is the name of the model in errors. Raises `UserError` if a tensor is missing, left over
-    or of another shape.
+    or of another shape, or if `model` has other weights than the class.
     """
+    check_names(model, preset)
     weights = model.state_dict()
     table = list(weight_table(model, preset))
     readers = matching_tensors(model, preset, tensors, name)

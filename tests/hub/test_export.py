@@ -1,6 +1,7 @@
 """Exported folders: transformers opens them, in this process and in new ones."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,17 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
+from torch.nn import Linear
 from transformers import AutoTokenizer
 
 from accel_gpt import cli
-from accel_gpt.errors import CheckpointError
+from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub import export as exporting
+from accel_gpt.hub import gguf
 from accel_gpt.hub.export import export
+from accel_gpt.hub.hf_weights import load_weights
 from accel_gpt.hub.load import load_pretrained
+from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here, text_of
 
 Arguments = Callable[..., list[str]]
@@ -110,6 +115,47 @@ def test_an_export_that_computes_something_else_fails_and_says_where(
     with pytest.raises(CheckpointError, match=r"missing keys: transformer\.ln_f"):
         export(str(run), tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))  # nothing was kept
+
+
+def rename(model: GPT) -> None:
+    """Rename the projection of the first block, as in a changed model."""
+    attention = model.blocks[0].attn
+    attention.wqkv = attention.qkv
+    del attention.qkv
+
+
+def add_gate(model: GPT) -> None:
+    """Add a weight to the first block that transformers' class does not have."""
+    model.blocks[0].attn.gate = Linear(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (rename, "blocks.0.attn.wqkv.bias is unknown to it, and blocks.0.attn.qkv.bias is missing"),
+        (add_gate, "blocks.0.attn.gate.bias is unknown to it"),
+    ],
+)
+@pytest.mark.parametrize("to", ["--to", "--gguf"])
+def test_a_model_with_other_weights_is_one_sentence(
+    run: Path,
+    change: Callable[[GPT], None],
+    problem: str,
+    to: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, tokenizer = load_pretrained(str(run))
+    change(model)
+    for module in (exporting, gguf):
+        monkeypatch.setattr(module, "load_pretrained", lambda *_: (model, tokenizer))
+    assert run_here(cli.dispatch, ["export", str(run), to, str(tmp_path / "new.gguf")]) == 2
+    sentence = f"the weights of this model are not those of GPT2LMHeadModel: {problem}; add what"
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "new.gguf").exists()
+    with pytest.raises(UserError, match=re.escape(sentence)):  # as at the start of a run
+        load_weights(model, "gpt2", {}, "theirs")
 
 
 def write_llama_tokenizer(folder: Path) -> None:

@@ -236,6 +236,7 @@ def test_uint16_ids_of_a_vocabulary_that_fills_uint16(
     words = {f"w{i}": i for i in range(1, vocab_size)} | {"<|endoftext|>": 0}
     tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="w1"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     np.save(tmp_path / "x_train_0.npy", np.array([65_535, 5, 0, 7], "<u2"))
     read = reported(capsys, tmp_path)["splits"]["train"]["read"]

@@ -112,6 +112,7 @@ def sentencepiece() -> str:
             decoders.Strip(" ", 1, 0),
         ]
     )
+    made.add_special_tokens(["<unk>", "</s>"])
     text: str = made.to_str()
     return text
 

@@ -1,7 +1,7 @@
 """`accel-gpt bench CONFIG`: measure tokens/s, MFU and memory of a config, and the hours of its run.
 
-Runs `train.update` in a temporary folder, without evaluations, samples, checkpoints or trackers.
-Measures where a step's time goes.
+Runs `train.update` on random tokens in a temporary folder, without evaluations, samples,
+checkpoints or trackers. Measures where a step's time goes.
 """
 
 import contextlib
@@ -14,21 +14,26 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from accel_gpt import train
 from accel_gpt.commands.options import BenchCommand
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import exit_on_sigterm, format_hours, table, write_out
 from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.cost.forecast import evaluation_count, evaluation_hours
+from accel_gpt.cost.forecast import evaluation_hours
+from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
+from accel_gpt.data.shards import token_dtype
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.hub.pretrained import check_initial_tokenizer
 from accel_gpt.launcher import child_error, is_main, run_child, world_size
-from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
@@ -39,13 +44,13 @@ from accel_gpt.training.stopping import die_with_launcher
 from accel_gpt.training.terminal import Display
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
+RANDOM_TOKENS = 2**22  # read again and again; 8 MB
 Report = dict[str, Any]
 
 
 def run(options: BenchCommand) -> int:
     """Measure the training step of a config on this machine."""
     exit_on_sigterm()
-    check_initial_tokenizer(options.loaded)
     if options.compare:
         write_out(compare_precisions(options))
         return 0
@@ -63,6 +68,7 @@ def bench(options: BenchCommand) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
     config = options.loaded
     die_with_launcher()
+    vocab_size, source = vocabulary_size(config, None)
     measured = steps_only(config)
     run_steps = make_plan(measured, 1).max_steps
     steps = max(run_steps, options.warmup + options.steps + options.parts)
@@ -72,9 +78,9 @@ def bench(options: BenchCommand) -> Report | None:
             out_dir=out,
             train=replace(measured.train, max_steps=steps, max_tokens=None),
         )
+        measured = with_random_tokens(measured, vocab_size, Path(out, "data"))
         plan = make_plan(measured, world_size())
         join_ranks(measured)
-        ensure_data(config, stdout=sys.stderr)  # standard output takes only the report
         measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
         measured = resolve_compile(measured, plan)
@@ -82,7 +88,8 @@ def bench(options: BenchCommand) -> Report | None:
             training = train.set_up(measured, plan, accelerator, display)
         with contextlib.closing(training.loader), contextlib.closing(training.writer):
             report = measure_steps(options, training)
-        report |= whole_run(config, training, run_steps, report["tokens_per_second"])
+        report |= whole_run(config, run_steps, report["tokens_per_second"])
+        report["vocabulary"] = {"tokens": vocab_size, "source": source}
         accelerator.end_training()
     return report if is_main() else None
 
@@ -113,21 +120,50 @@ def steps_only(config: Config) -> Config:
     )
 
 
-def whole_run(config: Config, run: Training, steps: int, tokens_per_second: float) -> Report:
+def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
+    """Return `config` with new weights and a folder of random tokens, which are written here.
+
+    The speed of a step depends neither on the text nor on the weights.
+    """
+    tokenizer: Tokenizer = BytesTokenizer()  # decodes nothing, but has an end-of-text token
+    if vocab_size < tokenizer.vocab_size:
+        tokenizer = CharsTokenizer("a")
+    folder.mkdir()
+    tokenizer.save(folder)
+    dtype = token_dtype(vocab_size)
+    count = max(RANDOM_TOKENS, config.model.block_size + 1)
+    tokens = np.random.default_rng(0).integers(vocab_size, size=count, dtype=dtype)
+    splits = {}
+    for split in ("train", "val"):
+        writer = ShardWriter(folder, split, dtype, count)
+        writer.add(tokens, documents=1, utf8_bytes=count)
+        splits[split] = writer.finish()
+    write_index(folder, tokenizer, splits, prepared={}, vocab_size=vocab_size)
+    data = replace(
+        config.data,
+        train=str(folder),
+        val=None,
+        tokenizer=None,
+        prepare=PrepareConfig(),
+        commits=None,
+    )
+    model = replace(config.model, vocab_size=vocab_size, init_from="scratch")
+    return replace(config, data=data, model=model)
+
+
+def whole_run(config: Config, steps: int, tokens_per_second: float) -> Report:
     """Return the hours that all `steps` steps of `config` take at the measured speed.
 
-    Includes evaluations; excludes saves, samples and HellaSwag.
+    Includes evaluations, if it is known how many tokens they read; excludes saves, samples and
+    HellaSwag.
     """
-    evaluated = evaluation_count(config, steps) * run.corpus.evaluated_tokens
-    if config.eval.whole_at_end:
-        evaluated += sum(part.split.tokens for part in run.corpus.evaluated["val"])
-    evaluating = evaluation_hours(evaluated, tokens_per_second)
-    training = steps * run.plan.tokens_per_step / tokens_per_second / 3600
-    return {
-        "run_steps": steps,
-        "run_hours": training + evaluating,
-        "evaluation_hours": evaluating,
-    }
+    hours = steps * config.train.tokens_per_step / tokens_per_second / 3600
+    evaluated = evaluation_tokens(config, steps)
+    evaluating = None
+    if evaluated is not None:
+        evaluating = evaluation_hours(evaluated, tokens_per_second)
+        hours += evaluating
+    return {"run_steps": steps, "run_hours": hours, "evaluation_hours": evaluating}
 
 
 def measure_steps(options: BenchCommand, run: Training) -> Report:
@@ -320,13 +356,16 @@ def bench_text(report: Report) -> str:
     )
     median = f"median of {plural(report['steps'], 'step')}"
     first = f"the first took {report['first_step_seconds']:.2f} s"
-    share = report["evaluation_hours"] / report["run_hours"]
-    hours = (
-        f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}, "
-        f"including {share:.0%} for evaluations; excludes saves, samples and HellaSwag"
-    )
+    hours = f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}"
+    if report["evaluation_hours"] is None:
+        hours += "; excludes evaluations, saves, samples and HellaSwag"
+    else:
+        share = report["evaluation_hours"] / report["run_hours"]
+        hours += f", including {share:.0%} for evaluations; excludes saves, samples and HellaSwag"
+    vocabulary = report["vocabulary"]
     rows = [
         ("model", f"{report['parameters']:,} parameters, {work} a token"),
+        ("tokens", f"random, of {vocabulary['tokens']:,} ({vocabulary['source']})"),
         ("step", step),
         ("device", device),
         ("speed", f"{speed}, {median}; quartiles {low:,.0f} to {high:,.0f}"),

@@ -562,9 +562,9 @@ class SweepCommand(Command):
     Each setting is compared with the first one, by runs with the same seed, at equal tokens and at
     equal time. A setting takes no further seeds once the answer is clear. The same command
     resumes a stopped sweep; you may add seeds and values. Examples:
-      accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --out_dir runs/rates
-      accel-gpt sweep gpt2_124m fast_124m --seed 1,2,3,4,5
-      accel-gpt sweep fast_124m --model.depth 3 --optim.lr_factor 1,0.5,2 --seed 1,2,3,4,5
+      accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --train.max_steps 60
+      accel-gpt sweep quickstart my.yaml --seed 1,2,3,4,5 --train.max_steps 60
+      accel-gpt sweep quickstart --model.depth 1,2 --seed 1,2,3 --train.max_steps 60
     """
 
     name: ClassVar[str] = "sweep"
@@ -588,7 +588,8 @@ class SweepCommand(Command):
 class BenchCommand(ConfigCommand):
     """Measure the training step of a config: tokens/s, hours of the whole run, MFU, memory.
 
-    You can also set any --section.key of the config. No run is kept. On several processes:
+    It trains on random tokens, so no data is prepared or read, and keeps no run. You can also set
+    any --section.key of the config. On several processes:
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
       accel-gpt bench quickstart
       accel-gpt bench quickstart --compare

@@ -10,7 +10,8 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.vocabulary import tokenizer_vocab_size
 from accel_gpt.cost.forecast import evaluation_count
 from accel_gpt.data.index import INDEX, read_index
-from accel_gpt.data.sources import open_data
+from accel_gpt.data.remote import is_url
+from accel_gpt.data.sources import open_data, train_paths
 from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
 
@@ -35,22 +36,22 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
         return given, "--vocab_size"
     if config.model.vocab_size:
         return config.model.vocab_size, "model.vocab_size"
-    folders = [folder for folder in data_folders(config) if folder.is_dir()]
-    for folder in folders:
+    for folder in data_folders(config):
         if (folder / INDEX).is_file():
             return read_index(folder).vocab_size, str(folder)
     name = data.tokenizer
     if name is None and data.prepare.source:
         name = data.prepare.tokenizer
-    if name is None and folders:
-        _, tokenizer = open_data(str(folders[0]), "train", data)
-        return tokenizer.vocab_size, str(folders[0])
-    if name is None:
-        raise UserError(
-            f"the vocabulary size is not known, because {data.train or 'data.train'} is not "
-            "prepared; set --vocab_size or data.tokenizer"
-        )
-    return tokenizer_size(config, name)
+    if name is not None:
+        return tokenizer_size(config, name)
+    for source in train_paths(data):
+        if is_url(source.path) or Path(source.path).is_dir():
+            _, tokenizer = open_data(source.path, "train", data)
+            return tokenizer.vocab_size, source.path
+    raise UserError(
+        f"the vocabulary size is not known, because {data.train} is not prepared; set "
+        "model.vocab_size or data.tokenizer"
+    )
 
 
 def tokenizer_size(config: Config, name: str) -> tuple[int, str]:

@@ -177,13 +177,17 @@ def write_index(
     tokenizer: Tokenizer,
     splits: Mapping[str, Sequence[Shard]],
     prepared: Mapping[str, Any],
+    vocab_size: int | None = None,
 ) -> None:
-    """Write dataset.json: the tokenizer, the shards, and the settings (`prepared`)."""
+    """Write dataset.json: the tokenizer, the shards, and the settings (`prepared`).
+
+    `vocab_size`: all tokens are below it; None: the vocabulary of the tokenizer.
+    """
     index = {
         "format": FORMAT,
         "version": VERSION,
         "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint},
-        "vocab_size": tokenizer.vocab_size,
+        "vocab_size": vocab_size or tokenizer.vocab_size,
         "eot_id": tokenizer.eot_id,
         "prepared": {k: v for k, v in prepared.items() if (k, v) not in UNRECORDED},
         "splits": {name: [entry(shard) for shard in shards] for name, shards in splits.items()},

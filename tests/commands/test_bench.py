@@ -90,20 +90,25 @@ def test_the_hours_of_the_whole_run_count_its_evaluations(
     assert "for 12 steps, including 25% for evaluations" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("key", ["data.text", "data.prepare.path"])
-def test_data_that_is_missing_is_prepared_as_in_training(
-    small_run: Arguments, tmp_path: Path, key: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    made = tmp_path / "run" / "data"
-    words = [f"--{key}", str(tmp_path / "text.txt"), "--data.prepare.tokenizer", "bytes"]
-    words += ["--data.prepare.source", "text", "--train.mixed_precision", "auto"]
-    if key == "data.prepare.path":
-        words += ["--data.train", str(made)]
-    for _ in range(2):
-        assert call(*small_run(*SHORT, "--json", *words)) == 0
-        assert "tokens_per_second" in json.loads(capfd.readouterr().out)
-        assert (made / "dataset.json").is_file()
-    assert os.listdir(made.parent) == ["data"]
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (["--data.prepare.tokenizer", "chars"], 96),
+        (["--data.prepare.tokenizer", "bpe", "--data.prepare.vocab_size", "70000"], 70_000),
+        (["--model.vocab_size", "300", "--data.document_mask", "true"], 300),
+        (["--data.prepare.tokenizer", "gpt2", "--data.prepare.dataset", "no/such"], 50_257),
+    ],
+)
+def test_no_data_is_prepared_or_read(
+    options: list[str], tokens: int, small_run: Arguments, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(bench, "RANDOM_TOKENS", 10_000)
+    source = "dataset" if "--data.prepare.dataset" in options else "stdlib"
+    words = ["--data.train", str(tmp_path / "missing"), "--data.prepare.source", source]
+    assert call(*small_run(*SHORT, "--parts", "0", *words, *options)) == 0
+    assert f"random, of {tokens:,} (" in capsys.readouterr().out
+    assert not (tmp_path / "missing").exists()
 
 
 def test_the_table_names_the_formula_of_mfu(

@@ -18,9 +18,11 @@ import pytest
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import grid, sweep
 from accel_gpt.commands.grid import read_grid, split_values
+from accel_gpt.commands.options import SweepCommand
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.config.parse import load_config, to_yaml
 from accel_gpt.config.plan import make_plan
+from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import step_name
 from tests.conftest import THOROUGH, run_here
@@ -392,6 +394,21 @@ def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str
     assert read_grid(small_run(), [*words, "--train.compile"]).settings[0].config.train.compile
     with pytest.raises(UserError, match="make 1,002 runs, but a sweep has at most 1,000"):
         read_grid(small_run(), [*words, "--seed", ",".join(map(str, range(167)))])
+
+
+def test_the_examples_of_the_help_are_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes on two cores, not days on eight GPUs."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(Path(resolve_config("quickstart")).read_text())
+    examples = re.findall(r"accel-gpt sweep (.*)", str(SweepCommand.__doc__))
+    assert examples
+    for example in examples:
+        made = SweepCommand.parse(example.split()).grid
+        tokens = sum(setting.tokens for setting in made.settings) * len(made.seeds)
+        assert tokens <= 3e6
+        assert all(setting.config.model.n_layer <= 2 for setting in made.settings)
 
 
 def test_a_comma_of_a_list_separates_no_values() -> None:

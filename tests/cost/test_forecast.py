@@ -333,7 +333,7 @@ def test_the_vocabulary_is_that_of_data_tokenizer_or_option(
     path.write_text(f"data: {{train: {corpus}}}\ntrain: {{max_steps: 9, tokens_per_step: 16384}}\n")
     assert plan(capsys, path)["vocabulary"] == {"tokens": 257, "source": str(corpus)}
     away = ("--data.train", tmp_path / "away")
-    assert "away is not prepared; set --vocab_size" in mistake(capsys, path, *away)
+    assert "away is not prepared; set model.vocab_size" in mistake(capsys, path, *away)
     assert plan(capsys, path, *away, "--vocab_size", 99)["vocabulary"]["tokens"] == 99
     assert plan(capsys, path, *away, "--data.tokenizer", "gpt2")["vocabulary"]["tokens"] == 50257
     bpe = ("--data.prepare.source=stdlib", "--data.prepare.tokenizer=bpe")

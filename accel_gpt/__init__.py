@@ -1,6 +1,6 @@
 """accel_gpt: pretrain GPT language models with Hugging Face Accelerate.
 
-    run = accel_gpt.run("quickstart", {"train.max_steps": 100})
+    run = accel_gpt.run("quickstart", {"train.max_steps": 100, "out_dir": "runs/short"})
     model, tokenizer = accel_gpt.load("runs/quickstart")
 
 docs/reference/python.md describes both. Importing this package imports no torch.

@@ -330,6 +330,14 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == sorted(page for page in PAGES if page.startswith("docs/"))
 
 
+@pytest.mark.parametrize("page", [*PAGES, "accel_gpt/__init__.py", "docs/notebook.ipynb"])
+def test_a_short_run_from_python_has_a_folder_of_its_own(page: str) -> None:
+    """The quickstart's folder may already hold the run of the README, which is longer."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace('\\"', '"')
+    for given in re.findall(r'accel_gpt\.run\("quickstart", (\{.*?\})', text):
+        assert {"train.max_steps", "out_dir"} <= ast.literal_eval(given).keys()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_named_exists(page: str) -> None:
     """Keys, links, tests (`tests/faults/test_x.py::test_y`, `tests/` or not) and files."""

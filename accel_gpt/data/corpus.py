@@ -30,6 +30,9 @@ from accel_gpt.errors import UserError, require
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
 CHECKED_AT_ONCE = 1 << 20  # tokens
+# Repeated text is almost as good as new text up to 4 epochs, and of little worth after 16:
+# Muennighoff et al. 2023, arXiv 2305.16264.
+MOST_EPOCHS = 16
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,19 @@ class Corpus:
                 f"{grouped_shards:,}, {grouped_gb:,.1f} GB"
             )
         return lines
+
+    def epochs_warning(self, plan: Plan) -> str | None:
+        """Return a warning if the run reads a source more than `MOST_EPOCHS` times, else None."""
+        epochs = self.train.epochs(plan.max_steps * plan.sequences_per_step)
+        most = max(epochs)
+        if most <= MOST_EPOCHS:
+            return None
+        source = self.train.sources[epochs.index(most)]
+        return (
+            f"WARNING: this run reads {source.path} {most:,.0f} times, but after {MOST_EPOCHS} "
+            "times a text teaches little; if the val loss rises, use --checkpoint best, fewer "
+            "steps or more text"
+        )
 
     def lines_on_bytes(self) -> list[str]:
         """Return a line for each split whose bits per byte cannot be computed."""

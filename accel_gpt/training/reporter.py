@@ -97,6 +97,9 @@ class Reporter:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
             self.log(self.first_lines(corpus, machine))
+            warning = corpus.epochs_warning(self.plan)
+            if warning:
+                self.log(warning)
         self.trackers.start(state.reported_step)
         self.cut_back(state)
 

@@ -408,7 +408,7 @@ def test_the_examples_of_the_help_are_short(
         made = SweepCommand.parse(example.split()).grid
         tokens = sum(setting.tokens for setting in made.settings) * len(made.seeds)
         assert tokens <= 3e6
-        assert all(setting.config.model.n_layer <= 2 for setting in made.settings)
+        assert all(setting.config.model.n_embd <= 256 for setting in made.settings)
 
 
 def test_a_comma_of_a_list_separates_no_values() -> None:

@@ -16,6 +16,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
+from accel_gpt.config.plan import make_plan
 from accel_gpt.data.corpus import open_corpus, sequences_given, source_changes
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.errors import UserError
@@ -68,6 +69,24 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     assert last["data/epochs/data1"] == pytest.approx(7 / 3 * last["data/epochs/data2"], rel=0.05)
     mean = 0.7 * last["eval/val_loss/data1"] + 0.3 * last["eval/val_loss/data2"]
     assert last["eval/val_loss"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(("steps", "warned"), [("1100", False), ("1150", True)])
+def test_a_text_that_is_read_too_often_is_named_once(
+    steps: str, warned: bool, small_run: Arguments, corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = load_config(small_run("--train.max_steps", steps), "")
+    plan = make_plan(config, 1)
+    found = open_corpus(config)
+    (epochs,) = found.train.epochs(plan.max_steps * plan.sequences_per_step)
+    assert (epochs > 16) == warned
+    warning = found.epochs_warning(plan)
+    assert (warning is not None) == warned
+    if warning:
+        assert f"this run reads {corpus} {epochs:,.0f} times" in warning
+        assert launch(small_run("--train.max_steps", steps, "--train.stop_at", "2")) == 0
+        assert capsys.readouterr().err.count(warning) == 1
 
 
 def stopped(

@@ -62,6 +62,7 @@ def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
             tokenizer=corpus.tokenizer,
             block_size=config.model.block_size,
             limit=config.eval.hellaswag_limit,
+            vocab_size=corpus.vocab_size,
         )
     return Evaluation(
         corpus=corpus, batch_size=config.train.micro_batch_sequences, questions=questions

@@ -48,20 +48,27 @@ Questions = tuple[Question, ...]
 
 
 def read_questions(
-    path: str, tokenizer: Tokenizer, block_size: int, limit: int | None = None
+    path: str,
+    tokenizer: Tokenizer,
+    block_size: int,
+    limit: int | None = None,
+    vocab_size: int | None = None,
 ) -> Questions:
     """Read the questions of a JSONL file or a Hub data set, at most the first `limit`.
 
-    Reads the validation split of a data set. Raises `DataError` naming the line if a record is not
-    a question or does not fit the model.
+    Reads the validation split of a data set. `vocab_size`: tokens of the model; None: as many as
+    the tokenizer has. Raises `DataError` naming the line if a record is not a question or does not
+    fit the model.
     """
     found = []
     for where, record in islice(read_records(path), limit):
         try:
             query, endings, label = parse_question(record)
-            found.append(encode_question(query, endings, label, tokenizer, block_size))
+            question = encode_question(query, endings, label, tokenizer, block_size)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
+        check_question(question, vocab_size or tokenizer.vocab_size, where)
+        found.append(question)
     if not found:
         raise DataError(f"eval.hellaswag {path} holds no questions")
     return tuple(found)
@@ -160,6 +167,12 @@ def encode_question(
     return Question(sequences=tuple(sequences), lengths=lengths, label=label)
 
 
+def check_question(question: Question, vocab_size: int, where: str) -> None:
+    """Raise `DataError` for a token beyond the vocabulary of the model."""
+    for tokens, _ in question.sequences:
+        check_tokens(np.array(tokens)[None], vocab_size, lambda _: (where, 0))
+
+
 # --------------------------------------------------------------------------- scoring
 
 
@@ -206,9 +219,6 @@ def ending_losses(
 ) -> npt.NDArray[np.float64]:
     """Return the negative log-likelihood of each ending in nats, (R,); a collective."""
     sequences = [sequence for question in questions for sequence in question.sequences]
-    for tokens, _ in sequences:
-        rows = np.array(tokens)[None]
-        check_tokens(rows, model.vocab_size, lambda _: ("eval.hellaswag", 0))
     lengths = [len(tokens) - 1 for tokens, _ in sequences]
 
     def read(number: int) -> tuple[list[int], int]:

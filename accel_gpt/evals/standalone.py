@@ -155,6 +155,7 @@ def evaluate_model(
             tokenizer=tokenizer,
             block_size=model.config.block_size,
             limit=config.eval.hellaswag_limit,
+            vocab_size=model.vocab_size,
         )
     metrics: dict[str, float] = {}
     with Progress("evaluating", "batches", active=accelerator.is_main_process) as progress:

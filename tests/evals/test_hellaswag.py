@@ -277,10 +277,14 @@ def test_acc_takes_the_least_loss_and_acc_norm_the_least_per_character(
     assert found["eval/hellaswag_acc_norm"] == 2 / 4  # 0, 0, 0, 1
 
 
-def test_a_token_beyond_the_vocabulary_is_refused(file: Path, bpe: Tokenizer) -> None:
-    small = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=BLOCK), 200)
-    with pytest.raises(DataError, match="beyond the vocabulary of 200"):
-        score_questions(small, read_questions(str(file), bpe, BLOCK), Accelerator(cpu=True), 2)
+def test_tokens_are_checked_once_before_the_first_evaluation(
+    file: Path, bpe: Tokenizer, model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"jsonl line 1 holds token .* the vocabulary of 200;"):
+        read_questions(str(file), bpe, BLOCK, vocab_size=200)
+    questions = read_questions(str(file), bpe, BLOCK, vocab_size=model.vocab_size)
+    monkeypatch.delattr(hellaswag, "check_tokens")
+    score_questions(model, questions, Accelerator(cpu=True), 2)
 
 
 # --------------------------------------------------------------------------- in the loop

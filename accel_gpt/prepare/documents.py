@@ -14,14 +14,14 @@ parts.
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import DataError, require
-from accel_gpt.prepare.pieces import pieces
+from accel_gpt.prepare.pieces import FindCut, pieces
 from accel_gpt.prepare.readers import (
     Row,
     Skipped,
@@ -72,18 +72,18 @@ class Piece(NamedTuple):
 def split_pieces(
     config: PrepareConfig,
     files: Sequence[Path],
-    cut_long: bool,
+    find_cut: FindCut | None,
     start: Position,
     skipped: Skipped,
 ) -> Iterator[Piece]:
     """Yield the documents from position `start` on, as pieces.
 
-    `cut_long`: cut documents into pieces of about `BATCH_CHARACTERS` with `pieces()`; otherwise
-    each document is one piece. `skipped` counts invalid documents if `config.skip_invalid` is set;
+    `find_cut`: where `pieces()` cuts documents into pieces of about `BATCH_CHARACTERS`; None: each
+    document is one piece. `skipped` counts invalid documents if `config.skip_invalid` is set;
     otherwise they raise `DataError`.
     """
     read_pieces = text_pieces if is_text(config) else row_pieces
-    return read_pieces(config, files, cut_long, start, skipped)
+    return read_pieces(config, files, find_cut, start, skipped)
 
 
 def documents(
@@ -169,7 +169,7 @@ class Part(NamedTuple):
 def text_pieces(
     config: PrepareConfig,
     files: Sequence[Path],
-    cut_long: bool,
+    find_cut: FindCut | None,
     start: Position,
     skipped: Skipped,
 ) -> Iterator[Piece]:
@@ -189,7 +189,11 @@ def text_pieces(
             if offset >= part.end:
                 continue
             chunks = text_chunks(path, offset, part.end)
-            texts = pieces(chunks, BATCH_CHARACTERS, path) if cut_long else ["".join(chunks)]
+            texts: Iterable[str]
+            if find_cut:
+                texts = pieces(chunks, BATCH_CHARACTERS, path, find_cut)
+            else:
+                texts = ["".join(chunks)]
             for text in texts:
                 begin = offset
                 offset += len(text.encode())
@@ -236,14 +240,14 @@ def text_parts(path: Path, config: PrepareConfig, few: bool) -> list[Part]:
 def row_pieces(
     config: PrepareConfig,
     files: Sequence[Path],
-    cut_long: bool,
+    find_cut: FindCut | None,
     start: Position,
     skipped: Skipped,
 ) -> Iterator[Piece]:
     """Yield the pieces of the rows of files, a data set or standard input."""
     for file, rows in row_sources(config, files, start, skipped):
         for row in rows:
-            found = document_pieces(config, cut_long, file, row)
+            found = document_pieces(config, find_cut, file, row)
             resumed = (file, row.number) == (start.file, start.offset)
             yield from found[start.piece :] if resumed else found
 
@@ -289,14 +293,16 @@ def stdin_rows(config: PrepareConfig, first: int, skipped: Skipped) -> Iterator[
         skipped.add(f"{error}; the rest of {STDIN} cannot be read either")
 
 
-def document_pieces(config: PrepareConfig, cut_long: bool, file: int, row: Row) -> list[Piece]:
+def document_pieces(
+    config: PrepareConfig, find_cut: FindCut | None, file: int, row: Row
+) -> list[Piece]:
     """Cut a row into pieces. The end of a text from standard input is val, as in a text file."""
     text = line_ends(config, clean(row.text))
     parts: list[tuple[str | None, str]]
     if config.source == "text":
         cut = int(len(text) * (1 - config.val_fraction))
         parts = [("train", text[:cut]), ("val", text[cut:])]
-        cut_long = False
+        find_cut = None
     else:
         parts = [(None, text)]  # a hash decides the split
     found: list[Piece] = []
@@ -304,7 +310,9 @@ def document_pieces(config: PrepareConfig, cut_long: bool, file: int, row: Row) 
         if not part:
             continue
         key = split_hash(part.encode()).digest()
-        texts = list(pieces([part], BATCH_CHARACTERS)) if cut_long else [part]
+        texts = [part]
+        if find_cut:
+            texts = list(pieces([part], BATCH_CHARACTERS, find_cut=find_cut))
         for i, one in enumerate(texts):
             found.append(
                 Piece(

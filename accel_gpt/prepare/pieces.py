@@ -8,22 +8,68 @@ No token of the kinds bpe and gpt2 contains any of these pairs:
   text without spaces, such as Chinese.
 
 The characters in `CUT` are letters and punctuation in every version of Unicode.
+
+For other tokenizers, `checked_cuts()` asks at each place whether a cut keeps the ids.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
+from accel_gpt.data.cuts import LONGEST_CONTEXT
 from accel_gpt.errors import DataError
 
 LINE = re.compile(r"\S(?=\n\S)")
 CUT = re.compile(
     r"\S(?=[\n ]\S)|[A-Za-zぁ-ゖァ-ヺ一-龥](?=[\u3000-\u3002\uff01\uff0c\uff1a\uff1b\uff1f]|\s\s)"
 )
+SPACE = re.compile(r"\S(?= \S)")
+TRIES = 16  # places at which `checked_cuts` tries to cut, in `size` characters
 LONGEST = 1 << 28  # longest text without a cut, in characters; assumption: no real text is longer
 
 
-def pieces(chunks: Iterable[str], size: int, name: object = None) -> Iterator[str]:
+# Return the end of the piece of a text that begins at a place and has about a size; 0: no such end
+FindCut = Callable[[str, int, int], int]
+
+
+def find_cut(text: str, start: int, size: int) -> int:
+    """Return the end of the piece that begins at `start`; 0 if `text` has no place to cut.
+
+    Prefer the first single line end in the second `size` characters; otherwise cut at the next
+    match of `CUT`.
+    """
+    end = start + 2 * size
+    found = LINE.search(text, start + size - 1, end) or CUT.search(text, end - 1)
+    if found is None:
+        return 0
+    if LINE.match(text, found.end() - 1):
+        return found.end() + 1  # after the line end
+    return found.end()
+
+
+def checked_cuts(keeps_ids: Callable[[str, str], bool]) -> FindCut:
+    """Return a `FindCut` that cuts before a line end or a space where `keeps_ids(left, right)`.
+
+    `left` and `right`: the text on both sides, at most `LONGEST_CONTEXT` characters each.
+    """
+
+    def find(text: str, start: int, size: int) -> int:
+        step = max(200, size // TRIES)
+        for first in range(start + size - 1, len(text) - step - LONGEST_CONTEXT, step):
+            for pattern in (LINE, SPACE):
+                if found := pattern.search(text, first, first + step):
+                    cut = found.end()
+                    left = text[max(start, cut - LONGEST_CONTEXT) : cut]
+                    if keeps_ids(left, text[cut : cut + LONGEST_CONTEXT]):
+                        return cut
+        return 0
+
+    return find
+
+
+def pieces(
+    chunks: Iterable[str], size: int, name: object = None, find_cut: FindCut = find_cut
+) -> Iterator[str]:
     """Cut a text into pieces of `size` to `2 * size` characters, or longer if it cannot be cut.
 
     `chunks` are joined; their borders do not matter. If `name` (of the text) is given, raises
@@ -54,18 +100,3 @@ def pieces(chunks: Iterable[str], size: int, name: object = None) -> Iterator[st
                 f"the limit is {LONGEST:,}: insert line ends"
             )
     yield "".join(buffered)
-
-
-def find_cut(text: str, start: int, size: int) -> int:
-    """Return the end of the piece that begins at `start`; 0 if `text` has no place to cut.
-
-    Prefer the first single line end in the second `size` characters; otherwise cut at the next
-    match of `CUT`.
-    """
-    end = start + 2 * size
-    found = LINE.search(text, start + size - 1, end) or CUT.search(text, end - 1)
-    if found is None:
-        return 0
-    if LINE.match(text, found.end() - 1):
-        return found.end() + 1  # after the line end
-    return found.end()

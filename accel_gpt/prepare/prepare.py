@@ -6,9 +6,9 @@ a shard is full. With it, the same command resumes after any interruption and wr
 
 Memory, with w workers: this process holds at most 2w + 1 batches of about 1 MB of text, and each
 worker holds one. The interpreter, its libraries and the vocabulary take 100 to 150 MB per process,
-partly shared. A process that streams a data set takes about 250 MB. A tokenizer without
-`cuts_at_lines` also needs about ten times the longest document. A bpe is trained before; its memory
-depends on `sample_bytes`.
+partly shared. A process that streams a data set takes about 250 MB. A `tokenizer.json` that allows
+no cut (`data/cuts.py`) also needs about a hundred times the longest document. A bpe is trained
+before; its memory depends on `sample_bytes`.
 """
 
 import json
@@ -37,9 +37,11 @@ from accel_gpt.prepare.documents import (
     Position,
     documents,
     expected_bytes,
+    line_ends,
     sample_texts,
     split_pieces,
 )
+from accel_gpt.prepare.pieces import FindCut, checked_cuts, find_cut
 from accel_gpt.prepare.readers import Skipped
 from accel_gpt.prepare.recipe import check_same, is_ready, recipe
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
@@ -239,12 +241,23 @@ class Preparation:
         pieces = split_pieces(
             config=self.config,
             files=self.files,
-            cut_long=self.tokenizer.cuts_at_lines,
+            find_cut=self.find_cut(),
             start=Position(*self.journal["position"]),
             skipped=self.skipped,
         )
         workers = worker_count(self.config.workers, total)
         return encode_all(pieces, self.counts, self.folder, workers)
+
+    def find_cut(self) -> FindCut | None:
+        """Return where long documents may be cut for the tokenizer; None: nowhere."""
+        cuts = self.tokenizer.cuts
+        if cuts is None:
+            return find_cut if self.tokenizer.cuts_at_lines else None
+
+        def keeps_ids(left: str, right: str) -> bool:
+            return cuts.keeps_ids(line_ends(self.config, left), line_ends(self.config, right))
+
+        return checked_cuts(keeps_ids)
 
     def counts(self) -> dict[str, int]:
         """Return the number of invalid documents that were skipped so far."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare import documents as room
 from accel_gpt.prepare.documents import Piece, Position
+from accel_gpt.prepare.pieces import find_cut
 from accel_gpt.prepare.readers import Skipped
 from accel_gpt.prepare.sources import select, source_fingerprint
 
@@ -18,7 +19,7 @@ def read_pieces(
     return room.split_pieces(
         config=config,
         files=select(config).files,
-        cut_long=cut_long,
+        find_cut=find_cut if cut_long else None,
         start=start or Position(),
         skipped=skipped or Skipped(config.skip_invalid),
     )

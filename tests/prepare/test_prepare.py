@@ -15,14 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.trainers import WordPieceTrainer
 
 from accel_gpt.cli import dispatch
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.index import read_index
 from accel_gpt.data.shards import open_split
-from accel_gpt.data.tokenizer import load_tokenizer
+from accel_gpt.data.tokenizer import HFTokenizer, load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import lock
 from accel_gpt.prepare import prepare as room
 from accel_gpt.prepare import workers
@@ -116,6 +120,36 @@ def test_long_documents_in_pieces_give_the_same_tokens(
     prepare(config, tmp_path / "pieces")
     for name in ("train", "val"):
         assert tokens(tmp_path / "whole", name) == tokens(tmp_path / "pieces", name)
+
+
+def test_a_long_text_of_a_tokenizer_json_is_encoded_in_pieces(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"Line {i} of a text,\r\nwithout an {'!' * (i % 5)} end.\n" for i in range(800))
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    library = tokenizers.Tokenizer(WordPiece(unk_token="[UNK]"))
+    library.pre_tokenizer = BertPreTokenizer()
+    trainer = WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "</s>"])
+    library.train_from_iterator([text], trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    text = text.replace("\r\n", "\n")
+    whole = tokenizer.encode(text)
+    encode_array = HFTokenizer.encode_array
+
+    def encode_piece(self: HFTokenizer, text: str) -> Any:
+        require(len(text) < 8000, "the text is not in pieces")
+        return encode_array(self, text)
+
+    monkeypatch.setattr(HFTokenizer, "encode_array", encode_piece)
+    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 2500)
+    path = str(tmp_path / "text.txt")
+    settings = PrepareConfig(
+        source="text", path=path, tokenizer=str(tmp_path / "tokenizer.json"), workers=1
+    )
+    prepare(settings, out)
+    made = [i for name in ("train", "val") for i in tokens(out, name) if i != tokenizer.eot_id]
+    assert made == whole
 
 
 def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:

@@ -58,7 +58,7 @@ class Corpus:
     train: Mixture
     tokenizer: Tokenizer
     evaluated: Mapping[str, tuple[EvalSplit, ...]]  # keys: train and val
-    vocab_size: int  # the model's vocabulary, at least as large as the tokenizer's
+    vocab_size: int  # the model's vocabulary, at least as large as documents need
     document_end: int | None  # the token at which attention ends; None without data.document_mask
     commits: Mapping[str, str]  # URL of a Hub repository -> commit
 
@@ -270,19 +270,21 @@ def eval_splits(
 def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
     """Return the vocabulary size of the model.
 
-    Raises `UserError` if it is smaller than the tokenizer's.
+    Raises `UserError` if documents can hold tokens beyond it.
     """
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    if vocab_size < tokenizer.vocab_size:
+    needed = tokenizer.needed_vocab_size
+    if vocab_size < needed:
         start = config.model.init_from
         require(
             start == "scratch",
             f"the vocabulary of {start} has {vocab_size:,} tokens but the tokenizer of {path} has "
-            f"{tokenizer.vocab_size:,}; prepare the data with the tokenizer of {start}",
+            f"{needed:,}; prepare the data with the tokenizer of {start}, or add rows to the weights "
+            "with transformers: model.resize_token_embeddings(len(tokenizer))",
         )
         raise UserError(
             f"model.vocab_size is {vocab_size:,} but the tokenizer of {path} has "
-            f"{tokenizer.vocab_size:,} tokens; leave model.vocab_size unset or raise it"
+            f"{needed:,} tokens; leave model.vocab_size unset or raise it"
         )
     return vocab_size
 

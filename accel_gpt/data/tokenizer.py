@@ -85,6 +85,14 @@ class Tokenizer(ABC):
     cuts: Cuts | None = None
     """Without `cuts_at_lines`: the places where a text may be cut. None: nowhere."""
 
+    @property
+    def needed_vocab_size(self) -> int:
+        """Return the smallest vocabulary of a model that can read every document.
+
+        Special tokens other than end-of-text and unknown do not occur in a document.
+        """
+        return self.vocab_size
+
     @cached_property
     def file_text(self) -> str:
         """Return the tokenizer.json from which `load_tokenizer` makes an equal tokenizer."""
@@ -305,6 +313,8 @@ class HFTokenizer(Tokenizer):
         self.eot = find_eot(trained, ids, where, config)
         self.eot_id: int = ids[self.eot]
         self.tokenizer.add_special_tokens([self.eot])  # as transformers does with an eos_token
+        model = content["model"]
+        self.unk_id: int | None = ids.get(model.get("unk_token"), model.get("unk_id"))
         parts = {k: v for k, v in trained.items() if k not in BESIDE_THE_POINT}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
         self.token_bytes = self.count_bytes(parts.get("decoder"))
@@ -313,6 +323,14 @@ class HFTokenizer(Tokenizer):
             self.bytes_add_up = lengths == [len(text.encode()) for text in PROBES]
         except DataError:
             self.bytes_add_up = False
+
+    @property
+    def needed_vocab_size(self) -> int:
+        """Return the smallest vocabulary of a model that can read every document."""
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        unused = {i for i, token in added if token.special} - {self.eot_id, self.unk_id}
+        used = set(self.tokenizer.get_vocab(with_added_tokens=True).values()) - unused
+        return max(used) + 1
 
     def encode_array(self, text: str) -> Ids:
         """Encode with the normalizer, the pre-tokenizer and the model of the tokenizer.json."""

@@ -125,11 +125,17 @@ def check_initial_tokenizer(config: Config) -> None:
     if pretrained.tokenizer:
         of_weights = load_tokenizer(pretrained.tokenizer)
         of_weights.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
+        advice = (
+            "add rows to the weights with transformers: "
+            "model.resize_token_embeddings(len(tokenizer))"
+        )
+    else:
+        advice = tokenizer_advice(pretrained)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     require(
-        vocab_size >= tokenizer.vocab_size,
+        vocab_size >= tokenizer.needed_vocab_size,
         f"the vocabulary of {name} has {vocab_size:,} tokens but the tokenizer of {owner} has "
-        f"{tokenizer.vocab_size:,}; {tokenizer_advice(pretrained)}",
+        f"{tokenizer.needed_vocab_size:,}; {advice}",
     )
 
 

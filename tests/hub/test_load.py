@@ -167,6 +167,28 @@ def test_prepared_data_whose_tokenizer_is_too_large_is_refused_with_the_remedy(
     assert f"{message}{folder} has no tokenizer.json: put" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_token_that_was_added_beyond_the_weights(
+    folder: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No document holds a special token, such as [PAD]; any other may occur in one."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    pad = content["added_tokens"][0] | {"id": 257, "content": "[PAD]"}
+    texts = ["--data.text", str(tmp_path / "text.txt")]
+    for special in (True, False):
+        tokens = [*content["added_tokens"], pad | {"special": special}]
+        (folder / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": tokens}))
+        run = str(tmp_path / f"run_{special}")
+        words = small_run(*QUICK, *texts, "--model.init_from", str(folder), "--out_dir", run)
+        assert launch(words) == (0 if special else 2)
+    told = capsys.readouterr().err
+    assert "copy has 257 tokens but the tokenizer of data.prepare.tokenizer" in told
+    assert "has 258; add rows to the weights with transformers: model.resize_token" in told
+    assert run_here(cli.dispatch, ["sample", run.replace("False", "True")]) == 0
+    words = ["export", run.replace("False", "True"), "--to", str(tmp_path / "exported")]
+    assert run_here(cli.dispatch, words) == 0
+
+
 def test_ids_without_a_spelling_are_never_written(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
+from accel_gpt.launcher import stop_signals
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -57,8 +58,9 @@ def write_out(text: str) -> None:
 
 
 def write_err(text: str) -> None:
-    """Write a line to standard error."""
-    sys.stderr.write(f"{text}\n")
+    """Write a line to standard error, unless the terminal is gone or the disk of a log is full."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
 
 
 def can_draw() -> bool:
@@ -267,14 +269,16 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def exit_on_sigterm() -> None:
-    """Raise `SystemExit` on SIGTERM, so that temporary files are removed."""
+def exit_on_signals() -> None:
+    """Raise `SystemExit` on SIGTERM and the like, so that temporary files are removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)
+        for number in stop_signals():
+            if number != signal.SIGINT:  # raises KeyboardInterrupt
+                signal.signal(number, leave)
 
 
 def note_failure(text: str) -> None:

@@ -16,7 +16,8 @@ from typing import IO, Literal
 from accel_gpt.errors import UserError, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # stop a run
+# that stop a run
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STOP_WITH_PARENT = "ACCEL_GPT_STOP_WITH_PARENT"  # a run with this variable stops if we are killed
 PRECISIONS = ("no", "bf16", "fp16", "fp8")  # that training supports; no: float32
 PREFIXES = (  # of the variables that launchers set
@@ -54,6 +55,13 @@ try:
 except ChildFailedError as error:
     sys.exit(error.get_first_failure()[1].exitcode)
 """
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run: without SIGHUP if it is ignored, as under nohup."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return [number for number in SIGNALS if number != signal.SIGHUP]
+    return list(SIGNALS)
 
 
 def rank() -> int:

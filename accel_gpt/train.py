@@ -69,6 +69,7 @@ from accel_gpt.training.stopping import (
     StopSignal,
     Watchdog,
     die_with_launcher,
+    exiting_on_signals,
     finish_uploads,
 )
 from accel_gpt.training.terminal import Display, summarize_run
@@ -133,7 +134,7 @@ def launch(config: Config, source: str) -> int:
 
 def evaluate_without_training(config: Config, plan: Plan) -> int:
     """Evaluate the model of a run, for `eval.only`; return the exit code."""
-    with peers(plan.world_size):
+    with exiting_on_signals("stopped"), peers(plan.world_size):
         accelerator = start_evaluation(config, Path(config.out_dir))
         ensure_data(config)
         return evaluate_only(config, accelerator, load_pretrained, open_initial_weights)

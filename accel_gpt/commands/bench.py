@@ -25,7 +25,7 @@ from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan, plural
-from accel_gpt.console import exit_on_sigterm, format_hours, table, write_out
+from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.cost.forecast import evaluation_hours
 from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
@@ -40,7 +40,8 @@ from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.machine import describe_machine, memory_gb
 from accel_gpt.training.ranks import peers
-from accel_gpt.training.stopping import die_with_launcher
+from accel_gpt.training.setup import meeting_ranks
+from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
 from accel_gpt.training.terminal import Display
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
@@ -50,11 +51,11 @@ Report = dict[str, Any]
 
 def run(options: BenchCommand) -> int:
     """Measure the training step of a config on this machine."""
-    exit_on_sigterm()
-    if options.compare:
-        write_out(compare_precisions(options))
-        return 0
-    report = bench(options)
+    with exiting_on_signals("stopped"):
+        if options.compare:
+            write_out(compare_precisions(options))
+            return 0
+        report = bench(options)
     if report is None:
         return 0
     if options.json:
@@ -80,13 +81,23 @@ def bench(options: BenchCommand) -> Report | None:
         )
         measured = with_random_tokens(measured, vocab_size, Path(out, "data"))
         plan = make_plan(measured, world_size())
-        join_ranks(measured)
-        measured, accelerator = start_accelerator(measured, plan)
+        with meeting_ranks(measured):
+            join_ranks(measured)
+        with Watchdog(config.train.init_timeout, INIT, "has not started the device"):
+            measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
         measured = resolve_compile(measured, plan)
-        with Display(False, measured, plan) as display:
+        with (
+            Display(False, measured, plan) as display,
+            Watchdog(config.train.init_timeout, INIT, "has not opened data and model"),
+        ):
             training = train.set_up(measured, plan, accelerator, display)
-        with contextlib.closing(training.loader), contextlib.closing(training.writer):
+        with (
+            Watchdog(config.train.step_timeout) as watchdog,
+            contextlib.closing(training.loader),
+            contextlib.closing(training.writer),
+        ):
+            training.reporter.watchdog = watchdog
             report = measure_steps(options, training)
         report |= whole_run(config, run_steps, report["tokens_per_second"])
         report["vocabulary"] = {"tokens": vocab_size, "source": source}
@@ -171,6 +182,7 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
 
     def step() -> None:
         train.update(run)
+        run.reporter.heartbeat()
 
     device = run.accelerator.device
     plan = run.plan
@@ -279,6 +291,7 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
 
     def step() -> None:
         train.update(observed)
+        run.reporter.heartbeat()
 
     data, forward, backward, optimizer = PARTS
     observed: Any = copy.copy(run)  # `run` keeps its own loader, which `bench` closes

@@ -8,7 +8,7 @@ from typing import Any
 from accel_gpt.commands.options import EvaluateCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
-from accel_gpt.console import exit_on_sigterm, write_out
+from accel_gpt.console import write_out
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths
 from accel_gpt.data.tokenizer import Tokenizer
@@ -29,12 +29,14 @@ from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.ranks import peers, require_all
+from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
 
 
 def run(options: EvaluateCommand) -> int:
     """Print the metrics of a model."""
-    exit_on_sigterm()
-    report = evaluate_named(options)
+    die_with_launcher()
+    with exiting_on_signals("stopped"):
+        report = evaluate_named(options)
     if is_main():
         write_out(report.as_json() if options.json else report.as_table())
     return 0
@@ -48,7 +50,8 @@ def evaluate_named(options: EvaluateCommand) -> Report:
         config = evaluated_config(options, source, run)
         accelerator = start_evaluation(config, run)
         name = str(source.folder) if source.is_checkpoint else options.run
-        model, tokenizer = load_pretrained(name, device=accelerator.device)
+        with Watchdog(config.train.init_timeout, INIT, "has not opened the model"):
+            model, tokenizer = load_pretrained(name, device=accelerator.device)
         tasks = open_tasks_of(options, model, tokenizer)
         metrics = evaluate_model(
             model=model,

@@ -29,7 +29,13 @@ from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import Progress, write_err
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.launcher import PREEMPTED, SIGNALS, STOP_WITH_PARENT, child_error, launch_child
+from accel_gpt.launcher import (
+    PREEMPTED,
+    STOP_WITH_PARENT,
+    child_error,
+    launch_child,
+    stop_signals,
+)
 from accel_gpt.training.run_folder import RunFolder
 
 MOST_LETTERS = 200  # in the name of a folder; file systems allow 255 bytes
@@ -106,13 +112,13 @@ class Series:
         """
         for device in self.devices:
             self.free.put(device)
-        handlers = [signal.signal(number, self.forward) for number in SIGNALS]
+        handlers = {number: signal.signal(number, self.forward) for number in stop_signals()}
         try:
             with ThreadPoolExecutor(len(self.devices)) as pool:
                 for _ in pool.map(self.train_run, self.runs):
                     pass  # raises the first error of a thread
         finally:
-            for number, handler in zip(SIGNALS, handlers, strict=True):
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
         if self.received is not None:
             done = sum(run.finished for run in self.runs)

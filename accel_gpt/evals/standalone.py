@@ -5,7 +5,7 @@ Reads the data that a config names. Writes no files.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +16,13 @@ from accelerate import Accelerator
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.console import Progress, write_err, write_out
-from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
-from accel_gpt.data.sources import open_sources
+from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
+from accel_gpt.data.sources import Source, open_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
-from accel_gpt.evals.evaluation import open_evaluation
+from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
-from accel_gpt.evals.validation import OnProgress, evaluate_source
+from accel_gpt.evals.validation import evaluate_source
 from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main
 from accel_gpt.model.gpt import GPT
@@ -30,7 +30,8 @@ from accel_gpt.training.accelerator import join_ranks, set_up_model
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
-from accel_gpt.training.setup import pin_data
+from accel_gpt.training.setup import meeting_ranks, pin_data
+from accel_gpt.training.stopping import INIT, Watchdog
 
 # Types of `hub.load.load_pretrained` and `open_initial_weights`; this folder may not import hub/
 LoadCheckpoint = Callable[[str], tuple[GPT, Tokenizer]]
@@ -59,7 +60,8 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     precision = config.train.mixed_precision or launched_precision(run)
     train = replace(config.train, mixed_precision=precision)
     # train.reproducible sets one thread, which only training needs
-    state = join_ranks(replace(config, train=replace(train, reproducible=False)))
+    with meeting_ranks(config):
+        state = join_ranks(replace(config, train=replace(train, reproducible=False)))
     config = resolve_precision(replace(config, train=train))
     on_cpu = state.device.type == "cpu"
     evaluated_in = EVALUATED_IN.get(requested_precision(config))
@@ -147,34 +149,51 @@ def evaluate_model(
     if the data has another tokenizer.
     """
     model.bf16_residual = config.train.bf16_residual  # as in the run
-    model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
     questions: Questions = ()
-    if config.eval.hellaswag is not None:
-        questions = read_questions(
-            path=config.eval.hellaswag,
-            tokenizer=tokenizer,
-            block_size=model.config.block_size,
-            limit=config.eval.hellaswag_limit,
-            vocab_size=model.vocab_size,
-        )
-    metrics: dict[str, float] = {}
-    with Progress("evaluating", "batches", active=accelerator.is_main_process) as progress:
-        on_progress = progress.update
-        if data is not None:
-            metrics |= evaluate_folder(
-                model=model,
+    sources: Sequence[Source] = ()  # of `data`
+    splits: Sequence[EvalSplit] = ()
+    evaluation: Evaluation | None = None
+    with Watchdog(config.train.init_timeout, INIT, "has not opened data and model"):
+        model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
+        if config.eval.hellaswag is not None:
+            questions = read_questions(
+                path=config.eval.hellaswag,
                 tokenizer=tokenizer,
-                config=config,
-                accelerator=accelerator,
-                name=name,
-                data=data,
-                on_progress=on_progress,
+                block_size=model.config.block_size,
+                limit=config.eval.hellaswag_limit,
+                vocab_size=model.vocab_size,
             )
+        if data is not None:
+            sources = open_sources([Weighted(data)], "val", config.data)
+            sources[0].tokenizer.require_same(tokenizer, "the data", name)
+            splits = eval_splits(sources, config.eval.tokens, named=True)
         elif config.data.train:
             losses_only = replace(config, eval=replace(config.eval, hellaswag=None))
             corpus = open_corpus(pin_data(losses_only))
             corpus.tokenizer.require_same(tokenizer, "the data", name)
             evaluation = open_evaluation(losses_only, corpus)
+    metrics: dict[str, float] = {}
+    with (
+        Watchdog(config.train.step_timeout) as watchdog,
+        Progress("evaluating", "batches", active=accelerator.is_main_process) as progress,
+    ):
+
+        def on_progress(done: int, total: int) -> None:
+            progress.update(done, total)
+            watchdog.heartbeat()
+
+        for split in splits:
+            score = evaluate_source(
+                model=model,
+                source=split,
+                accelerator=accelerator,
+                batch_size=config.train.micro_batch_sequences,
+                tokenizer=tokenizer,
+                document_end=document_end(config.data, sources),
+                on_progress=on_progress,
+            )
+            metrics |= score.metrics("val", split.name)
+        if evaluation is not None:
             metrics |= evaluation.metrics(model, accelerator, on_progress)
             if config.eval.whole_at_end:
                 metrics |= evaluation.whole_val_metrics(model, accelerator, on_progress)
@@ -182,31 +201,6 @@ def evaluate_model(
             batch_size = config.train.micro_batch_sequences
             metrics |= score_questions(model, questions, accelerator, batch_size, on_progress)
     return metrics
-
-
-def evaluate_folder(
-    model: GPT,
-    tokenizer: Tokenizer,
-    config: Config,
-    accelerator: Accelerator,
-    name: str,
-    data: str,
-    on_progress: OnProgress,
-) -> dict[str, float]:
-    """Compute the loss over the val split of the folder or URL `data`; a collective."""
-    (source,) = open_sources([Weighted(data)], "val", config.data)
-    source.tokenizer.require_same(tokenizer, "the data", name)
-    (part,) = eval_splits([source], config.eval.tokens, named=True)
-    score = evaluate_source(
-        model=model,
-        source=part,
-        accelerator=accelerator,
-        batch_size=config.train.micro_batch_sequences,
-        tokenizer=tokenizer,
-        document_end=document_end(config.data, [source]),
-        on_progress=on_progress,
-    )
-    return score.metrics("val", source.name)
 
 
 # --------------------------------------------------------------------------- showing

@@ -3,30 +3,25 @@
 Runs `accel-gpt prepare` in a child process, which needs no torch and frees its memory at the end.
 """
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
-from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, launch_child, local_rank, rank
+from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select_files
 from accel_gpt.training.ranks import all_gather, all_ranks, end_group, sees_main, wait_for_file
-from accel_gpt.training.stopping import interactive
+from accel_gpt.training.stopping import exiting_on_signals
 
 
 def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
@@ -110,7 +105,7 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
     If `settings` is None, this rank only waits. If the command fails on a rank, all ranks exit with
     its code.
     """
-    with exiting_on_signals():
+    with exiting_on_signals("preparation stopped; launch the same command again", PREEMPTED):
         process = start_prepare(settings, stdout) if settings else None
         try:  # a signal or the loss of a rank kills the child
             codes: list[int | None] = [None]
@@ -124,35 +119,6 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
     if failed:
         end_group()
         sys.exit(failed[0])
-
-
-@contextlib.contextmanager
-def exiting_on_signals() -> Iterator[None]:
-    """Raise `SystemExit` on a signal, in place of the handlers of `StopSignal`.
-
-    Those handlers would end this process and leave its child running. In an interactive session,
-    SIGINT raises `KeyboardInterrupt`.
-    """
-    received: list[str] = []
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and interactive():
-            raise KeyboardInterrupt
-        received.append(signal.Signals(number).name)
-        sys.exit(PREEMPTED)
-
-    wakeup = signal.set_wakeup_fd(-1)
-    handlers = {number: signal.signal(number, leave) for number in SIGNALS}
-    try:
-        yield
-    except SystemExit:
-        if received and is_main():
-            write_err(f"{received[0]}: preparation stopped; launch the same command again")
-        raise
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
 
 def start_prepare(

@@ -40,11 +40,8 @@ def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]
     """
     lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
-    problem = "has not met the others"
-    if world_size() > 1:
-        problem += f" at {main_address()}"
     with contextlib.ExitStack() as held:
-        with Watchdog(config.train.init_timeout, INIT, problem):
+        with meeting_ranks(config):
             join_ranks(config)
             warn_without_gpu()
             with all_ranks():
@@ -54,6 +51,14 @@ def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]
                     copy_shipped(source, folder)
             require_shared(folder)
         yield lock.check if lock else do_not_check
+
+
+def meeting_ranks(config: Config) -> Watchdog:
+    """Return the watchdog of the block in which the ranks meet."""
+    problem = "has not met the others"
+    if world_size() > 1:
+        problem += f" at {main_address()}"
+    return Watchdog(config.train.init_timeout, INIT, problem)
 
 
 def restore_from_copy(config: Config) -> None:

@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -23,8 +24,17 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
+from accel_gpt.console import write_err
 from accel_gpt.errors import require
-from accel_gpt.launcher import PREEMPTED, SIGNALS, rank, stops_with_parent
+from accel_gpt.launcher import (
+    PREEMPTED,
+    SIGNALS,
+    is_main,
+    rank,
+    stop_signals,
+    stops_with_parent,
+    world_size,
+)
 from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
 from accel_gpt.training.ranks import all_gather
 from accel_gpt.training.terminal import show_cursor
@@ -43,6 +53,7 @@ RESERVE_SHARE = 0.02  # of the limit
 RESERVE_SECONDS = 1.0
 CHECKS = 20  # how often the watchdog checks the clock within its limit
 LISTENER_SECONDS = 5.0  # for the thread that receives signals; assumption
+LEAVE_SECONDS = 2.0  # for the training thread to remove temporary files; assumption
 # If two checks are more than this many intervals apart, the process was paused; assumption
 PAUSE_INTERVALS = 4
 
@@ -51,12 +62,109 @@ class StopRequested(Exception):
     """Raised on all ranks together during an evaluation or samples: the run must save and stop."""
 
 
+class SignalListener:
+    """Calls `handle` in the main thread and `receive` in a thread of its own for each stop signal.
+
+    The main thread may wait in a collective, where Python calls no handler.
+    """
+
+    def __init__(self, handle: Callable[[int], None], receive: Callable[[int], None]) -> None:
+        self.handle_in_main = handle
+        self.receive = receive
+        self.receiver, self.sender = socket.socketpair()
+        self.sender.setblocking(False)
+        self.thread = threading.Thread(target=self.listen, name="signals", daemon=True)
+        self.thread.start()
+        self.wakeup = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
+        self.handlers = {number: signal.signal(number, self.handle) for number in stop_signals()}
+        restore_signals_in_forks()
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal in the main thread."""
+        self.handle_in_main(number)
+
+    def listen(self) -> None:
+        """Call `receive` for each signal; run by the thread."""
+        with self.receiver:
+            while received := self.receiver.recv(64):
+                for number in received:
+                    if number in SIGNALS:
+                        self.receive(number)
+
+    def close(self, ignore: bool = False) -> None:
+        """End the thread; restore the handlers before, or ignore the signals from now on."""
+        signal.set_wakeup_fd(self.wakeup, warn_on_full_buffer=False)
+        for number, handler in self.handlers.items():
+            signal.signal(number, signal.SIG_IGN if ignore else handler)
+        self.sender.close()  # ends the thread
+        self.thread.join()
+
+
+@cache
+def restore_signals_in_forks() -> None:
+    """Restore the default handlers in each process that this one forks; once for all listeners."""
+    os.register_at_fork(after_in_child=restore_signals)
+
+
+def restore_signals() -> None:
+    """Restore the default handlers in place of the handlers of a `SignalListener`."""
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        if isinstance(getattr(handler, "__self__", None), SignalListener):
+            signal.set_wakeup_fd(-1)
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def exiting_on_signals(text: str, exit_code: int | None = None) -> Iterator[None]:
+    """Leave the block by `SystemExit` on a signal, and print on rank 0 that it was stopped.
+
+    If this process waits in a collective for another rank, the process ends after `LEAVE_SECONDS`.
+    `text`: what is printed after the name of the signal. `exit_code` None: 128 and the number of
+    the signal. Without an exit code and in an interactive session, SIGINT raises
+    `KeyboardInterrupt`.
+    """
+    left = threading.Event()
+    waits_for_others = world_size() > 1
+    received: list[int] = []
+
+    def code(number: int) -> int:
+        return 128 + number if exit_code is None else exit_code
+
+    def tell(number: int) -> None:
+        if is_main():
+            write_err(f"{signal.Signals(number).name}: {text}")
+
+    def leave(number: int) -> None:
+        if number == signal.SIGINT and (exit_code is None or interactive()):
+            raise KeyboardInterrupt
+        received.append(number)
+        sys.exit(code(number))
+
+    def end(number: int) -> None:
+        if interactive() or not waits_for_others or left.wait(LEAVE_SECONDS):
+            return
+        show_cursor()
+        tell(number)
+        os._exit(code(number))
+
+    listener = SignalListener(leave, end)
+    try:
+        yield
+    except SystemExit:
+        if received:
+            tell(received[0])
+        raise
+    finally:
+        left.set()
+        listener.close()
+
+
 class StopSignal:
     """Stores the reason to stop until all ranks check for one; a second signal ends the process.
 
-    A thread receives signals, since the training thread may wait in a collective. The death of the
-    launcher counts as SIGTERM. It never counts as a second signal, since the launcher may have sent
-    a signal before it died.
+    The death of the launcher counts as SIGTERM. It never counts as a second signal, since the
+    launcher may have sent a signal before it died.
 
     `time_limit`: seconds from `started`, a value of `time.monotonic`. `starting`: there is nothing
     to save yet, so the first signal ends the process.
@@ -82,16 +190,9 @@ class StopSignal:
         self.longest = 0.0  # seconds between two checks: a step, or a batch of an evaluation
         self.launched = stops_with_parent()
         self.parent = os.getppid()
-        self.receiver, self.sender = socket.socketpair()
-        self.sender.setblocking(False)
-        self.thread = threading.Thread(target=self.listen, name="signals", daemon=True)
-        self.thread.start()
-        signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, self.handle)
-        os.register_at_fork(after_in_child=restore_signals)
+        self.listener = SignalListener(self.handle, self.receive)
 
-    def handle(self, number: int, _frame: FrameType | None) -> None:
+    def handle(self, number: int) -> None:
         """Store the first signal. Before the first step, it ends the process.
 
         In an interactive session, raise `KeyboardInterrupt` instead, and at a second signal.
@@ -99,7 +200,8 @@ class StopSignal:
         if self.starting:
             if interactive():
                 raise KeyboardInterrupt
-            self.thread.join(LISTENER_SECONDS)  # the thread prints a line and ends the process
+            # the thread prints a line and ends the process
+            self.listener.thread.join(LISTENER_SECONDS)
             raise SystemExit(PREEMPTED)
         if interactive() and self.first and time.monotonic() - self.first > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
@@ -114,14 +216,6 @@ class StopSignal:
             "run; remove one of the two options",
         )
         self.group = host_group(config, accelerator)
-
-    def listen(self) -> None:
-        """Call `receive` for each signal; run by the thread."""
-        with self.receiver:
-            while received := self.receiver.recv(64):
-                for number in received:
-                    if number in SIGNALS:
-                        self.receive(number)
 
     def receive(self, number: int) -> None:
         """Acknowledge the first signal; end the process at a second one or before the first step.
@@ -167,11 +261,7 @@ class StopSignal:
         A signal while the interpreter ends would change the exit code, and the job would not be
         requeued.
         """
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        signal.set_wakeup_fd(-1)
-        self.sender.close()  # ends the thread
-        self.thread.join()
+        self.listener.close(ignore=True)
 
     def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Return whether any rank has a reason to stop, and whether `other` is true on any rank.
@@ -244,13 +334,6 @@ def finish_uploads(
 def interactive() -> bool:
     """Return whether this is a Python prompt or a notebook. A signal must not end it."""
     return hasattr(sys, "ps1")
-
-
-def restore_signals() -> None:
-    """Restore the default handlers in a forked process."""
-    signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def die_with_launcher() -> None:

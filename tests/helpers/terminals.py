@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import select
 import struct
 import subprocess
 import sys
@@ -42,6 +43,7 @@ class Terminal:
         )  # fmt: skip
         os.close(slave)
         self.written = b""
+        self.open = True
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
@@ -53,11 +55,20 @@ class Terminal:
             self.process.kill()
         self.process.wait()
         self.reader.join(10)
+        if self.open:
+            os.close(self.master)
+
+    def hang_up(self) -> None:
+        """Close the terminal, as the end of an ssh session does."""
+        self.open = False
+        self.reader.join(10)
         os.close(self.master)
 
     def read(self) -> None:
         """Collect all output."""
-        while True:
+        while self.open:
+            if not select.select([self.master], [], [], 0.1)[0]:
+                continue
             try:
                 part = os.read(self.master, 65536)
             except OSError:  # the last writer has ended

@@ -29,6 +29,15 @@ def test_first_signal_is_remembered(number: signal.Signals) -> None:
     assert stop.received == number.name
 
 
+def test_a_closed_session_does_not_stop_a_run_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGHUP)
+    stop.ignore()
+    assert stop.received is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> None:
     """Otherwise a `multiprocessing.Pool` would wait for its workers forever."""
     stop = StopSignal()

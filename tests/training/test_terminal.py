@@ -278,6 +278,20 @@ def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_closed_terminal_saves(term: str, small_run: Arguments, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and every write fails from then on."""
+    train = [sys.executable, "-m", "accel_gpt.cli", "train"]
+    long = ["--train.max_steps", "100000", "--eval.every", "0", "--sample.every", "0"]
+    long += ["--checkpoint.every", "0"]
+    with Terminal([*train, *small_run(*long)], cwd=tmp_path, TERM=term) as shell:
+        shell.wait_for("tok/s")
+        shell.hang_up()
+        assert shell.process.wait(60) == 75
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     play = """
 from accel_gpt.training.stopping import StopSignal

@@ -89,15 +89,27 @@ def check_graphs(plan: Plan) -> None:
 
 
 def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
-    """Decide whether to compile; return the decision and the reason."""
+    """Decide whether to compile; return the decision and the reason.
+
+    If a run resumes without compiling and would gain from it here, the reason says how to switch.
+    """
     device = PartialState().device.type
     if config.train.reproducible:
         return False, "train.reproducible is set"
     if device not in COMPILE_SECONDS:
         return False, f"torch.compile on {device} has not been measured"
-    compiled, file = earlier_choice(config, "train.compile")
-    if isinstance(compiled, bool):
-        return compiled, f"as in {file}"
+    earlier, file = earlier_choice(config, "train.compile")
+    if earlier is True:
+        return True, f"as in {file}"
+    gains, reason = gains_from_compiling(config, plan, device)
+    if earlier is None:
+        return gains, reason
+    advice = f"; to compile ({reason}), add --train.compile true" if gains else ""
+    return False, f"as in {file}{advice}"
+
+
+def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool, str]:
+    """Return whether compiling saves more time than it takes, and the reason."""
     matrix_units = requested_precision(config) != "no" and bf16_instructions() == MATRIX_UNITS
     if device == "cpu" and not matrix_units:
         return False, "compiling saves little on a CPU without matrix units for bf16"

@@ -37,11 +37,25 @@ def resolve_precision(config: Config) -> Config:
 
 
 def choose_precision(config: Config) -> tuple[str, str]:
-    """Return the chosen mixed precision, and the reason."""
+    """Return the chosen mixed precision, and the reason.
+
+    If a run resumes in float32 on a device that is faster in another precision, the reason says how
+    to switch.
+    """
     earlier = earlier_precision(config)
-    if earlier:
-        precision, file = earlier
-        return precision, f"as in {file}"
+    if earlier is None:
+        return choose_new_precision(config)
+    precision, file = earlier
+    reason = f"as in {file}"
+    if precision == "no" and not config.train.reproducible:
+        best, why = choose_new_precision(config)
+        if best != "no":
+            reason += f"; to use {best} ({why}), add --train.mixed_precision {best}"
+    return precision, reason
+
+
+def choose_new_precision(config: Config) -> tuple[str, str]:
+    """Return the mixed precision of a run that starts on this device, and the reason."""
     launcher = launcher_precision()
     if launcher != "no":
         return launcher, "set by accelerate launch"

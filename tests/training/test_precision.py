@@ -178,7 +178,33 @@ def test_auto_keeps_the_precision_that_the_launcher_gave_an_earlier_launch(
     longer = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
     assert launch(small_run(*same, *longer, "--train.mixed_precision", "auto")) == 0
     assert saved(tmp_path) == ("no", False)
-    assert f"precision fp32: as in {tmp_path / 'run' / 'run.json'}" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"precision fp32: as in {tmp_path / 'run' / 'run.json'}; to use bf16 (" in shown
+    assert "), add --train.mixed_precision bf16\n" in shown
+
+
+def test_a_run_that_moves_to_a_faster_device_says_how_to_use_it(
+    cpu: Callable[..., None], small_run: Arguments, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cpu("avx2")
+    assert launch(small_run(*AUTO, "--train.max_steps", "3")) == 0
+    plain = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
+    monkeypatch.setattr(
+        precision, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda"))
+    )
+    monkeypatch.setattr(precision, "device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(compilation, "gains_from_compiling", lambda *_: (True, "saves 45%"))
+    capsys.readouterr()
+    assert launch(small_run(*AUTO, *plain)) == 0
+    shown = capsys.readouterr().err
+    file = tmp_path / "run" / "config.yaml"
+    bf16 = "to use bf16 (NVIDIA H100 has matrix units for it), add --train.mixed_precision bf16"
+    assert f"auto     precision fp32: as in {file}; {bf16}\n" in shown
+    compiled = "to compile (saves 45%), add --train.compile true"
+    assert f"auto     not compiled: as in {file}; {compiled}\n" in shown
+    assert saved(tmp_path) == ("no", False)
 
 
 @pytest.mark.parametrize("compiler", ["works", "fails"])

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Literal
 
 from accel_gpt.errors import UserError, require
@@ -224,9 +225,24 @@ def is_slurm_task() -> bool:
     """
     if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
         return False
-    in_terminal = "SLURM_PTY_PORT" in os.environ and os.isatty(0)
     special = slurm_number("SLURM_STEP_ID") >= FIRST_SPECIAL_STEP
-    return slurm_number("SLURM_STEP_NUM_TASKS") > 1 and not special and not in_terminal
+    return slurm_number("SLURM_STEP_NUM_TASKS") > 1 and not special and not in_pty_step()
+
+
+def in_pty_step() -> bool:
+    """Return whether `srun --pty` started this step, as a shell on a terminal.
+
+    Programs of the shell count too if their streams are redirected, as by nohup. A step that starts
+    inside the shell inherits its variables, but its task has no terminal.
+    """
+    if "SLURM_PTY_PORT" not in os.environ:
+        return False
+    task = Path("/proc", os.environ.get("SLURM_TASK_PID", "unknown"), "stat")
+    try:
+        fields = task.read_text(errors="replace").rpartition(")")[2].split()
+        return fields[4] != "0"  # tty_nr; proc_pid_stat(5)
+    except (OSError, IndexError):
+        return True  # the shell has ended
 
 
 def slurm_number(name: str) -> int:

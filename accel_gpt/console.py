@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -50,6 +51,13 @@ def open_closed_streams() -> None:
     os.close(file)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open to the end
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115 - open to the end
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Make standard streams that are not UTF-8 escape other characters, as \\u2615."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def write_out(text: str) -> None:
@@ -299,6 +307,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     A user's mistake, a full disk, or a path that cannot be opened becomes one sentence on stderr.
     """
     open_closed_streams()
+    escape_what_cannot_be_encoded()
     if signal.getsignal(signal.SIGINT) is exit_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

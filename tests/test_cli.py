@@ -1,5 +1,6 @@
 """The commands as a user types them, and their output."""
 
+import io
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from accel_gpt.cli import dispatch
-from accel_gpt.console import run_main
+from accel_gpt.console import run_main, write_err, write_out
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
 
@@ -141,6 +142,33 @@ def test_smoke_goes_through_all_and_leaves_nothing(
     assert "resuming" in told.err
     assert sorted(tmp_path.iterdir()) == before
     assert call("train", *small_run("--smoke", "--data.train", "nowhere")) == 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("latin-1", "\xe9 \\u2615 \\udc80"),
+        ("ascii", "\\xe9 \\u2615 \\udc80"),
+        ("utf-8", "\xe9 \N{HOT BEVERAGE} \\udc80"),
+    ],
+)
+def test_a_stream_escapes_what_its_encoding_lacks(
+    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors="strict") for _ in range(2)]
+
+    def main(_: object) -> int:
+        write_out("\xe9 \N{HOT BEVERAGE} \udc80")
+        write_err("\xe9 \N{HOT BEVERAGE} \udc80")
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", streams[0])
+        patch.setattr(sys, "stderr", streams[1])
+        assert run_main(main, []) == 0
+    for stream in streams:
+        stream.flush()
+        assert stream.buffer.getvalue().decode(encoding).strip() == shown  # type: ignore[attr-defined]
 
 
 def test_the_launcher_prints_the_sentence_last(

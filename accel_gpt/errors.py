@@ -61,6 +61,11 @@ def require(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
+def install_extra(extra: str) -> str:
+    """Return advice, for an error, on how to install an optional dependency of this package."""
+    return f"run pip install -e '.[{extra}]' in the clone of accel_gpt"
+
+
 @contextmanager
 def needs_package(name: str) -> Iterator[None]:
     """Turn an `ImportError` into a `UserError` that says what to install."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, install_extra, require
 
 RESAMPLES = 1000  # makes bootstrapped standard errors accurate to about 2 %
 AUTOCAST = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
@@ -30,8 +30,7 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
     """
     require(
         importlib.util.find_spec("lm_eval") is not None,
-        "tasks need lm-evaluation-harness but it is not installed; "
-        "pip install 'accel-gpt[lm-eval]'",
+        f"tasks need lm-evaluation-harness but it is not installed; {install_extra('lm-eval')}",
     )
     require(
         path is None or Path(path).is_dir(),

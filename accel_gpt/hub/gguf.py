@@ -29,7 +29,7 @@ from torch.nn import Module
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, FORMER_PATTERN, PATTERN
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, install_extra, require
 from accel_gpt.hub.as_qwen3 import convert_to_qwen3
 from accel_gpt.hub.export import compare_in_child, compared_tokens, warn_of_template
 from accel_gpt.hub.hf_config import matching_preset
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 LLAMA_CPP = "xllamacpp"  # the Python package that holds llama.cpp
-INSTALL = "pip install -c constraints.txt -e '.[gguf]'"
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens in a GGUF file
 # llama.cpp rejects a byte-level tokenizer without merges. It merges from single characters, so this
 # pair never occurs.
@@ -133,7 +132,7 @@ def export_gguf(
     """
     require(
         importlib.util.find_spec("gguf") is not None,
-        f"--gguf needs the package gguf: {INSTALL}",
+        f"--gguf needs the package gguf but it is not installed; {install_extra('gguf')}",
     )
     check_file(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
@@ -500,7 +499,7 @@ def prove_equal_gguf(
     file. Without llama.cpp, nothing is compared.
     """
     if importlib.util.find_spec(LLAMA_CPP) is None:
-        return f"not compared: llama.cpp is not installed ({INSTALL})"
+        return f"not compared: llama.cpp is not installed; {install_extra('gguf')}"
     reference = gguf_reference(model, written_model, tokens, dtype)
     texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
     texts += [f"a {token} b{token}" for token in vocabulary.added]

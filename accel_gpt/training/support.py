@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, LoggerType, parse_flag_from_env
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
-from accel_gpt.errors import require
+from accel_gpt.errors import install_extra, require
 from accel_gpt.launcher import (
     PRECISIONS,
     launcher_precision,
@@ -25,6 +25,7 @@ from accel_gpt.training.precision import requested_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 FP8_CAPABILITY = (8, 9)  # Ada, the first with fp8 products: lists of torchao and NVIDIA
+TRACKER_EXTRAS = ("wandb", "trackio")  # trackers that are extras of this package
 USE_ENGINE = "use plain processes (DDP) or FSDP version 2"
 USE_BLOCKS = "set train.activation_checkpointing blocks"
 
@@ -170,15 +171,16 @@ def check_fp8(config: Config) -> None:
         major, minor = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
         problems.append(f"{name} has compute capability {major}.{minor}, less than 8.9")
+    missing = "the package torchao is not installed"
     if find_spec("torchao") is None:
-        problems.append("the package torchao is not installed")
+        problems.append(missing)
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO")
     if backend not in ("NO", "AO"):
         problems.append(f"the fp8 backend of the accelerate config is {backend}, not AO")
-    require(
-        not problems,
-        f"mixed_precision is fp8 but {' and '.join(problems)}; set train.mixed_precision to bf16",
-    )
+    advice = "set train.mixed_precision to bf16"
+    if problems == [missing]:
+        advice = f"{install_extra('torchao')}, or {advice}"
+    require(not problems, f"mixed_precision is fp8 but {' and '.join(problems)}; {advice}")
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
@@ -191,4 +193,5 @@ def check_trackers(names: tuple[str, ...]) -> None:
             f"log.trackers has {name!r}; choose from {', '.join(known)}, and repeat --log.trackers "
             "for several",
         )
-        require(name in usable, f"log.trackers has {name} but it is not installed; pip install it")
+        install = install_extra(name) if name in TRACKER_EXTRAS else f"run pip install {name}"
+        require(name in usable, f"log.trackers has {name} but it is not installed; {install}")

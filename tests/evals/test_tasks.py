@@ -149,7 +149,7 @@ def test_a_group_is_loaded_once_and_data_that_are_missing_are_named(tasks: Path)
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'accel-gpt\[lm-eval\]'"):
+    with pytest.raises(UserError, match=r"; run pip install -e '\.\[lm-eval\]' in the clone"):
         open_tasks(["piqa"], None)
 
 

@@ -1,5 +1,6 @@
 """GGUF files: llama.cpp opens models and tokenizers of every kind."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -400,4 +401,7 @@ def test_without_llama_cpp_nothing_is_compared(
     monkeypatch.setattr(exporting, "LLAMA_CPP", "no_such_package")
     run = str(trained(*QUICK, "--model.preset", "llama"))
     exported = exporting.export_gguf(run, tmp_path / "model.gguf")
-    assert exported.compared.startswith("not compared: ")
+    assert exported.compared.startswith("not compared: llama.cpp is not installed; run pip install")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"gguf but it is not .*; run pip install -e '\.\[gguf\]'"):
+        exporting.export_gguf(run, tmp_path / "other.gguf")

@@ -273,7 +273,11 @@ def test_fp8_on_a_cpu_is_refused(
     [
         ((8, 0), True, "A100 has compute capability 8.0, less than 8.9; set"),
         ((8, 0), False, "less than 8.9 and the package torchao is not installed"),
-        ((9, 0), False, "fp8 but the package torchao is not installed"),
+        (
+            (9, 0),
+            False,
+            r"not installed; run pip install -e '\.\[torchao\]' in the clone of accel_gpt, or set",
+        ),
         ((8, 9), True, None),
     ],
 )
@@ -289,6 +293,23 @@ def test_what_fp8_lacks_is_named(
         return
     with pytest.raises(UserError, match=message):
         support.check_fp8(FP8)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "advice"),
+    [
+        ("wandb", "run pip install -e '.[wandb]' in the clone of accel_gpt"),
+        ("trackio", "run pip install -e '.[trackio]' in the clone of accel_gpt"),
+        ("mlflow", "run pip install mlflow"),
+    ],
+)
+def test_a_missing_tracker_is_named_with_the_command_that_installs_it(
+    tracker: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "get_available_trackers", list)
+    with pytest.raises(UserError) as raised:
+        support.check_trackers((tracker,))
+    assert str(raised.value) == f"log.trackers has {tracker} but it is not installed; {advice}"
 
 
 # --------------------------------------------------------------------------- compiled code

@@ -180,6 +180,8 @@ def describe_path(path: str | Path) -> str:
         return "is a file"
     if path.is_dir():
         return "is a folder"
+    if path.is_fifo():
+        return "is a pipe, which can be read only once"
     if path.exists():
         return "is neither a file nor a folder"
     return "does not exist"

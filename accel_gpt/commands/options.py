@@ -165,7 +165,16 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
             PrepareCommand, ["--path", argument, *arguments], "accel-gpt prepare PATH"
         )
     check_utf8("RECIPE", argument)
-    values = read_values(PrepareCommand, str(resolve_config(argument, "data")), arguments)
+    path = str(resolve_config(argument, "data"))
+    try:
+        values = read_values(PrepareCommand, path, arguments)
+    except UserError as error:
+        if is_pipe(path) and path in str(error):
+            raise UserError(
+                f"{path} is a pipe and holds no recipe; to prepare a text, write it to a file and "
+                "give its path, because a pipe can be read only once"
+            ) from None
+        raise
     return build(PrepareCommand, values)
 
 

@@ -46,6 +46,7 @@ FEWEST = 16  # ids; with fewer, zeros at every second place may be chance
 HEADERS = ((20240520, 1, "<u2", "gpt2"), (20240801, 7, "<u4", None))
 EVALUATION = 20240522  # magic of files with questions and answers, such as hellaswag_val.bin
 HEADER_BYTES = 1024
+NPY_MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,12 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
 def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
     """Describe a one-dimensional .npy array."""
     path = folder.fetch(name)
+    if folder.size(name) >= HEADER_BYTES and not read_at(path, 0, 6).startswith(NPY_MAGIC):
+        raise DataError(
+            f"{path} has no header of NumPy; if it holds raw ids, as OLMo's files do, save them "
+            "with their type, for example numpy.save(path, numpy.fromfile(path, 'uint16')); "
+            "otherwise restore it"
+        )
     dtype, tokens, offset = npy_header(path)
     if dtype.str not in ("<u2", "<u4", "<i4"):
         raise DataError(

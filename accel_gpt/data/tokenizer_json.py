@@ -21,6 +21,7 @@ from accel_gpt.records import read_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
+MODEL_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it.
@@ -72,12 +73,36 @@ def read_file(where: Path) -> tuple[str, Any]:
     there is no tokenizer, `DataError` if it is not JSON.
     """
     if where.exists():
+        if where.name != FILE and not begins_an_object(where):
+            raise other_model(where)
         content = read_object(where, DataError)
         return where.read_bytes().decode(), content
     joined = join_two_files(where.parent) if where.name == FILE else None
     if joined is None:
+        for name in MODEL_FILES:
+            if where.with_name(name).is_file():
+                raise other_model(where.with_name(name))
         raise UserError(f"there is no tokenizer at {where}; give the path of a {FILE}")
     return json.dumps(joined, ensure_ascii=False), joined
+
+
+def begins_an_object(where: Path) -> bool:
+    """Return whether a file begins as a JSON object, or cannot be read."""
+    try:
+        with where.open("rb") as file:
+            start = file.read(1000)
+    except OSError:
+        return True
+    return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+
+
+def other_model(where: Path) -> UserError:
+    """Return the error for a file of another format, such as SentencePiece's tokenizer.model."""
+    return UserError(
+        f"{where} is not a {FILE}; if it is a SentencePiece or tiktoken model, write one with "
+        "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), where FOLDER "
+        "holds the files of the model; or give its Hub id (user/name)"
+    )
 
 
 def join_two_files(folder: Path) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_s
 from accel_gpt.training.run_folder import RunFolder
 
 SMALL_FILES = ("config.json", *HUB_FILES)
+PICKLES = (".pt", ".pth", ".ckpt")  # endings of files that torch.save writes
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
@@ -82,16 +83,30 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
             f"{name} on the Hub has no config.json; expected a model in transformers format",
         )
         return Pretrained(name, folder, is_checkpoint=False, on_hub=True)
-    require(folder.is_dir(), f"{name} is a file; give the folder of a run or of a model")
+    if not folder.is_dir():
+        raise not_a_model(name, folder)
     is_run = any(map(is_checkpoint, RunFolder(folder).checkpoints.values()))
     if (folder / "config.json").is_file() and not is_run:
         return Pretrained(name, folder, is_checkpoint=False)
-    require(
-        is_checkpoint(folder) or (folder / "checkpoints").is_dir(),
-        f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
-        "nor config.json",
-    )
+    if not (is_checkpoint(folder) or (folder / "checkpoints").is_dir()):
+        raise not_a_model(name, folder)
     return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
+
+
+def not_a_model(name: str, path: Path) -> UserError:
+    """Return the error for a path that holds no model."""
+    weights = path if path.is_file() else path / "ckpt.pt"
+    if weights.is_file() and weights.suffix in PICKLES:
+        return UserError(
+            f"{weights} holds the weights of another trainer; write them as a folder of "
+            "transformers and give that folder; docs/how-to/from-nanogpt.md shows it for nanoGPT"
+        )
+    if path.is_file():
+        return UserError(f"{name} is a file; give the folder of a run or of a model")
+    return UserError(
+        f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
+        "nor config.json"
+    )
 
 
 def check_initial_tokenizer(config: Config) -> None:

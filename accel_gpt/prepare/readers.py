@@ -37,6 +37,7 @@ State = dict[str, Any]
 CHUNK_BYTES = 1 << 20  # bytes of a file read at once
 BATCH_ROWS = 64  # rows of Parquet decoded at once
 STATE_ROWS = 1000  # rows of a data set between two states; a resume repeats at most this many
+TOP_LEVEL = "only a column at the top level is read, so move it there"
 LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is not a document
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")
 # Errors that decompression and Arrow raise for damaged files
@@ -49,6 +50,15 @@ DAMAGE = (
     NotImplementedError,
     KeyError,
     MemoryError,
+)
+
+
+# Marks at the start of a text in another encoding than UTF-8; UTF-32's begins with UTF-16's
+ENCODINGS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
 )
 
 
@@ -88,11 +98,12 @@ class DamagedError(DataError):
 def open_file(path: Path, source: str) -> Iterator[BinaryIO]:
     """Open a file for reading, and decompress it if its name ends in .gz, .bz2, .xz or .zst.
 
-    Errors of reading and decompressing become a `DataError` that names the file.
+    Text and JSON lines in UTF-16 or UTF-32 with a byte order mark are read as UTF-8. Errors of
+    reading and decompressing become a `DataError` that names the file.
     """
     try:
         with path.open("rb") as raw, decompress(raw, path.name.lower()) as file:
-            yield file
+            yield as_utf8(file) if source in ("text", "jsonl") else file
     except AccelGPTError:
         raise
     except DAMAGE as error:
@@ -119,6 +130,39 @@ def decompress(raw: BinaryIO, name: str) -> BinaryIO:
         stream = pa.CompressedInputStream(raw, "zstd")
         return cast(BinaryIO, io.BufferedReader(stream, CHUNK_BYTES))
     return raw
+
+
+class Utf8Reader(io.RawIOBase):
+    """Read a file in another encoding as UTF-8."""
+
+    def __init__(self, file: BinaryIO, encoding: str) -> None:
+        self.file = file
+        self.decoder = codecs.getincrementaldecoder(encoding)()
+        self.rest = b""
+
+    def readable(self) -> bool:
+        """Return that the file can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with UTF-8; return the number of bytes, 0 at the end of the file."""
+        data = b"x"
+        while data and not self.rest:
+            data = self.file.read(CHUNK_BYTES)
+            self.rest = self.decoder.decode(data, final=not data).encode()
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
+        return count
+
+
+def as_utf8(file: BinaryIO) -> BinaryIO:
+    """Return a file that reads as UTF-8, decided by the byte order mark."""
+    start = cast(io.BufferedReader, file).peek(4)
+    for mark, encoding in ENCODINGS:
+        if start.startswith(mark):
+            return cast(BinaryIO, io.BufferedReader(Utf8Reader(file, encoding), CHUNK_BYTES))
+    return file
 
 
 # --------------------------------------------------------------------------- text
@@ -240,20 +284,37 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str) 
             f"line {number} of {where} is {row!r:.50}; expected an object such as "
             f'{{"{field}": "..."}} (jq -c \'.[]\' converts an array)'
         )
-    check_column(field, f"line {number} of {where}", row)
+    flatten = "jq -c '{{text: .{}}}' {} > flat.jsonl"
+    check_column(field, f"line {number} of {where}", row, flatten.format(field, where))
     value = row[field]
     if value is None or isinstance(value, str):
         return value or ""
-    raise DataError(f"line {number} of {where} has {value!r:.50} in column {field}; expected text")
+    advice = ""
+    if isinstance(value, dict) and value:
+        inner = next((key for key in value if isinstance(value[key], str)), next(iter(value)))
+        advice = f"; {TOP_LEVEL}: {flatten.format(f'{field}.{inner}', where)}"
+    raise DataError(
+        f"line {number} of {where} has {value!r:.50} in column {field}; expected text{advice}"
+    )
 
 
-def check_column(field: str, where: object, columns: Iterable[str]) -> None:
-    """Raise `UserError` if the column `field` is missing."""
-    if field not in columns:
+def check_column(field: str, where: object, columns: Iterable[str], flatten: str = "") -> None:
+    """Raise `UserError` if the column `field` is missing.
+
+    `flatten`: a command that moves a column from inside another one to the top level.
+    """
+    if field in columns:
+        return
+    outer = field.partition(".")[0]
+    if flatten and outer in columns:
         raise UserError(
-            f"data.prepare.text_field is {field!r}, but {where} has no such column; set it to one "
-            f"of its columns: {', '.join(columns)}"
+            f"data.prepare.text_field is {field!r}, which lies inside the column {outer} of "
+            f"{where}; {TOP_LEVEL}: {flatten}"
         )
+    raise UserError(
+        f"data.prepare.text_field is {field!r}, but {where} has no such column; set it to one of "
+        f"its columns: {', '.join(columns)}"
+    )
 
 
 # --------------------------------------------------------------------------- Parquet, Arrow
@@ -307,13 +368,22 @@ def check_type(schema: Any, field: str, path: Path) -> None:
     """Raise an error unless the column exists exactly once and holds text or bytes."""
     import pyarrow as pa
 
-    check_column(field, path, schema.names)
+    flatten = (
+        f"python -c \"import datasets; datasets.Dataset.from_parquet('{path}').flatten()"
+        f".to_parquet('flat.parquet')\", which names it {{}}"
+    )
+    check_column(field, path, schema.names, flatten.format(field))
     count = schema.names.count(field)
     if count > 1:
         raise DataError(f"{path} has {count} columns {field}; expected one")
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
+    if pa.types.is_struct(kind) and kind.num_fields:
+        inner = flatten.format(f"{field}.{kind.field(0).name}")
+        raise DataError(
+            f"column {field} of {path} holds {kind}; expected text; {TOP_LEVEL}: {inner}"
+        )
     if str(kind) not in TEXT_TYPES:
         raise DataError(f"column {field} of {path} holds {kind}; expected text")
 

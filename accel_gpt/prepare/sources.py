@@ -25,6 +25,7 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import describe_path, read_json
+from accel_gpt.prepare.readers import ENCODINGS
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
@@ -38,6 +39,8 @@ DATA_ENDINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 # Endings of files that hold text. A .json file in the same folder only describes them.
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".js")
 COMPRESSED_TEXT = tuple(a + b for a in TEXT_ENDINGS for b in COMPRESSIONS)
+TABLE_ENDINGS = tuple(a + b for a in (".csv", ".tsv") for b in ("", *COMPRESSIONS))
+TABLE = "table"
 BINARY = "binary"
 SNIFFED_BYTES = 8192  # bytes at the start of a file that are checked for binary content
 TEXT_CONTROLS = frozenset(b"\a\b\t\n\f\r\x1b")  # control characters that text may hold
@@ -134,8 +137,9 @@ def guess_source(path: str) -> SourceKind:
     if is_saved(Path(path).expanduser()):
         return "arrow"
     if is_url(path):
-        name = path.split("?")[0].split("#")[0]
-        return cast(SourceKind, kind_of_name(name) or "text")
+        kind = kind_of_name(path.split("?")[0].split("#")[0])
+        require(kind != TABLE, is_table(path))
+        return cast(SourceKind, kind or "text")
     return select_files(path).source
 
 
@@ -204,10 +208,12 @@ def select_files(path: str, source: SourceKind = "auto") -> Selection:
         return Selection(path=path, source=source, files=[Path(local)])
     found, skipped = list_files(path)
     kinds = {file: kind_of_file(file) for file in found}
+    if source == "text":  # a table is read as text on request only
+        kinds = {file: "text" if kind == TABLE else kind for file, kind in kinds.items()}
     chosen = largest_kind(kinds) if source == "auto" else source
     files = [file for file in found if kinds[file] == chosen]
     if not files and not os.path.isdir(local):
-        files = [file for file in found if chosen != "text" or kinds[file] != BINARY]
+        files = [f for f in found if chosen != "text" or kinds[f] not in (BINARY, TABLE)]
     read = set(files)
     groups = group_files([file for file in found if file not in read], kinds)
     if not files:
@@ -288,7 +294,7 @@ def folder_reason(folder: Path) -> str:
 
 
 def kind_of_file(path: Path) -> str:
-    """Return the kind of source of a file, or `BINARY`."""
+    """Return the kind of source of a file, or `TABLE` or `BINARY`."""
     if kind := kind_of_name(path.name):
         return kind
     status = path.stat()
@@ -296,10 +302,12 @@ def kind_of_file(path: Path) -> str:
 
 
 def kind_of_name(name: str) -> str:
-    """Return the kind of source by the ending of a name; empty if the ending is unknown."""
+    """Return the kind of source by the ending of a name, or `TABLE`; empty if it is unknown."""
     for kind, endings in DATA_ENDINGS.items():
         if name.lower().endswith(endings):
             return kind
+    if name.lower().endswith(TABLE_ENDINGS):
+        return TABLE
     return "text" if name.lower().endswith(COMPRESSED_TEXT) else ""
 
 
@@ -307,7 +315,8 @@ def kind_of_name(name: str) -> str:
 def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
     """Return whether the start of a file looks binary.
 
-    A binary file holds a zero byte, or is not UTF-8 and holds control characters. Text in another
+    A binary file holds a zero byte, or is not UTF-8 and holds control characters. It has no byte
+    order mark of UTF-16 or UTF-32. Text in another
     encoding does not count as binary; reading it raises an error with the first invalid byte.
     `size` and `mtime_ns` are part of the cache key, so a changed file is read again.
     """
@@ -318,6 +327,8 @@ def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
             start = file.read(SNIFFED_BYTES)
     except OSError:
         return False  # reading the file raises the error later
+    if start.startswith(tuple(mark for mark, _ in ENCODINGS)):
+        return False
     if b"\0" in start:
         return True
     try:
@@ -332,7 +343,7 @@ def largest_kind(kinds: Mapping[Path, str]) -> SourceKind:
 
     If another file has the ending of a kind, .json files do not count.
     """
-    readable = {file: kind for file, kind in kinds.items() if kind != BINARY}
+    readable = {file: kind for file, kind in kinds.items() if kind not in (BINARY, TABLE)}
     known = [
         file
         for file in readable
@@ -371,11 +382,15 @@ def kind_reason(kind: str) -> str:
     """Return the reason why files of a kind are left out."""
     if kind == BINARY:
         return "binary, not UTF-8 text"
+    if kind == TABLE:
+        return "a table; to read one of its columns, write it as JSON lines"
     return f"{kind}; set source to {kind} to read it instead"
 
 
 def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
     """Return the error message for a path that holds no file of the source's kind."""
+    if source == "text" and any(group.reason == kind_reason(TABLE) for group in groups):
+        return is_table(path)
     if os.path.isfile(os.path.expanduser(path)):
         return (
             f"data.prepare.path is {path}, but it is binary, not UTF-8 text; give a file of text, "
@@ -393,6 +408,16 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
     return (
         f"{problem}, only {files} that {source} does not read ({endings or 'without an ending'}); "
         "give another folder, or set data.prepare.source to another kind"
+    )
+
+
+def is_table(path: str) -> str:
+    """Return the error message for a path that holds tables."""
+    return (
+        f"data.prepare.path is {path}, a table; write it as JSON lines, for example with python -c "
+        f"\"import datasets; datasets.Dataset.from_csv('{path}').to_json('table.jsonl')\", give "
+        "that file, and set data.prepare.text_field to the column of the text; to read the table "
+        "as it is, set data.prepare.source to text"
     )
 
 

@@ -274,6 +274,16 @@ def test_two_files_of_another_tokenizer_are_refused(vocabulary: str, tmp_path: P
         load_tokenizer(tmp_path / "other.json")
 
 
+@pytest.mark.parametrize("given", ["tokenizer.model", ""])
+def test_a_model_of_sentencepiece_is_refused_with_the_way_to_convert_it(
+    given: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02" * 50)
+    with pytest.raises(UserError, match=r"tokenizer\.model is not a .*save_pretrained") as error:
+        load_tokenizer(tmp_path / given)
+    assert error.value.exit_code == 2
+
+
 def test_what_differs_from_gpt2_is_not_gpt2(gpt2_content: Any) -> None:
     model, end = gpt2_content["model"], gpt2_content["added_tokens"][0]
     vocabulary, split = model["vocab"], gpt2_content["pre_tokenizer"]
@@ -510,7 +520,7 @@ def test_which_token_ends_a_document(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": config}))
     tokenizer = load_tokenizer(path)
     assert tokenizer.eot == end
-    ids = tokenizer.encode_pieces([("a", True)])[0].tolist()
+    ids = tokenizer.encode_pieces([("a", True, True)])[0].tolist()
     assert (len(ids), tokenizer.decode(ids[1:])) == (2, end)
 
 

@@ -1,6 +1,8 @@
 """Start from another model: folders of transformers, runs, the Hub; and errors."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tests.hub.test_convert import make_theirs
 from tests.hub.test_export import QUICK
 
 Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 
 
@@ -316,6 +319,34 @@ def test_a_folder_that_cannot_be_loaded_is_one_sentence(
         file.write_bytes(content)
     with pytest.raises((UserError, CheckpointError), match=message):  # before memory is allocated
         load_pretrained(str(folder))
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_nanogpt_is_refused_with_the_way_that_the_docs_show(
+    saved: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    theirs = make_theirs("GPT2", SHAPE | {"activation_function": "gelu"})
+    weights = {}
+    for name, tensor in theirs.state_dict().items():
+        linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        if name.endswith(".bias"):  # nanoGPT's bias=False
+            tensor.zero_()
+        else:
+            weights[f"_orig_mod.{name}"] = tensor.T.clone() if linear else tensor
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": 257}
+    Path("out").mkdir()
+    torch.save({"model": weights, "model_args": shape}, "out/ckpt.pt")
+    for name in ("out", "out/ckpt.pt"):
+        with pytest.raises(UserError, match=r"out/ckpt\.pt holds .*docs/how-to/from-nanogpt\.md"):
+            load_pretrained(name)
+    page = (ROOT / "docs/how-to/from-nanogpt.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    subprocess.run([sys.executable, "-c", code], check=True)
+    export_tokenizer(BytesTokenizer(), Path("out/transformers"), 64)
+    ours, _ = load_pretrained("out/transformers")
+    tokens = draw()
+    assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("other", ["checkpoints/checkpoint-500/", "checkpoints/step_00000500/"])

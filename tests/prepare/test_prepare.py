@@ -209,6 +209,23 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     assert content(out) == before
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"text": "a"}\n{"text": "b"}\n', b'{"text": "a"}', b"a word"]
+)
+def test_a_text_from_process_substitution_is_refused_with_the_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "wb") as pipe:
+        pipe.write(content)
+        pipe.close()
+        words = ["prepare", f"/dev/fd/{reading}", "--source", "jsonl", "--out", str(tmp_path / "x")]
+        assert run_here(dispatch, words) == 2
+    assert "is a pipe and holds no recipe; to prepare a text, write it to a file" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_missing_source_fails_before_anything_is_made(tmp_path: Path, out: Path) -> None:
     with pytest.raises(UserError, match="but it does not exist"):
         prepare(PrepareConfig(source="text", path=str(tmp_path / "none")), out)

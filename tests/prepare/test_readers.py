@@ -74,6 +74,11 @@ def test_json_lines_are_read_plain_and_compressed(tmp_path: Path, name: str, end
         (b'{"text": \n', r"line 2 of .*x\.jsonl is not JSON: Expecting value.*jq -c"),
         (b"[" * 100_000 + b"\n", r"line 2 of .*x\.jsonl is not JSON"),
         (b'["text"]\n', r"line 2 of .*x\.jsonl is \['text'\]; expected an object"),
+        (
+            b'{"text": {"en": "a"}}\n',
+            r"has \{'en': 'a'\} in column text; expected text; only a column at the top level is "
+            r"read, so move it there: jq -c '\{text: \.text\.en\}' .*x\.jsonl >",
+        ),
         (b'{"text": 3}\n', r"line 2 of .*x\.jsonl has 3 in column text; expected text"),
         (b'{"text": "\xff"}\n', r"x\.jsonl is not UTF-8: byte 0xff at offset 25, in line 2"),
         (b'{"text": "' + b"x" * 5000 + b'"}\n', r"line 2 of .*x\.jsonl is longer than 200 bytes"),
@@ -91,6 +96,48 @@ def test_a_bad_line_is_named_by_its_number_or_skipped(
         read(path, "jsonl")
     assert after_skips(path, "jsonl") == (["ab", "b"], 1)
     assert read(path, "jsonl", skip_invalid=True) == ["ab", "b"]
+
+
+def test_a_column_inside_another_one_is_refused_with_the_way_to_the_top(tmp_path: Path) -> None:
+    rows = [{"data": {"text": "deep"}}]
+    (tmp_path / "x.jsonl").write_text(json.dumps(rows[0]))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    inside = r"'data\.text', which lies inside the column data of .*, so move it there: "
+    for name, source, command in (
+        ("x.jsonl", "jsonl", r"jq -c '\{text: \.data\.text\}' "),
+        ("x.parquet", "parquet", r".*flatten\(\).*which names it data\.text"),
+    ):
+        with pytest.raises(UserError, match=inside + command):
+            read(tmp_path / name, source, text_field="data.text")
+    with pytest.raises(DataError, match=r"column data of .* holds struct.*which names it data\.t"):
+        read(tmp_path / "x.parquet", "parquet", text_field="data")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_text_with_the_mark_of_another_encoding_is_read(
+    tmp_path: Path, encoding: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 37)
+    text = "".join(f"Zeile {i}: é 👍 中文\r\n" for i in range(100))
+    for name, content in (("a.txt", text), ("b.jsonl", json.dumps({"text": text}))):
+        path = tmp_path / f"{name}{ending}"
+        path.write_bytes(compress(f"\ufeff{content}".encode(encoding), ending))
+        expected = tmp_path / f"{encoding}{ending}.{name}"
+        expected.write_text(content, newline="")
+        source = guess_source(str(path))
+        assert read(path, source) == [text.replace("\r\n", "\n")]
+        pieces = [piece.text for piece in read_pieces(asked(path, source))]
+        assert pieces == [piece.text for piece in read_pieces(asked(expected, source))]
+    whole = list(read_pieces(asked(tmp_path / f"a.txt{ending}", "text")))
+    assert (
+        list(read_pieces(asked(tmp_path / f"a.txt{ending}", "text"), True, whole[0].after))
+        == (whole[1:])
+    )
+    cut = f"\ufeff{text}".encode(encoding)[:-1]
+    (tmp_path / f"cut.txt{ending}").write_bytes(compress(cut, ending))
+    with pytest.raises(DataError, match=r"cut\.txt.* cannot be read completely as text"):
+        read(tmp_path / f"cut.txt{ending}", "text")
 
 
 def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:

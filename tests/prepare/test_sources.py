@@ -551,6 +551,26 @@ def test_the_source_is_guessed_from_endings(tree: Path, tmp_path: Path) -> None:
         guess_source(str(tree / "none.txt"))
     with pytest.raises(UserError, match=r"/dev/null, but it is neither a file nor a folder"):
         guess_source("/dev/null")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(
+        UserError, match=r"pipe, but it is a pipe, which can be read only once; give"
+    ):
+        guess_source(str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv.gz"])
+def test_a_table_is_read_only_as_text_and_on_request(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("id,text\n1,a\n")
+    for asked in (str(path), str(tmp_path), str(tmp_path / "*"), f"https://x.org/{name}?b"):
+        with pytest.raises(UserError, match=r"a table; .*Dataset\.from_csv.*source to text"):
+            guess_source(asked)
+    assert select_files(str(path), "text").files == [path]
+    assert select_files(str(tmp_path), "text").files == [path]
+    (tmp_path / "a.txt").write_text("a")
+    chosen = select_files(str(tmp_path))
+    assert [file.name for file in chosen.files] == ["a.txt"]
+    assert "a table; to read one of its columns" in chosen.lines()[1]
 
 
 def test_bare_json_describes_other_files(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ relative to the writer varies.
 """
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -185,6 +186,25 @@ def describe_path(path: str | Path) -> str:
     if path.exists():
         return "is neither a file nor a folder"
     return "does not exist"
+
+
+def nearest_folder(path: str | Path, marks: Sequence[str]) -> str | None:
+    """Return the folder whose name is most like the missing `path`; None if none is like it.
+
+    Looks in the part of `path` that exists, two levels deep. `marks`: names or globs of files and
+    folders. The folder holds one of them.
+    """
+    path = Path(os.path.expanduser(path))
+    root = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
+    found: dict[str, Path] = {}
+    for pattern in ("*/*", "*"):
+        for one in root.glob(pattern):
+            if os.path.isdir(one):
+                found[one.name] = found[str(one.relative_to(root))] = one
+    for name in difflib.get_close_matches(str(path.relative_to(root)), found, n=10):
+        if any(any(found[name].glob(mark)) for mark in marks):
+            return str(found[name])
+    return None
 
 
 def read_json(path: str | Path) -> Any:

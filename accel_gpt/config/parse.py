@@ -30,6 +30,7 @@ from accel_gpt.files import LARGEST_NUMBER, load_yaml
 T = TypeVar("T")
 Inherit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
+PREPARE = "data.prepare."
 SCHEME = r"[A-Za-z][\w+.-]*://"
 # user:password@ in any URL, and user@ in a web address, where the user is an access token
 PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
@@ -100,8 +101,9 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     """Read the keys that the YAML file at `path` sets, overridden by the options in `argv`.
 
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
-    replaces all keys of the group in the file. If the file is the config.yaml of a run that was
-    moved, its paths are updated.
+    replaces all keys of the group in the file. If an option sets data.train, the file's data.text
+    is dropped, and its data.prepare too, unless an option sets one of its keys. If the file is the
+    config.yaml of a run that was moved, its paths are updated.
     """
     content = read_yaml(path)
     require(
@@ -116,6 +118,11 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
         if any(options.get(key) is not None for key in group):
             for key in group:
                 values.pop(key, None)
+    if "data.train" in options:
+        keeps_prepare = any(key.startswith(PREPARE) for key in options)
+        for key in list(values):
+            if key == "data.text" or (key.startswith(PREPARE) and not keeps_prepare):
+                del values[key]
     values |= options
     return values | own_text(values, options)
 

@@ -32,7 +32,7 @@ def implied_vocab_size(given: Mapping[str, Any]) -> int:
     require(
         size is not None,
         f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
-        f"{subject} is unknown; set model.vocab_size",
+        f"{subject} is unknown; set data.tokenizer or model.vocab_size",
     )
     assert size is not None
     return int(size)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.index import INDEX, is_shard_name
+from accel_gpt.data.index import ENDINGS, INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header, token_dtype
@@ -37,7 +37,6 @@ META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # its names in files of other projects
-ENDINGS = (".bin", ".npy", ".ds")
 RAW = ("train.bin", "val.bin")
 BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
 BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between

@@ -13,10 +13,12 @@ from typing import Any
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.removed import FINETUNE_WITH_TRL
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import describe_path
+from accel_gpt.files import describe_path, nearest_folder
 from accel_gpt.records import parse_record, read_object
 
 INDEX = "dataset.json"
+ENDINGS = (".bin", ".npy", ".ds")  # of token files, ours and those of other projects
+DATA_MARKS = (INDEX, *(f"*{ending}" for ending in ENDINGS))  # a data folder holds one of them
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
 ADVICE = "prepare the data again"
@@ -90,10 +92,14 @@ def check_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     if not folder.exists():
-        raise UserError(
-            f"data folder {folder} does not exist; give an existing folder, or set data.prepare "
-            "(source, path, tokenizer) to prepare it"
-        )
+        near = nearest_folder(folder, DATA_MARKS)
+        advice = f"did you mean {near}?"
+        if near is None:
+            advice = (
+                "give an existing folder, or set data.prepare (source, path, tokenizer) to prepare "
+                "it"
+            )
+        raise UserError(f"data folder {folder} does not exist; {advice}")
     advice = "give the path of a folder"
     if folder.is_file():
         advice = f"prepare a text with accel-gpt prepare {shlex.quote(str(folder))}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, require
+from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ignore_progress
 from accel_gpt.model.generate import all_ended, context_start, do_nothing, stream
 from accel_gpt.model.gpt import GPT
@@ -71,10 +71,25 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 def check_prompts(
     config: SampleConfig, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
 ) -> None:
-    """Raise `UserError` for a prompt that cannot be sampled; warn about prompts that are cut."""
+    """Warn about prompts that the tokenizer cannot encode, and about prompts that are cut."""
     if config.every:
         for prompt in dict.fromkeys(config.prompts):
-            warn_cut(prompt, tokenizer, block_size, warn)
+            try:
+                warn_cut(prompt, tokenizer, block_size, warn)
+            except UserError as error:
+                warn(f"the prompt {prompt!r} is replaced by the start of a document: {error}")
+
+
+def usable_prompt(prompt: str, tokenizer: Tokenizer) -> str:
+    """Return a prompt, or an empty one if the tokenizer cannot encode it.
+
+    The prompts of a config may not fit other data, such as data of few characters.
+    """
+    try:
+        prompt_ids(prompt, tokenizer, tokenizer.vocab_size)
+    except UserError:
+        return ""
+    return prompt
 
 
 def warn_cut(
@@ -257,7 +272,7 @@ def sample(
         texts += write_text(
             model=model,
             tokenizer=tokenizer,
-            prompt=prompt,
+            prompt=usable_prompt(prompt, tokenizer),
             config=config,
             generator=generator,
             done=done,

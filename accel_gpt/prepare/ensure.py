@@ -14,8 +14,9 @@ from typing import TextIO
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
-from accel_gpt.data.index import INDEX
+from accel_gpt.data.index import INDEX, check_folder
 from accel_gpt.data.remote import is_url
+from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
@@ -67,6 +68,9 @@ def is_missing(data: DataConfig) -> bool:
             f"data.train {data.folder} does not exist, and data.prepare.source is not set for "
             f"{text}; set it to text, jsonl, parquet, arrow or dataset",
         )
+        for source in train_paths(data):
+            if not is_url(source.path):
+                check_folder(Path(source.path))
         return False
     require(
         not is_remote,

@@ -1,13 +1,16 @@
 """`data.text`: the options that it sets, its minimum size, and its line ends."""
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import accel_gpt
 from accel_gpt.cli import dispatch
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
@@ -45,6 +48,95 @@ def test_data_are_named_once(tmp_path: Path) -> None:
             load(tmp_path, "--data.text", "a.txt", f"--{key}", "b")
     with pytest.raises(UserError, match=r"data.text is a.txt and data.train is data/y"):
         load(tmp_path, text=", text: a.txt")
+
+
+@pytest.mark.parametrize("train", ["mine", "hf://datasets/user/text", "[{path: a}, {path: b}]"])
+def test_an_option_for_the_data_drops_the_preparation_of_the_file(
+    tmp_path: Path, train: str
+) -> None:
+    words = ("--data.train", train)
+    assert load_config(["shakespeare_char", *words], "test").data.prepare == PrepareConfig()
+    assert load(tmp_path, *words).data.prepare == PrepareConfig()
+    assert load(tmp_path, *words, text=", text: a.txt").data.prepare == PrepareConfig()
+    asked = load(tmp_path, *words, "--data.prepare.tokenizer", "bpe").data.prepare
+    assert (asked.source, asked.tokenizer) == ("stdlib", "bpe")
+
+
+TINY = {
+    "train.max_steps": 2,
+    "train.tokens_per_step": 256,
+    "train.micro_batch_size": 4,
+    "schedule.warmup_steps": 0,
+    "eval.tokens": 64,
+    "model.block_size": 64,
+    "model.n_layer": 1,
+    "sample.max_new_tokens": 2,
+}
+
+
+@pytest.fixture
+def nanogpt_folder(tmp_path: Path) -> Path:
+    """The files of nanoGPT: raw ids, and the characters in meta.pkl."""
+    folder = tmp_path / "data" / "nano"
+    folder.mkdir(parents=True)
+    for name in ("train.bin", "val.bin"):
+        (np.arange(2_000, dtype="<u2") % 60).tofile(folder / name)
+    chars = {chr(65 + i): i for i in range(60)}
+    meta = {"vocab_size": 60, "stoi": chars, "itos": {i: c for c, i in chars.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_a_shipped_config_trains_on_a_data_folder_as_it_is(
+    corpus: Path,
+    nanogpt_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"--{key}={value}" for key, value in TINY.items()]
+    for number, folder in enumerate((corpus, nanogpt_folder)):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        out_dir = f"runs/{number}"
+        own = ["--data.train", str(folder), "--out_dir", out_dir]
+        assert run_here(dispatch, ["train", "quickstart", *words, *own]) == 0
+        told = "the prompt 'def __init__(self' is replaced by the start of a document"
+        assert (told in capsys.readouterr().err) == (folder == nanogpt_folder)
+        run = accel_gpt.run(
+            "quickstart", {**TINY, "data.train": folder, "out_dir": f"{out_dir}_python"}
+        )
+        assert run.metrics.index[-1] == 2
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("data/nanno", "data/nano"),
+        ("dta/nano", "data/nano"),
+        ("nano", "data/nano"),
+        ("data/other", ""),  # it holds no tokens
+        ("nowhere", ""),
+    ],
+)
+def test_a_data_folder_that_does_not_exist_is_told_with_the_nearest(
+    typed: str,
+    nearest: str,
+    nanogpt_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (nanogpt_folder.parent / "others").mkdir()
+    advice = f"did you mean {nearest}?" if nearest else "give an existing folder"
+    for train in (typed, f"[{{path: {typed}}}, {{path: {nanogpt_folder}}}]"):
+        assert run_here(dispatch, ["train", "quickstart", "--data.train", train]) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith(f"error: data folder {typed} does not exist; {advice}")
+    assert not Path(typed).exists()
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,11 @@ from accel_gpt.config.names import HF_TRAINER, LLM_C, NANOGPT
 from accel_gpt.config.parse import leaves, load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.console import format_hours
+from accel_gpt.data.hub_folder import HubFolder
+from accel_gpt.data.remote import TRIES
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
+from accel_gpt.training import reporter
 from accel_gpt.training.metrics import COLUMNS
 from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import THOROUGH, launch
@@ -322,6 +325,19 @@ def pages_of(nav: object) -> Iterator[str]:
     elif isinstance(nav, list):
         for part in nav:
             yield from pages_of(part)
+
+
+def test_numbers_in_the_docs_are_those_of_the_code() -> None:
+    pinned = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    long = f"{reporter.LONG_HOURS * 60:.0f}"
+    short = f"{reporter.SHORT_HOURS * 3600:.0f} s and {reporter.LARGE_SHARE:.0%}"
+    for page, sentence in (
+        ("explanation/data-order", f"{TRIES} attempts (`hf://`: {HubFolder.tries},"),
+        ("explanation/evaluation", f"more than {long} minutes, or more than {short} of the time"),
+        ("get-started/install", f"`pip install {pinned[0]} --index-url URL`"),
+    ):
+        assert sentence in (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def test_every_page_is_in_the_navigation() -> None:

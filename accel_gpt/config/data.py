@@ -75,6 +75,11 @@ class PrepareConfig(
         above=0,
         below=1,
     )
+    separator: str | None = option(
+        None,
+        "Text that separates documents within a file or row, such as <|endoftext|>. It is removed, "
+        "with a line end on each side. null: none.",
+    )
     keep_crlf: bool = option(
         False,
         "Keep Windows line ends (CR LF). false: convert them to LF.",
@@ -102,6 +107,7 @@ class PrepareConfig(
             "vocab_size",
             "a byte-level bpe needs at least 257 (256 bytes and end-of-text)",
         )
+        self.require(self.separator != "", "separator", "an empty text separates nothing")
         if self.source == "stdlib":
             require(
                 not (self.path or self.dataset),

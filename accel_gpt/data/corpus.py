@@ -279,8 +279,8 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
         require(
             start == "scratch",
             f"the vocabulary of {start} has {vocab_size:,} tokens but the tokenizer of {path} has "
-            f"{needed:,}; prepare the data with the tokenizer of {start}, or add rows to the weights "
-            "with transformers: model.resize_token_embeddings(len(tokenizer))",
+            f"{needed:,}; prepare the data with the tokenizer of {start}, or add rows to the "
+            "weights with transformers: model.resize_token_embeddings(len(tokenizer))",
         )
         raise UserError(
             f"model.vocab_size is {vocab_size:,} but the tokenizer of {path} has "

@@ -78,6 +78,8 @@ class Tokenizer(ABC):
     """(V,): UTF-8 bytes of each token's text, 0 for special tokens."""
     config: Mapping[str, Any] = MappingProxyType({})
     """Content of tokenizer_config.json and chat_template.jinja; it does not change any id."""
+    unk_id: int | None = None
+    """The token that stands for unknown text, if there is one."""
     bytes_add_up = True
     """Whether the `token_bytes` of a text's ids sum to its UTF-8 bytes, in form NFC."""
     cuts_at_lines = True
@@ -314,7 +316,7 @@ class HFTokenizer(Tokenizer):
         self.eot_id: int = ids[self.eot]
         self.tokenizer.add_special_tokens([self.eot])  # as transformers does with an eos_token
         model = content["model"]
-        self.unk_id: int | None = ids.get(model.get("unk_token"), model.get("unk_id"))
+        self.unk_id = ids.get(model.get("unk_token"), model.get("unk_id"))
         parts = {k: v for k, v in trained.items() if k not in BESIDE_THE_POINT}
         self.fingerprint = digest("hf", json.dumps(parts, sort_keys=True), [self.eot], [])
         self.token_bytes = self.count_bytes(parts.get("decoder"))

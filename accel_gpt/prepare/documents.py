@@ -6,6 +6,7 @@ files that `select()` of `sources.py` chose; a data set and standard input have 
 
 Splits: if there are fewer than `FEW_TEXTS` text files, the end of each is val, as in nanoGPT.
 Otherwise a hash of each document decides its split, so equal documents are in the same split.
+With a `separator`, each text between two separators is a document, and a hash decides its split.
 
 Standard input (path "-") can be read only once. As jsonl, each line is one object. As text, it is
 cut into pieces of about a megabyte. The end of each piece is val, and end-of-text follows both
@@ -13,6 +14,7 @@ parts.
 """
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +32,10 @@ from accel_gpt.prepare.readers import (
     hub_rows,
     json_lines,
     read_rows,
+    separated_rows,
     text_chunks,
     text_start,
+    whole_text,
 )
 from accel_gpt.prepare.sources import COMPRESSIONS
 
@@ -40,6 +44,7 @@ FEW_TEXTS = 100  # with fewer text files, the end of each file is val
 COMPRESSED = (*COMPRESSIONS, ".parquet")
 EXPANSION = 3  # bytes of text per byte of a compressed file; assumption for prose and code
 STDIN = "standard input"
+LINE_END = re.compile(r"\A\r?\n|\r?\n\Z")  # beside a separator
 SPLITS = ("train", "val")
 
 
@@ -134,7 +139,7 @@ def sample_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Ite
 
 def expected_bytes(config: PrepareConfig, files: Sequence[Path]) -> int | None:
     """Return the bytes of text in the source; None if they are not known in advance."""
-    if not is_text(config) or any(is_compressed(path) for path in files):
+    if not reads_text(config) or any(is_compressed(path) for path in files):
         return None
     return sum(path.stat().st_size for path in files)
 
@@ -144,9 +149,14 @@ def is_compressed(path: Path) -> bool:
     return path.name.lower().endswith(COMPRESSED)
 
 
+def reads_text(config: PrepareConfig) -> bool:
+    """Return whether the source is files of text."""
+    return config.source in ("stdlib", "text") and config.path != "-"
+
+
 def is_text(config: PrepareConfig) -> bool:
     """Return whether each file of the source is one text."""
-    return config.source in ("stdlib", "text") and config.path != "-"
+    return reads_text(config) and config.separator is None
 
 
 def line_ends(config: PrepareConfig, text: str) -> str:
@@ -265,15 +275,20 @@ def row_sources(
         yield 0, stdin_rows(config, start.offset, skipped)
     else:
         for number, path in enumerate(files):
-            if number >= start.file:
+            if number < start.file:
+                continue
+            first = start.offset if number == start.file else 0
+            if config.separator and reads_text(config):
+                rows = separated_rows(whole_text(path), path, config.separator, first, skipped.add)
+            else:
                 rows = read_rows(
                     source=str(config.source),
                     path=path,
                     field=config.text_field,
-                    first=start.offset if number == start.file else 0,
+                    first=first,
                     skip=skipped.add,
                 )
-                yield number, rows
+            yield number, rows
 
 
 def stdin_rows(config: PrepareConfig, first: int, skipped: Skipped) -> Iterator[Row]:
@@ -285,6 +300,9 @@ def stdin_rows(config: PrepareConfig, first: int, skipped: Skipped) -> Iterator[
         yield from json_lines(sys.stdin.buffer, STDIN, config.text_field, first, skipped.add)
         return
     chunks = decode_chunks(sys.stdin.buffer, STDIN, 0)
+    if config.separator:
+        yield from separated_rows(chunks, STDIN, config.separator, first, skipped.add)
+        return
     try:
         for number, text in enumerate(pieces(chunks, BATCH_CHARACTERS, STDIN)):
             if number >= first:
@@ -297,14 +315,14 @@ def document_pieces(
     config: PrepareConfig, find_cut: FindCut | None, file: int, row: Row
 ) -> list[Piece]:
     """Cut a row into pieces. The end of a text from standard input is val, as in a text file."""
-    text = line_ends(config, clean(row.text))
+    text, *others = row_documents(config, row)
     parts: list[tuple[str | None, str]]
-    if config.source == "text":
+    if config.source == "text" and config.separator is None:
         cut = int(len(text) * (1 - config.val_fraction))
         parts = [("train", text[:cut]), ("val", text[cut:])]
         find_cut = None
     else:
-        parts = [(None, text)]  # a hash decides the split
+        parts = [(None, one) for one in (text, *others)]  # a hash decides the split
     found: list[Piece] = []
     for split, part in parts:
         if not part:
@@ -329,6 +347,14 @@ def document_pieces(
     return found
 
 
+def row_documents(config: PrepareConfig, row: Row) -> list[str]:
+    """Return the documents in a row: its text, or the texts between its separators."""
+    text = line_ends(config, clean(row.text))
+    if config.separator is None:
+        return [text]
+    return [LINE_END.sub("", one) for one in text.split(config.separator)]
+
+
 def all_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterator[str]:
     """Yield the texts of the source in order, cut into pieces of about `size` characters."""
     # A count of 1 keeps `skipped` silent: invalid documents are reported when they are tokenized.
@@ -336,8 +362,9 @@ def all_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterat
     if not is_text(config):
         for _, rows in row_sources(config, files, Position(), skipped):
             for row in rows:
-                if row.text:
-                    yield from pieces([line_ends(config, clean(row.text))], size)
+                for text in row_documents(config, row):
+                    if text:
+                        yield from pieces([text], size)
         return
     for path in files:
         try:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from accel_gpt.prepare.documents import (
     sample_texts,
     split_pieces,
 )
+from accel_gpt.prepare.lost_text import LostText
 from accel_gpt.prepare.pieces import FindCut, checked_cuts, find_cut
 from accel_gpt.prepare.readers import Skipped
 from accel_gpt.prepare.recipe import check_same, is_ready, recipe
@@ -139,6 +140,8 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
     sync(folder)
     counts = work.counts() if config.skip_invalid else {}
     write_index(folder, work.tokenizer, splits, requested | counts)
+    for line in work.lost.warnings(work.tokenizer):
+        write_err(f"WARNING: {line}")
 
 
 def fill_empty_split(
@@ -190,8 +193,8 @@ class Preparation:
     """An unfinished data folder whose shards are written from the position in its journal on.
 
     The journal holds the settings (key "asked"), the position in the source, the state of the
-    shard writers, and the `counts()`. Raises `DataError` if the folder holds less than the journal
-    says.
+    shard writers, the `counts()`, and what the tokens do not hold. Raises `DataError` if the folder
+    holds less than the journal says.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class Preparation:
         self.journal = journal
         self.tokenizer = load_tokenizer(folder)
         self.skipped = Skipped(config.skip_invalid, journal["skipped"])
+        self.lost = LostText(**journal["lost"])
         self.writers = {
             name: ShardWriter(
                 folder=folder,
@@ -227,6 +231,7 @@ class Preparation:
             Progress("tokenizing", "bytes", total=total, done=done) as progress,
         ):
             for batch in batches:
+                self.lost.add(batch.lost)
                 full = False
                 for piece in batch.encoded:
                     writer = self.writers[piece.split]
@@ -267,7 +272,12 @@ class Preparation:
         """Sync all added tokens to disk, then write the journal with `changes`."""
         splits = {name: writer.save() for name, writer in self.writers.items()}
         sync(self.folder)
-        self.journal |= {"tokenizer": self.tokenizer.fingerprint, "splits": splits, **changes}
+        self.journal |= {
+            "tokenizer": self.tokenizer.fingerprint,
+            "splits": splits,
+            "lost": asdict(self.lost),
+            **changes,
+        }
         write_file(self.folder / JOURNAL, [json.dumps(self.journal).encode()])
 
 
@@ -302,6 +312,7 @@ def resume_or_start(
             "splits": {},
             "position": Position(),
             "skipped": 0,
+            "lost": {},
         }
         work = Preparation(config, files, folder, journal)
         work.save({})

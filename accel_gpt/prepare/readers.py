@@ -174,6 +174,11 @@ def text_start(path: Path) -> int:
         return len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
 
 
+def whole_text(path: Path) -> Iterator[str]:
+    """Yield a text file as chunks of text, without the byte order mark."""
+    yield from text_chunks(path, text_start(path))
+
+
 def text_chunks(path: Path, start: int, end: int | None = None) -> Iterator[str]:
     """Yield bytes `start` to `end` of a text file as chunks of text, with unchanged line ends.
 
@@ -218,6 +223,32 @@ def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str 
         f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
         f"{offset + error.start}{detail}; convert it, for example with iconv -t UTF-8"
     )
+
+
+def separated_rows(
+    chunks: Iterable[str], where: object, separator: str, first: int, skip: Skip
+) -> Iterator[Row]:
+    """Yield the texts between separators as rows, from number `first` on.
+
+    `where`: the name of the text, for messages. Memory holds the longest row.
+    """
+    number = 0
+    rest = ""
+    try:
+        for chunk in chunks:
+            searched = max(0, len(rest) - len(separator) + 1)
+            rest += chunk
+            if rest.find(separator, searched) < 0:
+                continue
+            *texts, rest = rest.split(separator)
+            for text in texts:
+                if number >= first:
+                    yield Row(number, text)
+                number += 1
+    except DataError as error:
+        skip(f"{error}; the rest of {where} cannot be read either")
+    if number >= first:
+        yield Row(number, rest)
 
 
 # --------------------------------------------------------------------------- JSON lines

@@ -19,6 +19,7 @@ from accel_gpt.data.shards import Tokens
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, Piece
+from accel_gpt.prepare.lost_text import LostText, find_lost_text
 
 # Overhead of a piece between processes, in characters. Assumption: with it, a batch of one-letter
 # documents holds 10,000 pieces instead of a million.
@@ -39,6 +40,7 @@ class Tokenized(NamedTuple):
     """A batch of encoded pieces, and the journal entries to save after they are written."""
 
     encoded: list[Encoded]
+    lost: LostText
     journal: Mapping[str, Any]
 
 
@@ -47,7 +49,7 @@ class Waiting(NamedTuple):
 
     pieces: list[Piece]
     journal: Mapping[str, Any]
-    tokens: Future[list[Tokens]]
+    tokens: Future[tuple[list[Tokens], LostText]]
 
 
 def worker_count(requested: int, total: int | None) -> int:
@@ -129,7 +131,8 @@ def encode_all(
 def result_of(batch: Waiting) -> Tokenized:
     """Wait until a batch is encoded, and return it."""
     encoded = []
-    for piece, tokens in zip(batch.pieces, batch.tokens.result(), strict=True):
+    found, lost = batch.tokens.result()
+    for piece, tokens in zip(batch.pieces, found, strict=True):
         encoded.append(
             Encoded(
                 split=piece.split,
@@ -138,7 +141,7 @@ def result_of(batch: Waiting) -> Tokenized:
                 utf8_bytes=len(piece.text.encode()),
             )
         )
-    return Tokenized(encoded, batch.journal)
+    return Tokenized(encoded, lost, batch.journal)
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -156,9 +159,20 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def encode_batch(folder: Path, texts: list[tuple[str, bool, bool]]) -> list[Tokens]:
-    """Encode each (text, begins a document, ends a document); runs in a worker process."""
-    return cached_tokenizer(folder).encode_pieces(texts)
+def encode_batch(
+    folder: Path, texts: list[tuple[str, bool, bool]]
+) -> tuple[list[Tokens], LostText]:
+    """Encode each (text, begins a document, ends a document); runs in a worker process.
+
+    Returns the tokens of each text, and what they do not hold.
+    """
+    tokenizer = cached_tokenizer(folder)
+    encoded = tokenizer.encode_pieces(texts)
+    lost = LostText()
+    for (text, _, last), tokens in zip(texts, encoded, strict=True):
+        ended = last and tokenizer.eot_id is not None
+        lost.add(find_lost_text(tokenizer, text, tokens[:-1] if ended else tokens))
+    return encoded, lost
 
 
 @functools.cache

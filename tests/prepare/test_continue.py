@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -55,6 +56,15 @@ def config(tmp_path: Path) -> PrepareConfig:
         shard_tokens=900,
         workers=1,
     )
+
+
+@pytest.fixture
+def separated(config: PrepareConfig) -> PrepareConfig:
+    """The same documents in a text file, between separators."""
+    lines = Path(str(config.path)).read_text().splitlines()
+    path = Path(str(config.path)).with_name("b.txt")
+    path.write_text("</s>" + "---".join(json.loads(line)["text"] for line in lines))
+    return replace(config, source="text", path=str(path), separator="---")
 
 
 @pytest.fixture
@@ -166,6 +176,21 @@ def test_killed_again_and_again_it_makes_the_same_bytes(
         assert kills < 40, "it gets no further"
     assert kills >= 3
     assert_undisturbed(config, out)
+
+
+def test_documents_between_separators_resume(
+    separated: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the tokens do not hold was counted before the kill, and is told at the end."""
+    assert run_and_kill(separated, out, 60)
+    prepare(separated, out)
+    told = capsys.readouterr().err
+    assert re.search(r"resuming from [1-9]", told)
+    assert "the text spells </s> 1 time, which became letters" in told
+    assert_undisturbed(separated, out)
+    found = texts(out, "train") + texts(out, "val")
+    whole = Path(str(separated.path)).read_text().split("---")
+    assert sorted(found) == sorted(text.removesuffix("\n") for text in whole)
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""Text that tokens do not hold is told: unknown and dropped characters, white space, separators."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.data.shards import open_split
+from accel_gpt.data.tokenizer import load_tokenizer
+from accel_gpt.errors import UserError
+from accel_gpt.prepare.lost_text import find_lost_text
+from accel_gpt.prepare.prepare import prepare
+from tests.conftest import run_here, text_of
+
+EOT = "<|endoftext|>"
+
+
+def write_tokenizer(kind: str, folder: Path) -> Path:
+    """Write a tokenizer.json that was trained on a few words of English."""
+    unknown = None if kind in ("dropping", "bytes") else "[UNK]"
+    made = tokenizers.Tokenizer(models.BPE(unk_token=unknown))
+    alphabet = []
+    if kind == "bytes":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel()
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    elif kind == "words":
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+    if kind == "lower":
+        made.normalizer = normalizers.Lowercase()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>", *filter(None, [unknown])],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    made.train_from_iterator([text_of(500) + "\n  x"], trainer)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+UNKNOWN = r"(\d+) % of the tokens are \[UNK\], which stands for unknown text"
+LACKING = r"the tokens lack (\S+) % of the visible characters, such as ('.'(, )?)+;"
+SPACES = r"the tokens lack or change (\S+) % of the white space, such as line ends"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("bytes", "the king: 中文 é\n  x", []),
+        ("unknown", "the king", []),
+        ("unknown", "the king \n  x", []),
+        ("unknown", "中文 the Ž", [UNKNOWN, LACKING]),
+        ("lower", "THE KING", []),
+        ("dropping", "the king", []),
+        ("dropping", "the 中文\n  x é", [LACKING]),
+        ("words", "the king", []),
+        ("words", "the king\n  went", [SPACES]),
+        ("words", "the 中\n  went", [UNKNOWN, LACKING, SPACES]),
+    ],
+)
+def test_what_the_tokens_do_not_hold_is_told(
+    kind: str, text: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n" + '{"text": "the war"}\n')
+    tokenizer = write_tokenizer(kind, tmp_path / "tokenizer")
+    words = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert run_here(dispatch, ["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warnings) == len(told)
+    for line, expected in zip(warnings, told, strict=True):
+        assert re.search(expected, line)
+
+
+def test_shares_are_those_of_the_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer("unknown", tmp_path))
+    text = "中文 the 中"
+    found = find_lost_text(tokenizer, text, tokenizer.encode_batch([text])[0])
+    assert (found.unknown, found.characters, found.lost, found.spaces) == (3, 6, 3, 2)
+    assert (found.changed, set(found.examples)) == (0, {"中", "文"})
+
+
+# --------------------------------------------------------------------------- separators
+
+STORIES = [f"Story {i}.\n\nIt ends " + "so " * (i % 9) for i in range(60)]
+
+
+def config_of(tmp_path: Path, kind: str, line_end: str) -> PrepareConfig:
+    """Return the config of a text file, or of rows of ten stories each."""
+    between = f"{line_end}{EOT}{line_end}"
+    stories = [story.replace("\n", line_end) for story in STORIES]
+    path = tmp_path / f"stories.{kind}"
+    if kind == "txt":
+        path.write_bytes((between.join(stories) + between).encode())
+    else:
+        rows = [between.join(stories[i : i + 10]) for i in range(0, 60, 10)]
+        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    source = "text" if kind == "txt" else "jsonl"
+    return PrepareConfig(source, str(path), tokenizer="bytes", workers=1)  # type: ignore[arg-type]
+
+
+def documents_of(folder: Path) -> list[str]:
+    """Return the documents of both splits."""
+    found = []
+    tokenizer = load_tokenizer(folder)
+    for name in ("train", "val"):
+        split = open_split(folder, name)
+        text = tokenizer.decode(split.read(0, 0, split.tokens).tolist())
+        found += text.split(EOT)[:-1]
+        assert sum(shard.documents or 0 for shard in split.shards) == text.count(EOT)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
+    kind: str,
+    line_end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
+    config = config_of(tmp_path, kind, line_end)
+    prepare(config, tmp_path / "letters")
+    told = capsys.readouterr().err
+    count = 60 if kind == "txt" else 54
+    assert f"the text spells {EOT} {count} times, which became letters and ends no" in told
+    assert f"--separator '{EOT}' (data.prepare.separator in a config)" in told
+    prepare(replace(config, separator=EOT), tmp_path / "split")
+    assert "WARNING" not in capsys.readouterr().err
+    assert sorted(documents_of(tmp_path / "split")) == sorted(STORIES)
+    assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)
+
+
+def test_the_texts_of_a_trained_tokenizer_have_no_separator(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, "txt", "\n"), separator=EOT, tokenizer="chars")
+    prepare(config, tmp_path / "out")
+    assert not {"<", "|"} & set(load_tokenizer(tmp_path / "out").decode(range(20)))
+
+
+def test_an_empty_separator_is_refused() -> None:
+    with pytest.raises(UserError, match="separator is ; an empty text separates nothing"):
+        PrepareConfig("text", "a.txt", separator="")

@@ -238,7 +238,7 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
 def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
     """Describe a one-dimensional .npy array."""
     path = folder.fetch(name)
-    if folder.size(name) >= HEADER_BYTES and not read_at(path, 0, 6).startswith(NPY_MAGIC):
+    if folder.size(name) >= len(NPY_MAGIC) and read_at(path, 0, len(NPY_MAGIC)) != NPY_MAGIC:
         raise DataError(
             f"{path} has no header of NumPy; if it holds raw ids, as OLMo's files do, save them "
             "with their type, for example numpy.save(path, numpy.fromfile(path, 'uint16')); "

@@ -315,18 +315,31 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str) 
             f"line {number} of {where} is {row!r:.50}; expected an object such as "
             f'{{"{field}": "..."}} (jq -c \'.[]\' converts an array)'
         )
-    flatten = "jq -c '{{text: .{}}}' {} > flat.jsonl"
-    check_column(field, f"line {number} of {where}", row, flatten.format(field, where))
+    check_column(field, f"line {number} of {where}", row, jq_command(row, field, where))
     value = row[field]
     if value is None or isinstance(value, str):
         return value or ""
     advice = ""
     if isinstance(value, dict) and value:
         inner = next((key for key in value if isinstance(value[key], str)), next(iter(value)))
-        advice = f"; {TOP_LEVEL}: {flatten.format(f'{field}.{inner}', where)}"
+        advice = f"; {TOP_LEVEL}: {jq_command(row, f'{field}.{inner}', where)}"
     raise DataError(
         f"line {number} of {where} has {value!r:.50} in column {field}; expected text{advice}"
     )
+
+
+def jq_command(row: object, field: str, where: object) -> str:
+    """Return the command that moves the text at `a.b` in a row to the top level and joins lists."""
+    path = ""
+    for name in field.split("."):
+        path += f".{name}"
+        row = row.get(name) if isinstance(row, dict) else None
+        if isinstance(row, list):
+            path += "[]"
+            row = next(iter(row), None)
+    if "[]" in path:
+        path = f'[{path}] | join("\\n")'
+    return f"jq -c '{{text: ({path})}}' {where} > flat.jsonl"
 
 
 def check_column(field: str, where: object, columns: Iterable[str], flatten: str = "") -> None:

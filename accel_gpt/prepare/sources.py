@@ -393,8 +393,9 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
         return is_table(path)
     if os.path.isfile(os.path.expanduser(path)):
         return (
-            f"data.prepare.path is {path}, but it is binary, not UTF-8 text; give a file of text, "
-            "or set data.prepare.source to jsonl, parquet or arrow"
+            f"data.prepare.path is {path}, but it is binary, not UTF-8 text; give a file of text "
+            "(iconv converts other encodings), or set data.prepare.source to jsonl, parquet or "
+            "arrow"
         )
     problem = f"data.prepare.path is {path}, but it holds no file"
     if not groups:
@@ -413,11 +414,14 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
 
 def is_table(path: str) -> str:
     """Return the error message for a path that holds tables."""
+    file = repr(path if kind_of_name(path) == TABLE else "FILE.csv")
+    if ".tsv" in path:
+        file += r", sep='\t'"
     return (
         f"data.prepare.path is {path}, a table; write it as JSON lines, for example with python -c "
-        f"\"import datasets; datasets.Dataset.from_csv('{path}').to_json('table.jsonl')\", give "
-        "that file, and set data.prepare.text_field to the column of the text; to read the table "
-        "as it is, set data.prepare.source to text"
+        f"\"import datasets; datasets.Dataset.from_csv({file}).to_json('table.jsonl')\", give that "
+        "file, and set data.prepare.text_field to the column of the text; to read the table as it "
+        "is, set data.prepare.source to text"
     )
 
 

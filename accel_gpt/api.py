@@ -3,17 +3,22 @@
 Each takes the options of its command, and raises the error that the command would print.
 """
 
+import gc
 import json
+import logging
 import os
+import random
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.memory import clear_device_cache
@@ -40,6 +45,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
 from accel_gpt.train import launch
+from accel_gpt.training.accelerator import NOISY_LOGGER
 from accel_gpt.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -184,24 +190,36 @@ def to_arguments(options: Mapping[str, object]) -> list[str]:
 
 @contextmanager
 def as_command(arguments: list[str]) -> Iterator[None]:
-    """Run the body as the command `accel-gpt ARGUMENTS` in this process.
+    """Run the body as the command `accel-gpt ARGUMENTS` in this process; restore its settings."""
+    with kept_process(), kept_torch(), kept_random_states():
+        sys.argv = ["accel-gpt", *arguments]  # what run.json records
+        try:
+            yield
+        except SystemExit as error:
+            raise UserError(
+                f"accel-gpt {arguments[0]} ended with code {error.code}; see above"
+            ) from None
 
-    Afterwards, restore what a command changes for its process: signal handlers, environment
-    variables, the state of torch and Accelerate.
+
+@contextmanager
+def kept_process() -> Iterator[None]:
+    """Restore what a command changes for its process.
+
+    These are signal handlers, arguments, environment variables, filters of warnings, a log level,
+    modules that are blocked, objects that the garbage collector leaves out, and the state of
+    Accelerate.
     """
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     argv = sys.argv
     environment = dict(os.environ)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    threads = torch.get_num_threads()
-    sys.argv = ["accel-gpt", *arguments]  # what run.json records
+    logger = logging.getLogger(NOISY_LOGGER)
+    level = logger.level
+    blocked = {name for name, module in sys.modules.items() if module is None}
+    frozen = gc.get_freeze_count()
     try:
-        yield
-    except SystemExit as error:
-        raise UserError(
-            f"accel-gpt {arguments[0]} ended with code {error.code}; see above"
-        ) from None
+        with warnings.catch_warnings():
+            yield
     finally:
         sys.argv = argv
         signal.set_wakeup_fd(wakeup)
@@ -210,8 +228,55 @@ def as_command(arguments: list[str]) -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.set_num_threads(threads)
+        logger.setLevel(level)
+        for name in [name for name, module in sys.modules.items() if module is None]:
+            if name not in blocked:
+                del sys.modules[name]
+        if not frozen:
+            gc.unfreeze()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         clear_device_cache(garbage_collection=True)
+
+
+@contextmanager
+def kept_torch() -> Iterator[None]:
+    """Restore torch's threads, deterministic mode, precision of products, and denormal numbers."""
+    deterministic = torch.get_deterministic_debug_mode()
+    threads = torch.get_num_threads()
+    backends: Any = torch.backends  # not all of its attributes have types
+    products = (backends.cuda.matmul, backends.mkldnn.matmul)
+    precisions = [backend.fp32_precision for backend in products]
+    try:
+        of_products = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set the backends apart
+        of_products = None
+    flushes_denormals = sys.float_info.min / 2 == 0.0  # torch has no function that reads it
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(deterministic)
+        torch.set_num_threads(threads)
+        if of_products:
+            torch.set_float32_matmul_precision(of_products)
+        for backend, precision in zip(products, precisions, strict=True):
+            backend.fp32_precision = precision
+        torch.set_flush_denormal(flushes_denormals)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch; training seeds and loads them."""
+    python = random.getstate()
+    legacy = np.random.get_state()
+    cpu = torch.get_rng_state()
+    cuda: Any = torch.cuda  # not all of its functions have types
+    gpus = cuda.get_rng_state_all() if cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(cpu)
+        if gpus is not None:
+            cuda.set_rng_state_all(gpus)

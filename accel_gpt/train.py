@@ -44,7 +44,7 @@ from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.prepare.ensure import ensure_data
-from accel_gpt.training.accelerator import build_model, start_accelerator
+from accel_gpt.training.accelerator import build_model, keep_freed_memory, start_accelerator
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
@@ -109,6 +109,7 @@ class Training:
 def main(argv: Sequence[str]) -> int:
     """Train with the config and options in `argv`; return the exit code."""
     join_slurm_step()
+    keep_freed_memory()
     return launch(load_config(argv, "train.py", inherit), argv[0])
 
 
@@ -123,8 +124,11 @@ def launch(config: Config, source: str) -> int:
     check_initial_tokenizer(config)
     if config.eval.only:
         return evaluate_without_training(config, plan)
-    stop = StopSignal(started=started, starting=True)
-    with peers(plan.world_size), open_run_folder(config, source) as check_folder:
+    with (
+        contextlib.closing(StopSignal(started=started, starting=True)) as stop,
+        peers(plan.world_size),
+        open_run_folder(config, source) as check_folder,
+    ):
         ensure_data(config)
         restore_from_copy(config)
         if config.checkpoint.resume.startswith("hf://"):

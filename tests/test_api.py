@@ -1,20 +1,31 @@
 """The Python interface: functions do what commands do, and leave the process unchanged."""
 
 import base64
+import gc
 import json
+import logging
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import accel_gpt
+from accel_gpt import train
 from accel_gpt.cli import dispatch
-from accel_gpt.errors import PeerError, UserError
+from accel_gpt.errors import DataError, PeerError, UserError
+from accel_gpt.launcher import SIGNALS
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
+from tests.helpers.hermetic import read_settings
 from tests.test_layout import ROOT, loaded_by
 from tests.test_train import signal_after
 
@@ -31,12 +42,77 @@ def test_an_unknown_name_is_an_error() -> None:
         accel_gpt.trane  # noqa: B018
 
 
-def listeners() -> int:
-    """Return the threads that receive signals."""
-    return [thread.name for thread in threading.enumerate()].count("signals")
+def process() -> dict[str, Any]:
+    """Return what a run could change for its process, beside the settings that each test keeps."""
+    return {
+        "signals": [signal.getsignal(number) for number in SIGNALS],
+        "listeners": [thread.name for thread in threading.enumerate()].count("signals"),
+        "arguments": list(sys.argv),
+        "warnings": list(warnings.filters),
+        "log levels": {
+            name: logging.getLogger(name).level
+            for name in logging.root.manager.loggerDict
+            if name.startswith("accelerate")
+        },
+        "blocked modules": sorted(name for name, module in sys.modules.items() if module is None),
+        "frozen objects": gc.get_freeze_count(),
+        "random states": [
+            random.getstate(),
+            str(np.random.get_state()),
+            torch.get_rng_state().tolist(),
+        ],
+    }
 
 
-@pytest.mark.usefixtures("settings_kept")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_leaves_its_process_as_it_was(
+    fails: bool, small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    before = process()
+    settings = read_settings()
+    options = SHORT | {"train.matmul_precision": "high"}
+    if fails:
+        monkeypatch.setattr(train, "update", fail)
+        with pytest.raises(DataError):
+            accel_gpt.run(*small_run(), options)
+    else:
+        for steps in (1, 2):
+            more = {"train.max_steps": steps, "checkpoint.allow_change": ["train.max_steps"]}
+            accel_gpt.run(*small_run(), options | more)
+    assert process() == before
+    assert read_settings() == settings
+    assert len(hooks) <= 1
+
+
+def fail(_: object) -> None:
+    raise DataError("the shard is damaged")
+
+
+ALLOCATES = """
+import gc, re, sys, accel_gpt, torch
+from pathlib import Path
+
+def held():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+accel_gpt.run(sys.argv[1], {"train.max_steps": 1, "schedule.warmup_steps": 0})
+block = torch.ones(2**26)
+with_block = held()
+del block
+print((with_block - held()) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_freed_memory_goes_back_to_the_system_after_a_run(small_run: Arguments) -> None:
+    command = [sys.executable, "-c", ALLOCATES, *small_run()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) > 200  # of 256 MiB
+
+
 def test_sections_may_be_mappings(
     small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,19 +130,14 @@ def test_sections_may_be_mappings(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settings_kept")
 def test_a_run_from_start_to_export(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (path,), listening = small_run(), listeners()
-    before = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    (path,) = small_run()
     accel_gpt.run(path, SHORT | {"train.max_steps": 2, "train.mixed_precision": "bf16"})
     more = {"checkpoint.allow_change": ["train.max_steps", "train.mixed_precision"]}
     run = accel_gpt.run(path, SHORT | more)  # another precision in the same process
     assert "resuming" in capsys.readouterr().err
-    now = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    assert now == before
-    assert listeners() == listening
     assert run.path == tmp_path / "run"
     assert list(run.metrics.index) == [1, 2, 3]
     assert run.metrics["train/loss"].notna().all()
@@ -109,7 +180,6 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
         accel_gpt.run(*small_run(), {"train.max_tokens": "many"})
 
 
-@pytest.mark.usefixtures("settings_kept")
 def test_an_interrupt_saves_and_returns(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import child_error, is_main, run_child, world_size
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 from accel_gpt.train import Training
-from accel_gpt.training.accelerator import join_ranks, start_accelerator
+from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.machine import describe_machine, memory_gb
@@ -51,6 +51,7 @@ Report = dict[str, Any]
 
 def run(options: BenchCommand) -> int:
     """Measure the training step of a config on this machine."""
+    keep_freed_memory()
     with exiting_on_signals("stopped"):
         if options.compare:
             write_out(compare_precisions(options))

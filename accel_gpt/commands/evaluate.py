@@ -27,6 +27,7 @@ from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
+from accel_gpt.training.accelerator import keep_freed_memory
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.ranks import peers, require_all
 from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
@@ -35,6 +36,7 @@ from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiti
 def run(options: EvaluateCommand) -> int:
     """Print the metrics of a model."""
     die_with_launcher()
+    keep_freed_memory()
     with exiting_on_signals("stopped"):
         report = evaluate_named(options)
     if is_main():

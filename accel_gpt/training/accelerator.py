@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 # Added to the timeout of a collective, so that it does not expire while a process is paused;
 # assumption
 LONGEST_PAUSE = timedelta(days=1)
+NOISY_LOGGER = "accelerate.utils.other"  # repeats at every save that tied weights are stored once
 M_TRIM_THRESHOLD = -1  # glibc, malloc.h
 M_TOP_PAD = -2  # glibc, malloc.h
 M_MMAP_MAX = -4  # glibc, malloc.h
@@ -99,7 +100,7 @@ def join_ranks(config: Config) -> PartialState:
         # efficient attention deterministic (PyTorch's cuda/sdp_utils.cpp, attention_backward.cu)
         torch.use_deterministic_algorithms(True)
     # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
-    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    cpu = uses_cpu()
     check_devices(cpu)
     state = PartialState(cpu=cpu, timeout=group_timeout(config))
     started = world_size()
@@ -115,8 +116,12 @@ def join_ranks(config: Config) -> PartialState:
     if state.device.type == "cpu":
         torch.set_num_threads(cpu_threads(config.train))
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
-        keep_freed_memory()
     return state
+
+
+def uses_cpu() -> bool:
+    """Return whether this process computes on the CPU."""
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
 def set_matmul_precision(train: TrainConfig, device: torch.device) -> None:
@@ -164,9 +169,10 @@ def keep_freed_memory() -> None:
     """Make the C library keep freed blocks instead of returning them to the system.
 
     Each training step frees and allocates the same blocks. Mapping a block again costs a page
-    fault per 4 KiB; benchmarks/RESULTS.md has the measurement. glibc only: mallopt(3).
+    fault per 4 KiB; benchmarks/RESULTS.md has the measurement. glibc only: mallopt(3). Does nothing
+    if this process computes on a GPU. Only commands call it, since it cannot be undone.
     """
-    if platform.libc_ver()[0] != "glibc":
+    if platform.libc_ver()[0] != "glibc" or not uses_cpu():
         return
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(M_MMAP_MAX, 0)
@@ -208,8 +214,7 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     """
     check_trackers(config.log.trackers)
     check_fp8(config)
-    # this logger repeats at every save that tied weights are stored once
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    logging.getLogger(NOISY_LOGGER).setLevel(logging.ERROR)
     # Accelerate would search all of sys.path for this optimizer twice a step: 0.25 ms
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]  # None blocks the import
     # torch 2.13 renamed `broadcast_buffers`, and Accelerate 1.15 cannot pass the new name

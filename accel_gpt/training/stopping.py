@@ -263,6 +263,11 @@ class StopSignal:
         """
         self.listener.close(ignore=True)
 
+    def close(self) -> None:
+        """Restore the handlers of signals, unless signals are ignored from now on."""
+        if self.listener.thread.is_alive():
+            self.listener.close()
+
     def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Return whether any rank has a reason to stop, and whether `other` is true on any rank.
 

@@ -70,7 +70,7 @@ import json, re, threading, time
 from pathlib import Path
 from accel_gpt import train
 from accel_gpt.training import accelerator
-accelerator.keep_freed_memory = lambda: None
+train.keep_freed_memory = lambda: None
 phase, peaks = ["start"], {}
 def watch():
     while True:

@@ -164,13 +164,24 @@ class CheckpointWriter:
     def name_best(self, state: TrainState) -> None:
         """Name the checkpoint of `state.step` the best, and prune. Called after its evaluation.
 
-        Does nothing if its save failed, or if the metrics cannot be written.
+        Waits in a thread for the save in progress. Does nothing if this save failed, or if the
+        metrics cannot be written.
         """
-        self.wait()
-        if self.main:
+        saving = self.thread
+        step = state.step
+        best_step = state.best_step
+
+        def name() -> None:
+            if saving:
+                saving.join()
             with contextlib.suppress(OSError):
-                self.before_publish()
-                name_best_and_prune(self.out_dir, self.config, state.step, state.best_step)
+                if not self.has_lost_folder():  # the training thread ends the run
+                    self.before_publish()
+                    name_best_and_prune(self.out_dir, self.config, step, best_step)
+
+        if self.main:
+            self.thread = threading.Thread(target=name, name="best checkpoint", daemon=True)
+            self.thread.start()
 
     def close(self) -> None:
         """Wait for the save in progress, at most `CLOSING_SECONDS`: other ranks may be lost."""

@@ -39,6 +39,7 @@ from accel_gpt.records import load_record_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
+BLOCK_BYTES = 2**16  # read at once from the end of a file; a record takes about 500 bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -110,10 +111,9 @@ class RunFolder:
         If the file was edited, a record may have any other keys and values.
         """
         for line in whole_lines(self.path / "metrics.jsonl"):
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if type(record) is dict and is_number(record.get("step")):
-                    yield record
+            record = parse_record(line)
+            if record:
+                yield record
 
     def csv_records(self) -> list[dict[str, str]]:
         """Read the rows of metrics.csv as column name -> text."""
@@ -128,8 +128,12 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """Return the last step that has a record; 0 if there is none."""
-        return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
+        """Return the step of the last record; 0 if there is none. Reads only the file's end."""
+        for line in whole_lines_from_end(self.path / "metrics.jsonl"):
+            record = parse_record(line)
+            if record:
+                return int(record["step"])
+        return 0
 
     @property
     def max_steps(self) -> int | None:
@@ -333,6 +337,37 @@ def whole_lines(path: Path) -> Iterator[bytes]:
         for line in file:
             if line.endswith(b"\n"):
                 yield line
+
+
+def whole_lines_from_end(path: Path) -> Iterator[bytes]:
+    """Yield the lines of `whole_lines` without their newlines, from the last one to the first."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        end: bytes | None = None  # of a line that begins in an earlier block; None: not whole
+        while position > 0:
+            size = min(BLOCK_BYTES, position)
+            position -= size
+            file.seek(position)
+            first, *lines = file.read(size).split(b"\n")
+            if lines:
+                last = lines.pop()
+                if end is not None:
+                    yield last + end
+                yield from reversed(lines)
+                end = first
+            elif end is not None:
+                end = first + end
+        if end is not None:
+            yield end
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return a record of metrics.jsonl; None if it is malformed or has no numeric `step`."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if type(record) is dict and is_number(record.get("step")):
+            return record
+    return None
 
 
 def step_name(step: int) -> str:

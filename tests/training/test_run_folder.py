@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.errors import UserError
+from accel_gpt.training import run_folder
 from accel_gpt.training.run_folder import RunFolder
 
 
@@ -49,6 +50,31 @@ def test_metrics_of_any_origin(tmp_path: Path) -> None:
     assert (metrics.last("x"), metrics.keys("eval/")) == (None, ["eval/val_loss"])
     (tmp_path / "metrics.csv").write_text('step,train/loss\n2,3.0\n"4,\nx,1\n6,1.0,extra\n8,0.')
     assert [row["step"] for row in RunFolder(tmp_path).csv_records()] == ["2", "6"]
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 1000])
+@pytest.mark.parametrize("text", [b"", b"\n", b"torn", b"a\n\nbcd\nefghij\n", b"\nab\nc\ntorn"])
+def test_lines_from_the_end_are_those_from_the_start(
+    block: int, text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "BLOCK_BYTES", block)
+    path = tmp_path / "lines"
+    path.write_bytes(text)
+    lines = [line + b"\n" for line in run_folder.whole_lines_from_end(path)]
+    assert lines[::-1] == list(run_folder.whole_lines(path))
+
+
+def test_the_step_of_a_run_is_read_from_the_end_of_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep asks for it every two seconds, beside the run whose time decides."""
+    lines = [json.dumps({"step": step}) for step in range(1, 1001)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "not json", '{"step": 1001, "tr']))
+    parsed: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or loads(line))
+    assert RunFolder(tmp_path).step == 1000
+    assert parsed == [b"not json", b'{"step": 1000}']
 
 
 def test_samples_with_a_heading_in_their_text(tmp_path: Path) -> None:

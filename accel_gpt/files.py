@@ -32,6 +32,7 @@ from typing import Any, TextIO
 
 import yaml
 
+LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS = 2.0  # of the fault action sleep
@@ -186,6 +187,15 @@ def describe_path(path: str | Path) -> str:
     if path.exists():
         return "is neither a file nor a folder"
     return "does not exist"
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name that is no file or folder is still a path, not a Hub id user/name.
+
+    It is a path if it begins like one, or if the folder in which it would lie exists.
+    """
+    parent = os.path.dirname(name.rstrip("/"))
+    return name.startswith(LOCAL_STARTS) or (parent != "" and os.path.isdir(parent))
 
 
 def nearest_folder(path: str | Path, marks: Sequence[str]) -> str | None:

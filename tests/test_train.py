@@ -330,7 +330,7 @@ def test_speed_counts_training_alone(
         (["--data.train", ""], 2, "data.train is empty"),
         (["--train.micro_batch_size", "3"], 2, "must be a multiple of 3 sequences"),
         (["--checkpoint.resume", "nowhere"], 2, "is not a folder of a checkpoint"),
-        (["--model.init_from", "./nowhere"], 2, "nowhere is neither a folder nor a repository"),
+        (["--model.init_from", "./nowhere"], 2, "./nowhere does not exist; give the folder"),
         (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; choose from"),
         (["--log.trackers", "a,b"], 2, "has 'a,b'; choose from"),
         (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),

@@ -42,13 +42,13 @@ from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
 from accel_gpt.console import Progress, table, write_out
 from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.data.index import INDEX, read_index
+from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import NoSplit, Split
 from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, require
-from accel_gpt.files import describe_path, sha256, strict_json
+from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError
+from accel_gpt.files import describe_path, nearest_folder, sha256, strict_json
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -56,7 +56,7 @@ from accel_gpt.training.checkpoint import (
     read_shape,
     verify,
 )
-from accel_gpt.training.run_folder import RunFolder, step_name
+from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, step_name
 
 MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or a checkpoint
 KEPT_SHARDS = 2  # remote shards that are kept: the current one and the next
@@ -110,7 +110,10 @@ def inspect_data(
     expected = "give a data folder or its URL, or the folder of a run or of a checkpoint"
     if Path(path).is_file():
         expected += f"; to make a data folder of a text, run accel-gpt prepare {shlex.quote(path)}"
-    require(is_url(path) or Path(path).is_dir(), f"{path} {describe_path(path)}; {expected}")
+    if not is_url(path) and not Path(path).is_dir():
+        near = None if Path(path).exists() else nearest_folder(path, (*RUN_MARKS, *DATA_MARKS))
+        advice = f"did you mean {near}?" if near else expected
+        raise UserError(f"{path} {describe_path(path)}; {advice}")
     folder = open_folder(path, data)
     opened: list[tuple[Split, Tokenizer]] = []
     missing: list[str] = []

@@ -38,6 +38,7 @@ from accel_gpt.data.tokenizer_json import (
     spelling,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.files import is_local
 
 if TYPE_CHECKING:
     import tiktoken
@@ -430,7 +431,7 @@ def named_tokenizer(
         return BytesTokenizer()
     if Path(spec).exists():
         return load_tokenizer(spec)
-    could_be_repo = "/" in spec and not spec.endswith(".json")
+    could_be_repo = "/" in spec and not spec.endswith(".json") and not is_local(spec)
     if could_be_repo and is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
         return load_tokenizer(download_tokenizer(spec))
     raise UserError(

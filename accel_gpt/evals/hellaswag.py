@@ -25,6 +25,7 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, needs_package, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
+from accel_gpt.files import is_local
 from accel_gpt.model.gpt import GPT
 
 SHORTEST = 32  # smallest padded length in tokens; assumption: shorter is not faster
@@ -77,7 +78,7 @@ def read_questions(
 def read_records(path: str) -> Iterator[tuple[str, Any]]:
     """Yield each line as (name, JSON text), or each row as (name, object)."""
     file = Path(path).expanduser()
-    if file.exists() or path.endswith((".jsonl", ".json")):
+    if file.exists() or path.endswith((".jsonl", ".json")) or is_local(path):
         return read_jsonl_lines(path, file)
     return read_hub_rows(path)
 

@@ -80,7 +80,7 @@ def check_prompts(
                 warn(f"the prompt {prompt!r} is replaced by the start of a document: {error}")
 
 
-def usable_prompt(prompt: str, tokenizer: Tokenizer) -> str:
+def encodable_prompt(prompt: str, tokenizer: Tokenizer) -> str:
     """Return a prompt, or an empty one if the tokenizer cannot encode it.
 
     The prompts of a config may not fit other data, such as data of few characters.
@@ -272,7 +272,7 @@ def sample(
         texts += write_text(
             model=model,
             tokenizer=tokenizer,
-            prompt=usable_prompt(prompt, tokenizer),
+            prompt=encodable_prompt(prompt, tokenizer),
             config=config,
             generator=generator,
             done=done,

@@ -14,15 +14,16 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import own_options
 from accel_gpt.config.vocabulary import KNOWN_VOCABULARIES
-from accel_gpt.data.hub_client import SCHEME, download_repo
+from accel_gpt.data.hub_client import SCHEME, download_repo, is_repo
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.files import is_local, nearest_folder
 from accel_gpt.hub.hf_config import read_hf_config
 from accel_gpt.records import read_object
 from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_missing
 
 SMALL_FILES = ("config.json", *HUB_FILES)
 PICKLES = (".pt", ".pth", ".ckpt")  # endings of files that torch.save writes
@@ -73,11 +74,14 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     """Find a model in a folder, or on the Hub, from which it downloads only the small files.
 
     A folder with a config.json is in transformers format, unless it is also a run with checkpoints.
-    `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model.
+    `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model. The Hub is
+    not asked for a path.
     """
     folder = Path(name).expanduser()
     if name.startswith(SCHEME) or not folder.exists():
-        folder = download_repo(name, *SMALL_FILES)
+        if is_local(name):
+            raise no_such_folder(name)
+        folder = download_model(name)
         require(
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",
@@ -107,6 +111,28 @@ def not_a_model(name: str, path: Path) -> UserError:
         f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
         "nor config.json"
     )
+
+
+def no_such_folder(name: str) -> UserError:
+    """Return the error for the path of a model that does not exist."""
+    advice = "give the folder of a run, of a checkpoint or of a model in transformers format"
+    if is_repo(name.partition("@")[0]):
+        advice += f", or hf://{name} for a model on the Hub"
+    return UserError(f"{name} does not exist; {advice_on_missing(name, advice)}")
+
+
+def download_model(name: str) -> Path:
+    """Download the small files of a model on the Hub; return their folder.
+
+    If there is no such model, the error names the nearest folder.
+    """
+    try:
+        return download_repo(name, *SMALL_FILES)
+    except UserError as error:
+        near = None if name.startswith(SCHEME) else nearest_folder(name, RUN_MARKS)
+        if near is None:
+            raise
+        raise type(error)(f"{error}; or did you mean the folder {near}?") from None
 
 
 def check_initial_tokenizer(config: Config) -> None:

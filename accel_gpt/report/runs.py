@@ -6,7 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from accel_gpt.errors import UserError
-from accel_gpt.training.run_folder import RunFolder, is_number
+from accel_gpt.files import describe_path
+from accel_gpt.training.run_folder import RunFolder, advice_on_missing, is_number
 
 
 class NamedRun(RunFolder):
@@ -66,7 +67,8 @@ def open_runs(folders: Sequence[str]) -> list[NamedRun]:
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path} is not a folder; give the out_dir of a run")
+            advice = advice_on_missing(path, "give the out_dir of a run")
+            raise UserError(f"{path} {describe_path(path)}; {advice}")
         if not any((path / name).is_file() for name in ("metrics.jsonl", "run.json")):
             raise UserError(
                 f"{path} is not a run: it has neither metrics.jsonl nor run.json; "

@@ -17,6 +17,7 @@ reads the weights, and `resume.py` reads everything else. Needs no torch.
 """
 
 import contextlib
+import difflib
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +37,16 @@ from accel_gpt.errors import (
     UserError,
     require,
 )
-from accel_gpt.files import sha256, strict_json, write_file
+from accel_gpt.files import describe_path, sha256, strict_json, write_file
 from accel_gpt.launcher import PRECISIONS
 from accel_gpt.records import parse_record, read_object, unknown_key_message
-from accel_gpt.training.run_folder import CHECKPOINT, RunFolder, number, step_name
+from accel_gpt.training.run_folder import (
+    CHECKPOINT,
+    RunFolder,
+    advice_on_missing,
+    number,
+    step_name,
+)
 from accel_gpt.training.state import FORMAT, TrainState
 
 T = TypeVar("T")
@@ -65,20 +72,31 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoint(path: Path, which: str = "last") -> Path:
     """Return the folder of a checkpoint: `path` itself, or a checkpoint of the run at `path`.
 
-    `which`: last, best or a step. Raises `UserError` if there is no such checkpoint.
+    `which`: last, best or a step. Raises `UserError` with the nearest name if there is no such
+    checkpoint.
     """
     if is_checkpoint(path):
         return path
     run = RunFolder(path)
     found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
-    require(path.is_dir(), f"{path} does not exist; name the folder of a run or of a checkpoint")
+    if not path.is_dir():
+        advice = advice_on_missing(path, "name the folder of a run or of a checkpoint")
+        raise UserError(f"{path} {describe_path(path)}; {advice}")
     require(bool(found), f"{path} holds no checkpoint; name the folder of a run with checkpoints")
     if which == "last":
         return found[max(found)]
     wanted = run.best if which == "best" else which
     step = int(wanted) if re.fullmatch("[0-9]{1,18}", wanted) else -1
-    steps = ", ".join(map(str, found))
-    require(step in found, f"{path} has no checkpoint {which!r}; choose last or one of {steps}")
+    if step not in found:
+        names = {folder.name: str(one) for one, folder in found.items()}
+        if which != "best":
+            names |= {"last": "last", "best": "best"}
+        near = difflib.get_close_matches(which, names, n=1)
+        advice = f"did you mean {names[near[0]]}?" if near else ""
+        steps = ", ".join(map(str, found))
+        raise UserError(
+            f"{path} has no checkpoint {which!r}; {advice or f'choose last or one of {steps}'}"
+        )
     return found[step]
 
 

@@ -34,10 +34,12 @@ import numpy.typing as npt
 
 from accel_gpt.config.parse import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import is_at, load_yaml, lock, locked_file
+from accel_gpt.files import is_at, load_yaml, lock, locked_file, nearest_folder
 from accel_gpt.records import load_record_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
+# a run, a checkpoint or a model in transformers format holds one of them
+RUN_MARKS = ("checkpoints", "run.json", "metrics.jsonl", "manifest.json", "config.json")
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 BLOCK_BYTES = 2**16  # read at once from the end of a file; a record takes about 500 bytes
 
@@ -51,6 +53,12 @@ class RunRecord:
     OPEN: ClassVar = True
 
     launches: list[Any]
+
+
+def advice_on_missing(path: str | Path, otherwise: str) -> str:
+    """Return the end of the error for a missing run, checkpoint or model: the nearest, if any."""
+    near = nearest_folder(path, RUN_MARKS)
+    return f"did you mean {near}?" if near else otherwise
 
 
 class RunFolder:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from accel_gpt import cli
 from accel_gpt.config.parse import load_config
+from accel_gpt.data import hub_client
 from accel_gpt.data.corpus import open_corpus
-from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, named_tokenizer
 from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.hub import pretrained
 from accel_gpt.hub.export import export_tokenizer
 from accel_gpt.hub.load import load_pretrained, open_initial_weights
 from accel_gpt.hub.pretrained import inherit
@@ -401,3 +403,109 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
     tokens = draw()
     assert torch.equal(model.eval()(tokens), again.eval()(tokens))
     torch.testing.assert_close(again(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+# --------------------------------------------------------------------------- a path with a mistake
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two runs, a data folder and another folder; and no Hub."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/quickstart", "runs/other", "data/notes"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("runs/quickstart/run.json", "runs/other/run.json", "data/notes/dataset.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "runs/quickstar_plots").mkdir()
+
+    def ask(name: str, *patterns: str) -> Path:
+        raise UserError(f"the Hub was asked for {name}")
+
+    monkeypatch.setattr(pretrained, "download_repo", ask)
+    monkeypatch.setattr(hub_client, "download_repo", ask)
+    return tmp_path
+
+
+RUN_COMMANDS: list[list[str]] = [
+    ["sample"],
+    ["evaluate"],
+    ["export", "--to", "exported"],
+    ["export", "--gguf", "model.gguf"],
+    ["push", "--repo", "user/name"],
+    ["inspect"],
+    ["report"],
+]
+
+
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize("command", RUN_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("runs/quikstart", "did you mean runs/quickstart?"),
+        ("./runs/quikstart/", "did you mean runs/quickstart?"),
+        ("data/quickstart", ""),
+        ("runs/nothing_like_it", ""),
+    ],
+)
+def test_a_path_with_a_mistake_is_answered_with_the_nearest(
+    command: list[str], typed: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command
+    assert run_here(cli.dispatch, [name, typed, *options]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"error: {typed}") or sentence.startswith(f"error: {Path(typed)}")
+    assert f" does not exist; {advice}" in sentence
+    assert "Hub was asked" not in sentence
+
+
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize(
+    ("name", "is_path"),
+    [
+        ("gpt2", False),
+        ("user/name", False),
+        ("user/name@v1", False),
+        ("hf://runs/x", False),
+        ("runs/x", True),
+        ("data/x", True),
+        ("data/notes/x", True),
+        ("~/x", True),
+        ("../x", True),
+        ("/x/y", True),
+    ],
+)
+def test_the_hub_is_not_asked_for_a_path(name: str, is_path: bool) -> None:
+    with pytest.raises(UserError) as error:
+        pretrained.find_pretrained(name)
+    assert ("the Hub was asked" in str(error.value)) == (not is_path)
+    assert ("does not exist; " in str(error.value)) == is_path
+    if "/" in name:
+        with pytest.raises(UserError) as error:
+            named_tokenizer(name)
+        assert ("the Hub was asked" in str(error.value)) == (not is_path)
+
+
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize("name", ["quickstart", "rums/quickstart"])
+def test_a_name_that_the_hub_does_not_have_is_answered_with_the_nearest_folder(name: str) -> None:
+    with pytest.raises(UserError, match=r"or did you mean the folder runs/quickstart\?"):
+        pretrained.find_pretrained(name)
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("beste", "did you mean best?"),
+        ("lst", "did you mean last?"),
+        ("step_00000012", "did you mean 12?"),
+        ("7", "choose last or one of 8, 12"),
+    ],
+)
+def test_a_checkpoint_with_a_mistake_is_answered_with_the_nearest(
+    trained: Callable[..., Path], typed: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained()
+    capsys.readouterr()
+    assert run_here(cli.dispatch, ["sample", str(run), "--checkpoint", typed]) == 2
+    assert f"{run} has no checkpoint {typed!r}; {advice}" in capsys.readouterr().err

@@ -265,7 +265,7 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     for words, message in (
         (["."], "is not a run: it has neither metrics.jsonl nor run.json; give the out_dir of a"),
-        (["nowhere"], "nowhere is not a folder"),
+        (["nowhere"], "nowhere does not exist; give the out_dir of a run"),
         (["run", "--reference", "quikstart"], "--reference is 'quikstart'; set it to none, auto,"),
         (["run", "--reference", "none.json"], "none.json cannot be read"),
         (["run", "--reference", "run/run.json"], "run.json is not a reference curve"),

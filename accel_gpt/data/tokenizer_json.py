@@ -36,6 +36,13 @@ LEFT_OUT = (
 # Keys of tokenizer.json that do not change the ids of `Tokenizer.encode()`. transformers may change
 # them when it saves a file.
 BESIDE_THE_POINT = ("post_processor", "truncation", "padding")
+# Keys of tokenizer.json; the package tokenizers rejects any other.
+KEYS = frozenset(
+    (
+        *("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"),
+        *BESIDE_THE_POINT,
+    )
+)
 
 # The character that spells each byte (GPT-2's encoder.py): the Latin-1 character if it is
 # printable, else the next unused character from code 256 on.
@@ -70,12 +77,17 @@ def read_file(where: Path) -> tuple[str, Any]:
     """Read a tokenizer.json; return its text and its parsed content.
 
     If there is none, vocab.json and merges.txt in the same folder replace it. Raises `UserError` if
-    there is no tokenizer, `DataError` if it is not JSON.
+    there is no tokenizer, `DataError` if it is not JSON or has a key that may change ids.
     """
     if where.exists():
         if where.name != FILE and not begins_an_object(where):
             raise other_model(where)
         content = read_object(where, DataError)
+        if unknown := content.keys() - KEYS:
+            raise DataError(
+                f"{where} is not a tokenizer.json: {min(unknown)} is an unknown key; save it again "
+                "with transformers"
+            )
         return where.read_bytes().decode(), content
     joined = join_two_files(where.parent) if where.name == FILE else None
     if joined is None:

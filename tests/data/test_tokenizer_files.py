@@ -593,6 +593,16 @@ def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
             encode("a" * 100 + "!")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "bytes"])
+def test_a_key_that_the_library_does_not_know_is_an_error(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    content = json.loads((folders[kind] / "tokenizer.json").read_text()) | {"lowercase": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"tokenizer\.json: lowercase is an unknown key; save"):
+        load_tokenizer(tmp_path)
+
+
 def test_dropout_is_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Otherwise a text gets other tokens each time, under the same fingerprint."""
     without = load_tokenizer(other(tmp_path / "a"))

@@ -38,10 +38,17 @@ LEFT_OUT = (
 BESIDE_THE_POINT = ("post_processor", "truncation", "padding")
 # Keys of tokenizer.json; the package tokenizers rejects any other.
 KEYS = frozenset(
-    (
-        *("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"),
-        *BESIDE_THE_POINT,
-    )
+    {
+        "version",
+        "added_tokens",
+        "normalizer",
+        "pre_tokenizer",
+        "decoder",
+        "model",
+        "post_processor",
+        "truncation",
+        "padding",
+    }
 )
 
 # The character that spells each byte (GPT-2's encoder.py): the Latin-1 character if it is

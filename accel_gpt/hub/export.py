@@ -415,11 +415,11 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     config["tokenizer_class"] = TOKENIZER_CLASS
     config["model_max_length"] = block_size
     config["clean_up_tokenization_spaces"] = False
-    config["add_bos_token"] = False
-    config["add_eos_token"] = False
     for key in ("bos_token", "eos_token"):
         if tokenizer.eot_id is None:
             config.pop(key, None)
         elif tokenizer_json.spelling(config.get(key)) != tokenizer.eot:
             config[key] = tokenizer.eot
+    config["add_bos_token"] = False
+    config["add_eos_token"] = False
     return config

@@ -9,7 +9,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from accel_gpt.config.plan import plural
 from accel_gpt.data.shards import Tokens
@@ -66,11 +65,12 @@ class LostText:
                 f"the tokens lack or change {share(self.changed, self.spaces)} of the white space, "
                 "such as line ends and indentation"
             )
+        other = "" if tokenizer.eot_id is not None else " and --tokenizer bpe, bytes or gpt2"
         for name, count in self.separators.items():
             yield (
                 f"the text spells {name} {plural(count, 'time')}, which became letters and ends no "
-                f"document; to end documents there, prepare it again with --separator {name!r} "
-                "(data.prepare.separator in a config)"
+                f"document; to end documents there, prepare it again with --separator {name!r}"
+                f"{other} (data.prepare.separator in a config)"
             )
 
 
@@ -109,9 +109,7 @@ def find_lost_text(tokenizer: Tokenizer, text: str, ids: Tokens) -> LostText:
 
 def spelled_separators(tokenizer: Tokenizer, text: str, ids: Tokens) -> dict[str, int]:
     """Count the names of end-of-text tokens that are letters in the tokens of a text."""
-    found: dict[str, Any] = {}
-    if tokenizer.eot_id is None:
-        return found
+    found: dict[str, int] = {}
     for name in dict.fromkeys((tokenizer.eot, *EOT_NAMES)):
         count = text.count(name)
         if count and name == tokenizer.eot:  # a vocabulary of words may hold the whole name

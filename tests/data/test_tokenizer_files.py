@@ -437,30 +437,25 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_is_in_no_file_that_is_written(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    without = foreign(source, bos_token="t", add_bos_token=True, add_eos_token=True)
-    content = json.loads((source / "tokenizer.json").read_text())
-    (source / "tokenizer.json").write_text(
-        json.dumps(content | {"post_processor": TEMPLATES[name]})
-    )
-    assert transformers.AutoTokenizer.from_pretrained(source).encode("then") != without.encode(
-        "then"
-    )
+    text = "then there"
+    adds = {"add_bos_token": True, "add_eos_token": True}
+    without = foreign(source, bos_token="<|endoftext|>", eos_token="<|endoftext|>", **adds)
+    path = source / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": TEMPLATES[name]}))
+    assert Library.from_file(str(path)).encode(text).ids != without.encode(text)
     for folder in ("data", "export"):
         (tmp_path / folder).mkdir()
     load_tokenizer(source).save(tmp_path / "data")
     tokenizer = load_tokenizer(tmp_path / "data")
     export_tokenizer(tokenizer, tmp_path / "export", BLOCK_SIZE)
     assert equal(tokenizer, without)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
-    assert (
-        theirs.encode("then there")
-        == theirs("then there").input_ids
-        == without.encode("then there")
-    )
-    assert theirs.bos_token_id == theirs.eos_token_id == without.eot_id
     for folder in ("data", "export"):
         plain = Library.from_file(str(tmp_path / folder / "tokenizer.json"))
-        assert plain.encode("then there").ids == without.encode("then there")
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert plain.encode(text).ids == theirs(text).input_ids == without.encode(text)
+        assert theirs.bos_token_id == theirs.eos_token_id == without.eot_id
+        config = json.loads((tmp_path / folder / "tokenizer_config.json").read_text())
+        assert not any(config.get(key) for key in adds)
 
 
 def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

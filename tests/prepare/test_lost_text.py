@@ -143,9 +143,13 @@ def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
     assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)
 
 
-def test_the_texts_of_a_trained_tokenizer_have_no_separator(tmp_path: Path) -> None:
-    config = replace(config_of(tmp_path, "txt", "\n"), separator=EOT, tokenizer="chars")
-    prepare(config, tmp_path / "out")
+def test_the_texts_of_a_trained_tokenizer_have_no_separator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config_of(tmp_path, "txt", "\n"), tokenizer="chars")
+    prepare(config, tmp_path / "letters")
+    assert f"--separator '{EOT}' and --tokenizer bpe, bytes or gpt2" in capsys.readouterr().err
+    prepare(replace(config, separator=EOT), tmp_path / "out")
     assert not {"<", "|"} & set(load_tokenizer(tmp_path / "out").decode(range(20)))
 
 

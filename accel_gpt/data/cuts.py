@@ -38,6 +38,7 @@ LOCAL_STEPS = frozenset(
         "Replace",
         "Sequence",
         "Split",
+        "Strip",
         "StripAccents",
         "Whitespace",
         "WhitespaceSplit",
@@ -177,8 +178,6 @@ def steps(listed: Iterable[Any]) -> Iterable[Mapping[str, Any]]:
 def reach_of_step(step: Mapping[str, Any]) -> int:
     """Return how many runs a step looks at. Raises `ValueError` if that is not known."""
     kind = step["type"]
-    if kind == "Strip" and not step["strip_left"]:
-        return 0  # a part ends in a visible character
     if kind not in LOCAL_STEPS:
         raise ValueError(kind)
     pattern = step.get("pattern")

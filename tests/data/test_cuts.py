@@ -132,6 +132,7 @@ MAKERS: dict[str, tuple[Callable[[], Library], bool]] = {
     "added tokens": (with_added_tokens, True),
     "nfc": (lambda: bpe(pre_tokenizers.ByteLevel(), normalizers.NFC()), True),
     "metaspace": (lambda: bpe(pre_tokenizers.Metaspace()), True),
+    "stripped": (lambda: bpe(pre_tokenizers.Metaspace(), normalizers.Strip()), True),
     "llama 2": (lambda: one_word(llama_2), True),
     "newer llama 2": (lambda: one_word(newer_llama_2), True),
     "gemma": (lambda: one_word(gemma), True),
@@ -147,7 +148,7 @@ MAKERS: dict[str, tuple[Callable[[], Library], bool]] = {
     "lines": (lambda: byte_level("[^\n]*\n"), False),
     "look behind": (lambda: byte_level("(?<= a) b"), False),
     "chunks": (lambda: bpe(pre_tokenizers.FixedLength(5)), False),
-    "strip": (lambda: bpe(pre_tokenizers.Metaspace(), normalizers.Strip()), False),
+    "strip": (lambda: bpe(None, normalizers.Strip()), False),
 }
 
 

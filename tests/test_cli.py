@@ -59,11 +59,11 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
         (["train", "quickstart", "--data.train", "PLACE"], "data.train is "),
         (["train", "PLACE"], "CONFIG is "),
         (["bench", "quickstart", "--out_dir", "PLACE"], "out_dir is "),
-        (["prepare", "PLACE"], "path is "),
-        (["prepare", "--path", "PLACE", "--tokenizer", "bytes"], "path is "),
-        (["prepare", "text.txt", "--out", "PLACE", "--tokenizer", "bytes"], "out is "),
-        (["inspect", "PLACE"], "path is "),
-        (["sample", "PLACE"], "run is "),
+        (["prepare", "PLACE"], "--path is "),
+        (["prepare", "--path", "PLACE", "--tokenizer", "bytes"], "--path is "),
+        (["prepare", "text.txt", "--out", "PLACE", "--tokenizer", "bytes"], "--out is "),
+        (["inspect", "PLACE"], "PATH is "),
+        (["sample", "PLACE"], "RUN is "),
     ],
 )
 def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(

@@ -1,7 +1,7 @@
-"""Map the option names of nanoGPT, llm.c and Hugging Face's Trainer to keys of this package.
+"""Map the option names of other trainers to keys of this package.
 
 The error for an unknown key uses these tables. docs/how-to/from-nanogpt.md and
-docs/how-to/from-hf-trainer.md show them.
+docs/how-to/from-hf-trainer.md show those of nanoGPT, llm.c and the Trainer.
 """
 
 from collections.abc import Mapping
@@ -302,6 +302,25 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
     }
 )
 
+LAUNCHER = "set --num_processes and --num_machines of accelerate launch"
+
+# Options of `litgpt pretrain` that no table above has
+LITGPT: Mapping[str, str] = MappingProxyType(
+    {
+        "devices": LAUNCHER,
+        "global_batch_size": "set train.tokens_per_step: global_batch_size x model.block_size",
+        "initial_checkpoint_dir": "model.init_from",
+        "logger_name": "log.trackers",
+        "lr_warmup_steps": "schedule.warmup_steps",
+        "max_norm": "optim.grad_clip",
+        "model_config": NEW_SHAPE,
+        "model_name": NEW_SHAPE,
+        "num_nodes": LAUNCHER,
+        "save_interval": "checkpoint.every",
+        "tokenizer_dir": "data.prepare.tokenizer",
+    }
+)
+
 # Words that users try as the name of a section, or as a key outside a section
 SECTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -324,4 +343,6 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-NAMES: Mapping[str, str] = MappingProxyType({**SECTIONS, **HF_TRAINER, **LLM_C, **NANOGPT})
+NAMES: Mapping[str, str] = MappingProxyType(
+    {**SECTIONS, **LITGPT, **HF_TRAINER, **LLM_C, **NANOGPT}
+)

@@ -31,6 +31,8 @@ T = TypeVar("T")
 Inherit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 PREPARE = "data.prepare."
+COMMAND_WORDS = ("help-all", "dump_config", "smoke")  # of accel-gpt train, beside the keys
+NEAR = 0.74  # least similarity of an option that is advised; gpuz is as near to gpus as this
 SCHEME = r"[A-Za-z][\w+.-]*://"
 # user:password@ in any URL, and user@ in a web address, where the user is an access token
 PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
@@ -292,6 +294,8 @@ def advice_on_key(cls: type, key: str) -> str:
         return f"did you mean {' or '.join(elsewhere)}?"
     names = {name.rpartition(".")[2]: name for name in known}
     names |= {name: name for name in (*known, *sections(cls))}
+    if cls is Config:
+        names |= {word.replace("-", "_"): f"--{word}" for word in COMMAND_WORDS}
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
     if near:
         return f"did you mean {names[near[0]]}?"
@@ -302,6 +306,46 @@ def advice_on_key(cls: type, key: str) -> str:
     if cls is Config:
         return "accel-gpt train --help-all shows all keys"
     return "--help shows all keys"
+
+
+def check_option(cls: type, key: str, takes_keys: bool) -> Any:
+    """Return the type of an option of a command, or of a key of a config if it `takes_keys`.
+
+    Raises `UserError` for an unknown option; the command's own options are the first advice.
+    """
+    if cls is Config:
+        return check_key(cls, key, "on the command line")
+    known = leaves(cls)
+    keys = leaves(Config) if takes_keys else {}
+    if key in known or key in keys:
+        return known.get(key, keys.get(key))
+    near = near_options(cls, key)
+    advice = f"accel-gpt {getattr(cls, 'name', '')} --help shows all options"
+    if takes_keys and (not near or any(name.endswith(f".{key}") for name in keys)):
+        advice = advice_on_key(Config, key)
+    elif near:
+        advice = f"did you mean {' or '.join(near)}?"
+    raise UserError(f"unknown option --{key}; {advice}")
+
+
+def near_options(cls: type, key: str) -> list[str]:
+    """Return the options of a command that are most like `key`, at most two."""
+    near: list[tuple[float, str]] = []
+    for name, one in own_options(cls).items():
+        name = name.removesuffix("_")
+        ratio = difflib.SequenceMatcher(None, key, name).ratio()
+        is_part = name.startswith(key) or (len(name) > 2 and key.startswith(name))
+        if not one.positional and (ratio >= NEAR or is_part):
+            near.append((-ratio, f"--{name}"))
+    return [name for _, name in sorted(near)[:2]]
+
+
+def shown(cls: type, key: str) -> str:
+    """Return how an error names an option: key of a config, --option or POSITIONAL."""
+    one = own_options(cls).get(key)
+    if one and one.positional:
+        return key.upper()
+    return f"{getattr(cls, 'prefix', '')}{key}"
 
 
 def answer_of_names(cls: type, name: str) -> str:
@@ -340,6 +384,7 @@ def read_options(
     """
     words = list(argv)
     known = leaves(cls)
+    takes_keys = others is not None
     positional = [name for name, one in own_options(cls).items() if one.positional]
     several: list[str] = []  # words of a positional option that takes several
     repeated: dict[str, tuple[Any, ...]] = {}  # key of an option that takes several -> its values
@@ -353,32 +398,33 @@ def read_options(
                 several.append(word)
             else:
                 positional.pop(0)
-                yield key, convert(key, word, known[key])
+                yield key, convert(shown(cls, key), word, known[key])
             continue
         key, equals, text = word[2:].partition("=")
         key = key.replace("-", "_")
         has_value = bool(words) and not words[0].startswith("--")
+        if key not in known:
+            check_not_removed(key)
+        hint = check_option(cls, key, takes_keys)
         if others is not None and key not in known:
             others.append(word)
             if has_value and not equals:
                 others.append(words.pop(0))
             continue
-        if key not in known:
-            check_not_removed(key)
-        hint = check_key(cls, key, "on the command line")
         is_flag = bool in (hint, *get_args(hint)) and not has_value
         if not equals and is_flag:
             text = "true"
         elif not equals:
             require(bool(words), f"--{key} needs a value: {describe_type(hint)}")
             text = words.pop(0)
-        value = convert(key, parse_text(key, text, hint), hint)
+        name = shown(cls, key)
+        value = convert(name, parse_text(name, text, hint), hint)
         if get_origin(hint) is tuple:
             value = repeated[key] = repeated.get(key, ()) + value
         yield key, value
     if several:
         key = positional.pop(0)
-        yield key, convert(key, several, known[key])
+        yield key, convert(shown(cls, key), several, known[key])
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
     require(not missing, f"{' and '.join(missing).upper()} missing; see --help")

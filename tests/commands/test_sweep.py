@@ -422,8 +422,15 @@ def test_a_comma_of_a_list_separates_no_values() -> None:
 
 @pytest.mark.parametrize("key", ["optim.beta1=0.5", "data.train=elsewhere"])
 def test_the_runs_of_another_sweep_are_not_taken(
-    key: str, made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    key: str,
+    made: Callable[..., int],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(corpus, "elsewhere")
     assert made("--optim.lr", "1e-3,3e-3") == 0
     assert made("--optim.lr", "1e-3,3e-3", f"--{key}") == 2
     name, _, value = key.partition("=")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.names import HF_TRAINER, LLM_C, NAMES, NANOGPT, SECTIONS
+from accel_gpt.config.names import HF_TRAINER, LITGPT, LLM_C, NAMES, NANOGPT, SECTIONS
 from accel_gpt.config.parse import leaves, sections
 
 # the globals of nanoGPT's train.py
@@ -21,7 +21,7 @@ SECTION = "|".join(sorted(sections(Config), key=len, reverse=True))
 PART = re.compile(rf"\b(?:{SECTION})\.[a-z_0-9]+(?:\.[a-z_0-9]+)*")
 
 
-@pytest.mark.parametrize("table", [NANOGPT, LLM_C, HF_TRAINER, SECTIONS])
+@pytest.mark.parametrize("table", [NANOGPT, LLM_C, LITGPT, HF_TRAINER, SECTIONS])
 def test_every_key_in_an_answer_exists(table: Mapping[str, str]) -> None:
     for name, answer in table.items():
         assert " " in answer or answer in KEYS, name
@@ -40,6 +40,6 @@ def test_an_answer_is_one_short_sentence_for_the_end_of_a_line() -> None:
 
 
 def test_a_name_that_two_trainers_share_has_one_answer() -> None:
-    for table in (NANOGPT, LLM_C, HF_TRAINER, SECTIONS):
+    for table in (NANOGPT, LLM_C, LITGPT, HF_TRAINER, SECTIONS):
         for name, answer in table.items():
             assert NAMES[name] == answer, name

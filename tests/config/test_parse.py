@@ -241,6 +241,7 @@ def test_help_has_three_examples_that_parse(
 # what users of other trainers type first, and a part of the answer
 FOREIGN = [
     ("adam_beta1", "optim.beta1"),
+    ("global_batch_size", "train.tokens_per_step"),
     ("bf16", "train.mixed_precision to bf16"),
     ("deepspeed", "FSDP"),
     ("dtype", "train.mixed_precision"),
@@ -264,6 +265,44 @@ FOREIGN = [
     ("trainer", "train"),
     ("no_such_option_anywhere", "--help-all shows all keys"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan quickstart --gpuz 8", "unknown option --gpuz; did you mean --gpu or --gpus?"),
+        ("plan quickstart --n_layer 8", "unknown option --n_layer; did you mean model.n_layer?"),
+        ("plan quickstart --optim.lrr 8", "unknown option --optim.lrr; did you mean optim.lr?"),
+        ("plan quickstart --global_batch_size 8", "--global_batch_size; set train.tokens_per_step"),
+        ("bench quickstart --step 8", "unknown option --step; did you mean --steps?"),
+        ("verify-resume quickstart --process 8", "--process; did you mean --processes?"),
+        ("sample runs/x --n 3", "unknown option --n; did you mean --num?"),
+        ("sample runs/x --temp=3", "unknown option --temp; did you mean --temperature?"),
+        ("sample runs/x --zzz", "unknown option --zzz; accel-gpt sample --help shows all options"),
+        ("report runs/x --output a.html", "unknown option --output; did you mean --out?"),
+        ("prepare a.txt --tokeniser bpe", "unknown option --tokeniser; did you mean --tokenizer?"),
+        ("train quickstart --smok", "unknown key smok on the command line; did you mean --smoke?"),
+        ("plan quickstart --gpus eight", "--gpus is 'eight'; expected a whole number"),
+        ("sample runs/x --top_k few", "--top_k is 'few'; expected a whole number"),
+        ("export runs/x --to y --dtype int8", "--dtype is 'int8'; expected one of"),
+        ("bench quickstart --steps=x", "--steps is 'x'; expected a whole number"),
+        ("evaluate https://a:b@c.d/e", "RUN is a URL with a user and password; remove"),
+        ("prepare stdlib.yaml --workers x", "--workers is 'x'; expected a whole number"),
+    ],
+)
+def test_a_mistake_in_an_option_is_answered_by_the_options_of_the_command(
+    line: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    Path("stdlib.yaml").write_text("source: stdlib")
+    assert run_main(dispatch, line.split()) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert message in sentence
 
 
 @pytest.mark.parametrize(("name", "words"), FOREIGN)

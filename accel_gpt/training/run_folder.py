@@ -119,7 +119,7 @@ class RunFolder:
         If the file was edited, a record may have any other keys and values.
         """
         for line in whole_lines(self.path / "metrics.jsonl"):
-            record = parse_record(line)
+            record = parse_metrics_line(line)
             if record:
                 yield record
 
@@ -138,7 +138,7 @@ class RunFolder:
     def step(self) -> int:
         """Return the step of the last record; 0 if there is none. Reads only the file's end."""
         for line in whole_lines_from_end(self.path / "metrics.jsonl"):
-            record = parse_record(line)
+            record = parse_metrics_line(line)
             if record:
                 return int(record["step"])
         return 0
@@ -369,7 +369,7 @@ def whole_lines_from_end(path: Path) -> Iterator[bytes]:
             yield end
 
 
-def parse_record(line: bytes) -> dict[str, Any] | None:
+def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """Return a record of metrics.jsonl; None if it is malformed or has no numeric `step`."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)

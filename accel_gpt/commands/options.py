@@ -331,6 +331,14 @@ class EvaluateCommand(Command):
         "Print one JSON object instead of a table.",
     )
 
+    def _check(self) -> None:
+        for name in ("tasks_limit", "tasks_path"):
+            value = getattr(self, name)
+            require(
+                value is None or bool(self.tasks),
+                f"--{name} is {value}, but no --tasks are given; give --tasks, or leave it out",
+            )
+
 
 @dataclass(frozen=True)
 class ExportCommand(Command, exclusive=(("to", "gguf"),)):
@@ -572,7 +580,7 @@ class SweepCommand(Command):
     equal time. A setting takes no further seeds once the answer is clear. The same command
     resumes a stopped sweep; you may add seeds and values. Examples:
       accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --train.max_steps 60
-      accel-gpt sweep quickstart my.yaml --seed 1,2,3,4,5 --train.max_steps 60
+      accel-gpt sweep fast_shakespeare_cpu shakespeare_char_cpu --seed 1,2,3 --train.max_steps 120
       accel-gpt sweep quickstart --model.depth 1,2 --seed 1,2,3 --train.max_steps 60
     """
 

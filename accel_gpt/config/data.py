@@ -39,16 +39,19 @@ class PrepareConfig(
         None,
         "Configuration name of the Hub dataset.",
         published="name",
+        used_with=("source", ("dataset", None)),
     )
     dataset_split: str = option(
         "train",
         "Split of the Hub dataset.",
         published="name",
+        used_with=("source", ("dataset", "arrow", "auto", None)),
     )
     text_field: str = option(
         "text",
         "Name of the column with the text. Used by jsonl, parquet, arrow and dataset.",
         published="name",
+        used_with=("source", ("jsonl", "parquet", "arrow", "dataset", "auto", None)),
     )
     tokenizer: str = option(
         "gpt2",
@@ -67,6 +70,7 @@ class PrepareConfig(
         1_000_000_000,
         "Bytes of UTF-8 text on which a bpe is trained, spread over the source.",
         above=0,
+        used_with=("tokenizer", ("bpe",)),
     )
     val_fraction: float = option(
         0.1,
@@ -108,6 +112,9 @@ class PrepareConfig(
             "a byte-level bpe needs at least 257 (256 bytes and end-of-text)",
         )
         self.require(self.separator != "", "separator", "an empty text separates nothing")
+        made = self.tokenizer == "bpe" or self.tokenizer.endswith(".json")  # maybe not made yet
+        if self.vocab_size != self.unset("vocab_size") and not made:
+            self.require_use("vocab_size", "tokenizer", ("bpe",))
         if self.source == "stdlib":
             require(
                 not (self.path or self.dataset),
@@ -193,6 +200,7 @@ class DataConfig(Section, prefix="data.", published=True):
         "room for two groups.",
         above=0,
         resume="refuse",
+        used_with=("shuffle", ("groups",)),
     )
     document_mask: bool = option(
         False,

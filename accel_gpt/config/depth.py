@@ -259,7 +259,8 @@ def optimizer_options(value: Callable[[str], Any]) -> dict[str, Any]:
     else:
         found["optim.lr"] = rounded(ADAMW_LR * by.run * by.adamw_matrices)
         found["optim.head_lr"] = rounded(ADAMW_HEAD_LR * by.run * by.width)
-    found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))
+    if value("schedule.name") != "constant":
+        found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))
     return found
 
 

@@ -190,6 +190,19 @@ class TrainConfig(
             f"train.reproducible is true and train.compile is {str(self.compile).lower()}, but "
             "compiled kernels differ with the number of processes; set one of them to false",
         )
+        require(
+            not (self.reproducible and self.sync_each_batch),
+            "train.reproducible and train.sync_each_batch are true, but reproducible gradients are "
+            "reduced once a step; set one of them to false",
+        )
+        require(
+            not self.skip_spikes or self.spike_sigma > 0,
+            "train.skip_spikes is true, but train.spike_sigma is 0, so no loss counts as a spike; "
+            "set train.spike_sigma above 0, or train.skip_spikes to false",
+        )
+
+
+DECAYING = ("cosine", "wsd", "linear")  # schedules
 
 
 @dataclass(frozen=True)
@@ -221,17 +234,20 @@ class ScheduleConfig(
         "Number of steps of the decay, after which the learning rate is min_lr. null: all steps "
         "after the warm-up (wsd: the last fifth of the run).",
         above=0,
+        used_with=("name", DECAYING),
     )
     decay_tokens: int | None = option(
         None,
         "Length of the decay in tokens, in place of decay_steps.",
         above=0,
+        used_with=("name", DECAYING),
     )
     decay_share: float | None = option(
         None,
         "Length of the decay as a share of all steps, 0 to 1, in place of decay_steps.",
         above=0,
         at_most=1,
+        used_with=("name", DECAYING),
     )
     min_lr: float = option(
         0.0,
@@ -239,6 +255,7 @@ class ScheduleConfig(
         "the last step is slightly above min_lr.",
         at_least=0,
         essential=True,
+        used_with=("name", DECAYING),
     )
 
 

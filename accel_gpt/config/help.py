@@ -4,14 +4,13 @@ import argparse
 import dataclasses
 import functools
 import inspect
-import shlex
 import types
 import typing
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
-from accel_gpt.config.options import field_types, own_options
+from accel_gpt.config.options import field_types, own_options, typed
 
 NAMES: Mapping[Any, str] = MappingProxyType(
     {int: "N", float: "NUMBER", str: "TEXT", bool: "true|false"}
@@ -75,15 +74,6 @@ def add_options(
             group.add_argument(
                 f"--{key}", metavar=value_name(hints[field.name]), help=text.replace("%", "%%")
             )
-
-
-def typed(value: Any) -> str:
-    """Format a default as it is typed on the command line."""
-    if isinstance(value, tuple):
-        return ",".join(map(typed, value)) or "[]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return shlex.quote(str(value))
 
 
 def value_name(hint: Any) -> str:

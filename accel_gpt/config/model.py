@@ -154,53 +154,62 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "Base of the rotary frequencies.",
         above=0,
         inherited="default",
+        used_with=("position", ("rope",)),
     )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
         "Scaling of rotary positions for contexts longer than in pretraining. linear: divide all "
         "positions by rope_factor. llama3 and yarn: divide only low frequencies.",
         inherited="default",
+        used_with=("position", ("rope",)),
     )
     rope_factor: float = option(
         1.0,
         "Factor of rope_scaling.",
         above=0,
         inherited="default",
+        used_with=("rope_scaling", ("linear", "llama3", "yarn")),
     )
     rope_low_freq_factor: float = option(
         1.0,
         "llama3: frequencies with fewer turns than this in the original context are divided.",
         above=0,
         inherited="default",
+        used_with=("rope_scaling", ("llama3",)),
     )
     rope_high_freq_factor: float = option(
         4.0,
         "llama3: frequencies with more turns than this in the original context are kept.",
         inherited="default",
+        used_with=("rope_scaling", ("llama3",)),
     )
     rope_beta_fast: float = option(
         32.0,
         "yarn: frequencies with more turns than this in the original context are kept.",
         above=0,
         inherited="default",
+        used_with=("rope_scaling", ("yarn",)),
     )
     rope_beta_slow: float = option(
         1.0,
         "yarn: frequencies with fewer turns than this in the original context are divided.",
         above=0,
         inherited="default",
+        used_with=("rope_scaling", ("yarn",)),
     )
     rope_attention_factor: float | None = option(
         None,
         "yarn: factor on queries and keys. null: 0.1 ln(rope_factor) + 1.",
         above=0,
         inherited="default",
+        used_with=("rope_scaling", ("yarn",)),
     )
     rope_original_block_size: int = option(
         8192,
         "llama3 and yarn: original context length in tokens.",
         above=0,
         inherited="default",
+        used_with=("rope_scaling", ("llama3", "yarn")),
     )
     init_std: float = option(
         0.02,
@@ -237,6 +246,10 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
             "rope_high_freq_factor",
             f"it must be above model.rope_low_freq_factor {self.rope_low_freq_factor}",
         )
+
+    def unset(self, name: str) -> Any:
+        """Return the value of an option that is not set: the preset's, else the default."""
+        return PRESETS[self.preset].get(name, super().unset(name))
 
     @property
     def head_size(self) -> int:

@@ -1,10 +1,9 @@
 """Define the options of the optimizer. No torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from accel_gpt.config.options import Section, option, own_options
-from accel_gpt.errors import UserError
+from accel_gpt.config.options import Section, option
 
 MUON_LR = 0.02  # Jordan et al. 2024, with muon_scale original
 STACK = 2**24
@@ -90,38 +89,38 @@ class OptimConfig(Section, prefix="optim.", published=True):
         "Peak learning rate of Muon, on the same schedule as lr. null: 0.02 if muon_scale is "
         "original, else lr.",
         above=0,
-        optimizer="muon",
+        used_with=("name", ("muon",)),
     )
     muon_scale: Literal["match_rms_adamw", "original"] = option(
         "match_rms_adamw",
         "Factor on muon_lr that depends on the shape of a matrix. match_rms_adamw: 0.2 "
         "sqrt(max(rows, columns)), for updates as large as AdamW's (Liu et al. 2025). original: "
         "sqrt(max(1, rows / columns)).",
-        optimizer="muon",
+        used_with=("name", ("muon",)),
     )
     muon_weight_decay: float | None = option(
         None,
         "Decoupled weight decay of Muon's matrices. null: weight_decay.",
         at_least=0,
-        optimizer="muon",
+        used_with=("name", ("muon",)),
     )
     muon_momentum: float = option(
         0.95,
         "Nesterov momentum of Muon.",
         at_least=0,
         below=1,
-        optimizer="muon",
+        used_with=("name", ("muon",)),
     )
     muon_momentum_warmup: int = option(
         0,
         "Number of steps in which the momentum rises from 0.85 to muon_momentum. 0: no warm-up.",
         at_least=0,
-        optimizer="muon",
+        used_with=("name", ("muon",)),
     )
     muon_cautious_decay: bool = option(
         False,
         "Decay a weight only if Muon's update also makes it smaller (Chen et al. 2025).",
-        optimizer="muon",
+        used_with=("name", ("muon",)),
     )
 
     @property
@@ -130,12 +129,3 @@ class OptimConfig(Section, prefix="optim.", published=True):
         if self.muon_lr:
             return self.muon_lr
         return MUON_LR if self.muon_scale == "original" else self.lr
-
-    def _check(self) -> None:
-        for field in fields(self):
-            optimizer = own_options(OptimConfig)[field.name].optimizer
-            if optimizer not in (None, self.name) and getattr(self, field.name) != field.default:
-                raise UserError(
-                    f"optim.{field.name} is set but optim.name is {self.name}; leave it out, or "
-                    f"set optim.name to {optimizer}"
-                )

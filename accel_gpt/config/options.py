@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import math
 import re
+import shlex
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -64,8 +65,9 @@ class Option:
     it."""
     matched: bool = True
     """A report shows a reference curve only for runs with the same value."""
-    optimizer: str | None = None
-    """The only optim.name that uses the option; with another one, setting it is an error."""
+    used_with: tuple[str, tuple[object, ...]] | None = None
+    """Another option of the section, and its values that use this option. With any other value,
+    setting this option is an error."""
     published: Published | None = None
     """How much of the value a model card shows. True: a number, a truth value or a choice. name:
     also the last part of a path, URL or id. False: nothing. None: the default of the section."""
@@ -104,7 +106,7 @@ def option(
     per_machine: bool = False,
     inherited: Inherited = "always",
     matched: bool = True,
-    optimizer: str | None = None,
+    used_with: tuple[str, tuple[object, ...]] | None = None,
     published: Published | None = None,
 ) -> Any:
     """Return a dataclass field for an option; `Option` documents the arguments."""
@@ -124,7 +126,7 @@ def option(
         per_machine=per_machine,
         inherited=inherited,
         matched=matched,
-        optimizer=optimizer,
+        used_with=used_with,
         published=published,
     )
     return dataclasses.field(default=default, metadata={"option": described})
@@ -186,6 +188,9 @@ class Section:
                 if getattr(self, name)
             ]
             require(len(found) < 2, f"{' and '.join(found)}; set one of them")
+        for name, one in described.items():
+            if one.used_with is not None and getattr(self, name) != self.unset(name):
+                self.require_use(name, *one.used_with)
         self._check()
 
     def _check(self) -> None:
@@ -193,6 +198,21 @@ class Section:
 
         Called after the bounds of each option are checked.
         """
+
+    def unset(self, name: str) -> Any:
+        """Return the value of an option that is not set."""
+        return getattr(type(self), name)
+
+    def require_use(self, name: str, other: str, values: Sequence[object]) -> None:
+        """Raise `UserError` for the option `name` unless `other` has one of `values`."""
+        *others, last = map(typed, filter(None, values))
+        uses = f"{', '.join(others)} or {last}" if others else last
+        require(
+            getattr(self, other) in values,
+            f"{self.prefix}{name} is {typed(getattr(self, name))}, but {self.prefix}{other} "
+            f"{typed(getattr(self, other))} does not use it; set {self.prefix}{name} to "
+            f"{typed(self.unset(name))}, or {self.prefix}{other} to {uses}",
+        )
 
     def require(self, ok: bool, name: str, problem: str) -> None:
         """Unless `ok`, raise `UserError` with the option `name`, its value and the `problem`."""
@@ -244,6 +264,15 @@ def all_options(cls: type) -> Mapping[str, Option]:
             inner = all_options(kinds[field.name])
             found |= {f"{field.name}.{name}": one for name, one in inner.items()}
     return types.MappingProxyType(found)
+
+
+def typed(value: Any) -> str:
+    """Format a value as it is typed on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(typed, value)) or "[]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return shlex.quote(str(value))
 
 
 def duration(name: str, text: str | None) -> float | None:

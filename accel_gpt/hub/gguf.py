@@ -15,7 +15,7 @@ import sys
 import tempfile
 import unicodedata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,12 @@ from accel_gpt.hub.hf_weights import export_tensor, exportable_preset, weight_ta
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.layers import MLP, rotary_frequencies, yarn_attention_factor
+from accel_gpt.model.layers import (
+    MLP,
+    rotary_frequencies,
+    unscaled_frequencies,
+    yarn_attention_factor,
+)
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.resume import NOT_TOLD
 
@@ -339,8 +344,8 @@ def gguf_tensors(model: GPT, architecture: str, wanted: str) -> Iterator[tuple[s
         yield name, tensor.contiguous(), "F32" if part.positions else stored_as(tensor, wanted)
     if config.rope_scaling == "llama3":  # llama.cpp divides its frequencies by this tensor
         cpu = torch.device("cpu")
-        plain = rotary_frequencies(replace(config, rope_scaling="none"), cpu)
-        yield "rope_freqs.weight", plain / rotary_frequencies(config, cpu), "F32"
+        unscaled = unscaled_frequencies(config, cpu)
+        yield "rope_freqs.weight", unscaled / rotary_frequencies(config, cpu), "F32"
 
 
 def interleave(rows: Tensor, head_size: int) -> Tensor:

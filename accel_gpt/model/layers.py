@@ -81,9 +81,7 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     3.4.2, in the form of transformers). `yarn` interpolates linearly in the channel (Peng et al.
     2023, section 3.2, in the form of transformers).
     """
-    D = config.head_size
-    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
-    frequencies = 1.0 / config.rope_theta**exponents
+    frequencies = unscaled_frequencies(config, device)
     if config.rope_scaling == "none":
         return frequencies
     divided = frequencies / config.rope_factor
@@ -94,6 +92,13 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     else:
         kept = _kept_by_yarn(config, device)
     return (1 - kept) * divided + kept * frequencies
+
+
+def unscaled_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Compute the frequencies (D/2,) without `rope_scaling`, in radians per token, float32."""
+    D = config.head_size
+    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
+    return 1.0 / config.rope_theta**exponents
 
 
 def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:

@@ -190,7 +190,10 @@ def test_the_blocks_are_muons_and_all_else_is_adamws() -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.05, 0.15}
     assert OptimConfig("muon", lr=0.003).muon_peak == 0.003  # muon_lr is not set
     assert OptimConfig("muon", lr=0.003, muon_scale="original").muon_peak == 0.02
-    with pytest.raises(UserError, match="muon_lr is set but optim"):
+    with pytest.raises(
+        UserError,
+        match=r"muon_lr is 0.1, but optim.name adamw does not use it; set optim.muon_lr to null",
+    ):
         OptimConfig(muon_lr=0.1)
 
 

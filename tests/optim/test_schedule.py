@@ -71,3 +71,9 @@ def test_muons_momentum_warms_up() -> None:
     assert values == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert momentum_at(0, 0.95, 0) == 0.95
     assert momentum_at(0, 0.5, 100) == 0.5
+
+
+@pytest.mark.parametrize("step", [0, 50])
+def test_an_unknown_name_is_no_linear_decay(step: int) -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'exponential'"):
+        lr_fraction(step, "exponential", plan(100, 10, 90), 0.1)

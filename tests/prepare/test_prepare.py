@@ -163,7 +163,7 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
         del index["prepared"][key]
     (out / "dataset.json").write_text(json.dumps(index))
     before = content(out), os.stat(out).st_mtime_ns
-    for same in (replace(config, workers=2), replace(config, vocab_size=999), PrepareConfig()):
+    for same in (replace(config, workers=2), PrepareConfig()):
         assert not prepare(same, out)
     for key, value in (("skip_invalid", False), ("val_fraction", 0.2)):
         with pytest.raises(UserError, match=rf"\({key}: .*, requested {value}\); delete"):

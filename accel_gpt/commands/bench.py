@@ -26,7 +26,6 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.cost.forecast import evaluation_hours
 from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.data.shards import token_dtype
@@ -199,7 +198,6 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
     if len(seconds) > 1:
         fastest_quarter, _, slowest_quarter = statistics.quantiles(seconds, n=4)
     speed = run.reporter.speed
-    counts = parameter_counts(run.config.model, run.corpus.vocab_size)
     return {
         "tokens_per_second": plan.tokens_per_step / median,
         "tokens_per_second_quartiles": [
@@ -218,7 +216,7 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
         "memory_of": "device" if device.type == "cuda" else "process",
         "parts_ms": {name: 1000 * spent for name, spent in parts.items()},
         "parts_steps": options.parts,
-        "parameters": counts["total"],
+        "parameters": run.gpt.parameter_count(),
         "compiled": run.config.train.compiled,
         "plan": asdict(plan) | {"tokens_per_step": plan.tokens_per_step},
         **describe_machine(run.accelerator),

@@ -123,9 +123,14 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
     12 L H D T counts scores and weighted values over the full T x T square, as nanoGPT does. A
     causal kernel can skip half of them. Norms, biases, activations and recomputation do not count.
     """
-    N = config.n_layer * sum(hidden_matrices(config)) + vocab_size * config.n_embd
+    matrices = config.n_layer * sum(hidden_matrices(config)) + vocab_size * config.n_embd
+    return training_flops(config, matrices)
+
+
+def training_flops(config: ModelConfig, matrices: int) -> int:
+    """Compute the FLOPs of `flops_per_token` from N, the number of weights in matrix products."""
     attention = config.n_layer * config.n_head * config.head_size * config.block_size
-    return 6 * N + 12 * attention
+    return 6 * matrices + 12 * attention
 
 
 def mfu(

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.cost.flops import padded_vocab_size
+from accel_gpt.cost.flops import padded_vocab_size, training_flops
 from accel_gpt.errors import require
 from accel_gpt.model.documents import attention_mask, positions
 from accel_gpt.model.layers import (
@@ -99,6 +99,33 @@ class GPT(nn.Module):
         """
         if self.config.tie_embeddings:
             self.head.weight = self.wte.weight
+
+    def check_tied(self) -> None:
+        """Raise `UserError` if the head is not tied, although the config says so.
+
+        A checkpoint holds tied weights once, so it would lose the head.
+        """
+        names = [name for name, _ in self.named_parameters()]  # tied weights once
+        require(
+            not self.config.tie_embeddings or "head.weight" not in names,
+            "model.tie_embeddings is true, but head.weight is not the weight of the embedding, and "
+            "no checkpoint would hold it; call tie_weights(), or set model.tie_embeddings to false",
+        )
+
+    def parameter_count(self) -> int:
+        """Count the parameters, tied weights once, with the padded rows of the vocabulary."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """Compute the FLOPs to train on one token, from the weights of this model.
+
+        See `cost.flops.flops_per_token`. All weights with two or more dimensions are in matrix
+        products, except those of embeddings.
+        """
+        embeddings = {id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding)}
+        apart = embeddings | {id(self.head.weight)}
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1 and id(p) not in apart)
+        return training_flops(self.config, matrices + self.vocab_size * self.config.n_embd)
 
     def build_rotary(self) -> None:
         """Compute the rotary table on the device of the weights."""

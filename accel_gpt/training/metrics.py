@@ -20,7 +20,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.devices import peak_flops
-from accel_gpt.cost.flops import flops_per_token, mfu
+from accel_gpt.cost.flops import mfu
 from accel_gpt.errors import require
 from accel_gpt.files import strict_json, sync, write_all, write_file
 from accel_gpt.model.gpt import GPT
@@ -54,6 +54,11 @@ COLUMNS = (
     "eval/train_loss_se",
     "eval/val_loss_se",
     "eval/val_bits_per_byte_se",
+    "eval/whole_val_loss",
+    "eval/whole_val_perplexity",
+    "eval/whole_val_bits_per_byte",
+    "eval/whole_val_loss_se",
+    "eval/whole_val_bits_per_byte_se",
     "eval/hellaswag_acc",
     "eval/hellaswag_acc_norm",
 )
@@ -123,7 +128,7 @@ class Speed:
     def __init__(self, gpt: GPT, plan: Plan, accelerator: Accelerator) -> None:
         self.plan = plan
         self.device = accelerator.device
-        self.flops_per_token = flops_per_token(gpt.config, gpt.vocab_size)
+        self.flops_per_token = gpt.flops_per_token()
         self.dtype = accelerator.mixed_precision
         if self.dtype == "no":
             tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"

@@ -20,7 +20,6 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.console import format_hours, printable
-from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.cost.forecast import evaluation_hours
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
@@ -112,7 +111,7 @@ class Reporter:
             "plan": asdict(self.plan),
             **machine,
             "model": {
-                "parameters": parameter_counts(self.config.model, corpus.vocab_size)["total"],
+                "parameters": self.gpt.parameter_count(),
                 "vocab_size": corpus.vocab_size,
                 "flops_per_token": self.speed.flops_per_token,
             },
@@ -130,7 +129,6 @@ class Reporter:
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Describe the model, data, plan and device of the run."""
-        parameters = parameter_counts(self.config.model, corpus.vocab_size)["total"]
         megaflops = self.speed.flops_per_token / 1e6
         plan = self.plan.describe().splitlines()
         asked = self.config.train.micro_batch_size
@@ -142,7 +140,7 @@ class Reporter:
         if self.config.model.depth:
             plan += describe_depth(to_flat(self.config))
         lines = [
-            f"model    {self.config.model.preset}, {parameters:,} parameters, "
+            f"model    {self.config.model.preset}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.plan),
             *corpus.lines_on_bytes(),

@@ -27,7 +27,11 @@ OFFSETS = "DCP_SHARDING_INFO"  # key in the header
 
 
 def weights_of(gpt: GPT) -> dict[str, Tensor]:
-    """Return the weights by name, tied weights once. FSDP reshards weights left gathered."""
+    """Return the weights by name, tied weights once. FSDP reshards weights left gathered.
+
+    Raises `UserError` if the config ties the head, but the model does not.
+    """
+    gpt.check_tied()
     weights = gpt.state_dict()
     if gpt.config.tie_embeddings:
         del weights["head.weight"]

@@ -3,19 +3,24 @@
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
 from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.plan import make_plan
-from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.errors import UserError
+from accel_gpt.model import layers
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import metrics
 from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed
-from tests.conftest import tiny
+from tests.conftest import QUIET, launch, tiny
 
 
 def record(step: int) -> dict[str, float]:
@@ -52,6 +57,46 @@ def test_mfu_is_a_share_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPat
     speed = Speed(gpt, plan, accelerator)
     work = 65536 * flops_per_token(gpt.config, 100)
     assert speed.metrics(0.5)["perf/mfu"] == pytest.approx(work / 0.5 / 8e12)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_and_flops_are_those_of_the_model(preset: str) -> None:
+    gpt = GPT(tiny(**PRESETS[preset]), 100)
+    assert gpt.parameter_count() == parameter_counts(gpt.config, 100)["total"]
+    assert gpt.flops_per_token() == flops_per_token(gpt.config, 100)
+    parameters, flops = gpt.parameter_count(), gpt.flops_per_token()
+    gpt.blocks[0].mlp.more = torch.nn.Linear(7, 5)
+    assert gpt.parameter_count() == parameters + 7 * 5 + 5
+    assert gpt.flops_per_token() == flops + 6 * 7 * 5
+
+
+def test_a_run_prints_and_logs_the_parameters_of_its_model(
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers.Block, "__init__", with_a_matrix(layers.Block.__init__))
+    assert launch(small_run(*QUIET, "--train.max_steps", "3", "--eval.whole_at_end", "true")) == 0
+    model = json.loads((tmp_path / "run" / "run.json").read_text())["launches"][-1]["model"]
+    weights = load_file(tmp_path / "run/checkpoints/step_00000003/model.safetensors")
+    assert model["parameters"] == sum(weight.numel() for weight in weights.values())
+    assert f"{model['parameters']:,} parameters" in capsys.readouterr().err
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    whole = [key for key in last if key.startswith("eval/whole_val_")]
+    assert len(whole) == 5
+    assert all(float(rows[-1][key]) == last[key] for key in whole)
+
+
+def with_a_matrix(init: Callable[..., None]) -> Callable[..., None]:
+    """Give each block one more matrix, which a run trains and saves."""
+
+    def wrapped(self: layers.Block, config: ModelConfig, layer: int) -> None:
+        init(self, config, layer)
+        self.mlp.more = torch.nn.Linear(8, 8, bias=False)
+
+    return wrapped
 
 
 def test_a_record_that_finds_no_room_is_written_whole_with_the_next(

@@ -130,6 +130,7 @@ def test_run_learns_and_leaves_what_the_contract_names(
     shown = capsys.readouterr().err
     assert "256 tokens per step = 4 sequences x 32 tokens x 2 micro-steps x 1 process" in shown
     assert "no MFU" in shown
+    assert shown.index(f"run      {tmp_path / 'run'}\n") < shown.index("model    ")
     assert "accel-gpt sample" in shown
 
 

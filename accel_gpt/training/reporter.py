@@ -128,7 +128,7 @@ class Reporter:
         write_file(self.out_dir / "run.json", [text.encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
-        """Describe the model, data, plan and device of the run."""
+        """Describe the folder, model, data, plan and device of the run."""
         megaflops = self.speed.flops_per_token / 1e6
         plan = self.plan.describe().splitlines()
         asked = self.config.train.micro_batch_size
@@ -140,6 +140,7 @@ class Reporter:
         if self.config.model.depth:
             plan += describe_depth(to_flat(self.config))
         lines = [
+            f"run      {self.config.out_dir}",
             f"model    {self.config.model.preset}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.plan),

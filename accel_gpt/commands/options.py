@@ -6,6 +6,7 @@
 """
 
 import contextlib
+import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,6 +166,7 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
             PrepareCommand, ["--path", argument, *arguments], "accel-gpt prepare PATH"
         )
     check_utf8("RECIPE", argument)
+    check_recipe(argument)
     path = str(resolve_config(argument, "data"))
     try:
         values = read_values(PrepareCommand, path, arguments)
@@ -176,6 +178,19 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
             ) from None
         raise
     return build(PrepareCommand, values)
+
+
+def check_recipe(argument: str) -> None:
+    """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
+    recipes = shipped_configs("data")
+    is_recipe = argument in recipes or argument.endswith((".yaml", ".yml")) or is_pipe(argument)
+    nearby = [str(path) for path in Path(argument).parent.glob("*")]
+    near = difflib.get_close_matches(argument, [*recipes, *nearby], n=1)
+    advice = f"give the path of a text, or a recipe: {', '.join(recipes)}"
+    require(
+        is_recipe,
+        f"there is no file {argument}; {f'did you mean {near[0]}?' if near else advice}",
+    )
 
 
 def is_text_path(argument: str) -> bool:

@@ -121,7 +121,10 @@ def kind_of(key: str) -> str:
             accepted = resolved("empty.yaml", f"--{key}={value}")[key]
             found.append("null" if accepted is None else "text")
         except ValueError as error:
-            found.append(str(error).partition("; ")[2].removeprefix("expected "))
+            expected = str(error).partition("; ")[2].removeprefix("expected ")
+            if value == "null":  # the error names all kinds
+                found.clear()
+            found.append(expected.removesuffix(" or null"))
     return " or ".join(dict.fromkeys(found))
 
 

@@ -58,7 +58,7 @@ def load_config(argv: Sequence[str], prog: str, inherit: Inherit = dict) -> Conf
         path = words.pop(0)
     check_utf8("CONFIG", path)
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential="--help-all" not in words)
-    require(bool(path), f"no config file given; usage: {prog} CONFIG [--section.key v]")
+    require(bool(path), f"no config file given; try {prog} quickstart")
     given = read_values(Config, str(resolve_config(path)), words)
     options = dict(read_options(Config, words))
     if options.get("model.depth") is not None:
@@ -427,7 +427,10 @@ def read_options(
         yield key, convert(shown(cls, key), several, known[key])
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
-    require(not missing, f"{' and '.join(missing).upper()} missing; see --help")
+    advice = "see --help"
+    if "config" in missing:
+        advice = f"try accel-gpt {getattr(cls, 'name', '')} quickstart"
+    require(not missing, f"{' and '.join(missing).upper()} missing; {advice}")
 
 
 def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: bool = False) -> None:
@@ -475,6 +478,13 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
 def convert(key: str, value: Any, hint: Any) -> Any:
     """Convert a value from YAML or the command line to the type `hint`; raises `UserError`."""
     option = choose_type(value, hint)
+    if value in ("None", "null") and option is not type(None):
+        # a prompt may be this word, but no path or name of a config
+        is_text = key.startswith("--") or get_origin(hint) is tuple
+        require(
+            is_text and str in (hint, *get_args(hint)),
+            f"{key} is {value}, but it cannot be null; expected {describe_type(hint)}",
+        )
     try:
         return to_type(key, value, option)
     except UserError:
@@ -488,6 +498,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         if removed:
             raise UserError(removed) from None
         expected = describe_type(hint if option in (int, bool) else option)
+        if type(None) in get_args(hint):
+            expected += " or null"
         raise UserError(f"{key} is {value!r:.200}; expected {expected}") from None
 
 

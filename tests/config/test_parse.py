@@ -16,6 +16,7 @@ from accel_gpt.commands.options import (
     COMMANDS,
     BenchCommand,
     EvaluateCommand,
+    SampleCommand,
     VerifyResumeCommand,
 )
 from accel_gpt.config.experiment import Config
@@ -282,6 +283,18 @@ FOREIGN = [
         ("report runs/x --output a.html", "unknown option --output; did you mean --out?"),
         ("prepare a.txt --tokeniser bpe", "unknown option --tokeniser; did you mean --tokenizer?"),
         ("train quickstart --smok", "unknown key smok on the command line; did you mean --smoke?"),
+        ("train", "no config file given; try accel-gpt train quickstart"),
+        ("bench --steps 3", "CONFIG missing; try accel-gpt bench quickstart"),
+        ("prepare b.txt", "there is no file b.txt; did you mean a.txt?"),
+        ("prepare openwebtxt", "there is no file openwebtxt; did you mean openwebtext?"),
+        ("prepare other/b.txt", "there is no file other/b.txt; give the path of a text, or a rec"),
+        ("train quickstart --model.n_layer None", "n_layer is None, but it cannot be null; expec"),
+        (
+            "train quickstart --out_dir None",
+            "out_dir is None, but it cannot be null; expected text",
+        ),
+        ("train quickstart --train.max_steps x", "is 'x'; expected a whole number or null"),
+        ("sample runs/x --num null", "--num is null, but it cannot be null; expected a whole"),
         ("plan quickstart --gpus eight", "--gpus is 'eight'; expected a whole number"),
         ("sample runs/x --top_k few", "--top_k is 'few'; expected a whole number"),
         ("export runs/x --to y --dtype int8", "--dtype is 'int8'; expected one of"),
@@ -303,6 +316,19 @@ def test_a_mistake_in_an_option_is_answered_by_the_options_of_the_command(
     assert run_main(dispatch, line.split()) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert message in sentence
+
+
+def test_none_of_python_is_null(config_file: str, tmp_path: Path) -> None:
+    config = load(config_file, "--eval.tokens", "None", "--train.max_steps=None")
+    assert (config.eval.tokens, config.train.max_steps) == (None, None)
+    path = tmp_path / "none.yaml"
+    path.write_text("model: {n_kv_head: None}\nsample: {prompts: None}")
+    assert load(str(path)).model.n_kv_head is None
+    assert load(str(path)).sample.prompts == ("None",)
+    path.write_text("out_dir: None")
+    with pytest.raises(UserError, match="out_dir is None, but it cannot be null"):
+        load(str(path))
+    assert SampleCommand.parse(["runs/x", "--top_k", "None", "--prompt", "None"]).prompt == "None"
 
 
 @pytest.mark.parametrize(("name", "words"), FOREIGN)

@@ -26,6 +26,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     gather_object,
     parse_flag_from_env,
+    patch_environment,
 )
 from torch import nn
 
@@ -219,27 +220,32 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]  # None blocks the import
     # torch 2.13 renamed `broadcast_buffers`, and Accelerate 1.15 cannot pass the new name
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-    accelerator = Accelerator(
-        cpu=PartialState().device.type == "cpu",
-        mixed_precision=config.train.mixed_precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=plan.accumulation_steps,
-            sync_with_dataloader=False,
-            sync_each_batch=config.train.sync_each_batch,
-        ),
-        log_with=list(config.log.trackers) or None,
-        project_config=ProjectConfiguration(
-            config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
-        ),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-                bucket_cap_mb=BUCKET_MIB,
+    cpu = PartialState().device.type == "cpu"
+    if cpu and PartialState().use_distributed and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        cpu = False
+        allow_fsdp_on_cpus()
+    with patch_environment(accelerate_use_cpu=cpu):
+        accelerator = Accelerator(
+            cpu=cpu,
+            mixed_precision=config.train.mixed_precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=plan.accumulation_steps,
+                sync_with_dataloader=False,
+                sync_each_batch=config.train.sync_each_batch,
             ),
-            *fp8_recipe(config),
-        ],
-    )
+            log_with=list(config.log.trackers) or None,
+            project_config=ProjectConfiguration(
+                config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
+            ),
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=False,
+                    gradient_as_bucket_view=True,
+                    bucket_cap_mb=BUCKET_MIB,
+                ),
+                *fp8_recipe(config),
+            ],
+        )
     check_engine(accelerator, config)
     if accelerator.distributed_type == DistributedType.FSDP:
         set_up_fsdp(accelerator)
@@ -250,6 +256,13 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
             "takes several times as long as in float32; set train.mixed_precision to auto or no"
         )
     return accelerator
+
+
+def allow_fsdp_on_cpus() -> None:
+    """Let Accelerate shard on CPUs; it starts FSDP only for kinds of processes on GPUs."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if is_main():
+        write_err("FSDP on CPUs is slow; use it to try a model or an optimizer without GPUs")
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:

@@ -122,7 +122,7 @@ def check_engine(accelerator: Accelerator, config: Config) -> None:
     require(
         fsdp or not parse_flag_from_env("ACCELERATE_USE_FSDP"),
         f"the accelerate config sets FSDP but Accelerate started {kind.value} on {device}: FSDP "
-        "needs GPUs and a launcher; start the run with accelerate launch on GPUs",
+        "needs a launcher; start the run with accelerate launch or torchrun",
     )
     require(
         precision != "fp16" or device != "cpu",

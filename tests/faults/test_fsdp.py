@@ -27,17 +27,7 @@ from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
 SHARDED = """
-import os, sys
-os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-def backend(self, cpu=False, sagemaker_dp=False, backend=None):
-    return "gloo", DistributedType.MULTI_GPU
-PartialState._prepare_backend = backend  # Accelerate offers FSDP on GPUs alone
-import accel_gpt.training.accelerator
-accel_gpt.training.accelerator.Accelerator = lambda cpu, **given: Accelerator(**given)
-accel_gpt.training.accelerator.PartialState = lambda cpu=None, **given: PartialState(**given)
+import sys
 from accel_gpt import train
 sys.exit(train.main(sys.argv[1:]))
 """
@@ -111,7 +101,7 @@ def launch(
         port = free.getsockname()[1]
     shared = {
         **{"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **given},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **FSDP},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **FSDP, "ACCELERATE_USE_CPU": "true"},
     }
     processes = [
         subprocess.Popen(
@@ -125,6 +115,7 @@ def launch(
     ]
     told = [process.communicate(timeout=900)[1] for process in processes]
     assert [process.returncode for process in processes] == [code] * world, "\n".join(told)
+    assert "".join(told).count("FSDP on CPUs is slow") == 1
 
 
 def moments(run: Path, step: int) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def test_what_the_accelerate_config_asks_for_is_refused_by_name(
 
 
 @pytest.mark.slow
-def test_fsdp_without_gpus_is_refused(
+def test_fsdp_without_a_launcher_is_refused(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Accelerate would silently train with plain processes."""

@@ -5,16 +5,20 @@ Under `srun`, `join_slurm_step` sets the variables that torchrun would set.
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import AccelGPTError, PeerError, UserError, first_line, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 # that stop a run
@@ -41,6 +45,7 @@ PREFIXES = (  # of the variables that launchers set
     STOP_WITH_PARENT,
     "SLURM_STEP",  # without them a process is no task of srun
 )
+HEARD = timedelta(seconds=5)  # for the other ranks to hear of an error; assumption
 LOW_PRIORITY = 10  # niceness; assumption
 FIRST_PORT = 20000  # below the ports that Linux gives to clients, from 32,768 on
 PORTS = 10000
@@ -179,6 +184,65 @@ def environment_without_launcher() -> dict[str, str]:
         for key, value in os.environ.items()
         if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES)
     }
+
+
+# --------------------------------------------------------------------------- before ranks join
+
+
+def answer_of_main(question: Callable[[], Any], timeout: timedelta) -> Any:
+    """Return the answer of rank 0, a JSON value, before the ranks have joined; a collective.
+
+    If rank 0 raises an `AccelGPTError`, the other ranks exit with its code, and rank 0 prints it.
+    Raises `PeerError` if a rank does not come within `timeout`. Ctrl-C ends a process that waits.
+    """
+    if world_size() == 1:
+        return question()
+    from torch.distributed import DistError  # torch takes seconds
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # native code waits, where the handler of Python does not run
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main_thread else None
+    try:
+        return exchange_answer(meeting_store(timeout), question)
+    except DistError as error:
+        raise PeerError(
+            f"another process of the run has ended or does not answer ({first_line(error)}); see "
+            "its own error message"
+        ) from None
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+
+
+@cache
+def meeting_store(timeout: timedelta) -> Any:
+    """Return the store in which ranks meet; rank 0 may serve it, so it is kept."""
+    import torch.distributed as dist  # torch takes seconds
+
+    distributed: Any = dist  # not all of its functions have types
+    store, _, _ = next(distributed.rendezvous("env://", timeout=timeout))
+    return store
+
+
+def exchange_answer(store: Any, question: Callable[[], Any]) -> Any:
+    """Set the answer or the error of rank 0 in the store, or wait for it on another rank."""
+    key = f"accel_gpt/answer_{store.add(f'accel_gpt/asked_by_{rank()}', 1)}"
+    if not is_main():
+        found = json.loads(store.get(key))
+        store.set(f"{key}/heard_by_{rank()}", "")
+        if "exit_code" in found:
+            sys.exit(found["exit_code"])
+        return found["answer"]
+    try:
+        text = json.dumps({"answer": question()})
+    except AccelGPTError as error:
+        store.set(key, json.dumps({"exit_code": error.exit_code}))
+        others = [f"{key}/heard_by_{other}" for other in range(1, world_size())]
+        with contextlib.suppress(RuntimeError):  # a late rank learns that rank 0 has ended
+            store.wait(others, HEARD)
+        raise
+    store.set(key, text)
+    return json.loads(text)["answer"]
 
 
 # --------------------------------------------------------------------------- Slurm

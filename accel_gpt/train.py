@@ -121,7 +121,6 @@ def launch(config: Config, source: str) -> int:
     die_with_launcher()
     started = time.monotonic()
     plan = make_plan(config, world_size())
-    check_initial_tokenizer(config)
     if config.eval.only:
         return evaluate_without_training(config, plan)
     with (
@@ -129,6 +128,7 @@ def launch(config: Config, source: str) -> int:
         peers(plan.world_size),
         open_run_folder(config, source) as check_folder,
     ):
+        on_main(lambda: check_initial_tokenizer(config))
         ensure_data(config)
         restore_from_copy(config)
         if config.checkpoint.resume.startswith("hf://"):
@@ -140,6 +140,7 @@ def evaluate_without_training(config: Config, plan: Plan) -> int:
     """Evaluate the model of a run, for `eval.only`; return the exit code."""
     with exiting_on_signals("stopped"), peers(plan.world_size):
         accelerator = start_evaluation(config, Path(config.out_dir))
+        on_main(lambda: check_initial_tokenizer(config))
         ensure_data(config)
         return evaluate_only(config, accelerator, load_pretrained, open_initial_weights)
 

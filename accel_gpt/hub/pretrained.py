@@ -4,23 +4,26 @@ Reads its shape and its tokenizer for a config that starts from it; `load.py` lo
 Needs no torch.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.options import own_options
+from accel_gpt.config.options import duration, own_options
 from accel_gpt.config.vocabulary import KNOWN_VOCABULARIES
 from accel_gpt.data.hub_client import SCHEME, download_repo, is_repo
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import is_local, nearest_folder
 from accel_gpt.hub.hf_config import read_hf_config
+from accel_gpt.launcher import answer_of_main
 from accel_gpt.records import read_object
 from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
 from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_missing
@@ -28,6 +31,7 @@ from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_missin
 SMALL_FILES = ("config.json", *HUB_FILES)
 PICKLES = (".pt", ".pth", ".ckpt")  # endings of files that torch.save writes
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
+LONGEST_WAIT = timedelta(days=1)  # for rank 0, without train.init_timeout; assumption
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
 # Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
@@ -193,8 +197,24 @@ def tokenizer_advice(pretrained: Pretrained) -> str:
 def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that `model.init_from` brings to a config: shape and tokenizer.
 
-    `given`: the keys that the user set, dotted. Raises `UserError` if one contradicts the shape.
+    Of several ranks, rank 0 alone asks the Hub. `given`: the keys that the user set, dotted. Raises
+    `UserError` if one contradicts the shape.
     """
+    limit = given.get("train.init_timeout", TrainConfig.init_timeout)
+    seconds = duration("train.init_timeout", limit)
+    timeout = timedelta(seconds=seconds) if seconds else LONGEST_WAIT
+    inherited: dict[str, Any] = answer_of_main(lambda: read_inherited(given), timeout)
+    for key in TOKENIZER_KEYS:
+        tokenizer = Path(inherited.get(key) or "")
+        if tokenizer.is_absolute() and not tokenizer.exists():
+            # the cache of this machine lacks the files; their reader raises an error again
+            with contextlib.suppress(AccelGPTError):
+                find_pretrained(given["model.init_from"])
+    return inherited
+
+
+def read_inherited(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `inherit`, on one rank."""
     name = given["model.init_from"]
     run = RunFolder(given.get("out_dir", Config.out_dir))
     if run.checkpoints and run.config.get("model.init_from") == name:

@@ -25,9 +25,11 @@ from accel_gpt.hub.pretrained import inherit
 from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here
 from tests.faults.attack import zipped
-from tests.helpers.hub_server import HubServer, point_at
+from tests.faults.launches import free_port
+from tests.helpers.hub_server import HubServer, environment, point_at
 from tests.hub.test_convert import make_theirs
 from tests.hub.test_export import QUICK
+from tests.test_launch import PLAIN
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -403,6 +405,49 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
     tokens = draw()
     assert torch.equal(model.eval()(tokens), again.eval()(tokens))
     torch.testing.assert_close(again(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+ASKS = """
+import json, os, sys
+from accel_gpt.config.parse import load_config
+from accel_gpt.console import run_main
+from accel_gpt.hub.pretrained import inherit
+from accel_gpt.training.accelerator import join_ranks
+
+def main(argv):
+    config = load_config(argv, "test", inherit)
+    join_ranks(config)
+    print(json.dumps([config.model.n_embd, config.model.vocab_size, config.data.tokenizer]))
+    return 0
+
+sys.exit(run_main(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
+def test_one_of_several_ranks_asks_the_hub(
+    known: bool, folder: Path, small_run: Arguments, tmp_path: Path
+) -> None:
+    with HubServer() as hub:
+        if known:
+            hub.add("user/model", {path.name: path.read_bytes() for path in folder.iterdir()})
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+        group |= environment(hub, tmp_path / "home") | {"ACCELERATE_USE_CPU": "true"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", ASKS, *small_run("--model.init_from", "user/model")],
+                env={**PLAIN, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(3)
+        ]  # fmt: skip
+        shown = [rank.communicate(timeout=120) for rank in ranks]
+        asked = [path for _, path in hub.requests if "/revision/" in path]
+    assert len(asked) == 1
+    assert [rank.returncode for rank in ranks] == [0 if known else 2] * 3, shown
+    assert shown[1:] == [(shown[0][0] if known else "", "")] * 2
+    assert known or "user/model is neither a local folder nor a repository" in shown[0][1]
 
 
 # --------------------------------------------------------------------------- a path with a mistake

@@ -159,7 +159,7 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
         accel_gpt.run("quickstart", {"train.max_step": 3})
     run = accel_gpt.Run(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         _ = run.metrics
     with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
         accel_gpt.run("quickstart", {"train": {"max_step": 3}})

@@ -245,4 +245,4 @@ def test_a_text_is_prepared_by_its_name_alone(
         assert tokenizer.decode(split.read(0, 0, split.tokens).tolist()).partition(EOT)[0]
     capsys.readouterr()
     assert run_main(dispatch, ["prepare", "inptu.txt"]) == 2
-    assert "inptu.txt does not exist" in capsys.readouterr().err
+    assert "there is no file inptu.txt; did you mean input.txt?" in capsys.readouterr().err

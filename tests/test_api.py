@@ -167,7 +167,7 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
         accel_gpt.run("quickstart", {"train": {"max_steps": 3}, "train.max_steps": 3})
     with pytest.raises(UserError, match=r"train is 3, but it is a section of options"):
         accel_gpt.run("quickstart", {"train": 3})
-    with pytest.raises(UserError, match="did you mean temperature"):
+    with pytest.raises(UserError, match="did you mean --temperature"):
         run.sample(temprature=0)
     with pytest.raises(UserError, match="nowhere"):
         run.evaluate()

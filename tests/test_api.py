@@ -70,6 +70,7 @@ def test_a_run_leaves_its_process_as_it_was(
 ) -> None:
     hooks: list[object] = []
     monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    gc.unfreeze()  # what a run of another test in this process left
     before = process()
     settings = read_settings()
     options = SHORT | {"train.matmul_precision": "high"}

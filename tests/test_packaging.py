@@ -32,6 +32,7 @@ PRIVATE = {
     "_pat_str": "tiktoken",
     "_record_memory_history": "torch",
     "_reset_state": "accelerate",
+    "_shared_state": "accelerate",
 }
 PUBLIC = {"_asdict", "_exit", "_replace"}  # documented names of os and named tuples
 
@@ -153,7 +154,7 @@ def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         (["plan", "gpt2_24m"], "did you mean gpt2_124m or gpt2_774m or gpt2_350m?"),
         (["verify-resume", "quickstrt.yaml"], "did you mean quickstart?"),
-        (["prepare", "quickstart"], "try one of fineweb_edu_10bt, openwebtext"),
+        (["prepare", "quickstart"], "or a recipe: fineweb_edu_10bt, openwebtext"),
         (["train", "mine"], "did you mean mine.yaml?"),
     ],
 )
@@ -168,7 +169,7 @@ def test_an_unknown_name_is_one_sentence_with_the_nearest(
     Path("mine.yaml").write_text("seed: 7")
     assert run_main(dispatch, words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: config file ")
+    assert error.startswith(("error: config file ", "error: there is no file "))
     assert hint in error
     assert error.count("\n") == 1
 

@@ -588,7 +588,7 @@ def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
             encode("a" * 100 + "!")
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bytes"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "hf"])
 def test_a_key_that_the_library_does_not_know_is_an_error(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

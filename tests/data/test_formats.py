@@ -406,6 +406,8 @@ def wrong_metadata(text: str) -> Callable[[Path], None]:
         (lambda f: npy(f / "train_0.npy", [1, -5], "<i4"), "holds token 4294967291, beyond"),
         (lambda f: raw(f / "train.bin", list(range(5000)), "<u4"), r"train\.bin looks like uint32 b"
          "ut is read as uint16: every second number is 0"),
+        (lambda f: npy(f / "train_0.npy", np.arange(5000, dtype="<u4").view("<u2"), "<u2"),
+         r"train_0\.npy looks like uint32 but is read as uint16"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_told(

@@ -22,7 +22,7 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -35,6 +35,7 @@ Skip = Callable[[str], None]
 State = dict[str, Any]
 
 CHUNK_BYTES = 1 << 20  # bytes of a file read at once
+SNIFFED_BYTES = 8192  # bytes at the start of a file that tell binary content and encoding
 BATCH_ROWS = 64  # rows of Parquet decoded at once
 STATE_ROWS = 1000  # rows of a data set between two states; a resume repeats at most this many
 TOP_LEVEL = "only a column at the top level is read, so move it there"
@@ -98,8 +99,8 @@ class DamagedError(DataError):
 def open_file(path: Path, source: str) -> Iterator[BinaryIO]:
     """Open a file for reading, and decompress it if its name ends in .gz, .bz2, .xz or .zst.
 
-    Text and JSON lines in UTF-16 or UTF-32 with a byte order mark are read as UTF-8. Errors of
-    reading and decompressing become a `DataError` that names the file.
+    Text and JSON lines in UTF-16 or UTF-32 are read as UTF-8. Errors of reading and decompressing
+    become a `DataError` that names the file.
     """
     try:
         with path.open("rb") as raw, decompress(raw, path.name.lower()) as file:
@@ -157,12 +158,32 @@ class Utf8Reader(io.RawIOBase):
 
 
 def as_utf8(file: BinaryIO) -> BinaryIO:
-    """Return a file that reads as UTF-8, decided by the byte order mark."""
-    start = cast(io.BufferedReader, file).peek(4)
+    """Return a file that reads as UTF-8, decided by its start."""
+    encoding = wide_encoding(cast(io.BufferedReader, file).peek(SNIFFED_BYTES))
+    if encoding is None:
+        return file
+    return cast(BinaryIO, io.BufferedReader(Utf8Reader(file, encoding), CHUNK_BYTES))
+
+
+def wide_encoding(start: bytes) -> str | None:
+    """Return the encoding of a text in UTF-16 or UTF-32 from its start; None for any other file.
+
+    It has a byte order mark, or is mostly Latin, so that many bytes are 0.
+    """
     for mark, encoding in ENCODINGS:
         if start.startswith(mark):
-            return cast(BinaryIO, io.BufferedReader(Utf8Reader(file, encoding), CHUNK_BYTES))
-    return file
+            return encoding
+    start = start[: min(len(start), SNIFFED_BYTES) // 4 * 4]
+    zeros = (start[::2].count(0), start[1::2].count(0))
+    if 4 * sum(zeros) <= len(start):
+        return None
+    order = "le" if zeros[1] > zeros[0] else "be"
+    for encoding in (f"utf-32-{order}", f"utf-16-{order}"):
+        with suppress(UnicodeDecodeError):
+            text = codecs.getincrementaldecoder(encoding)().decode(start)
+            if all(character.isprintable() or character.isspace() for character in text):
+                return encoding
+    return None
 
 
 # --------------------------------------------------------------------------- text

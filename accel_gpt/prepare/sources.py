@@ -25,7 +25,7 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import describe_path, read_json
-from accel_gpt.prepare.readers import ENCODINGS
+from accel_gpt.prepare.readers import SNIFFED_BYTES, wide_encoding
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
@@ -42,7 +42,6 @@ COMPRESSED_TEXT = tuple(a + b for a in TEXT_ENDINGS for b in COMPRESSIONS)
 TABLE_ENDINGS = tuple(a + b for a in (".csv", ".tsv") for b in ("", *COMPRESSIONS))
 TABLE = "table"
 BINARY = "binary"
-SNIFFED_BYTES = 8192  # bytes at the start of a file that are checked for binary content
 TEXT_CONTROLS = frozenset(b"\a\b\t\n\f\r\x1b")  # control characters that text may hold
 # Files that mark the folder of a run, or a data folder, finished or not
 MARKER_FILES = (".lock", "run.json", "dataset.json", "progress.json")
@@ -315,10 +314,10 @@ def kind_of_name(name: str) -> str:
 def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
     """Return whether the start of a file looks binary.
 
-    A binary file holds a zero byte, or is not UTF-8 and holds control characters. It has no byte
-    order mark of UTF-16 or UTF-32. Text in another
-    encoding does not count as binary; reading it raises an error with the first invalid byte.
-    `size` and `mtime_ns` are part of the cache key, so a changed file is read again.
+    A binary file holds a zero byte, or is not UTF-8 and holds control characters; it is not text in
+    UTF-16 or UTF-32. Text in another encoding does not count as binary; reading it raises an error
+    with the first invalid byte. `size` and `mtime_ns` are part of the cache key, so a changed file
+    is read again.
     """
     if not size:
         return False
@@ -327,7 +326,7 @@ def is_binary(path: Path, size: int, mtime_ns: int) -> bool:
             start = file.read(SNIFFED_BYTES)
     except OSError:
         return False  # reading the file raises the error later
-    if start.startswith(tuple(mark for mark, _ in ENCODINGS)):
+    if wide_encoding(start):
         return False
     if b"\0" in start:
         return True

@@ -151,6 +151,17 @@ def test_text_with_the_mark_of_another_encoding_is_read(
         read(tmp_path / f"cut.txt{ending}", "text")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_latin_text_in_another_encoding_needs_no_mark(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("Zeile: é\r\n".encode(encoding) * 100)
+    assert guess_source(str(path)) == "text"
+    assert read(path, "text") == ["Zeile: é\n" * 100]
+    path.write_bytes(bytes(range(200)) * 20 + b"a\0" * 4000)
+    with pytest.raises(UserError, match="binary, not UTF-8 text"):
+        guess_source(str(path))
+
+
 def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a\\ud800b \\ud83d\\udc4d"}')
     assert after_skips(tmp_path, "jsonl") == (["a\ufffdb 👍"], 0)

@@ -25,10 +25,12 @@ MODEL_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it, or
-# that add tokens to a text, as a template does.
+# that change the tokens of a text.
 LEFT_OUT = (
     "add_bos_token",
     "add_eos_token",
+    "added_tokens_decoder",
+    "split_special_tokens",
     "auto_map",
     "name_or_path",
     "tokenizer_file",

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -412,6 +413,7 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     for key, value in config.items():  # transformers 5 takes a string, or an object with its type
         if isinstance(value, dict) and "content" in value and "__type" not in value:
             config[key] = value["content"]
+    leave_out_unknown_tokens(config, tokenizer)
     config["tokenizer_class"] = TOKENIZER_CLASS
     config["model_max_length"] = block_size
     config["clean_up_tokenization_spaces"] = False
@@ -423,3 +425,32 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     config["add_bos_token"] = False
     config["add_eos_token"] = False
     return config
+
+
+def leave_out_unknown_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Remove the tokens that tokenizer.json lacks from a tokenizer_config.json, and say it.
+
+    transformers would add them to the vocabulary, beyond the rows of the model.
+    """
+    known = tokenizers.Tokenizer.from_str(tokenizer.file_text).get_vocab()
+    unknown: list[str] = []
+
+    def is_known(token: object) -> bool:
+        name = tokenizer_json.spelling(token)
+        if not isinstance(name, str) or name in known:
+            return True
+        unknown.append(name)
+        return False
+
+    for key, value in list(config.items()):
+        if key.endswith("_special_tokens") and isinstance(value, list):
+            config[key] = [token for token in value if is_known(token)]
+        elif key.endswith("_special_tokens") and isinstance(value, dict):
+            config[key] = {name: token for name, token in value.items() if is_known(token)}
+        elif key.endswith("_token") and not is_known(value):
+            del config[key]
+    if unknown:
+        sys.stderr.write(
+            f"WARNING: tokenizer_config.json names {', '.join(sorted(set(unknown)))}, but "
+            "tokenizer.json and the model have no such token; the exported files leave it out\n"
+        )

@@ -20,6 +20,7 @@ from torch.nn import Linear
 from transformers import AutoTokenizer
 
 from accel_gpt import cli
+from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.hub import export as exporting
 from accel_gpt.hub import gguf
@@ -222,6 +223,31 @@ def test_a_text_gets_the_tokens_of_the_training_by_default(
     monkeypatch.setattr(exporting, "export_tokenizer", export_with_template)
     with pytest.raises(CheckpointError, match="its tokenizer returns different ids"):
         export(str(tmp_path / "tuned"), tmp_path / "wrong")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pad_token": "[PAD]", "mask_token": {"content": "<mask>", "lstrip": True}},
+        {"additional_special_tokens": ["<s>", "<tool>"]},
+        {"extra_special_tokens": {"image_token": "<image>"}, "cls_token": "<s>"},
+        {"added_tokens_decoder": {"300": {"content": "the king", "special": False}}},
+        {"split_special_tokens": True},
+    ],
+)
+def test_settings_of_a_tokenizer_add_no_tokens_to_the_exported_one(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    write_llama_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | settings))
+    ours = load_tokenizer(tmp_path)
+    (tmp_path / "out").mkdir()
+    exporting.export_tokenizer(ours, tmp_path / "out", 64)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(theirs) == ours.vocab_size
+    text = "the king <s> [PAD] <mask> <tool> <image>"
+    assert theirs(text).input_ids == ours.encode_prompt(text)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -16,6 +16,8 @@ from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
 from accel_gpt.data.tokenizer_json import EOT_NAMES
 
 EXAMPLES = 5  # lost characters that are named
+# Texts that may separate documents: the names of end-of-text tokens, and others in use for it
+SEPARATORS = (*EOT_NAMES, "<EOS>", "[EOS]", "[SEP]", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 
 @dataclass
@@ -30,7 +32,7 @@ class LostText:
     spaces: int = 0  # runs of white space between visible characters
     changed: int = 0  # runs of white space that are not in the decoded text
     separators: dict[str, int] = field(default_factory=dict)
-    """Names of end-of-text tokens that the text spells, and how often each becomes letters."""
+    """The `SEPARATORS` that the text spells, and how often each becomes letters."""
 
     def add(self, other: "LostText") -> None:
         """Add the counts over another text."""
@@ -43,6 +45,11 @@ class LostText:
         self.changed += other.changed
         for name, count in other.separators.items():
             self.separators[name] = self.separators.get(name, 0) + count
+
+    @property
+    def is_all_lost(self) -> bool:
+        """Return whether the tokens hold no visible character of a text that has some."""
+        return self.lost > 0 and self.lost == self.characters
 
     def warnings(self, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield a sentence for each kind of text that the tokens do not hold."""
@@ -75,8 +82,11 @@ class LostText:
 
 
 def share(part: int, whole: int) -> str:
-    """Return a share in percent, with two digits."""
-    return f"{100 * part / max(1, whole):.2g} %"
+    """Return a share in percent, with two digits; it is 100 only if nothing is left."""
+    percent = 100 * part / max(1, whole)
+    if percent < 99.5:
+        return f"{percent:.2g} %"
+    return "100 %" if part == whole else "more than 99 %"
 
 
 def find_lost_text(tokenizer: Tokenizer, text: str, ids: Tokens) -> LostText:
@@ -108,9 +118,9 @@ def find_lost_text(tokenizer: Tokenizer, text: str, ids: Tokens) -> LostText:
 
 
 def spelled_separators(tokenizer: Tokenizer, text: str, ids: Tokens) -> dict[str, int]:
-    """Count the names of end-of-text tokens that are letters in the tokens of a text."""
+    """Count the `SEPARATORS` that are letters in the tokens of a text."""
     found: dict[str, int] = {}
-    for name in dict.fromkeys((tokenizer.eot, *EOT_NAMES)):
+    for name in dict.fromkeys((tokenizer.eot, *SEPARATORS)):
         count = text.count(name)
         if count and name == tokenizer.eot:  # a vocabulary of words may hold the whole name
             count -= int((ids == tokenizer.eot_id).sum())

@@ -137,6 +137,14 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
             f"{tokens['val']} for val, expected at least 2 each; give more text, or change "
             f"data.prepare.val_fraction ({config.val_fraction})"
         )
+    if work.lost.is_all_lost:
+        shutil.rmtree(folder)
+        named = ", ".join(map(repr, work.lost.examples))
+        raise UserError(
+            f"the tokenizer {config.tokenizer} has no token for any visible character of the text, "
+            f"such as {named}; set data.prepare.tokenizer to one "
+            "with a token for each byte: bpe, bytes or gpt2"
+        )
     sync(folder)
     counts = work.counts() if config.skip_invalid else {}
     write_index(folder, work.tokenizer, splits, requested | counts)

@@ -14,7 +14,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.prepare.lost_text import find_lost_text
+from accel_gpt.prepare.lost_text import find_lost_text, share
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import run_here, text_of
 
@@ -90,6 +90,24 @@ def test_shares_are_those_of_the_text(tmp_path: Path) -> None:
     assert (found.changed, set(found.examples)) == (0, {"中", "文"})
 
 
+@pytest.mark.parametrize("kind", ["unknown", "dropping", "words"])
+def test_a_text_of_which_no_character_has_a_token_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("中文 日本\n" * 50)
+    tokenizer = str(write_tokenizer(kind, tmp_path / "tokenizer"))
+    config = PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer=tokenizer, workers=1)
+    with pytest.raises(UserError, match=r"no token for any visible character .*, such as '.', '"):
+        prepare(config, tmp_path / "out")
+    assert not list(tmp_path.glob("out*/"))
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [(1, "0.1 %"), (994, "99 %"), (999, "more than 99 %"), (1000, "100 %")],
+)
+def test_a_share_is_100_percent_only_if_nothing_is_left(lost: int, told: str) -> None:
+    assert share(lost, 1000) == told
+
+
 # --------------------------------------------------------------------------- separators
 
 STORIES = [f"Story {i}.\n\nIt ends " + "so " * (i % 9) for i in range(60)]
@@ -141,6 +159,15 @@ def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
     assert "WARNING" not in capsys.readouterr().err
     assert sorted(documents_of(tmp_path / "split")) == sorted(STORIES)
     assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)
+
+
+@pytest.mark.parametrize("name", ["</s>", "<EOS>", "[SEP]", "<|im_end|>", "<|eot_id|>"])
+def test_other_separators_are_told(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(f"the king\n{name}\n" * 20)
+    prepare(PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="bytes"), tmp_path / "out")
+    assert f"the text spells {name} 20 times, which became letters" in capsys.readouterr().err
 
 
 def test_the_texts_of_a_trained_tokenizer_have_no_separator(

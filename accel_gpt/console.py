@@ -277,8 +277,8 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def exit_on_signals() -> None:
-    """Raise `SystemExit` on SIGTERM and the like, so that temporary files are removed."""
+def install_exit_handlers() -> None:
+    """Raise `SystemExit` on each of `stop_signals()` but SIGINT, so temporary files are removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from accel_gpt.commands.options import ExportCommand
-from accel_gpt.console import exit_on_signals, write_out
+from accel_gpt.console import install_exit_handlers, write_out
 from accel_gpt.hub.export import export
 from accel_gpt.hub.gguf import export_gguf
 
@@ -13,7 +13,7 @@ SAME_DTYPES = MappingProxyType({"f32": "fp32", "f16": "fp16"})  # llama.cpp's na
 
 def run(options: ExportCommand) -> int:
     """Write the model; exit code 4 if transformers or llama.cpp computes other logits."""
-    exit_on_signals()
+    install_exit_handlers()
     write_out(export_model(options))
     return 0
 

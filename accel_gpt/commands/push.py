@@ -1,13 +1,13 @@
 """`accel-gpt push RUN --repo user/name`: export a run and upload it to the Hub."""
 
 from accel_gpt.commands.options import PushCommand
-from accel_gpt.console import exit_on_signals, write_out
+from accel_gpt.console import install_exit_handlers, write_out
 from accel_gpt.hub.push import push
 
 
 def run(options: PushCommand) -> int:
     """Export a run and upload it to the Hub."""
-    exit_on_signals()
+    install_exit_handlers()
     step, url = push_model(options)
     write_out(f"step {step:,} is at {url}\n")
     return 0

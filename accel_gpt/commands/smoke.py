@@ -8,7 +8,7 @@ from accel_gpt.commands.options import SmokeCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import shorten
-from accel_gpt.console import exit_on_signals, write_out
+from accel_gpt.console import install_exit_handlers, write_out
 from accel_gpt.files import write_file
 from accel_gpt.launcher import run_child
 
@@ -22,7 +22,7 @@ def run(options: SmokeCommand) -> int:
 
     Missing data is prepared and kept. Returns the exit code of the run.
     """
-    exit_on_signals()
+    install_exit_handlers()
     with tempfile.TemporaryDirectory(prefix="accel_gpt_smoke_") as folder:
         config = smoke_config(options.loaded, out_dir=str(Path(folder, "run")))
         path = Path(folder, "config.yaml")

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from accel_gpt.commands.options import VerifyResumeCommand
 from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import make_plan, plural, shared_micro_batch, shorten
-from accel_gpt.console import exit_on_signals, table, write_err
+from accel_gpt.console import install_exit_handlers, table, write_err
 from accel_gpt.cost.memory import with_size
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
@@ -58,7 +58,7 @@ def run(options: VerifyResumeCommand) -> int:
     Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
     launch fails.
     """
-    exit_on_signals()
+    install_exit_handlers()
     config = shorten(options.loaded, options.steps)
     for world_size in options.processes:
         # one size for all numbers of processes: the bits of a reproducible run depend on it

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.console import exit_on_signals, run_main
+from accel_gpt.console import install_exit_handlers, run_main
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 def main(argv: Sequence[str]) -> int:
     """Copy one checkpoint to a folder or URL; return the exit code."""
     checkpoint, url, keep_last, *flags = argv
-    exit_on_signals()
+    install_exit_handlers()
     try:
         copy_checkpoint(Path(checkpoint), url, int(keep_last), unless_newer=bool(flags))
     except UserError:

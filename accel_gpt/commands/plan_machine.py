@@ -15,6 +15,7 @@ from accel_gpt.cost.devices import (
     bf16_instructions,
     device_key,
     device_memory,
+    fp16_problem,
     half_precision,
     peak_flops,
 )
@@ -188,8 +189,9 @@ def planned_precision(
             return resumed, f"train.mixed_precision auto, as in {file}"
         if found == "no":
             fast = fast_precision(gpu)
-            rejected = fast == "fp16" and (sharded or config.train.reproducible)
-            return "no" if rejected else fast, "train.mixed_precision auto"
+            if fast == "fp16" and fp16_problem(sharded, config.train.reproducible):
+                fast = "no"
+            return fast, "train.mixed_precision auto"
     require(
         found in PRECISIONS,
         f"mixed_precision in {path} is {found!r}; expected one of {', '.join(PRECISIONS)}",

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.cost.devices import FAST_BF16, bf16_instructions, half_precision
+from accel_gpt.cost.devices import FAST_BF16, bf16_instructions, fp16_problem, half_precision
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.checkpoint import earlier_precision
 from accel_gpt.training.machine import device_name
@@ -75,10 +75,9 @@ def choose_precision_on_gpu(device: torch.device, config: Config) -> tuple[str, 
     precision = "bf16" if capable else half_precision(name)
     if precision is None:
         return "no", f"{name} is not known to have matrix units for bf16 or fp16"
-    if precision == "fp16" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return "no", f"{name} has no matrix units for bf16, and fsdp does not support fp16"
-    if precision == "fp16" and config.train.reproducible:
-        return "no", f"{name} has no matrix units for bf16, and train.reproducible rejects fp16"
+    problem = fp16_problem(parse_flag_from_env("ACCELERATE_USE_FSDP"), config.train.reproducible)
+    if precision == "fp16" and problem:
+        return "no", f"{name} has no matrix units for bf16, and {problem}"
     return precision, f"{name} has matrix units for it"
 
 

@@ -282,6 +282,7 @@ def test_where_no_settings_help_the_nearest_are_named(
         ("--gpu t4", "1 x t4, fp16"),
         ("--gpu v100 --gpus 8", "8 x v100, ddp, fp16"),
         ("--gpu v100 --gpus 8 --distribution fsdp", "8 x v100, fsdp, float32"),
+        ("--gpu v100 --train.reproducible true --train.compile false", "1 x v100, float32"),
         ("--gpu a100", "1 x a100, bf16"),
     ],
 )

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from accel_gpt import train
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.cost import devices
 from accel_gpt.errors import UserError
 from accel_gpt.training import compilation, precision
@@ -123,6 +123,25 @@ def test_a_gpu_decides_unless_the_launcher_does(
     if launcher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     assert precision.choose_precision(Config(out_dir=str(tmp_path)))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "reproducible", "expected"),
+    [
+        (True, False, ("no", "Tesla T4 has no matrix units for bf16, and fsdp does not support")),
+        (False, True, ("no", "Tesla T4 has no matrix units for bf16, and train.reproducible rej")),
+        (False, False, ("fp16", "Tesla T4 has matrix units for it")),
+    ],
+)
+def test_a_run_that_cannot_use_fp16_gets_float32_on_a_gpu_without_bf16(
+    fsdp: bool, reproducible: bool, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(fsdp))
+    config = Config(train=TrainConfig(reproducible=reproducible))
+    chosen, reason = precision.choose_precision_on_gpu(torch.device("cuda"), config)
+    assert (chosen, reason[: len(expected[1])]) == expected
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,10 @@ def test_document_mask_needs_an_end_of_text(
 @pytest.mark.parametrize(
     ("separator", "problem"),
     [
-        (1, r"no end-of-text token \('</s>'\) between documents, but 40 of '<s>'; .*: \"<s>\"}"),
+        (
+            1,
+            r"no end-of-text token \('</s>'\) between documents, but 40 of '<s>'; .*: \"<s>\"}",
+        ),
         (3, r"between documents; set data\.tokenizer to the tokenizer that made the shards"),
         (2, None),
     ],
@@ -338,6 +341,23 @@ def test_document_mask_needs_the_token_that_separates_the_shards(
     refusal = pytest.raises(UserError, match=problem) if problem else contextlib.nullcontext()
     with refusal:
         assert open_corpus(config).document_end == separator
+
+
+@pytest.mark.parametrize(("ends", "told"), [(1, True), (5, False)])
+def test_document_mask_names_a_separator_that_is_more_frequent_than_end_of_text(
+    tmp_path: Path, ends: int, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 30)}
+    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="w2"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = np.tile(np.array([0, *range(2, 26)], np.uint16), 42)
+    tokens[5 : 5 + ends] = 1
+    for split in ("train", "val"):
+        np.save(tmp_path / f"x_{split}_0.npy", tokens)
+    assert open_corpus(Config(data=DataConfig(train=str(tmp_path), document_mask=True)))
+    problem = "have only 1 end-of-text token ('</s>') between documents, but 41 of '<s>'; if"
+    assert (problem in capsys.readouterr().err) == told
 
 
 def test_micro_batches_of_end_of_text_alone_count_nothing(

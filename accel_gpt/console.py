@@ -56,7 +56,7 @@ def open_closed_streams() -> None:
 def escape_what_cannot_be_encoded() -> None:
     """Make standard streams that are not UTF-8 escape other characters, as \\u2615."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -196,7 +196,13 @@ def set_up(
         evaluation = open_evaluation(config, corpus)
     require_same(corpus.identity(), DataError)
     state = new_state(config, corpus, accelerator.num_processes)
-    check_prompts(config.sample, corpus.tokenizer, config.model.block_size, log)
+    check_prompts(
+        config=config.sample,
+        tokenizer=corpus.tokenizer,
+        vocab_size=corpus.vocab_size,
+        block_size=config.model.block_size,
+        warn=log,
+    )
     checkpoint = choose_checkpoint(config, state, log)
     initialize: Callable[[GPT], None] = GPT.init_weights
     if not checkpoint and config.model.init_from != "scratch":

@@ -44,7 +44,8 @@ from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiti
 from accel_gpt.training.terminal import Display
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
-RANDOM_TOKENS = 2**22  # read again and again; 8 MB
+RANDOM_TOKENS = 2**22  # of a split, read again and again; 2 or 4 bytes each
+DOCUMENT_TOKENS = 500  # between ends of documents; assumption
 Report = dict[str, Any]
 
 
@@ -134,7 +135,8 @@ def steps_only(config: Config) -> Config:
 def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
     """Return `config` with new weights and a folder of random tokens, which are written here.
 
-    The speed of a step depends neither on the text nor on the weights.
+    The speed of a step does not depend on the weights. It depends on the text only with
+    `data.document_mask`, by the lengths of documents.
     """
     tokenizer: Tokenizer = BytesTokenizer()  # decodes nothing, but has an end-of-text token
     if vocab_size < tokenizer.vocab_size:
@@ -144,6 +146,9 @@ def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
     dtype = token_dtype(vocab_size)
     count = max(RANDOM_TOKENS, config.model.block_size + 1)
     tokens = np.random.default_rng(0).integers(vocab_size, size=count, dtype=dtype)
+    documents = config.data.document_mask and tokenizer.eot_id is not None
+    if documents:
+        tokens[::DOCUMENT_TOKENS] = tokenizer.eot_id
     splits = {}
     for split in ("train", "val"):
         writer = ShardWriter(folder, split, dtype, count)
@@ -155,6 +160,7 @@ def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
         train=str(folder),
         val=None,
         tokenizer=None,
+        document_mask=documents,
         prepare=PrepareConfig(),
         commits=None,
     )

@@ -51,7 +51,7 @@ def interact(
             continue
         prompt = unescape(line)
         try:
-            warn_cut(prompt, tokenizer, model.config.block_size, warn)
+            warn_cut(prompt, tokenizer, model.vocab_size, model.config.block_size, warn)
             for number in range(config.num):
                 show(SEPARATOR if number else "")
                 for (text,) in stream_texts(model, tokenizer, prompt, one, generator):

@@ -34,5 +34,5 @@ def continue_prompt(options: SampleCommand) -> list[str]:
         if options.interactive:
             interact(model, tokenizer, config, generator, write_err)
             return []
-        warn_cut(options.prompt, tokenizer, model.config.block_size, write_err)
+        warn_cut(options.prompt, tokenizer, model.vocab_size, model.config.block_size, write_err)
         return write_text(model, tokenizer, options.prompt, config, generator)

@@ -52,14 +52,13 @@ def read_questions(
     path: str,
     tokenizer: Tokenizer,
     block_size: int,
+    vocab_size: int,
     limit: int | None = None,
-    vocab_size: int | None = None,
 ) -> Questions:
     """Read the questions of a JSONL file or a Hub data set, at most the first `limit`.
 
-    Reads the validation split of a data set. `vocab_size`: tokens of the model; None: as many as
-    the tokenizer has. Raises `DataError` naming the line if a record is not a question or does not
-    fit the model.
+    Reads the validation split of a data set. `vocab_size`: tokens of the model. Raises `DataError`
+    naming the line if a record is not a question or does not fit the model.
     """
     found = []
     for where, record in islice(read_records(path), limit):
@@ -68,7 +67,7 @@ def read_questions(
             question = encode_question(query, endings, label, tokenizer, block_size)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
-        check_question(question, vocab_size or tokenizer.vocab_size, where)
+        check_question(question, vocab_size, where)
         found.append(question)
     if not found:
         raise DataError(f"eval.hellaswag {path} holds no questions")

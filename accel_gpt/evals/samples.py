@@ -69,34 +69,45 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def check_prompts(
-    config: SampleConfig, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
+    config: SampleConfig,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    block_size: int,
+    warn: Callable[[str], None],
 ) -> None:
-    """Warn about prompts that the tokenizer cannot encode, and about prompts that are cut."""
+    """Warn about prompts that have no tokens of the model, and about prompts that are cut."""
     if config.every:
         for prompt in dict.fromkeys(config.prompts):
             try:
-                warn_cut(prompt, tokenizer, block_size, warn)
+                warn_cut(prompt, tokenizer, vocab_size, block_size, warn)
             except UserError as error:
                 warn(f"the prompt {prompt!r} is replaced by the start of a document: {error}")
 
 
-def encodable_prompt(prompt: str, tokenizer: Tokenizer) -> str:
-    """Return a prompt, or an empty one if the tokenizer cannot encode it.
+def encodable_prompt(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> str:
+    """Return a prompt, or an empty one if it has no tokens below `vocab_size`.
 
     The prompts of a config may not fit other data, such as data of few characters.
     """
     try:
-        prompt_ids(prompt, tokenizer, tokenizer.vocab_size)
+        prompt_ids(prompt, tokenizer, vocab_size)
     except UserError:
         return ""
     return prompt
 
 
 def warn_cut(
-    prompt: str, tokenizer: Tokenizer, block_size: int, warn: Callable[[str], None]
+    prompt: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    block_size: int,
+    warn: Callable[[str], None],
 ) -> None:
-    """Warn if a prompt is longer than the context, since the model then sees only its end."""
-    length = len(prompt_ids(prompt, tokenizer, tokenizer.vocab_size))
+    """Warn if a prompt is longer than the context, since the model then sees only its end.
+
+    Raises `UserError` if the model has no token ids for the prompt.
+    """
+    length = len(prompt_ids(prompt, tokenizer, vocab_size))
     cut = context_start(length, block_size)
     if cut:
         quoted = prompt if len(prompt) <= QUOTED else f"{prompt[:QUOTED]}..."
@@ -272,7 +283,7 @@ def sample(
         texts += write_text(
             model=model,
             tokenizer=tokenizer,
-            prompt=encodable_prompt(prompt, tokenizer),
+            prompt=encodable_prompt(prompt, tokenizer, model.vocab_size),
             config=config,
             generator=generator,
             done=done,

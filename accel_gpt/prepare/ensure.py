@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
@@ -25,12 +24,11 @@ from accel_gpt.training.ranks import all_gather, all_ranks, end_group, sees_main
 from accel_gpt.training.stopping import exiting_on_signals
 
 
-def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
+def ensure_data(config: Config) -> None:
     """Prepare the data folder of a run if it is missing; a collective.
 
     Rank 0 prepares it. On nodes that do not share the folder, one rank prepares it as well. The
-    other ranks wait. `stdout` receives the output of `accel-gpt prepare`. If the command fails, all
-    ranks exit with its code.
+    other ranks wait. If the command fails, all ranks exit with its code.
     Raises `UserError` if an existing folder was prepared with other settings, or if the text is
     missing.
     """
@@ -49,7 +47,7 @@ def ensure_data(config: Config, stdout: TextIO | None = None) -> None:
         if prepares:
             check_text(config)
             settings = {"out": str(folder), **asdict(config.data.prepare)}
-    run_prepare(settings, stdout)
+    run_prepare(settings)
     if missing:
         wait_for_file(folder / INDEX)
 
@@ -103,14 +101,14 @@ def check_text(config: Config) -> None:
         raise UserError(str(error).replace("data.prepare.path", "data.text")) from None
 
 
-def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None) -> None:
+def run_prepare(settings: dict[str, object] | None) -> None:
     """Run `accel-gpt prepare` with `settings` until all ranks are done; a collective.
 
     If `settings` is None, this rank only waits. If the command fails on a rank, all ranks exit with
     its code.
     """
     with exiting_on_signals("preparation stopped; launch the same command again", PREEMPTED):
-        process = start_prepare(settings, stdout) if settings else None
+        process = start_prepare(settings) if settings else None
         try:  # a signal or the loss of a rank kills the child
             codes: list[int | None] = [None]
             while None in codes and not any(codes):
@@ -125,10 +123,8 @@ def run_prepare(settings: dict[str, object] | None, stdout: TextIO | None = None
         sys.exit(failed[0])
 
 
-def start_prepare(
-    settings: dict[str, object], stdout: TextIO | None = None
-) -> subprocess.Popen[str]:
-    """Start `accel-gpt prepare` with `settings`, and send its output to `stdout`.
+def start_prepare(settings: dict[str, object]) -> subprocess.Popen[str]:
+    """Start `accel-gpt prepare` with `settings`.
 
     The settings go through a pipe. Errors of settings from a pipe name the keys of the config.
     """
@@ -137,7 +133,6 @@ def start_prepare(
         environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
         secret=json.dumps(settings, ensure_ascii=False),
         stdin=None,  # inherited, because the text may come from it
-        stdout=stdout,
         own_group=settings["path"] != "-",  # only this process receives Ctrl-C
     )
 

@@ -29,7 +29,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import from_mapping, leaves
-from accel_gpt.config.removed import REMOVED
+from accel_gpt.config.removed import is_removed
 from accel_gpt.errors import (
     AccelGPTError,
     CheckpointError,
@@ -159,7 +159,7 @@ def verify(path: Path, model_only: bool = False) -> None:
                 )
     if not model_only:
         check_no_other_file(path, listed)
-    read_shape(path)
+    read_model_fields(path)
     check_step(path)
 
 
@@ -331,23 +331,31 @@ def last_outside_skips(states: Mapping[int, TrainState]) -> int | None:
 
 
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
-    """Read the config of a checkpoint's model, and its vocabulary size.
+    """Read the config of a checkpoint's model, and its vocabulary size; see `read_model_fields`."""
+    fields, vocab_size = read_model_fields(path)
+    try:
+        return from_mapping(ModelConfig, fields, "in it"), vocab_size
+    except UserError as error:
+        raise CheckpointError(f"{path / 'model.json'} is damaged: {error}") from None
 
-    Raises `NewerFormatError` if the config has a field that this version does not know, because the
-    model would compute something else without it.
+
+def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:
+    """Read the fields of a checkpoint's `ModelConfig`, and its vocabulary size.
+
+    Raises `NewerFormatError` if there is a field that this version does not know, because the model
+    would compute something else without it.
     """
     file = path / "model.json"
     saved = read_saved(SavedModel, file)
-    removed = {key.removeprefix("model.") for key in REMOVED}
-    unknown = saved.config.keys() - leaves(ModelConfig).keys() - removed
+    known = {}
+    for key, value in saved.config.items():
+        if not is_removed(f"model.{key}", value, f"in {file}"):
+            known[key] = value
+    unknown = known.keys() - leaves(ModelConfig).keys()
     if unknown:
         problem = f"config.{min(unknown)} is an unknown key"
         raise NewerFormatError(unknown_key_message(file, problem))
-    known = {key: value for key, value in saved.config.items() if key not in removed}
-    try:
-        return from_mapping(ModelConfig, known, "in it"), saved.vocab_size
-    except UserError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from None
+    return known, saved.vocab_size
 
 
 def weight_parts(path: Path) -> list[Path]:

@@ -99,7 +99,7 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
     if device not in COMPILE_SECONDS:
         return False, f"torch.compile on {device} has not been measured"
     earlier, file = earlier_choice(config, "train.compile")
-    if earlier is True:
+    if earlier in (True, "graphs"):
         return True, f"as in {file}"
     gains, reason = gains_from_compiling(config, plan, device)
     if earlier is None:

@@ -156,7 +156,7 @@ class CheckpointWriter:
         )
 
     def wait(self) -> None:
-        """Wait until the save in progress has succeeded or failed."""
+        """Wait until the save in progress has succeeded or failed, and the best is named."""
         if self.thread:
             self.thread.join()
             self.thread = None
@@ -164,8 +164,8 @@ class CheckpointWriter:
     def name_best(self, state: TrainState) -> None:
         """Name the checkpoint of `state.step` the best, and prune. Called after its evaluation.
 
-        Waits in a thread for the save in progress. Does nothing if this save failed, or if the
-        metrics cannot be written.
+        Waits in a thread for the save in progress. Does nothing if the metrics cannot be written;
+        if this save failed, the previous best remains.
         """
         saving = self.thread
         step = state.step

@@ -346,6 +346,6 @@ def test_equal_to_transformers_on_the_exported_model(
     assert found["eval/val_perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
     hellaswag.check_figures(found, likely)
     model, tokenizer = load_pretrained(str(run))
-    read = read_questions(str(file), tokenizer, hellaswag.BLOCK)
+    read = read_questions(str(file), tokenizer, hellaswag.BLOCK, tokenizer.vocab_size)
     losses = ending_losses(model, read, Accelerator(cpu=True), 4)
     assert (-losses).tolist() == pytest.approx([x for row in likely for x in row], abs=1e-4)

@@ -162,14 +162,14 @@ def test_a_line_that_is_not_a_question_is_named(tmp_path: Path, file: Path) -> N
     for line, message in lines.items():
         path.write_text(f"{json.dumps(good)}\n\n{line}\n", encoding="latin-1")
         with pytest.raises(DataError, match=f"bad.jsonl line 3: .*{message}"):
-            read_questions(str(path), BytesTokenizer(), BLOCK)
+            read_questions(str(path), BytesTokenizer(), BLOCK, vocab_size=257)
     with pytest.raises(DataError, match="line 1: the chars tokenizer has no token"):
-        read_questions(str(file), CharsTokenizer("abc"), BLOCK)
+        read_questions(str(file), CharsTokenizer("abc"), BLOCK, vocab_size=3)
     path.write_text("")
     with pytest.raises(DataError, match="holds no questions"):
-        read_questions(str(path), BytesTokenizer(), BLOCK)
+        read_questions(str(path), BytesTokenizer(), BLOCK, vocab_size=257)
     with pytest.raises(UserError, match=r"eval.hellaswag nowhere.jsonl cannot be read: No such"):
-        read_questions("nowhere.jsonl", BytesTokenizer(), BLOCK)
+        read_questions("nowhere.jsonl", BytesTokenizer(), BLOCK, vocab_size=257)
 
 
 def test_a_hub_data_set_is_read_as_the_file(
@@ -184,13 +184,13 @@ def test_a_hub_data_set_is_read_as_the_file(
 
     library = SimpleNamespace(load_dataset=load_dataset)  # the real one takes seconds to import
     monkeypatch.setitem(sys.modules, "datasets", library)
-    questions = read_questions("Rowan/hellaswag", bpe, BLOCK)
-    assert questions == read_questions(str(file), bpe, BLOCK)
+    questions = read_questions("Rowan/hellaswag", bpe, BLOCK, bpe.vocab_size)
+    assert questions == read_questions(str(file), bpe, BLOCK, bpe.vocab_size)
     assert names == [("Rowan/hellaswag", "validation")]
-    assert read_questions("Rowan/hellaswag", bpe, BLOCK, 2) == questions[:2]
+    assert read_questions("Rowan/hellaswag", bpe, BLOCK, bpe.vocab_size, limit=2) == questions[:2]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"needs the package datasets; run pip install"):
-        read_questions("Rowan/hellaswag", bpe, BLOCK)
+        read_questions("Rowan/hellaswag", bpe, BLOCK, bpe.vocab_size)
 
 
 # --------------------------------------------------------------------------- scoring
@@ -211,7 +211,7 @@ def test_every_row_is_in_one_batch_and_shapes_are_few() -> None:
 def test_equal_to_one_ending_after_the_other(
     world: int, file: Path, bpe: Tokenizer, model: GPT
 ) -> None:
-    questions = read_questions(str(file), bpe, BLOCK)
+    questions = read_questions(str(file), bpe, BLOCK, bpe.vocab_size)
     copies = [copy.deepcopy(model) for _ in range(world)]
 
     def work(member: Any) -> tuple[Any, dict[str, float]]:
@@ -250,7 +250,7 @@ def check_figures(figures: dict[str, float], expected: list[list[float]]) -> Non
 def test_under_fsdp_every_process_does_as_many_batches(
     file: Path, bpe: Tokenizer, model: GPT
 ) -> None:
-    questions = read_questions(str(file), bpe, BLOCK)
+    questions = read_questions(str(file), bpe, BLOCK, bpe.vocab_size)
     alone = ending_losses(model, questions, Accelerator(cpu=True), 1)
     total, counts = np.zeros_like(alone), []
     for rank in range(4):
@@ -329,7 +329,7 @@ def test_a_bad_question_is_reported_before_training(
 def test_compiled_equals_eager_and_compiles_little(file: Path, bpe: Tokenizer, model: GPT) -> None:
     from torch._dynamo.utils import counters
 
-    questions = read_questions(str(file), bpe, BLOCK)
+    questions = read_questions(str(file), bpe, BLOCK, bpe.vocab_size)
     eager = ending_losses(model, questions, Accelerator(cpu=True), 2)
     assert len({T for _, _, T in plan_batches([20, 40], 2, BLOCK)}) == 2
     compiled = copy.deepcopy(model)

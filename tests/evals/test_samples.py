@@ -15,6 +15,7 @@ from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.evals.samples import (
     check_prompts,
+    encodable_prompt,
     prompt_ids,
     sample,
     samples_due,
@@ -66,11 +67,22 @@ def test_a_cut_prompt_is_said_once_in_training(
 def test_only_what_is_sampled_is_said() -> None:
     said: list[str] = []
     config = SampleConfig(prompts=(LONG, "x", ""))
-    check_prompts(dataclasses.replace(config, every=0), BytesTokenizer(), 16, said.append)
-    check_prompts(config, BytesTokenizer(), 45, said.append)
+    check_prompts(dataclasses.replace(config, every=0), BytesTokenizer(), 257, 16, said.append)
+    check_prompts(config, BytesTokenizer(), 257, 45, said.append)
     assert said == []
-    check_prompts(config, BytesTokenizer(), 44, said.append)
+    check_prompts(config, BytesTokenizer(), 257, 44, said.append)
     assert said == [f"{NOTE} 44: the model sees only the last 23 tokens"]
+
+
+def test_a_prompt_with_a_token_beyond_the_model_starts_a_document() -> None:
+    """A tokenizer may have special tokens that the weights lack."""
+    said: list[str] = []
+    prompt = "<|endoftext|>"  # token 256
+    check_prompts(SampleConfig(prompts=(prompt,)), BytesTokenizer(), 256, 16, said.append)
+    (line,) = said
+    assert line.startswith(f"the prompt {prompt!r} is replaced by the start of a document: ")
+    assert encodable_prompt(prompt, BytesTokenizer(), 256) == ""
+    assert encodable_prompt(prompt, BytesTokenizer(), 257) == prompt
 
 
 @pytest.mark.parametrize("prompt", ["<|endoftext|>hi", "a<|im_start|> b<|endoftext|>", "<|im_", ""])

@@ -82,7 +82,9 @@ def test_hellaswag_agrees_with_the_harness(tasks: Path, tmp_path: Path) -> None:
         precision="no",
     )
 
-    questions = read_questions(str(tasks / f"{name}.jsonl"), tokenizer, BLOCK_SIZE)
+    questions = read_questions(
+        str(tasks / f"{name}.jsonl"), tokenizer, BLOCK_SIZE, tokenizer.vocab_size
+    )
     assert max(len(tokens) for q in questions for tokens, _ in q.sequences) == BLOCK_SIZE + 1
     model, _ = load_pretrained(str(exported))
     losses = ending_losses(model, questions, Accelerator(cpu=True), 4).reshape(-1, 4)

@@ -138,6 +138,16 @@ def test_a_key_of_another_version_is_never_dropped(
     assert checkpoint_steps(run / "checkpoints") == [8, 12]  # nothing is set aside
 
 
+def test_a_shape_that_breaks_a_rule_of_this_version_is_not_set_aside(run: Path) -> None:
+    """Its bytes are those of the manifest, so it is not damaged."""
+    newest = run / "checkpoints" / "step_00000012"
+    content = json.loads((newest / "model.json").read_text())
+    content["config"]["rope_theta"] = 7.0  # without effect, which options may not be
+    (newest / "model.json").write_text(json.dumps(content))
+    reseal(newest)
+    assert find_resume(run, "auto", lambda _: None) == newest
+
+
 def test_a_folder_of_another_name_is_not_a_checkpoint(run: Path) -> None:
     for name in ("step_000000099", "step_٠٠٠٠٠٠٩٩", "step_0000000²", "step_99"):
         shutil.copytree(run / "checkpoints" / "step_00000012", run / "checkpoints" / name)

@@ -292,6 +292,13 @@ def test_cuda_graphs_need_one_gpu_and_one_micro_step(
         compilation.check_graphs(plan)  # type: ignore[arg-type]
 
 
+def test_a_run_with_cuda_graphs_stays_compiled_with_auto(
+    cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "earlier_choice", lambda config, key: ("graphs", "file"))
+    assert compilation.choose_compile(Config(), SimpleNamespace()) == (True, "as in file")  # type: ignore[arg-type]
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_change_no_loss(small_run: Arguments, tmp_path: Path) -> None:
     losses = []

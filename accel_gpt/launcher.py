@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from accel_gpt.errors import AccelGPTError, PeerError, UserError, first_line, require
+from accel_gpt.errors import PeerError, UserError, first_line, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 # that stop a run
@@ -45,6 +45,7 @@ PREFIXES = (  # of the variables that launchers set
     STOP_WITH_PARENT,
     "SLURM_STEP",  # without them a process is no task of srun
 )
+LONGEST_WAIT = timedelta(days=1)  # for rank 0, without train.init_timeout; assumption
 HEARD = timedelta(seconds=5)  # for the other ranks to hear of an error; assumption
 LOW_PRIORITY = 10  # niceness; assumption
 FIRST_PORT = 20000  # below the ports that Linux gives to clients, from 32,768 on
@@ -189,29 +190,44 @@ def environment_without_launcher() -> dict[str, str]:
 # --------------------------------------------------------------------------- before ranks join
 
 
-def answer_of_main(question: Callable[[], Any], timeout: timedelta) -> Any:
+def answer_of_main(question: Callable[[], Any], seconds: float | None) -> Any:
     """Return the answer of rank 0, a JSON value, before the ranks have joined; a collective.
 
-    If rank 0 raises an `AccelGPTError`, the other ranks exit with its code, and rank 0 prints it.
-    Raises `PeerError` if a rank does not come within `timeout`. Ctrl-C ends a process that waits.
+    If rank 0 raises an error, the other ranks exit with its code, and rank 0 prints it. Raises
+    `PeerError` if a rank does not come within `seconds` (None: `LONGEST_WAIT`). Ctrl-C ends a
+    process that waits.
     """
     if world_size() == 1:
         return question()
     from torch.distributed import DistError  # torch takes seconds
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    # native code waits, where the handler of Python does not run
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main_thread else None
+    timeout = timedelta(seconds=seconds) if seconds else LONGEST_WAIT
     try:
-        return exchange_answer(meeting_store(timeout), question)
+        with ended_by_ctrl_c():
+            store = meeting_store(timeout)
+        return exchange_answer(store, question)
     except DistError as error:
         raise PeerError(
             f"another process of the run has ended or does not answer ({first_line(error)}); see "
             "its own error message"
         ) from None
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end the process while native code waits, where Python calls no handler.
+
+    Another handler than Python's own stays.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @cache
@@ -228,17 +244,20 @@ def exchange_answer(store: Any, question: Callable[[], Any]) -> Any:
     """Set the answer or the error of rank 0 in the store, or wait for it on another rank."""
     key = f"accel_gpt/answer_{store.add(f'accel_gpt/asked_by_{rank()}', 1)}"
     if not is_main():
-        found = json.loads(store.get(key))
+        with ended_by_ctrl_c():
+            found = json.loads(store.get(key))
         store.set(f"{key}/heard_by_{rank()}", "")
         if "exit_code" in found:
             sys.exit(found["exit_code"])
         return found["answer"]
     try:
         text = json.dumps({"answer": question()})
-    except AccelGPTError as error:
-        store.set(key, json.dumps({"exit_code": error.exit_code}))
+    except BaseException as error:
+        exit_code = getattr(error, "exit_code", PeerError.exit_code)
+        store.set(key, json.dumps({"exit_code": exit_code}))
         others = [f"{key}/heard_by_{other}" for other in range(1, world_size())]
-        with contextlib.suppress(RuntimeError):  # a late rank learns that rank 0 has ended
+        # a late rank learns that rank 0 has ended
+        with contextlib.suppress(RuntimeError), ended_by_ctrl_c():
             store.wait(others, HEARD)
         raise
     store.set(key, text)

@@ -1,14 +1,28 @@
-"""Processes that `srun` starts: which of them form a group, and what Slurm's variables mean."""
+"""Processes that `srun` starts: which of them form a group, and what Slurm's variables mean.
 
+The question that rank 0 answers before the ranks have joined.
+"""
+
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from accel_gpt.errors import UserError
-from accel_gpt.launcher import first_host, join_slurm_step, shared_cores, tasks_per_node, world_size
+from accel_gpt import launcher
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.launcher import (
+    answer_of_main,
+    first_host,
+    join_slurm_step,
+    shared_cores,
+    tasks_per_node,
+    world_size,
+)
 from tests.faults.launches import free_port
 from tests.helpers.terminals import Terminal
 from tests.test_launch import PLAIN, TORCHRUN, TRAIN, finish
@@ -141,6 +155,55 @@ def test_first_host(hosts: str, first: str) -> None:
 )
 def test_tasks_per_node(text: str, counts: list[int]) -> None:
     assert tasks_per_node(text) == counts
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make this process rank 0 or 1 of two that meet in one store."""
+    store = HashStore()
+    monkeypatch.setattr(launcher, "meeting_store", lambda timeout: store)
+    monkeypatch.setattr(launcher, "HEARD", timedelta(milliseconds=1))
+
+    def become(rank: int) -> None:
+        one = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "",
+            "MASTER_PORT": 1,
+        }
+        for name, value in one.items():
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(DataError("bad"), 3), (OSError("disk"), 70), (MemoryError(), 70), (KeyboardInterrupt(), 70)],
+)
+def test_any_error_of_rank_0_ends_the_other_ranks(
+    error: BaseException, code: int, as_rank: Callable[[int], None]
+) -> None:
+    def question() -> None:
+        raise error
+
+    as_rank(0)
+    with pytest.raises(type(error)):
+        answer_of_main(question, seconds=1)
+    as_rank(1)
+    with pytest.raises(SystemExit) as ended:
+        answer_of_main(question, seconds=1)
+    assert ended.value.code == code
+
+
+def test_ctrl_c_ends_a_rank_at_once_only_while_it_waits(as_rank: Callable[[int], None]) -> None:
+    as_rank(0)
+    handler = answer_of_main(lambda: signal.getsignal(signal.SIGINT).__name__, seconds=1)
+    assert handler == signal.default_int_handler.__name__
+    with launcher.ended_by_ctrl_c():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow

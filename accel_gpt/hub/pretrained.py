@@ -7,7 +7,6 @@ Needs no torch.
 import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +30,6 @@ from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_missin
 SMALL_FILES = ("config.json", *HUB_FILES)
 PICKLES = (".pt", ".pth", ".ckpt")  # endings of files that torch.save writes
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
-LONGEST_WAIT = timedelta(days=1)  # for rank 0, without train.init_timeout; assumption
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
 # Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
@@ -202,8 +200,7 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     limit = given.get("train.init_timeout", TrainConfig.init_timeout)
     seconds = duration("train.init_timeout", limit)
-    timeout = timedelta(seconds=seconds) if seconds else LONGEST_WAIT
-    inherited: dict[str, Any] = answer_of_main(lambda: read_inherited(given), timeout)
+    inherited: dict[str, Any] = answer_of_main(lambda: read_inherited(given), seconds)
     for key in TOKENIZER_KEYS:
         tokenizer = Path(inherited.get(key) or "")
         if tokenizer.is_absolute() and not tokenizer.exists():

@@ -264,9 +264,13 @@ class StopSignal:
         self.listener.close(ignore=True)
 
     def close(self) -> None:
-        """Restore the handlers of signals, unless signals are ignored from now on."""
+        """Ignore signals from now on, as after `ignore`; restore the handlers if interactive.
+
+        After an error, torchrun sends SIGTERM to the rank that prints it, since another rank ends
+        first.
+        """
         if self.listener.thread.is_alive():
-            self.listener.close()
+            self.listener.close(ignore=not interactive())
 
     def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Return whether any rank has a reason to stop, and whether `other` is true on any rank.

@@ -29,7 +29,7 @@ from accel_gpt.console import Progress, write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
-from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.documents import (
@@ -109,6 +109,11 @@ def describe_selection(selection: Selection) -> None:
 @contextmanager
 def lock_folder(out: Path, advice: str) -> Iterator[None]:
     """Hold the lock of a data folder, and turn an `OSError` into a `UserError` with `advice`."""
+    for parent in out.parents:
+        require(
+            parent.is_dir() or not parent.exists(),
+            f"data folder {out} cannot be made: {parent} is a file; choose another folder",
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         notice = f"another process is preparing {out}; waiting for it\n"

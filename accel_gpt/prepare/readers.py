@@ -19,7 +19,9 @@ import gzip
 import io
 import json
 import lzma
+import shlex
 import sys
+import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -53,7 +55,10 @@ DAMAGE = (
     MemoryError,
 )
 
-
+# Programs that decompress a file to standard output with -dc
+DECOMPRESSORS = types.MappingProxyType(
+    {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+)
 # Marks at the start of a text in another encoding than UTF-8; UTF-32's begins with UTF-16's
 ENCODINGS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -242,7 +247,8 @@ def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str 
     """Return the error for bytes that are not UTF-8. `offset`: offset of the decoded bytes."""
     return DataError(
         f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
-        f"{offset + error.start}{detail}; convert it, for example with iconv -t UTF-8"
+        f"{offset + error.start}{detail}; convert it, for example with "
+        "iconv -f WINDOWS-1252 -t UTF-8"
     )
 
 
@@ -327,9 +333,11 @@ def json_text(line: bytes, offset: int, number: int, where: object, field: str) 
     except UnicodeDecodeError as error:
         raise not_utf8(where, error, offset, f", in line {number}") from None
     except (ValueError, RecursionError) as error:
+        tool = "jq -c . joins the lines of an object"
+        if line.lstrip().startswith(b"["):
+            tool = "jq -c '.[]' converts an array"
         raise DataError(
-            f"line {number} of {where} is not JSON: {error}; write one object per line (jq -c "
-            "'.[]' converts an array)"
+            f"line {number} of {where} is not JSON: {error}; write one object per line ({tool})"
         ) from None
     if not isinstance(row, dict):
         raise DataError(
@@ -353,14 +361,29 @@ def jq_command(row: object, field: str, where: object) -> str:
     """Return the command that moves the text at `a.b` in a row to the top level and joins lists."""
     path = ""
     for name in field.split("."):
-        path += f".{name}"
-        row = row.get(name) if isinstance(row, dict) else None
         if isinstance(row, list):
             path += "[]"
             row = next(iter(row), None)
+        is_plain = name.isascii() and name.isidentifier()
+        path += f".{name if is_plain else json.dumps(name, ensure_ascii=False)}"
+        row = row.get(name) if isinstance(row, dict) else None
+    if isinstance(row, list):
+        path += "[]"
     if "[]" in path:
         path = f'[{path}] | join("\\n")'
-    return f"jq -c '{{text: ({path})}}' {where} > flat.jsonl"
+    program = shlex.quote(f"{{text: ({path})}}")
+    if not isinstance(where, Path):
+        return f"jq -c {program}"
+    file = shlex.quote(str(where))
+    if tool := DECOMPRESSORS.get(where.suffix.lower()):
+        return f"{tool} -dc {file} | jq -c {program} > flat.jsonl"
+    return f"jq -c {program} {file} > flat.jsonl"
+
+
+def python_literal(path: str | Path) -> str:
+    """Return a path as a string of Python code, to stand in double quotes of a shell."""
+    escaped = str(path).replace("'", r"\'")
+    return f"'{escaped}'"
 
 
 def check_column(field: str, where: object, columns: Iterable[str], flatten: str = "") -> None:
@@ -434,10 +457,11 @@ def check_type(schema: Any, field: str, path: Path) -> None:
     import pyarrow as pa
 
     flatten = (
-        f"python -c \"import datasets; datasets.Dataset.from_parquet('{path}').flatten()"
-        f".to_parquet('flat.parquet')\", which names it {{}}"
+        'python -c "import datasets; '
+        f"datasets.Dataset.from_parquet({python_literal(path)}).flatten()"
+        ".to_parquet('flat.parquet')\", which names it "
     )
-    check_column(field, path, schema.names, flatten.format(field))
+    check_column(field, path, schema.names, flatten + field)
     count = schema.names.count(field)
     if count > 1:
         raise DataError(f"{path} has {count} columns {field}; expected one")
@@ -445,9 +469,9 @@ def check_type(schema: Any, field: str, path: Path) -> None:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_struct(kind) and kind.num_fields:
-        inner = flatten.format(f"{field}.{kind.field(0).name}")
+        inner = f"{field}.{kind.field(0).name}"
         raise DataError(
-            f"column {field} of {path} holds {kind}; expected text; {TOP_LEVEL}: {inner}"
+            f"column {field} of {path} holds {kind}; expected text; {TOP_LEVEL}: {flatten}{inner}"
         )
     if str(kind) not in TEXT_TYPES:
         raise DataError(f"column {field} of {path} holds {kind}; expected text")

@@ -25,7 +25,7 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import describe_path, read_json
-from accel_gpt.prepare.readers import SNIFFED_BYTES, wide_encoding
+from accel_gpt.prepare.readers import SNIFFED_BYTES, python_literal, wide_encoding
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
@@ -413,7 +413,7 @@ def nothing_to_read(path: str, source: SourceKind, groups: list[Group]) -> str:
 
 def is_table(path: str) -> str:
     """Return the error message for a path that holds tables."""
-    file = repr(path if kind_of_name(path) == TABLE else "FILE.csv")
+    file = python_literal(path if kind_of_name(path) == TABLE else "FILE.csv")
     if ".tsv" in path:
         file += r", sep='\t'"
     return (

@@ -523,3 +523,13 @@ def test_small_documents_make_small_batches(monkeypatch: pytest.MonkeyPatch) -> 
     found = list(workers.batches(piece for _ in range(500)))
     assert max(map(len, found)) < 50
     assert sum(map(len, found)) == 500
+
+
+@pytest.mark.parametrize("below", ["x", "x/y"])
+def test_a_folder_below_a_file_is_refused_with_a_remedy_that_helps(
+    tmp_path: Path, below: str
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    config = PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="bytes")
+    with pytest.raises(UserError, match=r"a\.txt is a file; choose another folder$"):
+        prepare(config, tmp_path / "a.txt" / below)

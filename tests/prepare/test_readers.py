@@ -71,7 +71,8 @@ def test_json_lines_are_read_plain_and_compressed(tmp_path: Path, name: str, end
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": \n', r"line 2 of .*x\.jsonl is not JSON: Expecting value.*jq -c"),
+        (b'{"text": \n', r"line 2 of .*x\.jsonl is not JSON: Expecting value.*jq -c \. joins"),
+        (b"[\n", r"line 2 of .*x\.jsonl is not JSON: .*jq -c '\.\[\]' converts an array"),
         (b"[" * 100_000 + b"\n", r"line 2 of .*x\.jsonl is not JSON"),
         (b'["text"]\n', r"line 2 of .*x\.jsonl is \['text'\]; expected an object"),
         (
@@ -114,14 +115,35 @@ def test_a_column_inside_another_one_is_refused_with_the_way_to_the_top(
     assert f"so move it there: {command}{tmp_path / 'x.jsonl'} > flat.jsonl" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "command"),
+    [
+        ("x y.jsonl", "a.b-c", "jq -c '{text: (.a.\"b-c\")}' 'x y.jsonl' > flat.jsonl"),
+        ("x.jsonl.gz", "a.d", "gzip -dc x.jsonl.gz | jq -c '{text: (.a.d)}' > flat.jsonl"),
+    ],
+)
+def test_the_command_for_a_column_inside_another_one_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, field: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = json.dumps({"a": {"b-c": "deep", "d": "deep"}})
+    Path(name).write_bytes(compress(row.encode(), ".gz" if name.endswith(".gz") else ""))
+    with pytest.raises(UserError) as error:
+        read(Path(name), "jsonl", text_field=field)
+    assert str(error.value).endswith(f": {command}")
+
+
 def test_a_column_inside_another_one_of_parquet_is_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([{"data": {"text": "deep"}}]), tmp_path / "x.parquet")
+    path = tmp_path / "{it's}.parquet"
+    pq.write_table(pa.Table.from_pylist([{"data": {"text": "deep"}}]), path)
+    with pytest.raises(UserError, match=r"from_parquet\('.*/\{it\\'s\}\.parquet'\)"):
+        read(path, "parquet", text_field="data.text")
     with pytest.raises(
         UserError, match=r"inside the column data .*flatten\(\).*names it data\.text"
     ):
-        read(tmp_path / "x.parquet", "parquet", text_field="data.text")
+        read(path, "parquet", text_field="data.text")
     with pytest.raises(DataError, match=r"column data of .* holds struct.* it data\.text"):
-        read(tmp_path / "x.parquet", "parquet", text_field="data")
+        read(path, "parquet", text_field="data")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])

@@ -126,21 +126,21 @@ def launch(config: Config, source: str) -> int:
     with (
         contextlib.closing(StopSignal(started=started, starting=True)) as stop,
         peers(plan.world_size),
-        open_run_folder(config, source) as check_folder,
     ):
-        on_main(lambda: check_initial_tokenizer(config))
-        ensure_data(config)
-        restore_from_copy(config)
-        if config.checkpoint.resume.startswith("hf://"):
-            config = download_checkpoint(config)
-        return train(pin_data(config), plan, stop, check_folder)
+        check_initial_tokenizer(config)
+        with open_run_folder(config, source) as check_folder:
+            ensure_data(config)
+            restore_from_copy(config)
+            if config.checkpoint.resume.startswith("hf://"):
+                config = download_checkpoint(config)
+            return train(pin_data(config), plan, stop, check_folder)
 
 
 def evaluate_without_training(config: Config, plan: Plan) -> int:
     """Evaluate the model of a run, for `eval.only`; return the exit code."""
     with exiting_on_signals("stopped"), peers(plan.world_size):
+        check_initial_tokenizer(config)
         accelerator = start_evaluation(config, Path(config.out_dir))
-        on_main(lambda: check_initial_tokenizer(config))
         ensure_data(config)
         return evaluate_only(config, accelerator, load_pretrained, open_initial_weights)
 

@@ -141,13 +141,21 @@ def check_initial_tokenizer(config: Config) -> None:
     """Check, before text is tokenized, that the weights of `model.init_from` fit the tokenizer.
 
     The tokenizer is the tokenizer of the data folder, or of `data.prepare` if that has to make the
-    folder. A run that has checkpoints starts from those. Raises `UserError` if the tokenizers
-    differ, or if the weights have fewer tokens than the tokenizer.
+    folder. A run that has checkpoints starts from those. Of several ranks, rank 0 alone checks,
+    before the ranks have joined. Raises `UserError` if the tokenizers differ, or if the weights
+    have fewer tokens than the tokenizer.
     """
+    if config.model.init_from != "scratch":
+        seconds = duration("train.init_timeout", config.train.init_timeout)
+        answer_of_main(lambda: compare_initial_tokenizer(config), seconds)
+
+
+def compare_initial_tokenizer(config: Config) -> None:
+    """Raise the errors of `check_initial_tokenizer`, on one rank."""
     name = config.model.init_from
     prepare = config.data.prepare
     folder = config.data.folder
-    if name == "scratch" or not folder or RunFolder(config.out_dir).checkpoints:
+    if not folder or RunFolder(config.out_dir).checkpoints:
         return
     pretrained = find_pretrained(name)
     if Path(folder, INDEX).exists():

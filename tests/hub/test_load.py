@@ -156,7 +156,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(
     printed = capfd.readouterr()
     assert message in printed.err
     assert "prepared" not in printed.out
-    assert not (tmp_path / "run" / "data").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_prepared_data_whose_tokenizer_is_too_large_is_refused_with_the_remedy(

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from accel_gpt import launcher
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.hub import pretrained
 from accel_gpt.launcher import (
     answer_of_main,
     first_host,
@@ -204,6 +205,18 @@ def test_ctrl_c_ends_a_rank_at_once_only_while_it_waits(as_rank: Callable[[int],
     with launcher.ended_by_ctrl_c():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_only_rank_0_looks_for_the_model_of_an_evaluation(
+    as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    as_rank(0)
+    found = pretrained.find_on_main(str(tmp_path))
+    as_rank(1)
+    monkeypatch.delattr(pretrained, "find_pretrained")
+    assert pretrained.find_on_main(str(tmp_path)) == found
+    assert found.folder == tmp_path
 
 
 @pytest.mark.slow

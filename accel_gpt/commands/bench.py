@@ -24,6 +24,7 @@ from accel_gpt import train
 from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.forecast import evaluation_hours
@@ -31,7 +32,7 @@ from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import child_error, is_main, run_child, world_size
+from accel_gpt.launcher import answer_of_main, child_error, is_main, run_child, world_size
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
@@ -70,7 +71,8 @@ def bench(options: BenchCommand) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
     config = options.loaded
     die_with_launcher()
-    vocab_size, source = vocabulary_size(config, None)
+    seconds = duration(INIT, config.train.init_timeout)
+    vocab_size, source = answer_of_main(lambda: vocabulary_size(config, None), seconds)
     measured = steps_only(config)
     run_steps = make_plan(measured, 1).max_steps
     steps = max(run_steps, options.warmup + options.steps + options.parts)

@@ -24,7 +24,7 @@ from accel_gpt.evals.tasks import open_tasks, score_tasks
 from accel_gpt.hub.export import write_model
 from accel_gpt.hub.hf_weights import exportable_preset
 from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.pretrained import Pretrained, find_pretrained
+from accel_gpt.hub.pretrained import Pretrained, find_on_main
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import keep_freed_memory
@@ -47,7 +47,7 @@ def run(options: EvaluateCommand) -> int:
 def evaluate_named(options: EvaluateCommand) -> Report:
     """Find, load and evaluate the model that the options name; all ranks must call it."""
     with peers(world_size()):
-        source = find_pretrained(options.run, options.checkpoint)
+        source = find_on_main(options.run, options.checkpoint)
         run = run_of(source)
         config = evaluated_config(options, source, run)
         accelerator = start_evaluation(config, run)

@@ -99,6 +99,22 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
 
 
+def find_on_main(name: str, checkpoint: str = "last") -> Pretrained:
+    """Find a model on rank 0 by `find_pretrained`, before the ranks have joined; a collective.
+
+    A rank downloads the model itself only if the Hub's cache of its machine lacks it.
+    """
+
+    def find() -> dict[str, Any]:
+        found = find_pretrained(name, checkpoint)
+        return vars(found) | {"folder": str(found.folder)}
+
+    seconds = duration("train.init_timeout", TrainConfig.init_timeout)
+    answer = answer_of_main(find, seconds)
+    pretrained = Pretrained(**answer | {"folder": Path(answer["folder"])})
+    return pretrained if pretrained.folder.exists() else find_pretrained(name, checkpoint)
+
+
 def not_a_model(name: str, path: Path) -> UserError:
     """Return the error for a path that holds no model."""
     weights = path if path.is_file() else path / "ckpt.pt"

@@ -31,6 +31,16 @@ T = TypeVar("T")
 Inherit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 PREPARE = "data.prepare."
+# that describe the text of a config, not what is made of it
+KEYS_OF_TEXT = (
+    "data.train",
+    "data.prepare.path",
+    "data.prepare.dataset",
+    "data.prepare.dataset_config",
+    "data.prepare.dataset_split",
+    "data.prepare.text_field",
+    "data.prepare.separator",
+)
 COMMAND_WORDS = ("help-all", "dump_config", "smoke")  # of accel-gpt train, beside the keys
 NEAR = 0.74  # least similarity of an option that is advised; gpuz is as near to gpus as this
 SCHEME = r"[A-Za-z][\w+.-]*://"
@@ -104,8 +114,9 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
 
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
     replaces all keys of the group in the file. If an option sets data.train, the file's data.text
-    is dropped, and its data.prepare too, unless an option sets one of its keys. If the file is the
-    config.yaml of a run that was moved, its paths are updated.
+    is dropped, and its data.prepare too, unless an option sets one of its keys. If an option sets
+    data.text, what the file says of another text is dropped. If the file is the config.yaml of a
+    run that was moved, its paths are updated.
     """
     content = read_yaml(path)
     require(
@@ -125,6 +136,9 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
         for key in list(values):
             if key == "data.text" or (key.startswith(PREPARE) and not keeps_prepare):
                 del values[key]
+    if options.get("data.text") is not None:
+        for key in KEYS_OF_TEXT:
+            values.pop(key, None)
     values |= options
     return values | own_text(values, options)
 
@@ -159,7 +173,7 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     }
     tokenizer = values.get("data.tokenizer")
     if tokenizer:
-        found["data.prepare.tokenizer"] = values.get("data.prepare.tokenizer", tokenizer)
+        found["data.prepare.tokenizer"] = given.get("data.prepare.tokenizer", tokenizer)
     return found
 
 

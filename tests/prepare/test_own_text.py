@@ -42,6 +42,15 @@ def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> Non
     assert (data.train, data.prepare.source) == ("runs/z/data", "text")
 
 
+def test_what_a_config_says_of_another_text_is_dropped(tmp_path: Path) -> None:
+    prepare = load_config(["gpt2_124m", "--data.text", "a.txt"], "test").data.prepare
+    assert (prepare.source, prepare.path, prepare.dataset_config) == ("auto", "a.txt", None)
+    assert prepare.val_fraction == 0.002  # says how to prepare any text
+    words = ("--data.text", "a.txt", "--data.tokenizer", "gpt2")
+    prepare = load_config(["quickstart", *words], "test").data.prepare
+    assert prepare.tokenizer == "gpt2"  # in place of the bpe of quickstart
+
+
 def test_data_are_named_once(tmp_path: Path) -> None:
     for key in ("data.train", "data.prepare.path"):
         with pytest.raises(UserError, match=rf"data.text is a.txt and {key} is b; set one"):

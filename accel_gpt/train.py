@@ -72,6 +72,7 @@ from accel_gpt.training.stopping import (
     exiting_on_signals,
     finish_uploads,
 )
+from accel_gpt.training.support import check_trackers
 from accel_gpt.training.terminal import Display, summarize_run
 from accel_gpt.training.uploader import Uploader, open_uploaders
 
@@ -127,6 +128,7 @@ def launch(config: Config, source: str) -> int:
         contextlib.closing(StopSignal(started=started, starting=True)) as stop,
         peers(plan.world_size),
     ):
+        check_trackers(config.log.trackers)
         check_initial_tokenizer(config)
         with open_run_folder(config, source) as check_folder:
             ensure_data(config)

@@ -335,6 +335,8 @@ def test_speed_counts_training_alone(
         (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; choose from"),
         (["--log.trackers", "a,b"], 2, "has 'a,b'; choose from"),
         (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
+        (["--log.trackers", "null"], 2, "or set it to [] for none"),
+        (["--data.tokenizer", "gpt2"], 3, "data.tokenizer gpt2 has a different tokenizer (gpt2 of"),
     ],
 )
 def test_bad_input_is_one_sentence_and_an_exit_code(
@@ -357,6 +359,14 @@ def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> 
     made += ["--data.prepare.path", str(text), "--data.prepare.tokenizer", "chars"]
     assert launch(small_run(*made)) == 0
     assert (tmp_path / "own" / "dataset.json").is_file()
+
+
+def test_a_tracker_is_checked_before_data_are_prepared(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "stdlib"]
+    assert launch(small_run(*made, "--log.trackers", "mlflow")) == 2
+    assert not (tmp_path / "own").exists()
 
 
 def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: Path) -> None:

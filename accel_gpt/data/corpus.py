@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from accel_gpt.data.sources import (
     val_names,
     val_paths,
 )
-from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import UserError, require
 
 StateDict = Mapping[str, Any]
@@ -200,7 +201,7 @@ class Corpus:
 def open_corpus(config: Config) -> Corpus:
     """Open `data.train` and `data.val`.
 
-    Raises `DataError` if they were made with different tokenizers.
+    Raises `DataError` if they were made with different tokenizers, or not with `data.tokenizer`.
     """
     data = config.data
     sources = open_sources(train_paths(data), "train", data)
@@ -230,6 +231,10 @@ def open_corpus(config: Config) -> Corpus:
         source.tokenizer.require_same(
             first.tokenizer, f"the {source.split.name} split of {source.path}", first.path
         )
+    spec = data.tokenizer or ""
+    found = spec in ("gpt2", "bytes") or (spec and Path(spec).exists())  # data outlive the file
+    if found and config.model.init_from == "scratch":  # else it is the tokenizer of the weights
+        named_tokenizer(spec).require_same(first.tokenizer, f"data.tokenizer {spec}", first.path)
     return Corpus(
         train=train,
         tokenizer=first.tokenizer,

@@ -57,7 +57,6 @@ from accel_gpt.training.support import (
     check_devices,
     check_engine,
     check_fp8,
-    check_trackers,
 )
 
 if TYPE_CHECKING:
@@ -211,9 +210,8 @@ def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | 
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     """Make the `Accelerator` of a run. Call `join_ranks` and `resolve_precision` first.
 
-    Raises `UserError` if the engine, precision or a tracker is not supported.
+    Raises `UserError` if the engine or precision is not supported.
     """
-    check_trackers(config.log.trackers)
     check_fp8(config)
     logging.getLogger(NOISY_LOGGER).setLevel(logging.ERROR)
     # Accelerate would search all of sys.path for this optimizer twice a step: 0.25 ms

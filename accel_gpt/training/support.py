@@ -191,7 +191,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
         require(
             name in known,
             f"log.trackers has {name!r}; choose from {', '.join(known)}, and repeat --log.trackers "
-            "for several",
+            "for several, or set it to [] for none",
         )
         install = install_extra(name) if name in TRACKER_EXTRAS else f"run pip install {name}"
         require(name in usable, f"log.trackers has {name} but it is not installed; {install}")

@@ -34,7 +34,6 @@ from accel_gpt.data import loader
 from accel_gpt.training import machine
 from tests.faults.disk import Disk
 from tests.helpers.hermetic import sync_nothing
-from tests.helpers.matrix_worker import emulate_fsdp2
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 4096  # sequences are prefetched in small chunks: a launch reads few
@@ -132,8 +131,6 @@ def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) 
         os.dup2(file, 2)
         faulthandler.enable()
         os.environ.update(variables)
-        if "FSDP_VERSION" in variables:
-            emulate_fsdp2()
         code = launch(request, output)
         if not warm and variables.get("RANK", "0") == "0":
             (output.parent / "modules").write_text("\n".join(sys.modules))

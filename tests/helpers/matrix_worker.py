@@ -5,7 +5,7 @@
 A task is a name, the arguments of a run, the step at which a signal stops it (0: none), and a file
 that rank 0 writes (null: none). A .json file gets the numbers of collectives of the third step.
 Any other file gets the first gradient, with all values that it was computed from. On a CPU
-FSDP2 and fp8 are emulated, and `torch.compile` uses the backend aot_eager.
+fp8 is emulated, and `torch.compile` uses the backend aot_eager.
 """
 
 import contextlib
@@ -36,14 +36,6 @@ from accel_gpt.training import accelerator as environment
 from accel_gpt.training import gradients, precision
 
 FSDP = ("fsdp2", "fsdp2_gathered", "hsdp")
-
-
-def emulate_fsdp2() -> None:
-    """Let Accelerate use FSDP on a CPU; it allows only plain processes there."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
-    environment.Accelerator = lambda cpu, **given: Accelerator(**given)
-    environment.PartialState = lambda cpu=None, **given: PartialState(**given)
 
 
 def emulate_fp8() -> None:
@@ -145,8 +137,6 @@ def whole(tensor: Tensor) -> Tensor:
 def main(engine: str, device: str, tasks: Path) -> None:
     """Train each of `tasks` on `engine`; exit with the first unexpected code."""
     if device == "cpu":
-        if engine in FSDP:
-            emulate_fsdp2()
         emulate_fp8()
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
     precision.compiler_error_on_any_machine = lambda: None

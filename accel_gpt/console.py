@@ -54,9 +54,9 @@ def open_closed_streams() -> None:
 
 
 def escape_what_cannot_be_encoded() -> None:
-    """Make standard streams that are not UTF-8 escape other characters, as \\u2615."""
+    """Make the standard streams escape what their encoding lacks, as \\u2615."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -336,7 +336,7 @@ def test_speed_counts_training_alone(
         (["--log.trackers", "a,b"], 2, "has 'a,b'; choose from"),
         (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
         (["--log.trackers", "null"], 2, "or set it to [] for none"),
-        (["--data.tokenizer", "gpt2"], 3, "data.tokenizer gpt2 has a different tokenizer (gpt2 of"),
+        (["--data.tokenizer", "gpt2"], 3, "data.tokenizer is gpt2, but"),
     ],
 )
 def test_bad_input_is_one_sentence_and_an_exit_code(

@@ -27,7 +27,7 @@ from accel_gpt.data.sources import (
     val_paths,
 )
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import DataError, UserError, require
 
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
@@ -231,10 +231,8 @@ def open_corpus(config: Config) -> Corpus:
         source.tokenizer.require_same(
             first.tokenizer, f"the {source.split.name} split of {source.path}", first.path
         )
-    spec = data.tokenizer or ""
-    found = spec in ("gpt2", "bytes") or (spec and Path(spec).exists())  # data outlive the file
-    if found and config.model.init_from == "scratch":  # else it is the tokenizer of the weights
-        named_tokenizer(spec).require_same(first.tokenizer, f"data.tokenizer {spec}", first.path)
+    if data.tokenizer and config.model.init_from == "scratch":  # else that of the weights
+        check_named_tokenizer(data.tokenizer, first)
     return Corpus(
         train=train,
         tokenizer=first.tokenizer,
@@ -274,6 +272,22 @@ def eval_splits(
         name = source.name if named or len(sources) > 1 else None
         found.append(EvalSplit(name, share, split, budget))
     return tuple(found)
+
+
+def check_named_tokenizer(name: str, source: Source) -> None:
+    """Raise `DataError` if `data.tokenizer` names another tokenizer than the data were made with.
+
+    Needs no vocabulary from elsewhere. A file may be gone, because the data outlive it.
+    """
+    if name in ("gpt2", "bytes"):
+        if source.tokenizer.kind != name:
+            raise DataError(
+                f"data.tokenizer is {name}, but {source.path} was prepared with a "
+                f"{source.tokenizer.kind} tokenizer of {source.tokenizer.vocab_size:,} tokens; "
+                "leave data.tokenizer out, or prepare the data again"
+            )
+    elif Path(name).exists():
+        named_tokenizer(name).require_same(source.tokenizer, f"data.tokenizer {name}", source.path)
 
 
 def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:

@@ -102,8 +102,11 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
 def find_on_main(name: str, checkpoint: str = "last") -> Pretrained:
     """Find a model on rank 0 by `find_pretrained`, before the ranks have joined; a collective.
 
-    A rank downloads the model itself only if the Hub's cache of its machine lacks it.
+    A rank downloads the model itself only if the Hub's cache of its machine lacks it. A folder on
+    this machine is not asked for.
     """
+    if Path(name).exists():
+        return find_pretrained(name, checkpoint)
 
     def find() -> dict[str, Any]:
         found = find_pretrained(name, checkpoint)

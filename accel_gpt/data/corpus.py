@@ -231,7 +231,8 @@ def open_corpus(config: Config) -> Corpus:
         source.tokenizer.require_same(
             first.tokenizer, f"the {source.split.name} split of {source.path}", first.path
         )
-    if data.tokenizer and config.model.init_from == "scratch":  # else that of the weights
+    # with init_from, data.tokenizer may name the tokenizer of the weights
+    if data.tokenizer and config.model.init_from == "scratch":
         check_named_tokenizer(data.tokenizer, first)
     return Corpus(
         train=train,

@@ -409,6 +409,7 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
 
 ASKS = """
 import json, os, sys
+from accelerate import PartialState
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
 from accel_gpt.hub.pretrained import inherit
@@ -418,6 +419,7 @@ def main(argv):
     config = load_config(argv, "test", inherit)
     join_ranks(config)
     print(json.dumps([config.model.n_embd, config.model.vocab_size, config.data.tokenizer]))
+    PartialState().destroy_process_group()  # a rank aborts if its peers leave the group unannounced
     return 0
 
 sys.exit(run_main(main, sys.argv[1:]))

@@ -88,7 +88,7 @@ class Run:
     def push_to_hub(self, repo: str, **options: object) -> str:
         """Upload the model to the repository user/name on the Hub, and return its address.
 
-        `options` as for `accel-gpt push`: private, license, include_state, ...
+        `options` as for `accel-gpt push`: private, license, ...
         """
         arguments = to_arguments({"repo": repo, **options})
         _, url = push_model(PushCommand.parse([str(self.path), *arguments]))

@@ -38,7 +38,7 @@ from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.evals.standalone import evaluate_only, start_evaluation
 from accel_gpt.files import fault_point
-from accel_gpt.hub.load import download_checkpoint, load_pretrained, open_initial_weights
+from accel_gpt.hub.load import load_pretrained, open_initial_weights
 from accel_gpt.hub.pretrained import check_initial_tokenizer, inherit
 from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
 from accel_gpt.model.gpt import GPT
@@ -133,8 +133,6 @@ def launch(config: Config, source: str) -> int:
         with open_run_folder(config, source) as check_folder:
             ensure_data(config)
             restore_from_copy(config)
-            if config.checkpoint.resume.startswith("hf://"):
-                config = download_checkpoint(config)
             return train(pin_data(config), plan, stop, check_folder)
 
 

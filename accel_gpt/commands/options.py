@@ -417,7 +417,7 @@ class PushCommand(Command):
     Examples:
       accel-gpt push runs/quickstart --repo user/quickstart
       accel-gpt push runs/quickstart --repo user/quickstart --checkpoint best --private
-      accel-gpt push runs/quickstart --repo user/quickstart --include_state --license mit
+      accel-gpt push runs/quickstart --repo user/quickstart --license mit
     """
 
     name: ClassVar[str] = "push"
@@ -442,7 +442,6 @@ class PushCommand(Command):
     )
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = same_option(HubConfig, "dtype")
-    include_state: bool = same_option(HubConfig, "include_state")
     license: str | None = same_option(HubConfig, "license")
     data_license: str | None = same_option(HubConfig, "data_license")
     language: str | None = same_option(HubConfig, "language")

@@ -22,7 +22,6 @@ def push_model(options: PushCommand) -> tuple[int, str]:
         revision=options.revision,
         private=options.private,
         dtype=options.dtype,
-        include_state=options.include_state,
         license=options.license,
         data_license=options.data_license,
         language=options.language,

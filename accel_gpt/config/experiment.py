@@ -402,9 +402,8 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     resume: str = option(
         "auto",
         "auto: resume from the newest checkpoint in out_dir. never: start a new run; an error if "
-        "out_dir has checkpoints. A folder, or hf://user/name@step-1000 pushed with "
-        "hub.include_state: resume from this checkpoint if out_dir has none. To resume from an "
-        "older checkpoint of out_dir, also set another out_dir.",
+        "out_dir has checkpoints. A folder: resume from this checkpoint if out_dir has none. To "
+        "resume from an older checkpoint of out_dir, also set another out_dir.",
         per_machine=True,
     )
     copy_to: str | None = option(
@@ -473,11 +472,6 @@ class HubConfig(Section, prefix="hub.", resume="free"):
     private: bool = option(
         False,
         "Create the repository as private.",
-    )
-    include_state: bool = option(
-        False,
-        "Also upload the whole checkpoint, so that the run can be resumed elsewhere from "
-        "hf://user/name@step-1000.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

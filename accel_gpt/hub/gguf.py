@@ -44,7 +44,6 @@ from accel_gpt.model.layers import (
     yarn_attention_factor,
 )
 from accel_gpt.training.checkpoint import read_state
-from accel_gpt.training.resume import NOT_TOLD
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -202,7 +201,7 @@ def license_of(pretrained: Pretrained) -> str | None:
     if not pretrained.is_checkpoint:
         return None
     found = read_state(pretrained.folder).config.get("hub.license")
-    return found if isinstance(found, str) and found != NOT_TOLD else None
+    return found if isinstance(found, str) else None
 
 
 # --------------------------------------------------------------------------- the file

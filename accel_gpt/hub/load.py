@@ -20,22 +20,19 @@ from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError, first_line, require
+from accel_gpt.errors import CheckpointError, UserError, first_line
 from accel_gpt.hub.hf_weights import Tensors, load_weights
 from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.records import load_record
 from accel_gpt.training.checkpoint import (
     intact_hint,
-    is_checkpoint,
     read_shape,
     verify,
     weight_parts,
 )
-from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.tensor_files import read_weights
 
-STATE = "checkpoint"  # folder of a repository that holds a whole checkpoint
 SAFETENSORS = "model.safetensors"
 
 
@@ -193,24 +190,3 @@ def open_weights(file: Path) -> Tensors:
     opened: Any = safe_open(str(file), framework="pt")
     names = opened.keys()  # a safetensors file cannot be iterated
     return {name: partial(opened.get_tensor, name) for name in names}
-
-
-# --------------------------------------------------------------------------- whole checkpoints
-
-
-def download_checkpoint(config: Config) -> Config:
-    """Download the checkpoint that `checkpoint.resume` names on the Hub.
-
-    Returns the config with the downloaded folder in its place. A run that has checkpoints already
-    resumes from those. Raises `UserError` if the repository has no checkpoint.
-    """
-    if RunFolder(config.out_dir).checkpoints:
-        return config
-    name = config.checkpoint.resume
-    folder = download_repo(name, f"{STATE}/*") / STATE
-    require(
-        is_checkpoint(folder),
-        f"{name} has no state to resume from; push it with hub.include_state, or start from its "
-        "weights with model.init_from",
-    )
-    return replace(config, checkpoint=replace(config.checkpoint, resume=str(folder)))

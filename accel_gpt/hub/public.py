@@ -4,7 +4,7 @@ Numbers and switches are shown as they are. Of a path, URL or id only the last p
 `data` if that may name a host, a bucket or a person. Any other text of a config is shown only if it
 is one of the choices that its option lists. Versions, device, commit and samples are public.
 
-Writes metrics.jsonl, metrics.csv, tensorboard/ and the copy of a checkpoint that a push uploads.
+Writes metrics.jsonl, metrics.csv and tensorboard/.
 """
 
 import hashlib
@@ -13,17 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from accel_gpt.config.compare import option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
 from accel_gpt.config.parse import alternatives, leaves
-from accel_gpt.errors import CheckpointError
-from accel_gpt.files import link, sha256
-from accel_gpt.records import read_object
-from accel_gpt.training.checkpoint import write_json
 from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
-from accel_gpt.training.resume import NOT_TOLD
 from accel_gpt.training.run_folder import RunFolder, number
 from accel_gpt.training.trackers import as_code
 
@@ -144,49 +138,3 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
         writer = RecordWriter(output)
         for event in events:
             writer.write(event.SerializeToString())
-
-
-def copy_state(checkpoint: Path, to: Path) -> None:
-    """Copy a checkpoint, without what is private in trainer_state.json and model.json.
-
-    Only the files that the manifest lists are copied.
-    """
-    manifest = read_object(checkpoint / "manifest.json", CheckpointError)
-    to.mkdir()
-    for name, entry in manifest["files"].items():
-        change = {"trainer_state.json": public_state, "model.json": public_shape}.get(name)
-        if change is None:
-            link(str(checkpoint / name), str(to / name))
-            continue
-        write_json(to / name, change(read_object(checkpoint / name, CheckpointError)))
-        entry["size"] = (to / name).stat().st_size
-        entry["sha256"] = sha256(to / name)
-    write_json(to / "manifest.json", manifest)
-
-
-def public_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of trainer_state.json without what is private.
-
-    Its config lacks the keys that a resume takes from the config that it is given, such as paths.
-    `NOT_TOLD` replaces a private text; a resume accepts any value in its place. The URLs of data
-    repositories are left out.
-    """
-    config = {
-        key: value if is_harmless(key, value) else NOT_TOLD
-        for key, value in state["config"].items()
-        if option_of(key).resume not in ("free", "start")
-    }
-    sources = [
-        {**source, "name": public_source(source["name"])}
-        for source in state.get("data_sources", ())
-    ]
-    versions = public_versions(state.get("versions") or {})
-    public = {"config": config, "versions": versions, "data_sources": sources, "data_commits": {}}
-    return {**state, **public}
-
-
-def public_shape(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of model.json without texts that are not listed choices."""
-    fields = shape["config"].items()
-    config = {key: value for key, value in fields if is_harmless(f"model.{key}", value)}
-    return {**shape, "config": config}

@@ -3,8 +3,7 @@
     accel-gpt push RUN --repo user/name
 
 A repository holds the exported model, README.md and loss.png, metrics.csv, metrics.jsonl and
-tensorboard/. With `include_state` it also holds the checkpoint in checkpoint/. Each push is one
-commit: on main with a tag step-N, or on the branch `revision`.
+tensorboard/. Each push is one commit: on main with a tag step-N, or on the branch `revision`.
 """
 
 import contextlib
@@ -23,10 +22,10 @@ from safetensors import SafetensorError
 from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_repo
 from accel_gpt.errors import UserError, require
 from accel_gpt.hub.export import write_model
-from accel_gpt.hub.load import STATE, load_pretrained
+from accel_gpt.hub.load import load_pretrained
 from accel_gpt.hub.model_card import write_card
 from accel_gpt.hub.pretrained import Pretrained
-from accel_gpt.hub.public import copy_state, write_logs
+from accel_gpt.hub.public import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify
 from accel_gpt.training.run_folder import RunFolder
 
@@ -38,7 +37,6 @@ REPLACED = (
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
     "tensorboard/events.out.tfevents.*.accel_gpt",
-    f"{STATE}/*",
 )
 STALE_SECONDS = 86_400  # no push takes a day; assumption
 PAUSES_SECONDS = (2.0, 4.0, 8.0)  # before each further attempt; assumption
@@ -52,7 +50,6 @@ def push(
     revision: str | None = None,
     private: bool = False,
     dtype: str = "fp32",
-    include_state: bool = False,
     license: str | None = None,  # noqa: A002 - as the Hub names it
     data_license: str | None = None,
     language: str | None = None,
@@ -95,8 +92,6 @@ def push(
                 language=language,
             )
             write_logs(run_folder, folder)
-            if include_state:
-                copy_state(path, folder / STATE)
             url = with_retries(partial(upload, folder, repo, revision, step), repo)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{run} cannot be prepared for the push: {error}") from None

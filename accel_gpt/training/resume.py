@@ -60,9 +60,6 @@ from accel_gpt.training.saving import remove_checkpoint, remove_debris
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import moments_of, read_tensors, read_weights
 
-NOT_TOLD = "not told"  # replaces private paths in the config of a checkpoint on the Hub
-
-
 # --------------------------------------------------------------------------- choose a checkpoint
 
 
@@ -378,7 +375,7 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differe
     out_dirs = (str(before.get("out_dir")), str(now.get("out_dir")))
     changes = {}
     for key, (was, new) in differences(before, now).items():
-        if resume_kind(key, before, now) in ("free", "start") or was == NOT_TOLD:
+        if resume_kind(key, before, now) in ("free", "start"):
             continue
         if key.startswith("data.val") and relocated(was, *out_dirs) == new:
             continue

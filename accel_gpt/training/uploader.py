@@ -92,7 +92,6 @@ def hub_target(config: Config, final_step: int) -> Target:
         "repo": hub.repo_id,
         "dtype": hub.dtype,
         "private": str(hub.private).lower(),
-        "include_state": str(hub.include_state).lower(),
         "license": hub.license,
         "data_license": hub.data_license,
         "language": hub.language,

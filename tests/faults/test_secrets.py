@@ -34,7 +34,7 @@ def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
     small_run: Arguments, tmp_path: Path
 ) -> None:
     root = Path(__file__).resolve().parents[2]
-    asked = small_run(*SHORT, "--hub.repo_id", REPO, "--hub.push", "end", "--hub.include_state")
+    asked = small_run(*SHORT, "--hub.repo_id", REPO, "--hub.push", "end")
     command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]
     shown: list[str] = []
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Push with the real client to a Hub on the loopback address, and resume from there."""
+"""Push with the real client to a Hub on the loopback address."""
 
 import fcntl
 import hashlib
@@ -24,11 +24,10 @@ from accel_gpt.config.parse import leaves
 from accel_gpt.hub import push as pushing
 from accel_gpt.hub.load import load_pretrained
 from accel_gpt.training import uploader
-from accel_gpt.training.resume import NOT_TOLD
 from accel_gpt.training.uploader import Uploader
 from tests.conftest import launch, run_here
 from tests.helpers.hub_server import HubServer, environment, no_waiting, point_at
-from tests.test_train import assert_same_weights, records, weights
+from tests.test_train import assert_same_weights, records
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -68,17 +67,15 @@ def push(run: Path, *options: str) -> int:
 def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert push(run, "--private", "--license", "mit", "--include_state") == 0
+    assert push(run, "--private", "--license", "mit") == 0
     assert f"{hub.url}/{REPO}/tree/step-8" in capsys.readouterr().out
     files = hub.files(REPO)
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "loss.png"} <= set(
         files
     )
-    assert {"metrics.jsonl", "metrics.csv", "checkpoint/manifest.json"} <= set(files)
+    assert {"metrics.jsonl", "metrics.csv"} <= set(files)
     assert any(name.startswith("tensorboard/") for name in files)
     assert b"license: mit\n" in files["README.md"]
-    state = run / "checkpoints" / "step_00000008" / "model.safetensors"
-    assert files["checkpoint/model.safetensors"] == state.read_bytes()
     assert hub.repos[REPO].private
     assert hub.tags(REPO).keys() == {"step-8"}
     ours, again = load_pretrained(str(run))[0], load_pretrained(f"hf://{REPO}@step-8")[0]
@@ -86,13 +83,10 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     assert torch.equal(ours(tokens), again(tokens))
 
     sent, commits = len(hub.lfs_uploads), hub.commits(REPO)
-    assert push(run, "--license", "mit", "--include_state") == 0
+    assert push(run, "--license", "mit") == 0
     assert len(hub.lfs_uploads) == sent
     assert hub.commits(REPO) == commits
     assert accel_gpt.Run(run).push_to_hub(REPO, license="mit") == f"{hub.url}/{REPO}/tree/step-8"
-    assert push(run, "--license", "mit") == 0  # without its state, which is then removed
-    assert len(hub.lfs_uploads) == sent
-    assert not any(name.startswith("checkpoint/") for name in hub.files(REPO))
     assert not list((run / "checkpoints").glob(".push_*"))
 
 
@@ -164,40 +158,13 @@ def test_a_hub_out_of_reach_and_a_damaged_checkpoint(
 ALWAYS = ["--hub.repo_id", REPO, "--hub.push", "every_checkpoint", "--sample.every", "0"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compared", "uploads_here")
-def test_every_checkpoint_is_pushed_and_a_run_goes_on_from_one_elsewhere(
-    small_run: Arguments, hub: HubServer, tmp_path: Path
-) -> None:
-    asked = [*ALWAYS, "--hub.include_state"]
-    assert launch(small_run(*asked)) == 0
-    assert hub.tags(REPO).keys() == {"step-4", "step-8", "step-12"}
-    assert hub.commits(REPO)[0] == "step 12"
-    assert b'"step": 12' in hub.files(REPO)["metrics.jsonl"]
-    elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--sample.every", "0"]
-    resume = ["--checkpoint.resume", f"hf://{REPO}@step-8"]
-    assert launch(small_run(*elsewhere, *resume)) == 0
-    # step 8 was saved before its evaluation; the resumed run makes it
-    assert records(tmp_path / "elsewhere") == records(tmp_path / "run")[7:]
-    assert_same_weights(weights(tmp_path / "elsewhere", 12), weights(tmp_path / "run", 12))
-    hub.stop()  # it has checkpoints of its own now
-    assert launch(small_run(*elsewhere, *resume)) == 0
-
-
-@pytest.mark.usefixtures("compared", "uploads_here")
-def test_only_the_end_is_pushed_and_its_state_only_when_asked_for(
-    small_run: Arguments, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_end_is_pushed(small_run: Arguments, hub: HubServer, tmp_path: Path) -> None:
     asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--sample.every", "0"]
     asked += ["--checkpoint.copy_to", str(tmp_path / "copies")]
     assert launch(small_run(*asked)) == 0
     assert hub.tags(REPO).keys() == {"step-12"}
     assert (tmp_path / "copies" / "step_00000012" / "manifest.json").exists()
-    other = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", f"hf://{REPO}@step-12"]
-    assert launch(small_run(*other)) == 2
-    assert "has no state to resume from; push it with hub.include_state" in (
-        capsys.readouterr().err
-    )
 
 
 @pytest.mark.usefixtures("compared")
@@ -347,7 +314,6 @@ def test_what_waits_is_bounded_while_an_upload_is_slow(
 def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
     trained: Trained, small_run: Arguments, corpus: Path, hub: HubServer, tmp_path: Path
 ) -> None:
-    """The pushed state still resumes: its paths are left out."""
     val = ["--data.val", str(corpus), "--sample.every", "4", "--log.trackers", "tensorboard"]
     run = trained("--train.max_steps", "8", *val)
     checkpoint = run / "checkpoints" / "step_00000008"
@@ -368,7 +334,6 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
     entry = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     manifest["files"]["trainer_state.json"] = entry
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    (checkpoint / "notes.txt").write_text(url)
     launch_record = {
         "step": 0,
         "command": f"accel-gpt train {url}",
@@ -383,18 +348,10 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
         file.write(f"{url},8\n")
     (run / "tensorboard" / f"events.out.tfevents.1.{host}").write_text(url)
 
-    assert push(run, "--include_state") == 0
+    assert push(run) == 0
     files = hub.files(REPO)
     assert not [name for name, text in files.items() for w in words if w.encode() in text]
     assert not [name for name in files for word in words if word in name]
-    assert "checkpoint/notes.txt" not in files  # the manifest does not name it
-    pushed = json.loads(files["checkpoint/trainer_state.json"])
-    assert pushed["config"]["data.val"] == NOT_TOLD
-    assert pushed["versions"] == versions
-    assert host in (checkpoint / "trainer_state.json").read_text()  # the links were cut
-    elsewhere = ["--out_dir", str(tmp_path / "elsewhere"), "--train.max_steps", "9", *val]
-    elsewhere += ["--checkpoint.allow_change", "train.max_steps"]
-    assert launch(small_run(*elsewhere, "--checkpoint.resume", f"hf://{REPO}")) == 0
 
 
 @pytest.mark.slow

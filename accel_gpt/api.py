@@ -38,8 +38,6 @@ from accel_gpt.config.parse import load_config, sections
 from accel_gpt.console import in_notebook
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.pretrained import inherit
 from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step, launch_child
 from accel_gpt.model.gpt import GPT
 from accel_gpt.report.plots import loss_curves
@@ -47,6 +45,8 @@ from accel_gpt.report.runs import open_runs
 from accel_gpt.train import launch
 from accel_gpt.training.accelerator import NOISY_LOGGER
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.pretrained import inherit
 
 if TYPE_CHECKING:
     from pandas import DataFrame

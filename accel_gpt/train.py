@@ -38,8 +38,6 @@ from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.evals.standalone import evaluate_only, start_evaluation
 from accel_gpt.files import fault_point
-from accel_gpt.hub.load import load_pretrained, open_initial_weights
-from accel_gpt.hub.pretrained import check_initial_tokenizer, inherit
 from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
@@ -75,6 +73,8 @@ from accel_gpt.training.stopping import (
 from accel_gpt.training.support import check_trackers
 from accel_gpt.training.terminal import Display, summarize_run
 from accel_gpt.training.uploader import Uploader, open_uploaders
+from accel_gpt.transformers_io.load import load_pretrained, open_initial_weights
+from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 
 # How long the first step and the last save wait for the verification of the data; assumptions.
 # About 1 GB is hashed per second. The next launch verifies the remaining files.

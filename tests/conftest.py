@@ -328,4 +328,4 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             code = importlib.import_module(module).main(argv)
         return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
-    monkeypatch.setattr("accel_gpt.hub.export.run_child", run)
+    monkeypatch.setattr("accel_gpt.transformers_io.export.run_child", run)

@@ -15,7 +15,6 @@ from torch.distributed import HashStore
 
 from accel_gpt import launcher
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.hub import pretrained
 from accel_gpt.launcher import (
     answer_of_main,
     first_host,
@@ -24,6 +23,7 @@ from accel_gpt.launcher import (
     tasks_per_node,
     world_size,
 )
+from accel_gpt.transformers_io import pretrained
 from tests.faults.launches import free_port
 from tests.helpers.terminals import Terminal
 from tests.test_launch import PLAIN, TORCHRUN, TRAIN, finish

@@ -31,7 +31,8 @@ LEVELS = [
     ["evals"],
     ["prepare"],
     ["report"],
-    ["hub"],
+    ["transformers_io"],
+    ["publish"],
     ["train"],
     ["commands"],
     ["api"],
@@ -40,7 +41,8 @@ LEVELS = [
 # what `import accel_gpt.train` may load
 INNER = {
     *("train", "errors", "console", "files", "launcher", "records"),
-    *("config", "cost", "model", "optim", "data", "training", "evals", "prepare", "hub"),
+    *("config", "cost", "model", "optim", "data", "training", "evals", "prepare"),
+    "transformers_io",
 }
 # each costs 0.1 to 1 s
 HEAVY = {

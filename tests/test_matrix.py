@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.hub.export import export
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training.support import FP8_CAPABILITY
+from accel_gpt.transformers_io.export import export
 from tests.conftest import THOROUGH, launch
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights

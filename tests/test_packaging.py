@@ -98,7 +98,7 @@ def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the king went to war by the sea\n" * 400)
     code = (
         "import sys; sys.modules.update(datasets=None, pyarrow=None)\n"
-        "import accel_gpt.cli, accel_gpt.commands.report, accel_gpt.hub.export\n"
+        "import accel_gpt.cli, accel_gpt.commands.report, accel_gpt.transformers_io.export\n"
         "sys.exit(accel_gpt.cli.dispatch(sys.argv[1:]))"
     )
     words = [sys.executable, "-c", code, "train", "quickstart", *few_steps()]

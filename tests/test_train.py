@@ -20,10 +20,10 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.evals.evaluation import Evaluation
-from accel_gpt.hub.load import load_checkpoint
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.tensor_files import weights_of
+from accel_gpt.transformers_io.load import load_checkpoint
 from tests.conftest import QUIET, launch, text_of
 
 Arguments = Callable[..., list[str]]

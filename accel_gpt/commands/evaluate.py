@@ -21,16 +21,16 @@ from accel_gpt.evals.standalone import (
     with_batch_size,
 )
 from accel_gpt.evals.tasks import open_tasks, score_tasks
-from accel_gpt.hub.export import write_model
-from accel_gpt.hub.hf_weights import exportable_preset
-from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.pretrained import Pretrained, find_on_main
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import keep_freed_memory
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.ranks import peers, require_all
 from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
+from accel_gpt.transformers_io.export import write_model
+from accel_gpt.transformers_io.hf_weights import exportable_preset
+from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.pretrained import Pretrained, find_on_main
 
 
 def run(options: EvaluateCommand) -> int:

@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 from accel_gpt.commands.options import ExportCommand
 from accel_gpt.console import install_exit_handlers, write_out
-from accel_gpt.hub.export import export
-from accel_gpt.hub.gguf import export_gguf
+from accel_gpt.publish.gguf import export_gguf
+from accel_gpt.transformers_io.export import export
 
 SAME_DTYPES = MappingProxyType({"f32": "fp32", "f16": "fp16"})  # llama.cpp's names
 

@@ -22,7 +22,7 @@ from accel_gpt.config.plan import LENGTH, make_plan
 from accel_gpt.config.removed import check_not_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import require
-from accel_gpt.hub.pretrained import inherit
+from accel_gpt.transformers_io.pretrained import inherit
 
 PROGRAM = "accel-gpt sweep"
 MOST_RUNS = 1000

@@ -32,7 +32,7 @@ from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.cost.cluster import NODE_LATENCY_SECONDS
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
-from accel_gpt.hub.pretrained import inherit, inherit_published
+from accel_gpt.transformers_io.pretrained import inherit, inherit_published
 
 
 class Command(Section, prefix="--"):

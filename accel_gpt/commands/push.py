@@ -2,7 +2,7 @@
 
 from accel_gpt.commands.options import PushCommand
 from accel_gpt.console import install_exit_handlers, write_out
-from accel_gpt.hub.push import push
+from accel_gpt.publish.push import push
 
 
 def run(options: PushCommand) -> int:

@@ -7,7 +7,7 @@ from accel_gpt.commands.options import SampleCommand
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.console import write_err, write_out
 from accel_gpt.evals.samples import SEPARATOR, warn_cut, write_text
-from accel_gpt.hub.load import load_pretrained
+from accel_gpt.transformers_io.load import load_pretrained
 
 
 def run(options: SampleCommand) -> int:

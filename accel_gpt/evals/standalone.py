@@ -33,7 +33,7 @@ from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
 from accel_gpt.training.setup import meeting_ranks, pin_data
 from accel_gpt.training.stopping import INIT, Watchdog
 
-# Types of `hub.load.load_pretrained` and `open_initial_weights`; this folder may not import hub/
+# Types of `load_pretrained` and `open_initial_weights`; this folder may not import their file
 LoadCheckpoint = Callable[[str], tuple[GPT, Tokenizer]]
 OpenWeights = Callable[[Config, Corpus, Callable[[str], None]], Callable[[GPT], None]]
 # precision of training -> precision of evaluation; fp8 is only for training

@@ -23,10 +23,10 @@ from accel_gpt.evals import standalone
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
 from accel_gpt.evals.standalone import Report
 from accel_gpt.evals.validation import eval_sequences
-from accel_gpt.hub.export import export
-from accel_gpt.hub.load import load_pretrained
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.run_folder import locked
+from accel_gpt.transformers_io.export import export
+from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here, text_of
 from tests.evals import test_hellaswag as hellaswag
 from tests.evals.test_hellaswag import short

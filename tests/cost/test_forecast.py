@@ -24,8 +24,8 @@ from accel_gpt.cost.flops import flops_per_token, padded_vocab_size, parameter_c
 from accel_gpt.data.planning import evaluation_tokens
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
-from accel_gpt.hub.pretrained import inherit_published
 from accel_gpt.model.gpt import GPT
+from accel_gpt.transformers_io.pretrained import inherit_published
 from tests.helpers.runs import LAUNCH, make_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

@@ -25,8 +25,8 @@ from accel_gpt.data.tokenizer import (
     load_tokenizer,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.hub.export import export_tokenizer
 from accel_gpt.prepare.bpe import train_bpe
+from accel_gpt.transformers_io.export import export_tokenizer
 
 BLOCK_SIZE = 100_000
 KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")

@@ -18,12 +18,12 @@ from accel_gpt.errors import UserError
 from accel_gpt.evals import tasks as module
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
 from accel_gpt.evals.tasks import metrics_of, open_tasks, score_tasks
-from accel_gpt.hub.export import export_tokenizer
-from accel_gpt.hub.hf_config import write_hf_config
-from accel_gpt.hub.hf_weights import export_tensors
-from accel_gpt.hub.load import load_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.bpe import train_bpe
+from accel_gpt.transformers_io.export import export_tokenizer
+from accel_gpt.transformers_io.hf_config import write_hf_config
+from accel_gpt.transformers_io.hf_weights import export_tensors
+from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here, text_of, tiny
 from tests.helpers.harness_tasks import write_tasks
 from tests.test_train import records

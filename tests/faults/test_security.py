@@ -117,7 +117,7 @@ def test_planted_pickles_are_never_executed_by_a_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     same = {"difference": 0.0, "transformers": "5"}
-    monkeypatch.setattr("accel_gpt.hub.export.prove_equal", lambda *_: same)
+    monkeypatch.setattr("accel_gpt.transformers_io.export.prove_equal", lambda *_: same)
     canary, files = tmp_path / "executed", {p: p.read_bytes() for p in checkpoint.iterdir()}
     place, elsewhere = str(checkpoint.parents[1]), ["--out_dir", str(tmp_path / "other")]
     commands: list[tuple[Any, list[str]]] = [
@@ -168,7 +168,7 @@ import os
 import sys
 from accel_gpt import cli, train
 from accel_gpt.console import run_main
-import accel_gpt.hub.load, accel_gpt.commands.interactive, torch._dynamo
+import accel_gpt.transformers_io.load, accel_gpt.commands.interactive, torch._dynamo
 names = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
 def hook(name, arguments):
     if name in names:

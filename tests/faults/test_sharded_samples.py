@@ -13,8 +13,8 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.evals.samples import write_text
-from accel_gpt.hub.load import load_pretrained
 from accel_gpt.prepare.prepare import prepare
+from accel_gpt.transformers_io.load import load_pretrained
 from tests.faults import test_fsdp
 from tests.faults.test_fsdp import FAULTY, launch
 from tests.test_train import assert_same_weights, weights

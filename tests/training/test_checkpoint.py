@@ -12,7 +12,6 @@ import torch
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
-from accel_gpt.hub.load import load_checkpoint
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     read_state,
@@ -23,6 +22,7 @@ from accel_gpt.training.resume import find_resume
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import name_best_and_prune, remove_debris
 from accel_gpt.training.state import TrainState
+from accel_gpt.transformers_io.load import load_checkpoint
 from tests.conftest import launch, reseal, run_here
 
 Arguments = Callable[..., list[str]]

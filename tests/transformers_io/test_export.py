@@ -22,12 +22,12 @@ from transformers import AutoTokenizer
 from accel_gpt import cli
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.hub import export as exporting
-from accel_gpt.hub import gguf
-from accel_gpt.hub.export import export
-from accel_gpt.hub.hf_weights import load_weights
-from accel_gpt.hub.load import load_pretrained
 from accel_gpt.model.gpt import GPT
+from accel_gpt.publish import gguf
+from accel_gpt.transformers_io import export as exporting
+from accel_gpt.transformers_io.export import export
+from accel_gpt.transformers_io.hf_weights import load_weights
+from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here, text_of
 
 Arguments = Callable[..., list[str]]

@@ -33,15 +33,15 @@ from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.hub.as_qwen3 import convert_to_qwen3
-from accel_gpt.hub.hf_config import HF_CLASSES, write_hf_config
-from accel_gpt.hub.hf_weights import export_tensors, exportable_preset
-from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.pretrained import Pretrained, find_pretrained
-from accel_gpt.hub.verify import DIFFERENT
 from accel_gpt.launcher import child_error, run_child
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import read_state
+from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
+from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config
+from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_preset
+from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
+from accel_gpt.transformers_io.verify import DIFFERENT
 
 WRITTEN = (
     "config.json",
@@ -333,7 +333,7 @@ def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path
         name=str(folder),
         reference={**reference, "ids": torch.tensor(tokenizer.encode_prompt(text))},
         metadata={"text": text},
-        module="accel_gpt.hub.verify",
+        module="accel_gpt.transformers_io.verify",
         program="transformers",
         environment={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )

@@ -31,8 +31,7 @@ from accel_gpt.data.shards import open_split
 from accel_gpt.data.sources import trained_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.hub.pretrained import GPT2_SHAPES
-from accel_gpt.hub.public import (
+from accel_gpt.publish.public import (
     public_config,
     public_name,
     public_records,
@@ -43,6 +42,7 @@ from accel_gpt.report.plots import loss_curves, short
 from accel_gpt.training.checkpoint import read_shape, read_state
 from accel_gpt.training.run_folder import RunFolder, is_number, number
 from accel_gpt.training.state import TrainState
+from accel_gpt.transformers_io.pretrained import GPT2_SHAPES
 
 
 @dataclass(frozen=True)

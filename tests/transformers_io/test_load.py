@@ -18,18 +18,18 @@ from accel_gpt.data import hub_client
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, named_tokenizer
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.hub import pretrained
-from accel_gpt.hub.export import export_tokenizer
-from accel_gpt.hub.load import load_pretrained, open_initial_weights
-from accel_gpt.hub.pretrained import inherit
 from accel_gpt.model.gpt import GPT
+from accel_gpt.transformers_io import pretrained
+from accel_gpt.transformers_io.export import export_tokenizer
+from accel_gpt.transformers_io.load import load_pretrained, open_initial_weights
+from accel_gpt.transformers_io.pretrained import inherit
 from tests.conftest import launch, run_here
 from tests.faults.attack import zipped
 from tests.faults.launches import free_port
 from tests.helpers.hub_server import HubServer, environment, point_at
-from tests.hub.test_convert import make_theirs
-from tests.hub.test_export import QUICK
 from tests.test_launch import PLAIN
+from tests.transformers_io.test_convert import make_theirs
+from tests.transformers_io.test_export import QUICK
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -412,7 +412,7 @@ import json, os, sys
 from accelerate import PartialState
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
-from accel_gpt.hub.pretrained import inherit
+from accel_gpt.transformers_io.pretrained import inherit
 from accel_gpt.training.accelerator import join_ranks
 
 def main(argv):

@@ -21,10 +21,10 @@ import accel_gpt
 from accel_gpt import cli
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import leaves
-from accel_gpt.hub import push as pushing
-from accel_gpt.hub.load import load_pretrained
+from accel_gpt.publish import push as pushing
 from accel_gpt.training import uploader
 from accel_gpt.training.uploader import Uploader
+from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here
 from tests.helpers.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records
@@ -48,8 +48,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the slow comparison (see `test_export.py`) and plot (see `test_card.py`)."""
     same = {"difference": 0.0, "transformers": "5"}
-    monkeypatch.setattr("accel_gpt.hub.export.prove_equal", lambda *_: same)
-    plot = "accel_gpt.hub.model_card.loss_curves"
+    monkeypatch.setattr("accel_gpt.transformers_io.export.prove_equal", lambda *_: same)
+    plot = "accel_gpt.publish.model_card.loss_curves"
     monkeypatch.setattr(plot, lambda _, path: path.write_bytes(b"a plot"))
 
 

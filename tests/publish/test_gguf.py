@@ -22,9 +22,9 @@ from accel_gpt.data.tokenizer import (
     to_json,
 )
 from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.hub.as_qwen3 import convert_to_qwen3
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.bpe import make_tokenizer
+from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from tests.conftest import run_here, text_of
 
 pytest.importorskip("gguf")
@@ -32,8 +32,8 @@ pytest.importorskip("xllamacpp")
 
 from gguf import GGUFReader, GGUFWriter
 
-from accel_gpt.hub import gguf as exporting
-from accel_gpt.hub.verify_gguf import different_values
+from accel_gpt.publish import gguf as exporting
+from accel_gpt.publish.verify_gguf import different_values
 
 Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]

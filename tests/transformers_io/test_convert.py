@@ -9,9 +9,14 @@ from torch import Tensor
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
-from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset, read_hf_config, write_hf_config
-from accel_gpt.hub.hf_weights import export_tensors, load_weights
 from accel_gpt.model.gpt import GPT
+from accel_gpt.transformers_io.hf_config import (
+    HF_CLASSES,
+    matching_preset,
+    read_hf_config,
+    write_hf_config,
+)
+from accel_gpt.transformers_io.hf_weights import export_tensors, load_weights
 from tests.conftest import tiny
 from tests.model.test_generate import generate
 

@@ -30,12 +30,6 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, FORMER_PATTERN, PATTERN
 from accel_gpt.errors import UserError, install_extra, require
-from accel_gpt.hub.as_qwen3 import convert_to_qwen3
-from accel_gpt.hub.export import compare_in_child, compared_tokens, warn_of_template
-from accel_gpt.hub.hf_config import matching_preset
-from accel_gpt.hub.hf_weights import export_tensor, exportable_preset, weight_table
-from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import (
     MLP,
@@ -44,6 +38,12 @@ from accel_gpt.model.layers import (
     yarn_attention_factor,
 )
 from accel_gpt.training.checkpoint import read_state
+from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
+from accel_gpt.transformers_io.export import compare_in_child, compared_tokens, warn_of_template
+from accel_gpt.transformers_io.hf_config import matching_preset
+from accel_gpt.transformers_io.hf_weights import export_tensor, exportable_preset, weight_table
+from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -520,7 +520,7 @@ def prove_equal_gguf(
         name=file.name,
         reference=reference,
         metadata={"settings": json.dumps(settings)},
-        module="accel_gpt.hub.verify_gguf",
+        module="accel_gpt.publish.verify_gguf",
         program="llama.cpp",
     )
     return (

@@ -1,6 +1,6 @@
 """Compare a GGUF file, opened with llama.cpp, with what our model computed.
 
-    python -m accel_gpt.hub.verify_gguf MODEL.gguf REFERENCE.safetensors
+    python -m accel_gpt.publish.verify_gguf MODEL.gguf REFERENCE.safetensors
 
 Starts llama.cpp's server in this process and asks it over HTTP. Reads the file and REFERENCE: the
 values of `gguf.gguf_reference`, and settings with texts and their ids. Prints one JSON object. If
@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from accel_gpt.hub.verify import DIFFERENT
+from accel_gpt.transformers_io.verify import DIFFERENT
 
 CONTEXT = 4096  # tokens, at most
 # Largest difference of a logit in float32, in standard deviations of the logits. Measured with

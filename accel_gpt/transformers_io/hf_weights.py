@@ -15,9 +15,9 @@ from torch import Tensor
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
-from accel_gpt.hub.hf_config import HF_CLASSES, matching_preset
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
+from accel_gpt.transformers_io.hf_config import HF_CLASSES, matching_preset
 
 Tensors = Mapping[str, Callable[[], Tensor]]
 """Name -> function that reads the tensor: one at a time, for files larger than the memory."""
@@ -79,7 +79,8 @@ def check_names(model: GPT, preset: str) -> None:
     found += [f"{name} is missing" for name in missing[:1]]
     raise UserError(
         f"the weights of this model are not those of {HF_CLASSES[preset]}: {', and '.join(found)}; "
-        "add what you changed in the model to weight_table in accel_gpt/hub/hf_weights.py"
+        "add what you changed in the model to weight_table in "
+        "accel_gpt/transformers_io/hf_weights.py"
     )
 
 

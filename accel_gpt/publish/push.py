@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 
 from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_repo
 from accel_gpt.errors import UserError, require
-from accel_gpt.hub.export import write_model
-from accel_gpt.hub.load import load_pretrained
-from accel_gpt.hub.model_card import write_card
-from accel_gpt.hub.pretrained import Pretrained
-from accel_gpt.hub.public import write_logs
+from accel_gpt.publish.model_card import write_card
+from accel_gpt.publish.public import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.transformers_io.export import write_model
+from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.pretrained import Pretrained
 
 T = TypeVar("T")
 

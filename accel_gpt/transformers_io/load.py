@@ -21,8 +21,6 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line
-from accel_gpt.hub.hf_weights import Tensors, load_weights
-from accel_gpt.hub.pretrained import Pretrained, find_pretrained
 from accel_gpt.model.gpt import GPT
 from accel_gpt.records import load_record
 from accel_gpt.training.checkpoint import (
@@ -32,6 +30,8 @@ from accel_gpt.training.checkpoint import (
     weight_parts,
 )
 from accel_gpt.training.tensor_files import read_weights
+from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
+from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 SAFETENSORS = "model.safetensors"
 

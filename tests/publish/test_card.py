@@ -18,9 +18,9 @@ from accel_gpt.config.parse import leaves, load_config, to_flat
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
-from accel_gpt.hub import model_card
-from accel_gpt.hub.model_card import usable_prompt, write_card
-from accel_gpt.hub.public import copy_state, public_name, public_source, write_logs
+from accel_gpt.publish import model_card
+from accel_gpt.publish.model_card import usable_prompt, write_card
+from accel_gpt.publish.public import public_name, public_source, write_logs
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
@@ -211,9 +211,6 @@ def test_no_option_shows_a_path_person_or_machine(
     with (checkpoint.parents[1] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(record(30) | {f"data/epochs/{value}": 1}) + "\n")
     text = write(checkpoint, tmp_path / "card").replace("\\", "")
-    copy_state(checkpoint, tmp_path / "state")
-    for name in ("trainer_state.json", "model.json"):
-        text += (tmp_path / "state" / name).read_text()
     assert [word for word in FORBIDDEN if word in text] == []
 
 

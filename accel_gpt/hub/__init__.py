@@ -1,1 +1,0 @@
-"""Weights and configs of transformers, export, the Hugging Face Hub."""

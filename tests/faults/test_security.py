@@ -138,27 +138,6 @@ def test_planted_pickles_are_never_executed_by_a_command(
             shutil.rmtree(tmp_path / "other", ignore_errors=True)
 
 
-def test_a_pushed_checkpoint_of_an_attacker_is_never_executed(
-    checkpoint: Path,
-    small_run: Arguments,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from tests.helpers.hub_server import HubServer, point_at
-
-    canary = tmp_path / "executed"
-    resume = ["--out_dir", str(tmp_path / "other"), "--checkpoint.resume", "hf://tester/evil"]
-    with HubServer() as hub:
-        point_at(monkeypatch, hub, tmp_path / "home")
-        for name in ("optimizer.bin", "custom_checkpoint_0.pkl"):
-            plant(checkpoint, name, pickled(canary), fitting=True)
-            files = {f"checkpoint/{p.name}": p.read_bytes() for p in checkpoint.iterdir()}
-            hub.add("tester/evil", files)
-            attack(lambda: launch(small_run(*SHORT, *resume)), name, capsys, True)
-    assert not canary.exists()
-
-
 # --------------------------------------------------------------------------- the runtime guard
 
 GUARDED = """

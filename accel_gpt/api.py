@@ -35,7 +35,6 @@ from accel_gpt.commands.push import push_model
 from accel_gpt.commands.sample import continue_prompt
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config, sections
-from accel_gpt.console import in_notebook
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
 from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step, launch_child
@@ -132,7 +131,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     else:
         with as_command(["train", *arguments]):
             launch(parsed, str(config))
-    if in_notebook() and is_main() and not parsed.eval.only:
+    if "ipykernel.zmqshell" in sys.modules and is_main() and not parsed.eval.only:
         from IPython.display import display
 
         display(trained)

@@ -1,4 +1,4 @@
-"""Write text, tables and progress to the terminal; end a process with one sentence and a code."""
+"""Write text and tables to the terminal; end a process with one sentence and a code."""
 
 import contextlib
 import errno
@@ -10,16 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Self
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
 from accel_gpt.launcher import stop_signals
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # the messages of CPU and CUDA
@@ -27,10 +23,7 @@ OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # the message
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED = "interrupted"
-LINE_SECONDS = 10.0  # between two lines of progress
-BAR_SECONDS = 0.2  # between two drawings of a bar
 LONGEST_SECONDS = 1e12  # longest time that a clock shows; `timedelta` overflows at 1e14
-SHORTEST_PACE_SECONDS = 1.0  # shortest time from which a pace is estimated; assumption
 
 
 # --------------------------------------------------------------------------- streams
@@ -69,158 +62,6 @@ def write_err(text: str) -> None:
     """Write a line to standard error, unless the terminal is gone or the disk of a log is full."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
-
-
-def can_draw() -> bool:
-    """Return whether standard error is a terminal that moves its cursor and shows UTF-8."""
-    moves_cursor = os.environ.get("TERM") not in ("dumb", "unknown")
-    return sys.stderr.isatty() and moves_cursor and "utf" in str(sys.stderr.encoding).lower()
-
-
-def in_notebook() -> bool:
-    """Return whether a notebook shows the output of this process."""
-    return "ipykernel.zmqshell" in sys.modules
-
-
-# --------------------------------------------------------------------------- progress
-
-
-class Progress:
-    """Shows the progress of a task on standard error: a bar on a terminal, else a line every 10 s.
-
-    `unit`: the plural noun of the counts; `bytes` are shown in MB and MB/s. `total` None: unknown.
-    `done`: the count at the start. `bar` False: print lines on a terminal too. The clock restarts
-    if the count falls back to its start or below, as in the next part of a task.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        unit: str,
-        total: int | None = None,
-        done: int = 0,
-        active: bool = True,
-        bar: bool = True,
-    ) -> None:
-        self.task = task
-        self.unit = unit
-        self.total = total
-        self.done = done
-        self.active = active
-        self.drawn = bar and can_draw()
-        self.first = done  # the count at `started`
-        self.started = time.monotonic()
-        self.shown = self.started
-        self.bar: Bar | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self.bar:
-            with contextlib.suppress(OSError):  # the terminal is gone
-                self.bar.stop()
-            self.bar = None
-
-    def advance(self, amount: int) -> None:
-        """Add to the count."""
-        self.update(self.done + amount, self.total)
-
-    def update(self, done: int, total: int | None) -> None:
-        """Set the count and the total, and refresh the display."""
-        self.done = done
-        self.total = total
-        if done <= self.first:
-            self.first = done
-            self.started = time.monotonic()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Show the progress, at most once per interval."""
-        if not self.active:
-            return
-        now = time.monotonic()
-        if now - self.shown < (BAR_SECONDS if self.drawn else LINE_SECONDS):
-            return
-        self.shown = now
-        with contextlib.suppress(OSError):  # the disk is full, or the terminal is gone
-            if self.drawn:
-                self.draw()
-            else:
-                write_err(self.text())
-                sys.stderr.flush()
-
-    def draw(self) -> None:
-        """Draw the bar."""
-        from rich.console import Console  # rich takes 40 ms
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        if self.bar is None:
-            self.bar = Bar(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                TextColumn("{task.fields[details]}", markup=False),
-                console=Console(stderr=True),
-                auto_refresh=False,  # no thread: `prepare` forks
-                redirect_stdout=sys.stdout.isatty(),  # a stdout that goes to a file stays there
-                transient=True,
-            )
-            self.bar.add_task("", details="")
-            self.bar.start()
-            self.bar.console.show_cursor(True)  # a killed process could not show it again
-        self.bar.update(
-            self.bar.task_ids[0],
-            description=self.task,
-            total=self.total,
-            completed=self.done,
-            details=self.details(),
-        )
-        self.bar.refresh()
-
-    def text(self) -> str:
-        """Return the progress as a line: `tokenizing: 12.0 of 40.0 MB, 2.0 MB/s, left 0:00:14`."""
-        return f"{self.task}: {self.details()}"
-
-    def details(self) -> str:
-        """Return counts, pace of bytes, and time left; the time spent if the total is unknown."""
-        spent = time.monotonic() - self.started
-        pace = (self.done - self.first) / max(spent, SHORTEST_PACE_SECONDS)  # per second
-        if self.unit == "bytes":
-            total = "" if self.total is None else f" of {self.total / 1e6:,.1f}"
-            counts = f"{self.done / 1e6:,.1f}{total} MB, {pace / 1e6:,.1f} MB/s"
-        else:
-            total = "" if self.total is None else f" of {self.total:,}"
-            counts = f"{self.done:,}{total} {self.unit}"
-        if self.total is None:
-            return f"{counts}, {format_clock(spent)}"
-        if pace == 0 or spent < SHORTEST_PACE_SECONDS:
-            return counts
-        left = max(self.total - self.done, 0) / pace
-        return f"{counts}, left {format_clock(left)}"
-
-
-@contextlib.contextmanager
-def ticking(progress: Progress, seconds: float = 1.0) -> Iterator[None]:
-    """Refresh `progress` from a thread, while a library call reports no progress."""
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.wait(seconds):
-            progress.refresh()
-
-    thread = threading.Thread(target=tick, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        progress.close()
 
 
 # --------------------------------------------------------------------------- tables and numbers

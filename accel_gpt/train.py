@@ -46,10 +46,11 @@ from accel_gpt.training.accelerator import build_model, keep_freed_memory, start
 from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
+from accel_gpt.training.display import Display
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, require_same
-from accel_gpt.training.reporter import Reporter, open_display
+from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
 from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.setup import (
@@ -71,7 +72,6 @@ from accel_gpt.training.stopping import (
     finish_uploads,
 )
 from accel_gpt.training.support import check_trackers
-from accel_gpt.training.terminal import Display, summarize_run
 from accel_gpt.training.uploader import Uploader, open_uploaders
 from accel_gpt.transformers_io.load import load_pretrained, open_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit

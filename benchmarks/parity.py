@@ -30,7 +30,7 @@ from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.training.accelerator import start_accelerator
-from accel_gpt.training.terminal import Display
+from accel_gpt.training.display import Display
 
 LIMIT = 1e-4
 NAMES = {  # nanoGPT's names of weights, and ours

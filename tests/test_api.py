@@ -237,7 +237,6 @@ def test_the_notebook_runs(corpus: Path, tmp_path: Path) -> None:
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     code[0] = code[0].replace("{", f"{small!r} | {{", 1)
     train, metrics, plot, sample, evaluate, model = in_kernel(code, tmp_path)
-    assert "100%" in shown(train, "text/plain")[0]
     assert shown(train, "image/png")
     assert "train/loss" in shown(metrics, "text/html")[0]
     assert shown(plot, "image/png")

@@ -38,11 +38,11 @@ from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
+from accel_gpt.training.display import Display
 from accel_gpt.training.machine import describe_machine, memory_gb
 from accel_gpt.training.ranks import peers
 from accel_gpt.training.setup import meeting_ranks
 from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
-from accel_gpt.training.terminal import Display
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 RANDOM_TOKENS = 2**22  # of a split, read again and again; 2 or 4 bytes each

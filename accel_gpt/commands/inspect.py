@@ -40,7 +40,7 @@ from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
-from accel_gpt.console import Progress, table, write_out
+from accel_gpt.console import table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
 from accel_gpt.data.remote import is_url
@@ -56,6 +56,7 @@ from accel_gpt.training.checkpoint import (
     read_shape,
     verify,
 )
+from accel_gpt.training.display import Progress
 from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, step_name
 
 MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or a checkpoint

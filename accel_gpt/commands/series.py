@@ -26,7 +26,7 @@ from accel_gpt.config.compare import Differences, differences, option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import make_plan, plural
-from accel_gpt.console import Progress, write_err
+from accel_gpt.console import write_err
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import (
@@ -36,6 +36,7 @@ from accel_gpt.launcher import (
     launch_child,
     stop_signals,
 )
+from accel_gpt.training.display import Progress
 from accel_gpt.training.run_folder import RunFolder
 
 MOST_LETTERS = 200  # in the name of a folder; file systems allow 255 bytes

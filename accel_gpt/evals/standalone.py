@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.console import Progress, write_err, write_out
+from accel_gpt.console import write_err, write_out
 from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import Source, open_sources
 from accel_gpt.data.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ from accel_gpt.launcher import is_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import join_ranks, set_up_model
 from accel_gpt.training.checkpoint import find_checkpoint, read_state
+from accel_gpt.training.display import Progress
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
 from accel_gpt.training.setup import meeting_ranks, pin_data

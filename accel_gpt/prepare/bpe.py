@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from accel_gpt.console import Progress, ticking
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
@@ -26,6 +25,7 @@ from accel_gpt.data.tokenizer import (
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, bpe_content
 from accel_gpt.errors import require
 from accel_gpt.prepare.pieces import pieces
+from accel_gpt.training.display import Progress
 
 PIECE_CHARACTERS = 65_536  # characters; small enough to use all cores
 # The longest token, in bytes. Assumption: longer repeats are separator lines and binary blobs, and
@@ -74,15 +74,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
         initial_alphabet=ByteLevel.alphabet(),
     )
-    progress = Progress("training the bpe", "characters")
 
     def short_pieces() -> Iterator[str]:
         for text in texts:
             for piece in pieces([text], PIECE_CHARACTERS):
-                progress.done += len(piece)
+                progress.advance(len(piece))
                 yield piece
 
-    with ticking(progress):
+    with Progress("training the bpe", "characters") as progress:
         tokenizer.train_from_iterator(short_pieces(), trainer)
     learned = tokenizer.get_vocab()
     reached = len(learned) + 1

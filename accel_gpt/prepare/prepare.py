@@ -25,7 +25,7 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.console import Progress, write_err
+from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
@@ -48,6 +48,7 @@ from accel_gpt.prepare.recipe import check_same, is_ready, recipe
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 from accel_gpt.prepare.sources import Selection, guess_source, select, source_fingerprint
 from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
+from accel_gpt.training.display import Progress
 
 JOURNAL = "progress.json"
 JOURNAL_VERSION = 1

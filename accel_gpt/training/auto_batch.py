@@ -24,9 +24,9 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import set_up_model
 from accel_gpt.training.checkpoint import earlier_choice
+from accel_gpt.training.display import print_line
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.support import REPLICATED
-from accel_gpt.training.terminal import print_line
 
 CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption
 CPU_SHARE = 0.8  # of the available memory; the rest is for the system and its cache; assumption

@@ -22,10 +22,10 @@ from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.errors import first_line, require
 from accel_gpt.training.checkpoint import earlier_choice
+from accel_gpt.training.display import print_line
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.ranks import all_gather, on_main
-from accel_gpt.training.terminal import print_line
 
 GPU_MFU = 0.3  # without compiling; assumption
 UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption

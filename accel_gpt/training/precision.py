@@ -14,9 +14,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.cost.devices import FAST_BF16, bf16_instructions, fp16_problem, half_precision
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.checkpoint import earlier_precision
+from accel_gpt.training.display import print_line
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.ranks import on_main
-from accel_gpt.training.terminal import print_line
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 

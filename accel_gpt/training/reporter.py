@@ -19,8 +19,7 @@ from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.console import format_hours, printable
-from accel_gpt.cost.forecast import evaluation_hours
+from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import free_bytes, strict_json, write_file
@@ -28,20 +27,14 @@ from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import threads_of_environment
 from accel_gpt.training.dashboard import Dashboard
+from accel_gpt.training.display import Display
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.profiling import profile
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import Watchdog
-from accel_gpt.training.terminal import Display
 from accel_gpt.training.trackers import Trackers, quiet_tensorboard
-
-# An evaluation gets a warning if it takes LONG_HOURS, or SHORT_HOURS and LARGE_SHARE of the
-# training time between two evaluations; assumptions
-LARGE_SHARE = 1 / 5
-SHORT_HOURS = 30 / 3600
-LONG_HOURS = 600 / 3600
 
 
 @contextmanager
@@ -80,8 +73,6 @@ class Reporter:
         self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # the last write failed
-        self.evaluated_tokens = 0  # in each evaluation
-        self.evaluations_estimated = False
         self.watch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
         self.watchdog: Watchdog | None = None
         self.profile_step: Callable[[], None] | None = None
@@ -91,7 +82,6 @@ class Reporter:
     def start(self, corpus: Corpus, state: TrainState) -> None:
         """Record this launch and print its first lines. The launch starts or resumes at `state`."""
         self.check_folder()
-        self.evaluated_tokens = corpus.evaluated_tokens
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
@@ -222,33 +212,7 @@ class Reporter:
 
         A collective if `log.batch_hash` is set.
         """
-        warm = self.watch.step > self.watch.first_step  # the first step also compiles or warms up
-        metrics = self.speed.metrics(self.watch.lap(step))
-        if warm and not self.evaluations_estimated:
-            self.evaluations_estimated = True
-            self.warn_of_evaluations(metrics["perf/tokens_per_second"])
-        return metrics | self.batch_hash(loader)
-
-    def warn_of_evaluations(self, tokens_per_second: float) -> None:
-        """Warn if an evaluation takes long, or a large share of the training time."""
-        options = self.config.eval
-        max_steps = self.plan.max_steps
-        steps = min(options.every or max_steps, max_steps)
-        hours = evaluation_hours(self.evaluated_tokens, tokens_per_second)
-        training_hours = steps * self.plan.tokens_per_step / tokens_per_second / 3600
-        share = hours / training_hours
-        if hours < LONG_HOURS and (hours < SHORT_HOURS or share < LARGE_SHARE):
-            return
-        interval = f"the {steps:,} steps between two" if steps < max_steps else "all steps"
-        tokens = "whole splits" if options.tokens is None else f"{options.tokens:,}"
-        advice = f"lower eval.tokens ({tokens})"
-        if options.every:
-            advice += f", or raise eval.every ({options.every:,})"
-        hellaswag = " without HellaSwag" if options.hellaswag else ""
-        self.log(
-            f"WARNING: each evaluation takes about {format_hours(hours)}{hellaswag}, {share:.0%} "
-            f"of the time of {interval}; {advice}"
-        )
+        return self.speed.metrics(self.watch.lap(step)) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:
         """Return the hash of the last global batch if `log.batch_hash` is set, by an all-reduce."""
@@ -320,3 +284,34 @@ class Reporter:
         """Sync the metrics to disk, before a checkpoint of the same step becomes valid."""
         if self.metrics:
             self.metrics.sync()
+
+
+def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
+    """Return the last lines of a launch: the result, the folder of the run and the next steps."""
+    out = shlex.quote(config.out_dir)
+    spent = format_clock(state.seconds)
+    loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
+    if signal_name:
+        return (
+            f"{signal_name}: saved at step {state.step:,} after {spent}{loss}; "
+            "launch the same command again to continue"
+        )
+    if state.step < plan.max_steps:
+        return (
+            f"train.stop_at: saved at step {state.step:,} of {plan.max_steps:,} after {spent}"
+            f"{loss}; launch again without it to continue"
+        )
+    files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("[!.]*")))
+    length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
+    allow = ""
+    if config.schedule.name != "constant":
+        allow = f" and --checkpoint.allow_change {length}"
+    return (
+        f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}\n"
+        f"  run         {out} ({files})\n"
+        f'  try         accel-gpt sample {out} --prompt "..."\n'
+        f"  curves      accel-gpt report {out}\n"
+        f"  use it      accel-gpt export {out} --to FOLDER for transformers, or --gguf FILE for "
+        "llama.cpp and Ollama\n"
+        f"  train more  the same command with a larger {length}{allow}"
+    )

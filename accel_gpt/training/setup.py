@@ -21,13 +21,13 @@ from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
 from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.training.copies import restore_newest_copy
+from accel_gpt.training.display import print_line
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.ranks import all_gather, all_ranks, on_main, require_all, sees_main
 from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import INIT, Watchdog
-from accel_gpt.training.terminal import print_line
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ from accel_gpt.launcher import (
     world_size,
 )
 from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
+from accel_gpt.training.display import show_cursor
 from accel_gpt.training.ranks import all_gather
-from accel_gpt.training.terminal import show_cursor
 from accel_gpt.training.uploader import Uploader
 
 # The terminal and the launcher each deliver the same Ctrl-C, at most so far apart; assumption

@@ -5,10 +5,8 @@ folder stores the name of that run.
 """
 
 import contextlib
-import os
 import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,11 +43,8 @@ class Trackers:
         kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
         if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
             kwargs |= resumable(Path(config.out_dir))
-        if accelerator.is_main_process and "tensorboard" in config.log.trackers:
-            wait_for_next_name(Path(config.out_dir, "tensorboard", PROJECT))
         try:
-            with without_input():  # a tracker without a login must fail, not ask for a password
-                accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
+            accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
         except Exception as error:  # each package has its own error classes
             raise UserError(
                 f"a tracker of log.trackers ({', '.join(config.log.trackers)}) did not start: "
@@ -99,9 +94,8 @@ class Trackers:
 def wait_for_next_name(folder: Path) -> None:
     """Wait until no TensorBoard file in `folder` has the current second in its name.
 
-    TensorBoard reads files in the order of their names, and ignores the later steps of a file that
-    it reads too early. A name begins with the time in seconds and ends with a number that is not
-    padded: within one second, file 10 would come before file 9.
+    TensorBoard reads files in the order of their names. A name begins with the time in seconds and
+    ends with a number that is not padded: within one second, file 10 would come before file 9.
     """
     while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
         time.sleep(0.05)
@@ -132,18 +126,6 @@ def resumable(out_dir: Path) -> dict[str, Any]:
         "settings": wandb_settings,
     }
     return {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
-
-
-@contextmanager
-def without_input() -> Iterator[None]:
-    """Replace standard input by an empty file."""
-    stdin = sys.stdin
-    with Path(os.devnull).open() as empty:
-        sys.stdin = empty
-        try:
-            yield
-        finally:
-            sys.stdin = stdin
 
 
 @contextmanager

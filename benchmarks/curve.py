@@ -35,8 +35,8 @@ from common import OURS, ROOT, attempt, flags, last_json, print_table, run_comma
 from peers import Job
 from traces import OBSERVE
 
-from accel_gpt.cost.devices import peak_flops
 from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.training.devices import peak_flops
 from accel_gpt.training.machine import device_name
 
 DATA = "python_source"  # folder of nanoGPT's data

@@ -80,8 +80,9 @@ from kernels import kernels
 from peers import CHARS, GPT2, Job, accel_gpt, copy_nanogpt, nanogpt, trainer
 from traces import trace
 
-from accel_gpt.cost.devices import peak_flops
-from accel_gpt.cost.flops import flops_per_token, mfu
+from accel_gpt.cost.flops import flops_per_token
+from accel_gpt.model.sizes import mfu
+from accel_gpt.training.devices import peak_flops
 from accel_gpt.training.machine import device_name
 
 JOB = Job(

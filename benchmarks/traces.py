@@ -36,7 +36,7 @@ from common import ROOT, attempt, print_rule, print_table, run_command
 from kernels import BLOCK_TFLOPS
 from peers import VOCAB_SIZES, Job, accel_gpt, nanogpt_words
 
-from accel_gpt.cost.flops import padded_vocab_size
+from accel_gpt.model.sizes import padded_vocab_size
 
 OBSERVE = ROOT / "benchmarks/observe.py"
 BATCH_SIZE = 32  # sequences, as in RESULTS.md

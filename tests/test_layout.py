@@ -23,12 +23,12 @@ LEVELS = [
     ["files"],
     ["config"],
     ["records"],
-    ["cost"],
     ["model"],
     ["optim"],
     ["data"],
     ["training"],
     ["evals"],
+    ["cost"],
     ["prepare"],
     ["report"],
     ["transformers_io"],
@@ -156,9 +156,9 @@ def own_imports(node: ast.AST) -> set[str]:
 
 # modules whose imports inside functions still hide circles
 NOT_YET = {
+    "accel_gpt.cost.planning",
     "accel_gpt.data.foreign",
     "accel_gpt.data.hf_tokenizer",
-    "accel_gpt.data.planning",
     "accel_gpt.data.sources",
     "accel_gpt.data.tokenizer",
     "accel_gpt.training.resume",

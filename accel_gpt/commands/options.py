@@ -29,7 +29,6 @@ from accel_gpt.config.parse import (
     read_values,
 )
 from accel_gpt.config.shipped import resolve_config, shipped_configs
-from accel_gpt.cost.cluster import NODE_LATENCY_SECONDS
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
 from accel_gpt.transformers_io.pretrained import inherit, inherit_published
@@ -499,26 +498,15 @@ class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
     You can also set any --section.key of the config. Trains nothing and needs no GPU. Examples:
       accel-gpt plan quickstart
       accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --price 2.5
-      accel-gpt plan llama_7b --nodes 8 --gpus_per_node 8 --gpu h100 --distribution fsdp
+      accel-gpt plan llama_7b --gpus 64 --gpu h100 --distribution fsdp
     """
 
     name: ClassVar[str] = "plan"
     summary: ClassVar[str] = "compute size, memory, hours and cost of a config, and whether it fits"
 
-    gpus: int | None = option(
-        None,
-        "Number of devices of all nodes, one process each. null: from --config_file, else 1.",
-        above=0,
-    )
-    nodes: int | None = option(
-        None,
-        "Number of machines. null: from --config_file, else as few as possible with up to 8 GPUs "
-        "each.",
-        above=0,
-    )
-    gpus_per_node: int | None = option(
-        None,
-        "Number of devices of a machine. null: --gpus divided by --nodes.",
+    gpus: int = option(
+        1,
+        "Number of devices of all nodes, one process each.",
         above=0,
     )
     gpu: str | None = option(
@@ -530,14 +518,9 @@ class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
         "Memory of a device in GB (1e9 bytes). null: the memory of --gpu.",
         above=0,
     )
-    distribution: Literal["ddp", "fsdp", "hsdp"] | None = option(
-        None,
-        "ddp: each device holds the whole model. fsdp: all devices share the model. hsdp: the "
-        "devices of each node share the model. null: from --config_file, else ddp.",
-    )
-    config_file: str | None = option(
-        None,
-        "File that `accelerate config` wrote: number of processes, precision, FSDP.",
+    distribution: Literal["ddp", "fsdp"] = option(
+        "ddp",
+        "ddp: each device holds the whole model. fsdp: all devices share the model.",
     )
     mfu: float | None = option(
         None,
@@ -547,20 +530,9 @@ class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
     )
     tokens_per_second: float | None = option(
         None,
-        "Tokens per second of all devices together, instead of --mfu. Both leave out the time in "
-        "which devices wait for each other.",
+        "Tokens per second of all devices together, as `accel-gpt bench` measures it, instead of "
+        "--mfu.",
         above=0,
-    )
-    bandwidth: float | None = option(
-        None,
-        "Network bandwidth of a node in Gbit/s, one direction, summed over its network cards: "
-        "eight cards of 400 are 3200.",
-        above=0,
-    )
-    latency: float = option(
-        NODE_LATENCY_SECONDS * 1e3,
-        "Latency of a message between nodes in milliseconds.",
-        at_least=0,
     )
     price: float | None = option(
         None,

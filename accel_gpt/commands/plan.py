@@ -4,37 +4,35 @@ Reads the config, and the index of its data if it exists; needs no torch. `cost/
 arithmetic; docs/explanation/cost.md derives it.
 """
 
+import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
-from accel_gpt.commands.plan_machine import fast_precision, make_machine, make_network
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.plan import Plan, make_plan, plural
+from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.devices import device_key
-from accel_gpt.cost.flops import flops_per_token, mfu, parameter_counts
-from accel_gpt.cost.forecast import (
-    assumed_mfu,
-    run_disk,
-    run_length,
-    run_memory,
-    run_time,
-    speed_at,
+from accel_gpt.cost.flops import flops_per_token, parameter_counts
+from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at
+from accel_gpt.cost.memory import Machine, footprint, largest_size
+from accel_gpt.cost.planning import evaluation_tokens, vocabulary_size
+from accel_gpt.errors import UserError, require
+from accel_gpt.model.sizes import mfu
+from accel_gpt.training.devices import (
+    DEVICES,
+    FAST_BF16,
+    bf16_instructions,
+    device_key,
+    device_memory,
+    half_precision,
+    peak_flops,
 )
-from accel_gpt.cost.memory import Machine, fitting_sizes, largest_size, with_size
-from accel_gpt.data.planning import evaluation_tokens, vocabulary_size
-from accel_gpt.errors import UserError
-from accel_gpt.training.run_folder import RunFolder
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
-# settings that save memory, from the least loss of speed
-SAVINGS = ("precision", "micro-batch", "distribution", "recomputation")
 UNKNOWN_SPEED = "unknown; measure it here with accel-gpt bench, or give --tokens_per_second"
 
 
@@ -56,86 +54,135 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
-    memory = run_memory(config, vocab_size, machine)
-    memory["try"] = try_savings(options, config, vocab_size) if memory["fits"] is False else []
     return {
         "config": options.config,
         "machine": str(machine),
-        "precision": {"is": machine.precision, "source": machine.precision_source},
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": parameter_counts(config.model, vocab_size),
         "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
-        "memory": memory,
+        "memory": plan_memory(options, config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
     }
 
 
-# --------------------------------------------------------------------------- what makes it fit
+# --------------------------------------------------------------------------- the machine
 
 
-def try_savings(options: PlanCommand, config: Config, vocab_size: int) -> list[dict[str, Any]]:
-    """Plan with settings that save memory, with as few as possible; return the plans that fit.
+def make_machine(options: PlanCommand, config: Config) -> Machine:
+    """Return the machine that the options describe.
 
-    Settings that cost less speed come first. If no plan fits, returns only the plan that needs the
-    least memory.
+    Raises `UserError` if the GPU is unknown, or does not support the precision.
     """
-    found: list[dict[str, Any]] = []
-    for count in range(1, len(SAVINGS) + 1):
-        for chosen in combinations(SAVINGS, count):
-            planned = plan_savings(options, config, vocab_size, chosen)
-            if planned is not None:
-                found.append(planned)
-        fitting = [planned for planned in found if planned["fits"]]
-        if fitting:
-            return fitting
+    gpu = options.gpu
+    if gpu is not None:
+        check_gpu(gpu)
+    sharded = options.distribution == "fsdp"
+    precision: str = config.train.mixed_precision or "no"
+    if precision == "auto":
+        precision = fast_precision(gpu, sharded)
+    supported = peak_flops(gpu, precision) is not None if gpu else precision == "bf16"
+    require(
+        precision == "no" or supported,
+        f"train.mixed_precision is {precision}, but {gpu or 'a CPU'} does not support it; set "
+        "--train.mixed_precision auto",
+    )
+    memory_bytes: float | None = None
+    if options.memory_gb:
+        memory_bytes = options.memory_gb * 1e9
+    elif gpu:
+        memory_bytes = device_memory(gpu)
+    return Machine(options.gpus, gpu, memory_bytes, sharded, precision)
 
-    def total(planned: dict[str, Any]) -> int:
-        return int(planned["total"])
 
-    return [min(found, key=total)] if found else []
+def check_gpu(gpu: str) -> None:
+    """Raise `UserError` if the table of devices does not list the GPU."""
+    if device_key(gpu) is not None:
+        return
+    near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DEVICES)}"
+    raise UserError(f"--gpu {gpu} is not in the table of devices; {hint}")
 
 
-def plan_savings(
-    options: PlanCommand, config: Config, vocab_size: int, chosen: Collection[str]
-) -> dict[str, Any] | None:
-    """Plan with settings that save memory; None if one of them is set already, or is rejected."""
-    settings = []
-    train = config.train
-    if "precision" in chosen:
-        precision = fast_precision(options.gpu)
-        if precision == "no" or make_machine(options, config).precision != "no":
-            return None
-        train = replace(train, mixed_precision=precision)
-        settings.append(f"--train.mixed_precision {precision}")
-    if "distribution" in chosen:
-        machine = make_machine(options, config)
-        if machine.shards == machine.devices:
-            return None
-        options = replace(options, distribution="fsdp")
+def fast_precision(gpu: str | None, sharded: bool) -> str:
+    """Return the precision in which a GPU, or this CPU, is fastest; FSDP does not support fp16."""
+    if gpu is None:
+        return "bf16" if bf16_instructions() in FAST_BF16 else "no"
+    half = half_precision(gpu)
+    if half is None or (half == "fp16" and sharded):
+        return "no"
+    return half
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def plan_memory(
+    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
+) -> dict[str, Any]:
+    """Return the memory of one device, whether the run fits, and else what to try."""
+    needed = footprint(config, vocab_size, machine)
+    fits = machine.holds(needed.total)
+    return {
+        "moment": needed.moment,
+        "parts": needed.parts,
+        "total": needed.total,
+        "device": machine.memory_bytes,
+        "fits": fits,
+        "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
+        "try": try_savings(options, config, vocab_size, machine) if fits is False else None,
+    }
+
+
+def try_savings(
+    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
+) -> dict[str, Any]:
+    """Add settings that save memory, one after the other, until the run fits.
+
+    Settings that cost less speed come first. If the run never fits, returns all settings.
+    """
+    tried: dict[str, Any] = {}
+    for settings, trial, target in savings(options, config, vocab_size, machine):
+        total = footprint(trial, vocab_size, target).total
+        size = trial.train.micro_batch_sequences
+        if size != options.loaded.train.micro_batch_size:
+            settings = [*settings, f"--train.micro_batch_size {size}"]
+        tried = {"settings": settings, "total": total, "fits": target.holds(total)}
+        if tried["fits"]:
+            break
+    return tried
+
+
+def savings(
+    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
+) -> Iterator[tuple[list[str], Config, Machine]]:
+    """Yield settings with the config and machine that they give; each adds to the one before."""
+    settings: list[str] = []
+    fast = fast_precision(options.gpu, sharded=machine.devices > 1)
+    if machine.precision == "no" and fast != "no":
+        settings.append(f"--train.mixed_precision {fast}")
+        machine = replace(machine, precision=fast)
+        yield list(settings), config, machine
+    yield list(settings), with_largest_size(config, vocab_size, machine), machine
+    precision = machine.precision
+    if config.train.mixed_precision == "auto":
+        precision = fast_precision(options.gpu, sharded=True)
+    if machine.devices > 1 and not machine.sharded and precision != "fp16":
         settings.append("--distribution fsdp")
-    if "recomputation" in chosen:
-        if train.activation_checkpointing == "blocks":
-            return None
-        train = replace(train, activation_checkpointing="blocks")
+        machine = replace(machine, sharded=True, precision=precision)
+        yield list(settings), with_largest_size(config, vocab_size, machine), machine
+    if config.train.activation_checkpointing != "blocks":
         settings.append("--train.activation_checkpointing blocks")
-    config = replace(config, train=train)
-    try:
-        machine = make_machine(options, config)
-    except UserError:
-        return None
-    found_at_start = options.loaded.train.micro_batch_size == "auto"
-    if "micro-batch" in chosen or found_at_start:
-        sizes = fitting_sizes(config, machine.devices)
-        size = largest_size(config, vocab_size, machine) or sizes[-1]
-        if "micro-batch" in chosen and size >= train.micro_batch_sequences:
-            return None
-        config = with_size(config, size)
-        if not found_at_start or machine.sharded:  # fsdp does not support auto
-            settings.append(f"--train.micro_batch_size {size}")
-    needed = run_memory(config, vocab_size, machine)
-    return {"settings": settings, "total": needed["total"], "fits": needed["fits"]}
+        train = replace(config.train, activation_checkpointing="blocks")
+        config = replace(config, train=train)
+        yield list(settings), with_largest_size(config, vocab_size, machine), machine
+
+
+def with_largest_size(config: Config, vocab_size: int, machine: Machine) -> Config:
+    """Return `config` with the largest micro-batch that fits, up to its own; else the smallest."""
+    size = largest_size(config, vocab_size, machine) or fitting_sizes(config, machine.devices)[-1]
+    return with_size(config, min(size, config.train.micro_batch_sequences))
 
 
 # --------------------------------------------------------------------------- time
@@ -144,41 +191,23 @@ def plan_savings(
 def plan_time(
     options: PlanCommand, config: Config, vocab_size: int, machine: Machine, plan: Plan
 ) -> dict[str, Any]:
-    """Return speed, hours and cost of a run; None if the speed is unknown."""
-    network = make_network(options, config, machine)
+    """Return speed, hours and cost of a run; without a speed, only why it is unknown."""
     speed, source = planned_speed(options, config, vocab_size, machine)
     if speed is None:
-        return {
-            "tokens_per_second": None,
-            "mfu": None,
-            "hours": None,
-            "evaluation_hours": None,
-            "device_hours": None,
-            "cost": None,
-            "step": None,
-            "source": source,
-        }
-    time = run_time(
-        config=config,
-        vocab_size=vocab_size,
-        network=network,
-        plan=plan,
-        compute_speed=speed,
-        evaluated=evaluation_tokens(config, plan.max_steps),
-    )
-    reached = None
+        return {"tokens_per_second": None, "hours": None, "source": source}
+    evaluated = evaluation_tokens(config, plan.max_steps)
+    hours, evaluating = run_hours(plan, speed, evaluated)
     peak = machine.peak(config.train.matmul_precision)
+    reached = None
     if peak is not None:
-        flops = flops_per_token(config.model, vocab_size)
-        reached = mfu(time.tokens_per_second, flops, peak, machine.devices)
-    device_hours = time.hours * machine.devices
+        reached = mfu(speed, flops_per_token(config.model, vocab_size), peak, machine.devices)
+    device_hours = hours * machine.devices
     return {
-        "step": time.step,
-        "tokens_per_second": time.tokens_per_second,
+        "tokens_per_second": speed,
         "mfu": reached,
         "source": source,
-        "hours": time.hours,
-        "evaluation_hours": time.evaluation_hours,
+        "hours": hours,
+        "evaluation_hours": evaluating,
         "device_hours": device_hours,
         "cost": device_hours * options.price if options.price else None,
     }
@@ -187,40 +216,20 @@ def plan_time(
 def planned_speed(
     options: PlanCommand, config: Config, vocab_size: int, machine: Machine
 ) -> tuple[float | None, str]:
-    """Return the tokens per second that all devices compute together, and the source."""
+    """Return the tokens per second of all devices together, and the source."""
     if options.tokens_per_second:
         return options.tokens_per_second, "--tokens_per_second"
+    peak = machine.peak(config.train.matmul_precision)
+    require(
+        peak is not None or not options.mfu,
+        f"--mfu is {options.mfu}, but the peak FLOP/s of {machine} is unknown; give "
+        "--tokens_per_second",
+    )
     if options.mfu:
         return speed_at(options.mfu, config, vocab_size, machine), "--mfu"
     assumed = assumed_mfu(config)
     speed = speed_at(assumed, config, vocab_size, machine)
-    if speed is not None:
-        return speed, f"an assumed MFU of {assumed:.0%}"
-    if machine.gpu is None:
-        flops = flops_per_token(config.model, vocab_size)
-        speed = trained_speed(config, flops, machine.devices)
-        if speed is not None:
-            source = f"measured by the run in {config.out_dir}"
-            return speed, f"{source}, maybe on another machine"
-    return None, UNKNOWN_SPEED
-
-
-def trained_speed(config: Config, flops: float, processes: int) -> float | None:
-    """Return the median tokens per second of the run in `out_dir`; None if it does not match.
-
-    A run matches if its model takes `flops` per token and it trained on `processes` CPU processes.
-    """
-    run = RunFolder(config.out_dir)
-    if run.last_launch("processes") != processes:
-        return None
-    if run.last_launch("model", "flops_per_token") != flops:
-        return None
-    if device_key(str(run.last_launch("device"))) is not None:
-        return None
-    speeds = run.metrics.curve("perf/tokens_per_second")[1]
-    if not len(speeds):
-        return None
-    return float(sorted(speeds)[len(speeds) // 2])
+    return speed, UNKNOWN_SPEED if speed is None else f"an assumed MFU of {assumed:.0%}"
 
 
 # --------------------------------------------------------------------------- the table
@@ -228,9 +237,7 @@ def trained_speed(config: Config, flops: float, processes: int) -> float | None:
 
 def plan_text(report: Mapping[str, Any]) -> str:
     """Format the report as a table; the sections are separated by empty lines."""
-    precision = report["precision"]
     lines = [f"{report['config']} on {report['machine']}"]
-    lines.append(f"precision {precision['is']}: {precision['source']}")
     lines.extend(report["depth"])
     lines.append("")
     rows = table([*size_rows(report), *cost_rows(report)], "<25", ">16", "<", gap=3)
@@ -247,21 +254,13 @@ def verdict(memory: Mapping[str, Any]) -> str:
         largest = memory["largest_micro_batch_size"]
         return f"It fits; train.micro_batch_size may be up to {largest}."
     tried = memory["try"]
-    texts = []
-    for planned in tried:
-        texts.append(f"{join_words(planned['settings'], 'and')} ({gigabytes(planned['total'])})")
-    if tried and tried[0]["fits"]:
-        return f"It does not fit. It fits with {join_words(texts, 'or with')}."
-    others = "Use devices with more memory, more devices, or a smaller model."
-    if not tried:
-        return f"It does not fit. {others}"
-    return f"It does not fit, and no settings make it fit; {texts[0]} comes nearest. {others}"
-
-
-def join_words(words: Sequence[str], last: str) -> str:
-    """Join words with commas, and the last one with `last`."""
-    *others, end = words
-    return f"{', '.join(others)} {last} {end}" if others else end
+    settings = f"{' '.join(tried['settings'])} ({gigabytes(tried['total'])})"
+    if tried["fits"]:
+        return f"It does not fit. It fits with {settings}."
+    return (
+        f"It does not fit, and no settings make it fit; {settings} comes nearest. "
+        "Use devices with more memory, more devices, or a smaller model."
+    )
 
 
 def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -312,59 +311,31 @@ def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the memory of a device, and the host memory of a node."""
+    """Yield the memory of a device and its parts."""
     limit = f"of {gigabytes(memory['device'])}" if memory["device"] else ""
     yield "memory of a device", gigabytes(memory["total"]), limit
     for part, size in memory["parts"].items():
         yield f"  {part}", gigabytes(size), ""
     yield "  at the peak", "", memory["moment"]
-    if memory["compiled"]:
-        yield "", "", "train.compile saves more than the estimate counts"
-    if memory["host"]:
-        host = dict(memory["host"])
-        libraries = host.pop("libraries")
-        most = max(host, key=host.__getitem__)
-        yield "host memory of a node", gigabytes(libraries + host[most]), f"libraries and {most}"
-        for part, size in memory["host"].items():
-            yield f"  {part}", gigabytes(size), ""
 
 
 def time_rows(time: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield speed, hours and cost."""
-    if time["step"]:
-        yield from step_rows(time["step"])
     speed = time["tokens_per_second"]
-    evaluation = time["evaluation_hours"]
-    yield "tokens per second", f"{speed:,.0f}" if speed else "?", time["source"]
+    if speed is None:
+        yield "tokens per second", "?", time["source"]
+        return
+    yield "tokens per second", f"{speed:,.0f}", time["source"]
     if time["mfu"] is not None:
         yield "  MFU", f"{time['mfu']:.1%}", "of the peak of all devices"
-    if speed is not None:
-        share = "without evaluations"
-        if evaluation is not None:
-            share = f"including {evaluation / time['hours']:.0%} for evaluations"
-        yield "time", format_hours(time["hours"]), share
-        yield "device hours", f"{time['device_hours']:,.2f}", ""
+    evaluating = time["evaluation_hours"]
+    share = "without evaluations"
+    if evaluating is not None:
+        share = f"including {evaluating / time['hours']:.0%} for evaluations"
+    yield "time", format_hours(time["hours"]), share
+    yield "device hours", f"{time['device_hours']:,.2f}", ""
     if time["cost"] is not None:
         yield "cost", f"{time['cost']:,.2f}", "device hours x --price"
-
-
-def step_rows(step: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the time of a step and of its parts."""
-    limit = f"limited by {step['limit']}" if "limit" in step else ""
-    yield "step", milliseconds(step["total"]), limit
-    yield "  compute", milliseconds(step["compute"]), ""
-    for one in step.get("collectives", ()):
-        sent = f"{gigabytes(one['sent'])} from each device, {plural(one['calls'], 'call')}"
-        yield f"  {one['name']}", milliseconds(one["seconds"]), sent
-    if step["exposed"]:
-        yield "  not hidden by compute", milliseconds(step["exposed"]), "of the collectives"
-    if step["exposed"] is None:
-        yield "  collectives", "?", "unknown; give --bandwidth"
-
-
-def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds."""
-    return f"{1e3 * seconds:,.1f} ms"
 
 
 def gigabytes(size: float) -> str:

@@ -7,7 +7,7 @@ from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
 LENGTH = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
-LARGEST_HINT = 4096  # largest micro-batch, in sequences, that an error suggests; assumption
+LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch to suggest or try; assumption
 # Share of all steps; assumption, within the 10 to 20% of Hägele et al. 2024, figure 5
 WSD_DECAY_SHARE = 0.2
 
@@ -188,13 +188,27 @@ def accumulation(config: Config, world_size: int) -> int:
     )
 
 
+def fitting_sizes(config: Config, devices: int) -> list[int]:
+    """List the values of train.micro_batch_size that divide the step, largest first."""
+    sequences, rest = divmod(config.train.tokens_per_step, config.model.block_size * devices)
+    if rest:
+        return []
+    largest = min(sequences, LARGEST_MICRO_BATCH)
+    return [size for size in range(largest, 0, -1) if sequences % size == 0]
+
+
+def with_size(config: Config, size: int) -> Config:
+    """Return `config` with another train.micro_batch_size."""
+    return replace(config, train=replace(config.train, micro_batch_size=size))
+
+
 def micro_batch_sizes(total: int, block: int, world_size: int, near: int) -> list[int]:
     """Return up to four micro-batch sizes that divide a step of `total` tokens, nearest first."""
     if total % block != 0:
         return []
     sequences = total // block
     fitting = []
-    for size in range(1, min(sequences, LARGEST_HINT) + 1):
+    for size in range(1, min(sequences, LARGEST_MICRO_BATCH) + 1):
         if sequences % (size * world_size) == 0:
             fitting.append(size)
 

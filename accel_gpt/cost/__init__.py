@@ -1,1 +1,1 @@
-"""Parameters, FLOPs, memory and devices by arithmetic. No torch."""
+"""Memory, hours and disk of a config by arithmetic, for `plan`. No torch."""

@@ -4,36 +4,17 @@ docs/explanation/cost.md derives the formulas.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.cost.cluster import Network, host_bytes, step_time
-from accel_gpt.cost.flops import FORWARD_SHARE, flops_per_token, parameter_counts
-from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
+from accel_gpt.cost.flops import flops_per_token, parameter_counts
+from accel_gpt.cost.memory import Machine, checkpoint_bytes
+from accel_gpt.model.sizes import evaluation_hours
 
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 # Activation checkpointing adds a forward pass, a third of the FLOPs, and reduces the MFU to 3 / 4.
 SHARE_WITH_RECOMPUTATION = 3 / 4
-
-
-def run_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
-    """Estimate the memory of one device, and whether the run fits."""
-    needed = footprint(config, vocab_size, machine)
-    fits = None
-    if machine.memory_bytes is not None:
-        fits = needed.total <= machine.memory_bytes
-    return {
-        "moment": needed.moment,
-        "parts": needed.parts,
-        "total": needed.total,
-        "host": host_bytes(config, vocab_size, machine) if machine.gpu else {},
-        "device": machine.memory_bytes,
-        "fits": fits,
-        "compiled": config.train.compiled,
-        "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
-    }
 
 
 def run_length(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
@@ -75,16 +56,6 @@ def run_disk(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> d
 # --------------------------------------------------------------------------- time
 
 
-@dataclass(frozen=True)
-class RunTime:
-    """The time of a run."""
-
-    step: dict[str, Any]  # the breakdown of a step, see `step_time`
-    tokens_per_second: float  # all devices together
-    hours: float  # training, and evaluations if `evaluation_hours` is known
-    evaluation_hours: float | None  # None: unknown
-
-
 def assumed_mfu(config: Config) -> float:
     """Return the MFU to assume if no measurement is given."""
     if config.train.activation_checkpointing == "blocks":
@@ -93,50 +64,25 @@ def assumed_mfu(config: Config) -> float:
 
 
 def speed_at(mfu: float, config: Config, vocab_size: int, machine: Machine) -> float | None:
-    """Compute the tokens per second of all devices at an MFU; None if their peak is unknown.
-
-    The time of collectives is not included.
-    """
+    """Compute the tokens per second of all devices at an MFU; None if their peak is unknown."""
     peak_flops = machine.peak(config.train.matmul_precision)
     if peak_flops is None:
         return None
     return mfu * peak_flops * machine.devices / flops_per_token(config.model, vocab_size)
 
 
-def run_time(
-    config: Config,
-    vocab_size: int,
-    network: Network,
-    plan: Plan,
-    compute_speed: float,
-    evaluated: int | None,
-) -> RunTime:
-    """Estimate the time of a run.
+def run_hours(
+    plan: Plan, tokens_per_second: float, evaluated: int | None
+) -> tuple[float, float | None]:
+    """Estimate the hours of a run, and its hours of evaluations; None if they are unknown.
 
-    `compute_speed` is the tokens per second that all devices compute together, without collectives.
     `evaluated` is the tokens of all evaluations; None if unknown, and then they take no time.
     """
-    compute_seconds = plan.tokens_per_step / compute_speed
-    step = step_time(config, vocab_size, network, compute_seconds)
-    step_seconds = step["total"]
-    tokens_per_second = plan.tokens_per_step / step_seconds
-    hours = plan.max_steps * step_seconds / 3600
-    hours_of_evaluations: float | None = None
-    if evaluated is not None:
-        hours_of_evaluations = evaluation_hours(evaluated, tokens_per_second)
-        hours += hours_of_evaluations
-    return RunTime(
-        step=step,
-        tokens_per_second=tokens_per_second,
-        hours=hours,
-        evaluation_hours=hours_of_evaluations,
-    )
-
-
-def evaluation_hours(tokens: int, tokens_per_second: float) -> float:
-    """Estimate the hours to evaluate `tokens` tokens, from the tokens per second of training."""
-    seconds = FORWARD_SHARE * tokens / tokens_per_second
-    return seconds / 3600
+    hours = plan.max_steps * plan.tokens_per_step / tokens_per_second / 3600
+    if evaluated is None:
+        return hours, None
+    evaluating = evaluation_hours(evaluated, tokens_per_second)
+    return hours + evaluating, evaluating
 
 
 def evaluation_count(config: Config, steps: int) -> int:

@@ -5,28 +5,24 @@ docs/explanation/cost.md derives the formulas and compares them with measurement
 Letters: T block_size, C channels (n_embd), H query heads, D head size. All sizes are in bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import STACK
-from accel_gpt.cost.devices import device_memory, peak_flops
-from accel_gpt.cost.flops import (
+from accel_gpt.config.plan import fitting_sizes, with_size
+from accel_gpt.cost.flops import hidden_matrices, parameter_counts
+from accel_gpt.model.sizes import (
     FLOAT_BYTES,
     WHOLE_LOGITS,
     activates_twice,
     chunk_tokens,
-    hidden_matrices,
     logit_work_bytes,
     padded_vocab_size,
-    parameter_counts,
 )
+from accel_gpt.training.devices import device_memory, peak_flops
 
 DOUBLE_BYTES = 8  # float64
-# MiB of gradients in an all-reduce of DDP. A block of GPT-2 124M has 7.1 million parameters, and so
-# 28 MB of gradients. At PyTorch's 25 MiB (26 MB) each block is a bucket: 13 buckets in all. DDP
-# splits a compiled model between them, into 14 graphs. At 100 MiB there are 4 buckets and 5 graphs.
-BUCKET_MIB = 100
 # While Muon orthogonalizes a stack, it holds 3 copies of it and 2 of its Gram matrices. While it
 # updates a weight, it holds the stack and 7 copies of the weight. tests/cost/test_memory.py
 STACKS = 3
@@ -41,7 +37,6 @@ GAP_SHARE_CPU = 0.2
 # Assumption, for the CUDA context, the workspaces of cuBLAS and NCCL, and gaps
 LIBRARIES_CUDA_BYTES = 1_500_000_000
 GATHERED_BLOCKS = 2  # blocks that FSDP holds unsharded at once: the current and the next
-LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch that is considered
 
 
 @dataclass(frozen=True)
@@ -49,18 +44,15 @@ class Machine:
     """The devices of a planned run. Each device has one process."""
 
     devices: int  # on all nodes together
-    gpu: str | None  # a name that `cost/devices.py` finds; None: CPUs
+    gpu: str | None  # a name that `training/devices.py` finds; None: CPUs
     memory_bytes: float | None  # memory of one device; None: unknown
-    sharded: bool  # FSDP or HSDP
+    sharded: bool  # FSDP
     precision: str  # no, bf16, fp16 or fp8
-    precision_source: str  # the option or rule that chose the precision
-    nodes: int = 1
-    replicas: int = 1  # HSDP: groups of devices; each group holds the whole model
 
     @property
     def shards(self) -> int:
         """Return the number of devices that share one copy of the model and optimizer."""
-        return self.devices // self.replicas if self.sharded else 1
+        return self.devices if self.sharded else 1
 
     @property
     def product_bytes(self) -> int:
@@ -89,15 +81,16 @@ class Machine:
         return peak_flops(self.gpu, self.dtype(matmul_precision))
 
     def __str__(self) -> str:
-        """Describe the machine: `8 x h100, ddp, bf16`, or `2 nodes of 8 x h100, hsdp, bf16`."""
-        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
-        words = [f"{nodes}{self.devices // self.nodes} x {self.gpu or 'CPU process'}"]
-        if self.devices > 1 and not self.sharded:
-            words.append("ddp")
-        elif self.devices > 1:
-            words.append("fsdp" if self.replicas == 1 else "hsdp")
+        """Describe the machine: `8 x h100, ddp, bf16`."""
+        words = [f"{self.devices} x {self.gpu or 'CPU process'}"]
+        if self.devices > 1:
+            words.append("fsdp" if self.sharded else "ddp")
         words.append("float32" if self.precision == "no" else self.precision)
         return ", ".join(words)
+
+    def holds(self, size: float) -> bool | None:
+        """Return whether `size` bytes fit into the memory of a device; None if it is unknown."""
+        return None if self.memory_bytes is None else size <= self.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -402,24 +395,10 @@ def logits_bytes(config: Config, vocab_size: int, tokens: int, machine: Machine)
 # --------------------------------------------------------------------------- what fits
 
 
-def fitting_sizes(config: Config, devices: int) -> list[int]:
-    """List the values of train.micro_batch_size that divide the step, largest first."""
-    sequences, rest = divmod(config.train.tokens_per_step, config.model.block_size * devices)
-    if rest:
-        return []
-    largest = min(sequences, LARGEST_MICRO_BATCH)
-    return [size for size in range(largest, 0, -1) if sequences % size == 0]
-
-
-def with_size(config: Config, size: int) -> Config:
-    """Return `config` with another train.micro_batch_size."""
-    return replace(config, train=replace(config.train, micro_batch_size=size))
-
-
 def largest_size(config: Config, vocab_size: int, machine: Machine) -> int | None:
     """Return the largest train.micro_batch_size that fits; None if not even the smallest does."""
     for size in fitting_sizes(config, machine.devices):
         needed = footprint(with_size(config, size), vocab_size, machine).total
-        if machine.memory_bytes and needed <= machine.memory_bytes:
+        if machine.holds(needed):
             return size
     return None

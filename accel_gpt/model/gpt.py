@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.cost.flops import padded_vocab_size, training_flops
 from accel_gpt.errors import require
 from accel_gpt.model.documents import attention_mask, positions
 from accel_gpt.model.layers import (
@@ -27,6 +26,7 @@ from accel_gpt.model.layers import (
 )
 from accel_gpt.model.loss import Head, autocast_dtype
 from accel_gpt.model.sharding import load_full
+from accel_gpt.model.sizes import padded_vocab_size, training_flops
 
 
 class _SkipInit(TorchFunctionMode):

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.cost.flops import activates_twice
 from accel_gpt.model.documents import attend
+from accel_gpt.model.sizes import activates_twice
 
 
 class RMSNorm(nn.RMSNorm):

@@ -22,12 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.cost.flops import (
-    WHOLE_LOGITS,
-    chunk_tokens,
-    logit_work_bytes,
-    padded_vocab_size,
-)
+from accel_gpt.model.sizes import WHOLE_LOGITS, chunk_tokens, logit_work_bytes, padded_vocab_size
 
 IGNORE = -100
 """Targets with this value do not count in the loss, as in PyTorch and transformers."""

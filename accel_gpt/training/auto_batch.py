@@ -1,25 +1,21 @@
 """Find the largest micro-batch that fits, for `train.micro_batch_size: auto`, before training.
 
-On CUDA, each size is tried on the device. On a CPU, `cost/` computes the memory of each size. No
-rank calls a collective during a trial, so none waits for a rank that ran out of memory. The run's
+On CUDA, each size is tried on the device. On a CPU, a size fits up to `CPU_TOKENS` tokens. No rank
+calls a collective during a trial, so none waits for a rank that ran out of memory. The run's
 `config.yaml` stores the size, and a resumed run keeps the size if it still fits.
 """
 
-import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan, plural
-from accel_gpt.cost.memory import Machine, fitting_sizes, footprint, with_size
+from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.errors import require
-from accel_gpt.launcher import local_world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import set_up_model
@@ -29,8 +25,7 @@ from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.support import REPLICATED
 
 CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption
-CPU_SHARE = 0.8  # of the available memory; the rest is for the system and its cache; assumption
-CGROUPS = Path("/sys/fs/cgroup")  # Linux, version 2
+CPU_TOKENS = 8192  # assumption: on a CPU, larger micro-batches only take more memory
 Fits = Callable[[int], bool]  # whether a micro-batch of this size fits on this rank
 
 
@@ -90,52 +85,10 @@ def largest_fitting(sizes: Sequence[int], fits: Fits) -> int:
 
 
 def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
-    """Return the function that decides whether a size fits.
-
-    On CUDA it tries a step on the device, on a CPU it computes the memory.
-    """
+    """Return the function that decides whether a size fits: on CUDA, it tries a step."""
     if accelerator.device.type == "cuda":
         return lambda size: fits_cuda(with_size(config, size), vocab_size, accelerator)
-    available = available_memory()
-    machine = Machine(
-        devices=accelerator.num_processes,
-        gpu=None,
-        memory_bytes=available,
-        sharded=False,
-        precision=accelerator.mixed_precision,
-        precision_source="accelerate",
-    )
-
-    def fits(size: int) -> bool:
-        return footprint(with_size(config, size), vocab_size, machine).total <= available
-
-    return fits
-
-
-def available_memory() -> float:
-    """Return the bytes that this rank may use: its share of the machine's available memory.
-
-    Control groups of containers and Slurm jobs lower the available memory.
-    """
-    import psutil  # takes 6 ms
-
-    available: float = min(psutil.virtual_memory().available, memory_left_by_cgroups())
-    own: float = psutil.Process().memory_info().rss  # `footprint` counts this memory too
-    return CPU_SHARE * (available / local_world_size() + own)
-
-
-def memory_left_by_cgroups() -> float:
-    """Return the bytes left under the limits of this process's control groups; inf if no limit."""
-    left = float("inf")
-    with contextlib.suppress(OSError):
-        name = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        own = CGROUPS / name.lstrip("/")
-        for folder in (own, *own.parents):
-            with contextlib.suppress(OSError, ValueError):  # no file, or "max": no limit
-                limit = int((folder / "memory.max").read_text())
-                used = int((folder / "memory.current").read_text())
-                left = min(left, limit - used)
-    return left
+    return lambda size: size == 1 or size * config.model.block_size <= CPU_TOKENS
 
 
 def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool:

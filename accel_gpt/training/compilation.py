@@ -17,11 +17,11 @@ from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.cost.devices import MATRIX_UNITS, bf16_instructions, peak_flops
-from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.errors import first_line, require
+from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import earlier_choice
+from accel_gpt.training.devices import MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.training.display import print_line
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.precision import requested_precision
@@ -126,9 +126,9 @@ def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool,
 def estimated_seconds(config: Config, plan: Plan) -> float:
     """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
     device = PartialState().device
-    vocab_size = open_corpus(config).vocab_size
+    gpt = GPT.allocate(config.model, open_corpus(config).vocab_size, "meta")
     tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
-    flops = tokens_per_rank * flops_per_token(config.model, vocab_size)
+    flops = tokens_per_rank * gpt.flops_per_token()
     if device.type == "cpu":
         return flops / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
     if requested_precision(config) != "no":

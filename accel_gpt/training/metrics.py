@@ -19,11 +19,11 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.plan import Plan
-from accel_gpt.cost.devices import peak_flops
-from accel_gpt.cost.flops import mfu
 from accel_gpt.errors import require
 from accel_gpt.files import strict_json, sync, write_all, write_file
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.sizes import mfu
+from accel_gpt.training.devices import peak_flops
 from accel_gpt.training.machine import device_name, memory_gb
 from accel_gpt.training.run_folder import RunFolder, is_number
 

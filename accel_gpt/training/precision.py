@@ -11,9 +11,9 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.cost.devices import FAST_BF16, bf16_instructions, fp16_problem, half_precision
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.checkpoint import earlier_precision
+from accel_gpt.training.devices import FAST_BF16, bf16_instructions, fp16_problem, half_precision
 from accel_gpt.training.display import print_line
 from accel_gpt.training.machine import device_name
 from accel_gpt.training.ranks import on_main

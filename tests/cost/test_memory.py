@@ -159,7 +159,7 @@ def test_the_forecast_is_near_the_tensors_that_are_alive_at_once(
         activation_checkpointing="blocks" if step.get("recompute") else "none",
     )
     data = DataConfig(document_mask=step.get("documents", False))
-    machine = Machine(1, None, None, False, "bf16" if half else "no", "test")
+    machine = Machine(1, None, None, False, "bf16" if half else "no")
     config = Config(model=model, train=train, data=data)
     parts = footprint(config, 2000, machine).parts
     tensors = sum(parts.values()) - LIBRARIES_CPU_BYTES - parts.get("gaps between tensors", 0)
@@ -173,7 +173,7 @@ def test_cuda_allocates_what_is_planned(preset: str, half: bool) -> None:
     shape = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256}
     model = ModelConfig(**{**shape, **PRESETS[preset]})
     train = TrainConfig(16 * 256, micro_batch_size=16, max_steps=1)
-    machine = Machine(1, "h100", None, False, "bf16" if half else "no", "test")
+    machine = Machine(1, "h100", None, False, "bf16" if half else "no")
     planned = footprint(Config(model=model, train=train), 8192, machine)
     torch.ones(16, 16, device="cuda", requires_grad=True).mm(torch.ones(16, 16, device="cuda"))
     torch.cuda.empty_cache()
@@ -208,10 +208,6 @@ code = run_main(train.main, sys.argv[1:])
 print(json.dumps([code, before, resident("VmHWM")]))
 """
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "4 x 128, T 64, wide": (
-        {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
-        {"tokens_per_step": 12288, "micro_batch_size": 192},
-    ),
     "6 x 384, T 256": (
         {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
         {"tokens_per_step": 2048, "micro_batch_size": 8},

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_gpt.cost.flops import chunk_tokens, logit_work_bytes, padded_vocab_size
 from accel_gpt.model import loss as module
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import (
@@ -23,6 +22,7 @@ from accel_gpt.model.loss import (
     chunked_next_token_loss,
     chunked_sequence_losses,
 )
+from accel_gpt.model.sizes import chunk_tokens, logit_work_bytes, padded_vocab_size
 from tests.conftest import THREADS, tiny
 
 VOCAB, ROWS, C = 100, 128, 32

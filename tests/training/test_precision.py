@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from accel_gpt import train
 from accel_gpt.config.experiment import Config, TrainConfig
-from accel_gpt.cost import devices
 from accel_gpt.errors import UserError
-from accel_gpt.training import compilation, precision
+from accel_gpt.training import compilation, devices, precision
 from tests.conftest import QUIET, launch
 from tests.test_train import records
 
@@ -317,7 +316,7 @@ def test_a_broken_compiler_is_one_sentence(
 ) -> None:
     script = (
         "import sys\n"
-        "from accel_gpt.cost import devices\n"
+        "from accel_gpt.training import devices\n"
         "from accel_gpt.training import compilation\n"
         "devices.cpu_flags = lambda: frozenset(['amx_bf16'])\n"
         "compilation.estimated_seconds = lambda *_: 1e6\n"

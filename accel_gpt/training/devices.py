@@ -17,65 +17,59 @@ class Device(NamedTuple):
     """A row of the table `DEVICES`."""
 
     memory_gb: tuple[int, ...]  # all sizes, the smallest first
-    link_speed: float  # bytes per second to the other devices of a node, in one direction
     rates: Mapping[str, float]  # FLOP/s by dtype
 
 
-def _device(*memory_gb: int, link: float, **teraflops: float) -> Device:
+def _device(*memory_gb: int, **teraflops: float) -> Device:
     rates = {dtype: rate * 1e12 for dtype, rate in teraflops.items()}
-    return Device(memory_gb, link * 1e9, types.MappingProxyType(rates))
+    return Device(memory_gb, types.MappingProxyType(rates))
 
 
 # A key holds the words that distinguish a device from similar ones. Units of a row:
 # - memory: GB. A device of "80 GB" reports slightly more than 80e9 bytes, so estimates have room.
-# - link: GB/s of NVLink, xGMI or PCIe. Data sheets add both directions; this is one of them.
 # - rates: teraFLOP/s without sparsity. Rates that data sheets quote "with sparsity" are halved.
 #   bf16, fp16 and fp8 accumulate in float32.
 DEVICES: Mapping[str, Device] = types.MappingProxyType(
     {
         # NVIDIA B200, HGX B200 data sheet (2024), one of 8 GPUs
-        "b200": _device(180, link=900, fp8=4500, bf16=2250, fp16=2250),
+        "b200": _device(180, fp8=4500, bf16=2250, fp16=2250),
         # NVIDIA H200 SXM data sheet (2024)
-        "h200": _device(141, link=450, fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
+        "h200": _device(141, fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
         # NVIDIA H100 data sheet (2023), SXM5 and PCIe columns
-        "h100": _device(80, link=450, fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
-        "h100 pcie": _device(80, link=64, fp8=1513, bf16=756.5, fp16=756.5, tf32=378, fp32=51),
+        "h100": _device(80, fp8=1979, bf16=989.5, fp16=989.5, tf32=494.5, fp32=67),
+        "h100 pcie": _device(80, fp8=1513, bf16=756.5, fp16=756.5, tf32=378, fp32=51),
         # NVIDIA A100 data sheet (2021); the same for SXM4 and PCIe
-        "a100": _device(40, 80, link=300, bf16=312, fp16=312, tf32=156, fp32=19.5),
+        "a100": _device(40, 80, bf16=312, fp16=312, tf32=156, fp32=19.5),
         # NVIDIA A10 data sheet (2021); the A10G of AWS is another chip
-        "a10": _device(24, link=32, bf16=125, fp16=125, tf32=62.5, fp32=31.2),
+        "a10": _device(24, bf16=125, fp16=125, tf32=62.5, fp32=31.2),
         # NVIDIA A30 data sheet (2021)
-        "a30": _device(24, link=32, bf16=165, fp16=165, tf32=82, fp32=10.3),
+        "a30": _device(24, bf16=165, fp16=165, tf32=82, fp32=10.3),
         # NVIDIA A40 data sheet (2021)
-        "a40": _device(48, link=32, bf16=149.7, fp16=149.7, tf32=74.8, fp32=37.4),
+        "a40": _device(48, bf16=149.7, fp16=149.7, tf32=74.8, fp32=37.4),
         # NVIDIA GA102 white paper (2021), appendices A and C
-        "rtx a6000": _device(48, link=32, bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
-        "rtx 3080": _device(10, link=32, bf16=59.5, fp16=59.5, tf32=29.8, fp32=29.8),
-        "rtx 3090": _device(24, link=32, bf16=71, fp16=71, tf32=35.6, fp32=35.6),
+        "rtx a6000": _device(48, bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
+        "rtx 3080": _device(10, bf16=59.5, fp16=59.5, tf32=29.8, fp32=29.8),
+        "rtx 3090": _device(24, bf16=71, fp16=71, tf32=35.6, fp32=35.6),
         # NVIDIA L4, L40 and L40S data sheets (2023)
-        "l4": _device(24, link=32, fp8=242.5, bf16=121, fp16=121, tf32=60, fp32=30.3),
-        "l40": _device(48, link=32, fp8=362, bf16=181, fp16=181, tf32=90.5, fp32=90.5),
-        "l40s": _device(48, link=32, fp8=733, bf16=362, fp16=362, tf32=183, fp32=91.6),
+        "l4": _device(24, fp8=242.5, bf16=121, fp16=121, tf32=60, fp32=30.3),
+        "l40": _device(48, fp8=362, bf16=181, fp16=181, tf32=90.5, fp32=90.5),
+        "l40s": _device(48, fp8=733, bf16=362, fp16=362, tf32=183, fp32=91.6),
         # NVIDIA Ada GPU architecture white paper (2022), appendix A
-        "rtx 4080": _device(16, link=32, fp8=194.9, bf16=97.5, fp16=97.5, tf32=48.7, fp32=48.7),
-        "rtx 4090": _device(24, link=32, fp8=330.3, bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),
+        "rtx 4080": _device(16, fp8=194.9, bf16=97.5, fp16=97.5, tf32=48.7, fp32=48.7),
+        "rtx 4090": _device(24, fp8=330.3, bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),
         # NVIDIA RTX 6000 Ada Generation data sheet (2022)
-        "rtx 6000 ada": _device(
-            48, link=32, fp8=728.5, bf16=364.2, fp16=364.2, tf32=182.1, fp32=91.1
-        ),
+        "rtx 6000 ada": _device(48, fp8=728.5, bf16=364.2, fp16=364.2, tf32=182.1, fp32=91.1),
         # NVIDIA RTX Blackwell GPU architecture white paper (2025), appendix A
-        "rtx 5090": _device(32, link=64, fp8=419, bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8),
+        "rtx 5090": _device(32, fp8=419, bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8),
         # NVIDIA Turing GPU architecture white paper (2018), appendix A, reference clock; no bf16
-        "rtx 2080 ti": _device(11, link=16, fp16=53.8, fp32=13.4),
+        "rtx 2080 ti": _device(11, fp16=53.8, fp32=13.4),
         # NVIDIA V100 data sheet (2020), SXM2 and PCIe columns; no bf16
-        "v100 sxm2": _device(16, 32, link=150, fp16=125, fp32=15.7),
-        "v100": _device(16, 32, link=16, fp16=112, fp32=14),
+        "v100 sxm2": _device(16, 32, fp16=125, fp32=15.7),
+        "v100": _device(16, 32, fp16=112, fp32=14),
         # NVIDIA T4 data sheet (2019); no bf16
-        "t4": _device(16, link=16, fp16=65, fp32=8.1),
+        "t4": _device(16, fp16=65, fp32=8.1),
         # AMD Instinct MI300X data sheet (2023)
-        "mi300x": _device(
-            192, link=448, fp8=2614.9, bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4
-        ),
+        "mi300x": _device(192, fp8=2614.9, bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4),
     }
 )
 

@@ -1,0 +1,318 @@
+"""`accel-gpt plan`: every shipped config, the arithmetic, one sentence for a mistake."""
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.config.parse import load_config
+from accel_gpt.console import format_hours, run_main
+from accel_gpt.cost.flops import flops_per_token, parameter_counts
+from accel_gpt.cost.planning import evaluation_tokens
+from accel_gpt.data.shards import open_split
+from accel_gpt.data.tokenizer import CharsTokenizer
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.sizes import padded_vocab_size
+from accel_gpt.transformers_io.pretrained import inherit_published
+from tests.conftest import tiny
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+GPT2 = str(next(path for path in CONFIGS if path.stem == "gpt2_124m"))
+OPTIONS = {"llama_7b": ("--gpus", "8", "--distribution", "fsdp")}  # from its comments
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
+    """Return the report as JSON."""
+    code = run_main(dispatch, ["plan", *map(str, words), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (report["memory"]["fits"] is False)
+    return report
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """Return the one sentence on stderr."""
+    assert run_main(dispatch, ["plan", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- size and FLOPs
+
+SHAPES = {
+    "gpt2": tiny(),
+    "no bias": tiny(bias=False),
+    "untied, grouped": tiny(tie_embeddings=False, n_kv_head=2),
+    "rmsnorm with biases": tiny(norm="rmsnorm", mlp="swiglu", mlp_hidden=48),
+    "llama grouped, tied": tiny("llama", n_kv_head=1, tie_embeddings=True),
+    "qwen3 grouped, wide heads": tiny("qwen3", n_kv_head=2, head_dim=12),
+    "fast": tiny("fast"),
+}
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_counts_and_flops_equal_those_of_the_model(config: ModelConfig) -> None:
+    model = GPT(config, 65)
+    counts = parameter_counts(config, 65)
+    padded = [p for name, p in model.named_parameters() if name.startswith(("wte", "head"))]
+    assert counts["total"] == model.parameter_count()
+    assert counts["total"] - counts["total_unpadded"] == sum(p[65:].numel() for p in padded)
+    assert flops_per_token(config, 65) == model.flops_per_token()
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "n_head", "n_embd", "expected"),
+    [(12, 12, 768, 124_439_808), (48, 25, 1600, 1_557_611_200)],
+)
+def test_counts_of_gpt2_are_the_published_ones(
+    n_layer: int, n_head: int, n_embd: int, expected: int
+) -> None:
+    config = ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    assert parameter_counts(config, 50257)["total_unpadded"] == expected
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_flops_equal_those_that_torch_counts(preset: str) -> None:
+    """On the meta device, with a vocabulary that needs no padding."""
+    shape = {"n_layer": 2, "n_head": 12, "n_kv_head": 4, "n_embd": 768, "block_size": 1024}
+    config = ModelConfig(**{**shape, **PRESETS[preset]})  # type: ignore[arg-type]  # mixed
+    vocab_size = padded_vocab_size(50257)
+    with torch.device("meta"):
+        model = GPT(config, vocab_size)
+        tokens = torch.empty(1, config.block_size, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        # per sequence, so that the loss is not computed in chunks, which the counter does not see
+        model(tokens, tokens, per_sequence=True).sum().backward()
+    counted = counter.get_total_flops() / config.block_size
+    assert model.flops_per_token() == pytest.approx(counted, rel=0.02)
+    padding = 6 * (vocab_size - 50257) * config.n_embd
+    assert model.flops_per_token() - flops_per_token(config, 50257) == padding
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_that_is_shipped(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(path), *OPTIONS.get(path.stem, ()))
+    report = plan(capsys, *words, "--gpu", "h200", "--train.mixed_precision", "bf16")
+    assert report["memory"]["fits"] is True
+    assert run_main(dispatch, ["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert f"{report['parameters']['total']:,}" in text
+    assert "memory of the device is unknown; give --gpu or --memory_gb" in text
+
+
+def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--gpus", 8, "--gpu", "h100", "--mfu", 0.5, "--price", 2)
+    report = plan(capsys, GPT2, *options, "--train.mixed_precision=bf16")
+    length, time, disk = report["length"], report["time"], report["disk"]
+    assert (length["steps"], length["tokens"]) == (19_074, 19_074 * 524_288)
+    rate = 0.5 * 989.5e12 * 8 / length["flops_per_token"]
+    assert time["tokens_per_second"] == pytest.approx(rate)
+    assert time["mfu"] == pytest.approx(0.5)
+    # of val and train, every 250 of 19,074 steps and at the last; forward only
+    evaluated = 77 * (10_485_760 + 524_288) / 3
+    assert time["hours"] == pytest.approx((length["tokens"] + evaluated) / rate / 3600)
+    assert time["cost"] == pytest.approx(time["hours"] * 8 * 2)
+    assert disk["data_read"] == 19_074 * 512 * 1025 * 2
+    assert disk["checkpoint"] == 12 * report["parameters"]["total"]
+    assert disk["checkpoints_kept"] == 3
+    measured = plan(capsys, GPT2, "--tokens_per_second", 1000)["time"]
+    assert measured["device_hours"] == pytest.approx((length["tokens"] + evaluated) / 3.6e6)
+
+
+def held(capsys: pytest.CaptureFixture[str], *words: Any, precision: str = "no") -> dict[str, int]:
+    asked = (GPT2, "--train.mixed_precision", precision, *words)
+    parts: dict[str, int] = plan(capsys, *asked)["memory"]["parts"]
+    return parts
+
+
+def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixture[str]) -> None:
+    total = parameter_counts(Config().model, 50257)["total"]
+    alone = held(capsys, "--gpu", "h100")
+    assert (alone["weights"], alone["optimizer"]) == (4 * total, 8 * total)
+    assert alone["gradients"] == 4 * total  # from earlier micro-steps
+    assert "gradient buckets of ddp" not in alone
+    ddp = held(capsys, "--gpu", "h100", "--gpus", 8)
+    assert ddp["gradient buckets of ddp"] == ddp["gradients"] == 4 * total
+    # one micro-step: gradients lie in the buckets
+    assert "gradients" not in held(capsys, "--gpu", "h100", "--gpus", 16)
+    sharded = ("--gpu", "h100", "--gpus", 8, "--distribution", "fsdp")
+    fsdp = held(capsys, *sharded)
+    assert fsdp["weights"] == 4 * total // 8
+    assert fsdp["gradients not yet reduced"] == 4 * total
+    synced = held(capsys, *sharded, "--train.sync_each_batch", "true")
+    assert "gradients not yet reduced" not in synced
+    bf16 = held(capsys, "--gpu", "h100", precision="bf16")
+    assert alone["activations"] / 2 < bf16["activations"] < alone["activations"]
+    hidden = 2 * 32 * 1024 * 768  # their gradient is as wide as what the head takes
+    assert bf16["logits and loss"] == alone["logits and loss"] - hidden  # chunks of equal size
+    blocks = held(capsys, "--gpu", "h100", "--train.activation_checkpointing", "blocks")
+    kept = 4 * 32 * 1024 * 768
+    assert 12 * kept < blocks["activations"] < 16 * kept < alone["activations"] / 9
+    exact = held(capsys, "--train.reproducible", "true", "--train.compile", "false")
+    assert exact["exact gradients"] == 8 * total
+    assert "gradients" not in exact
+    saved = held(capsys, "--checkpoint.async_save", "true")
+    assert saved["snapshot of async_save"] == 12 * total
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gpt2_774m --gpus 8 --gpu rtx_4090",
+        "gpt2_124m --gpus 2 --gpu l40 --memory_gb 4 --train.mixed_precision no",
+        "gpt2_1558m --gpus 8 --gpu v100",
+        "gpt2_350m --gpu t4 --train.mixed_precision no",
+    ],
+)
+def test_the_named_settings_make_a_run_fit(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = words.split()
+    tried = plan(capsys, *asked)["memory"]["try"]
+    assert run_main(dispatch, ["plan", *asked]) == 1
+    settings = " ".join(tried["settings"])
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert f"It does not fit. It fits with {settings}" in told
+    last_wins = dict(zip(settings.split()[::2], settings.split()[1::2], strict=True))
+    kept = [word for pair in last_wins.items() for word in pair]
+    given = [*asked[:1], *options_without(asked[1:], last_wins), *kept]
+    memory = plan(capsys, *given)["memory"]
+    assert (memory["fits"], memory["total"]) == (True, tried["total"])
+
+
+def options_without(words: list[str], names: dict[str, str]) -> list[str]:
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return [word for name, value in pairs if name not in names for word in (name, value)]
+
+
+def test_a_run_that_no_settings_make_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(dispatch, ["plan", "gpt2_1558m", "--gpu", "rtx_4090"]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    settings = "--train.activation_checkpointing blocks --train.micro_batch_size 1"
+    assert f"no settings make it fit; {settings}" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [
+        ("--gpu t4", "1 x t4, fp16"),
+        ("--gpu v100 --gpus 8 --distribution fsdp", "8 x v100, fsdp, float32"),
+        ("--gpu a100 --gpus 2", "2 x a100, ddp, bf16"),
+    ],
+)
+def test_auto_plans_with_the_precision_that_the_gpu_has(
+    words: str, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(capsys, GPT2, *words.split())["machine"] == machine
+
+
+@pytest.mark.parametrize(("flags", "shown"), [((), "float32"), (("amx_bf16",), "bf16")])
+def test_auto_is_the_precision_of_this_cpu(
+    flags: tuple[str, ...],
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("accel_gpt.training.devices.cpu_flags", lambda: frozenset(flags))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    found = plan(capsys, GPT2, "--train.mixed_precision", "auto")
+    assert found["machine"] == f"1 x CPU process, {shown}"
+
+
+def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (GPT2, "--gpu", "h100", "--train.micro_batch_size")
+    largest = plan(capsys, *asked, 1)["memory"]["largest_micro_batch_size"]
+    assert plan(capsys, *asked, largest)["memory"]["fits"] is True
+    assert plan(capsys, *asked, 2 * largest)["memory"]["fits"] is False
+    assert plan(capsys, *asked, "auto")["length"]["micro_batch_size"] == largest
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--gpu h10", "--gpu h10 is not in the table of devices; did you mean h100?"),
+        ("--mfu 0.4", "the peak FLOP/s of 1 x CPU process"),
+        ("--gpu t4 --train.mixed_precision bf16", "is bf16, but t4 does not support it"),
+        ("--train.mixed_precision fp16", "is fp16, but a CPU does not support it"),
+        ("--model.init_from gpt2-xl", "gpt2-xl, which model.init_from names, has 48"),
+    ],
+)
+def test_mistakes(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told in mistake(capsys, GPT2, *words.split())
+
+
+# --------------------------------------------------------------------------- data
+
+
+def test_the_vocabulary_is_that_of_data_tokenizer_or_option(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: {corpus}}}\ntrain: {{max_steps: 9, tokens_per_step: 16384}}\n")
+    assert plan(capsys, path)["vocabulary"] == {"tokens": 257, "source": str(corpus)}
+    away = ("--data.train", tmp_path / "away")
+    assert "away is not prepared; set model.vocab_size" in mistake(capsys, path, *away)
+    assert plan(capsys, path, *away, "--vocab_size", 99)["vocabulary"]["tokens"] == 99
+    assert plan(capsys, path, *away, "--data.tokenizer", "gpt2")["vocabulary"]["tokens"] == 50257
+    bpe = ("--data.prepare.source=stdlib", "--data.prepare.tokenizer=bpe")
+    assert plan(capsys, path, *away, *bpe)["vocabulary"]["tokens"] == 4096
+    CharsTokenizer("abcde").save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    assert plan(capsys, path, *away, "--data.tokenizer", file)["vocabulary"]["tokens"] == 5
+
+
+def test_the_vocabulary_of_another_projects_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """nanoGPT's: raw ids, and the characters in meta.pkl."""
+    folder, path = tmp_path / "chars", tmp_path / "config.yaml"
+    folder.mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.arange(60, dtype="<u2").tofile(folder / name)
+    chars = {chr(65 + i): i for i in range(60)}
+    meta = {"vocab_size": 60, "stoi": chars, "itos": {i: c for c, i in chars.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    path.write_text(f"data: {{train: {folder}}}\ntrain: {{max_steps: 9, tokens_per_step: 16384}}\n")
+    assert plan(capsys, path)["vocabulary"] == {"tokens": 60, "source": str(folder)}
+
+
+def test_every_split_that_is_evaluated_takes_its_time(corpus: Path, tmp_path: Path) -> None:
+    """Each named val set has its own budget, and the last step may read all of it."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: {corpus}}}\neval: {{every: 4, tokens: 512}}\n")
+
+    def tokens(*words: str) -> int | None:
+        return evaluation_tokens(load_config([str(path), *words], "test"), 12)
+
+    train, val = (open_split(corpus, name).tokens for name in ("train", "val"))
+    sets = ("--data.val", f"{{web: {corpus}, code: {corpus}}}")
+    assert tokens() == 3 * (512 + 512)
+    assert tokens(*sets, "--eval.whole_at_end", "true") == 3 * (512 + 2 * 512) + 2 * val
+    assert tokens("--eval.tokens", "10000") == 3 * (10_000 + val)
+    assert tokens(*sets, "--eval.tokens", "null") == 3 * (train + 2 * val)
+    away = ("--data.val", str(tmp_path / "away"))
+    assert tokens(*away) == 3 * (512 + 512)
+    assert tokens(*away, "--eval.tokens", "null") is None
+
+
+def test_times_are_written_as_people_do() -> None:
+    given = (0.01, 0.4, 1.995, 2.17, 80.0)
+    assert [*map(format_hours, given)] == ["36 s", "24 min", "2 h 0 min", "2 h 10 min", "3.3 days"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_flops_of_every_config_equal_those_of_its_model(path: Path) -> None:
+    config = load_config([str(path)], "test", inherit_published).model
+    config = replace(config, n_layer=min(config.n_layer, 3))  # all layers are alike
+    model = GPT.allocate(config, 50257, "meta")
+    assert flops_per_token(config, 50257) == model.flops_per_token()

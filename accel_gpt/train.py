@@ -1,4 +1,4 @@
-"""Train a GPT: set up a run, make its steps, save, evaluate and roll back.
+"""Train a GPT: set up a run, make its steps, save and evaluate.
 
     accelerate launch --config_file accelerate_config.yaml accel_gpt/train.py CONFIG \\
         [--section.key value ...]
@@ -29,11 +29,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
-from accel_gpt.config.plan import Plan, make_plan
+from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.verify import DataVerifier
-from accel_gpt.errors import DataError
+from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.evals.evaluation import Evaluation, open_evaluation
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.evals.standalone import evaluate_only, start_evaluation
@@ -43,16 +43,16 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.training.accelerator import build_model, keep_freed_memory, start_accelerator
-from accel_gpt.training.anomalies import StepGuard, TooManySkippedError, check_weights
+from accel_gpt.training.anomalies import StepGuard, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
-from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches, skip_excluded
+from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, require_same
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
-from accel_gpt.training.resume import choose_checkpoint, choose_rollback, restore
-from accel_gpt.training.saving import CheckpointWriter
+from accel_gpt.training.resume import choose_checkpoint, restore
+from accel_gpt.training.saving import CheckpointWriter, describe_newest
 from accel_gpt.training.setup import (
     do_not_check,
     new_state,
@@ -280,12 +280,8 @@ def start_from_state(run: Training) -> None:
 def make_step(run: Training, stop: StopSignal) -> bool:
     """Make one step and everything that is due after it; return whether the run must stop."""
     fault_point("step")
-    try:
-        update(run)
-        return after_step(run, stop)
-    except TooManySkippedError:
-        roll_back(run)
-        return finish_resumed_step(run, stop)
+    update(run)
+    return after_step(run, stop)
 
 
 def update(run: Training) -> None:
@@ -297,7 +293,6 @@ def update(run: Training) -> None:
     accelerator = run.accelerator
     plan = run.plan
     state = run.state
-    skip_excluded(run.loader, plan, state)
     set_rates(run.optimizer, run.config, plan, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
@@ -339,8 +334,8 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     record: Record = {}
     pausing = evaluating or saving or sampling
     if logging or pausing:
-        # after too many skipped updates, `flush` raises an error before the step is saved
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
+        check_skipped(run)  # before the step is saved
         if logging:
             record |= metrics
             record["train/lr"] = config.optim.lr * fraction_at(state.step - 1, config, run.plan)
@@ -357,6 +352,23 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         if not stopping:
             stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=saving)
     return stopping
+
+
+def check_skipped(run: Training) -> None:
+    """Raise `DivergedError` on all ranks after `train.max_skipped` skipped updates in a row."""
+    if not run.guard.too_many_skipped:
+        return
+    run.writer.wait()
+    newest = describe_newest(run.writer.out_dir)
+    row = run.guard.skipped_in_row
+    end = row[-1] + run.plan.sequences_per_step
+    raise DivergedError(
+        f"the updates of {plural(len(row), 'step')} in a row, up to step {run.guard.step:,}, were "
+        f"skipped (sequences {row[0]:,} to {end - 1:,}), and {newest}; "
+        "launch again with a lower optim.lr, a higher schedule.warmup_steps or "
+        "train.mixed_precision bf16, or resume from an earlier checkpoint with checkpoint.resume "
+        "in another out_dir"
+    )
 
 
 def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
@@ -467,22 +479,6 @@ def save(run: Training, must_succeed: bool) -> None:
         run.writer.save_last(state, run.gpt, run.optimizer)
     else:
         run.writer.save(state, run.gpt, run.optimizer)
-
-
-def roll_back(run: Training) -> None:
-    """Restore the last checkpoint before the skipped updates, and exclude their batches.
-
-    A run rolls back to a checkpoint at most once.
-    """
-    log = run.reporter.log
-    run.writer.wait()
-    run.state.collect(run.guard.state_dict())
-    path, excluded = choose_rollback(run.config, run.plan, run.state, log)
-    run.loader.close()
-    run.state = restore(run.accelerator, path, run.state, run.gpt, run.optimizer, log)
-    run.state.excluded = excluded
-    start_from_state(run)
-    run.reporter.roll_back(run.state)
 
 
 if __name__ == "__main__":

@@ -127,11 +127,10 @@ class TrainConfig(
     )
     max_skipped: int = option(
         20,
-        "Number of skipped steps in a row that makes the run roll back to the last checkpoint "
-        "before them and exclude their batches. A step is skipped if its loss or gradient is not "
-        "finite, or if skip_spikes is true and its loss is a spike. The roll back happens when a "
-        "step is next logged, evaluated, sampled or saved. A second roll back to the same "
-        "checkpoint ends the run with an error.",
+        "Number of skipped steps in a row that ends the run with exit code 5. A step is skipped if "
+        "its loss or gradient is not finite, or if skip_spikes is true and its loss is a spike. "
+        "The run ends when a step is next logged, evaluated, sampled or saved; that step is not "
+        "saved.",
         above=0,
     )
     spike_sigma: float = option(

@@ -21,11 +21,7 @@ from accel_gpt.training.support import REPLICATED
 SPIKE_WINDOW = 128  # steps; as in the trainer of OLMo 2 (2025)
 # Relative difference of the norms of equal float32 weights on two kinds of processors; assumption
 NORM_TOLERANCE = 1e-5
-NAMED = 8  # most warnings of one flush, and most ranges in one message
-
-
-class TooManySkippedError(Exception):
-    """Raised after `train.max_skipped` skipped updates in a row: the run must roll back."""
+NAMED = 8  # most warnings of one flush
 
 
 class StepGuard:
@@ -39,6 +35,7 @@ class StepGuard:
         self.config = config
         self.window = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # of finite losses
         self.pending: list[tuple[int, int, Tensor]] = []  # step, first sequence, results (4,)
+        self.step = 0  # the last step that `flush` read
         self.skipped = 0
         self.spikes = 0
         self.skipped_in_row: list[int] = []  # first sequence of each update in the row
@@ -69,8 +66,8 @@ class StepGuard:
     def flush(self, log: Callable[[str], None]) -> dict[str, float]:
         """Count and log the anomalies since the last flush; return the metrics of the last step.
 
-        Waits for the device. Raises `TooManySkippedError` after `train.max_skipped` skipped updates
-        in a row.
+        Waits for the device. After `train.max_skipped` skipped updates in a row, ignores later
+        steps: the run ends.
         """
         rows = torch.stack([results for _, _, results in self.pending]).tolist()
         steps = [(step, sequence) for step, sequence, _ in self.pending]
@@ -88,9 +85,9 @@ class StepGuard:
             self.spikes += int(spike)
             self.skipped += int(skip)
             self.skipped_in_row = [*self.skipped_in_row, sequence] if skip else []
-            if len(self.skipped_in_row) >= self.config.max_skipped:
-                # ignore later steps: the excluded sequences must not depend on log.every
-                raise TooManySkippedError
+            self.step = step
+            if self.too_many_skipped:
+                break
         self.train_loss = loss if math.isfinite(loss) else None
         return {
             "train/loss": loss,
@@ -98,6 +95,11 @@ class StepGuard:
             "train/skipped": self.skipped,
             "train/spikes": self.spikes,
         }
+
+    @property
+    def too_many_skipped(self) -> bool:
+        """Return whether `train.max_skipped` updates in a row were skipped."""
+        return len(self.skipped_in_row) >= self.config.max_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON, by the field names of `TrainState`."""
@@ -117,26 +119,6 @@ class StepGuard:
         self.spikes = state["spikes"]
         self.skipped_in_row = state["skipped_in_row"]
         self.train_loss = state["train_loss"]
-
-
-def ranges(starts: list[int], length: int) -> list[list[int]]:
-    """Return the ranges [first, end) of batches, with adjacent batches merged.
-
-    Each batch has `length` sequences. `starts` holds their first sequences, ascending.
-    """
-    merged: list[list[int]] = []
-    for start in starts:
-        if merged and merged[-1][1] == start:
-            merged[-1][1] = start + length
-        else:
-            merged.append([start, start + length])
-    return merged
-
-
-def format_ranges(spans: list[list[int]]) -> str:
-    """Format ranges by their first and last sequence: `1,024 to 1,055, 2,048 to 2,079`."""
-    named = [f"{first:,} to {end - 1:,}" for first, end in spans[:NAMED]]
-    return ", ".join(named) + (", ..." if len(spans) > NAMED else "")
 
 
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:

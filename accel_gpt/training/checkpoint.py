@@ -325,11 +325,6 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
     return found
 
 
-def last_outside_skips(states: Mapping[int, TrainState]) -> int | None:
-    """Return the last step whose update was not skipped; None if there is none."""
-    return max((step for step, state in states.items() if not state.skipped_in_row), default=None)
-
-
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
     """Read the config of a checkpoint's model, and its vocabulary size; see `read_model_fields`."""
     fields, vocab_size = read_model_fields(path)

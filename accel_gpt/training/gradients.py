@@ -19,21 +19,9 @@ from accel_gpt.data.order import derive_seed
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.model.sharding import is_sharded
-from accel_gpt.training.state import TrainState
 
 UNITS = 2.0**50  # fixed-point units in 1, for `ExactGradients`
 Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | float]
-
-
-def skip_excluded(loader: Loader, plan: Plan, state: TrainState) -> None:
-    """Advance the loader past the batches in `TrainState.excluded`."""
-    length = plan.sequences_per_step
-    while any(
-        first < state.sequences + length and state.sequences < end for first, end in state.excluded
-    ):
-        for _ in range(plan.accumulation_steps):
-            next(loader)
-        state.sequences += length
 
 
 def micro_batches(

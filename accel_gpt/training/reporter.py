@@ -160,11 +160,6 @@ class Reporter:
             f"{threads}{unknown_peak}"
         )
 
-    def roll_back(self, state: TrainState) -> None:
-        """Drop the records of the steps after `state`."""
-        self.trackers.reopen(state.reported_step + 1)
-        self.cut_back(state)
-
     def cut_back(self, state: TrainState) -> None:
         """Remove the records after `state` from the metrics files; set the clock to `state`."""
         if self.accelerator.is_main_process:

@@ -3,7 +3,6 @@
 Each option says whether it may change between launches: see `Option.resume`.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +27,11 @@ from accel_gpt.config.compare import (
 )
 from accel_gpt.config.experiment import Config, ScheduleConfig
 from accel_gpt.config.parse import build, relocated, to_flat
-from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
+from accel_gpt.config.plan import LENGTH, make_plan, plural
 from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import (
     CheckpointError,
-    DivergedError,
     NewerFormatError,
     UserError,
     first_line,
@@ -45,18 +43,15 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import fraction_at, state_names
 from accel_gpt.records import unknown_key_message
-from accel_gpt.training.anomalies import format_ranges, ranges
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
-    last_outside_skips,
     read_evaluated,
-    read_states,
     set_aside,
     verify,
 )
 from accel_gpt.training.ranks import all_ranks, on_main
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.saving import remove_checkpoint, remove_debris
+from accel_gpt.training.saving import remove_debris
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import moments_of, read_tensors, read_weights
 
@@ -194,10 +189,8 @@ def with_schedule_of(saved: TrainState, config: Config) -> Config:
     )
 
 
-def find_resume(
-    out_dir: Path, resume: str, log: Callable[[str], None], max_step: float = math.inf
-) -> Path | None:
-    """Find and verify the checkpoint to resume from, up to `max_step`; None if there is none.
+def find_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> Path | None:
+    """Find and verify the checkpoint to resume from; None if there is none.
 
     `resume` is the value of `checkpoint.resume`. A path is used only if the run has no checkpoints.
     Otherwise, the newest intact checkpoint is used, and damaged ones are set aside with a warning.
@@ -222,7 +215,7 @@ def find_resume(
         verify(Path(resume))
         return Path(resume)
     damaged = []
-    for path in reversed([path for step, path in own.items() if step <= max_step]):
+    for path in reversed(own.values()):
         try:
             verify(path)
         except CheckpointError as error:
@@ -239,58 +232,6 @@ def find_resume(
             "another out_dir to start from scratch"
         )
     return None
-
-
-def choose_rollback(
-    config: Config, plan: Plan, state: TrainState, log: Callable[[str], None]
-) -> tuple[Path, list[list[int]]]:
-    """Choose the checkpoint to roll back to after too many skipped updates in a row.
-
-    Returns the checkpoint and the ranges [first, end) of all sequences to exclude. Rank 0 chooses
-    for all ranks; a collective.
-
-    Chooses the last checkpoint whose update was not skipped. A signal may have saved a later
-    checkpoint, but the result must not depend on the signal. Removes later checkpoints, since their
-    position includes the excluded sequences.
-
-    Raises `DivergedError` if there is no such checkpoint. Also raises it if the run has rolled back
-    to this checkpoint before, since then the batches are not the cause.
-    """
-
-    def choose() -> tuple[Path, list[list[int]]]:
-        spans = ranges(state.skipped_in_row, plan.sequences_per_step)
-        problem = (
-            f"the updates of {plural(len(state.skipped_in_row), 'step')} in a row were skipped "
-            f"(sequences {format_ranges(spans)})"
-        )
-        advice = "lower optim.lr, raise schedule.warmup_steps or set train.mixed_precision to bf16"
-        out_dir = Path(config.out_dir)
-        states = read_states(out_dir)
-        resume = config.checkpoint.resume  # may be the path that the run started from
-        if resume == "never":
-            resume = "auto"
-        max_step: float = math.inf  # if the run has no checkpoint yet, use the path in `resume`
-        if states:
-            last = last_outside_skips(states)
-            max_step = -1 if last is None else last
-        path = find_resume(out_dir, resume, log, max_step)
-        if path is None:
-            raise DivergedError(f"{problem}, and there is no checkpoint to roll back to; {advice}")
-        saved = read_evaluated(path)
-        reset_best(out_dir, saved)
-        if saved.excluded != state.excluded:
-            raise DivergedError(
-                f"{problem}, although the run had rolled back to {path} and excluded the sequences "
-                f"{format_ranges(state.excluded)}; inspect this data, or {advice}"
-            )
-        for step in states:
-            if saved.step < step <= state.step:
-                remove_checkpoint(out_dir / "checkpoints", step)
-        log(f"WARNING: {problem}; rolling back to {path} and excluding these sequences")
-        return path, saved.excluded + spans
-
-    path, excluded = on_main(choose)
-    return path, excluded
 
 
 def reset_best(out_dir: Path, saved: TrainState) -> None:

@@ -40,7 +40,6 @@ from accel_gpt.files import fault_point, free_bytes, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.checkpoint import (
-    last_outside_skips,
     read_states,
     set_aside,
     verify,
@@ -521,13 +520,12 @@ def name_best_and_prune(
 ) -> None:
     """Write the best step to the file `best`, and remove old checkpoints up to `step`.
 
-    Keeps the `keep_last` newest checkpoints, the last checkpoint whose update was not skipped, and
-    with `keep_best` the best. If the save of the best step failed, keeps the previous best. Ignores
-    checkpoints that `read_states` skips. If a file cannot be written or removed, the next save
-    retries.
+    Keeps the `keep_last` newest checkpoints, and with `keep_best` the best. If the save of the best
+    step failed, keeps the previous best. Ignores checkpoints that `read_states` skips. If a file
+    cannot be written or removed, the next save retries.
     """
     states = {saved: state for saved, state in read_states(out_dir).items() if saved <= step}
-    keep = {*list(states)[-config.keep_last :], last_outside_skips(states)}
+    keep = set(list(states)[-config.keep_last :])
     if config.keep_best:
         if best_step in states:
             with contextlib.suppress(OSError):
@@ -542,16 +540,16 @@ def name_best_and_prune(
 def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) -> list[int]:
     """Remove the oldest checkpoints until a checkpoint of `needed` bytes fits; return their steps.
 
-    Keeps the newest intact checkpoint, the best, and the last checkpoint whose update was not
-    skipped. Removes nothing if there is room already, or if removing would not make enough room.
-    If a `quota` is exceeded, the disk's free bytes do not show it, so removes one checkpoint.
+    Keeps the newest intact checkpoint and the best. Removes nothing if there is room already, or if
+    removing would not make enough room. If a `quota` is exceeded, the disk's free bytes do not show
+    it, so removes one checkpoint.
     """
     paths = RunFolder(out_dir).checkpoints
     states = read_states(out_dir)
     newest = next((step for step in reversed(states) if is_intact(paths[step])), None)
     if newest is None:
         return []
-    kept = {newest, best_step, last_outside_skips(states)}
+    kept = {newest, best_step}
     with contextlib.suppress(ValueError):
         kept.add(int(RunFolder(out_dir).best))
     old = [step for step in states if step < newest and step not in kept]

@@ -45,7 +45,6 @@ class TrainState:
     skipped_in_row: list[int] = field(default_factory=list)
     spikes: int = 0
     losses: list[float] = field(default_factory=list)  # the window for detecting spikes
-    excluded: list[list[int]] = field(default_factory=list)  # skipped sequences: [first, end)
     # of the run
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys

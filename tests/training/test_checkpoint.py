@@ -72,13 +72,6 @@ def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) ->
     assert checkpoint_steps(root) == [2, 4, 100, 200]
 
 
-def test_the_last_one_before_a_row_of_skipped_updates_is_kept(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    fake(root, {1: {}, 2: {}, 3: {"skipped_in_row": [8]}, 4: {"skipped_in_row": [8, 16]}})
-    name_best_and_prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
-    assert checkpoint_steps(root) == [2, 4]
-
-
 def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     root = run / "checkpoints"
     shutil.copytree(root / "step_00000008", root / "step_00000100")

@@ -376,7 +376,6 @@ def launch_child(
     stderr: int | IO[bytes] | IO[str] | None = None,
     own_group: bool = False,
     priority: Literal["normal", "low", "idle"] = "normal",
-    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[str]:
     """Start `python -m MODULE ARGV ...`, by default `accel-gpt ARGV ...`.
 
@@ -389,13 +388,14 @@ def launch_child(
     if processes > 1:
         command += ["-c", TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
     command += ["-m", module, *argv]
+    pass_fds: list[int] = []
     with contextlib.ExitStack() as files:
         if secret is not None:
             reading, writing = os.pipe()
             reader = files.enter_context(open(reading, "rb"))
             writer = files.enter_context(open(writing, "wb", buffering=0))
             command.append(f"/dev/fd/{reading}")
-            pass_fds = [*pass_fds, reading]
+            pass_fds = [reading]
         child = subprocess.Popen(
             command,
             env={**environment_without_launcher(), **(environment or {})},

@@ -42,6 +42,8 @@ from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.publish.copies import restore_from_copy
+from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training.accelerator import build_model, keep_freed_memory, start_accelerator
 from accel_gpt.training.anomalies import StepGuard, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
@@ -58,7 +60,6 @@ from accel_gpt.training.setup import (
     new_state,
     open_run_folder,
     pin_data,
-    restore_from_copy,
     verify_data,
 )
 from accel_gpt.training.state import TrainState
@@ -72,7 +73,6 @@ from accel_gpt.training.stopping import (
     finish_uploads,
 )
 from accel_gpt.training.support import check_trackers
-from accel_gpt.training.uploader import Uploader, open_uploaders
 from accel_gpt.transformers_io.load import load_pretrained, open_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 
@@ -97,7 +97,7 @@ class Training:
     state: TrainState
     reporter: Reporter
     writer: CheckpointWriter
-    uploaders: list[Uploader]  # on rank 0
+    uploader: Uploader | None  # on rank 0
     evaluation: Evaluation
     verifier: DataVerifier
     loader: Loader = field(init=False)
@@ -173,7 +173,8 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
             run.writer.wait()
         stop.saved = stopping
         run.reporter.finish()
-        stopping |= finish_uploads(run.uploaders, accelerator, stop, stopping)
+        finish = run.uploader.finish if run.uploader else None
+        stopping |= finish_uploads(finish, accelerator, stop, stopping)
     stop.ignore()
     display.log(summarize_run(config, plan, run.state, stop.received if stopping else None))
     return PREEMPTED if stopping else 0
@@ -224,14 +225,14 @@ def set_up(
         display=display,
         check_folder=check_folder,
     )
-    uploaders = open_uploaders(config, plan.max_steps, log) if is_main() else []
+    uploader = open_uploader(config, plan.max_steps, log) if is_main() else None
     writer = CheckpointWriter(
         accelerator=accelerator,
         config=config,
         tokenizer=corpus.tokenizer,
         log=log,
         before_publish=reporter.sync,
-        uploaders=uploaders,
+        on_checkpoint=uploader.on_checkpoint if uploader else None,
         check_folder=check_folder,
     )
     run = Training(
@@ -246,7 +247,7 @@ def set_up(
         state=state,
         reporter=reporter,
         writer=writer,
-        uploaders=uploaders,
+        uploader=uploader,
         evaluation=evaluation,
         verifier=verifier,
     )

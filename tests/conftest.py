@@ -87,15 +87,13 @@ def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
 @pytest.fixture
 def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Upload in this process, since a child takes seconds to start. Return the exit codes."""
-    from accel_gpt import cli
-    from accel_gpt.training import copies, uploader
+    from accel_gpt.publish import upload, uploader
 
     codes: list[int] = []
 
     class Child:
         def __init__(self, argv: Sequence[str], module: str, **_: Any) -> None:
-            commands = {"accel_gpt.cli": cli.dispatch, "accel_gpt.training.copies": copies.main}
-            codes.append(run_here(commands[module], argv))
+            codes.append(run_here(upload.main, argv))
 
         def wait(self) -> int:
             return codes[-1]
@@ -104,7 +102,6 @@ def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             """Do nothing: the upload is complete."""
 
     monkeypatch.setattr(uploader, "launch_child", Child)
-    monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
     return codes
 
 

@@ -42,7 +42,7 @@ LEVELS = [
 INNER = {
     *("train", "errors", "console", "files", "launcher", "records"),
     *("config", "cost", "model", "optim", "data", "training", "evals", "prepare"),
-    "transformers_io",
+    *("transformers_io", "publish"),
 }
 # each costs 0.1 to 1 s
 HEAVY = {

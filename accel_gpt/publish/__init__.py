@@ -1,1 +1,1 @@
-"""Publish a run: uploads while it trains, pushes to the Hub, its card, a GGUF file."""
+"""Publish a run: uploads while it trains, pushes to the Hub, the model card, GGUF."""

@@ -6,9 +6,7 @@ A repository holds the exported model, README.md and loss.png, metrics.csv, metr
 tensorboard/. Each push is one commit: on main with a tag step-N, or on the branch `revision`.
 """
 
-import contextlib
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,7 +36,6 @@ REPLACED = (
     "model.safetensors.index.json",
     "tensorboard/events.out.tfevents.*.accel_gpt",
 )
-STALE_SECONDS = 86_400  # no push takes a day; assumption
 PAUSES_SECONDS = (2.0, 4.0, 8.0)  # before each further attempt; assumption
 
 
@@ -53,10 +50,12 @@ def push(
     license: str | None = None,  # noqa: A002 - as the Hub names it
     data_license: str | None = None,
     language: str | None = None,
+    if_missing: bool = False,
 ) -> tuple[int, str]:
     """Push a run, or one checkpoint; return the step and its address.
 
-    `accel-gpt push --help` describes the options. Raises `UserError` if the Hub rejects the push or
+    `accel-gpt push --help` describes the options. `if_missing`: do nothing if the repository has
+    the tag of this step. Raises `UserError` if the Hub rejects the push or
     cannot be reached; `CheckpointError` if the checkpoint is damaged, or if transformers computes
     other values than our model.
     """
@@ -69,7 +68,10 @@ def push(
     verify(path)
     step = read_state(path).step
     with_retries(partial(create_repo, repo, private, revision), repo)  # the Hub may reject it
-    remove_stale_folders(path.parent)
+    if if_missing:
+        known = with_retries(partial(find_step, repo, step), repo)
+        if known is not None:
+            return step, known
     try:
         with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
             folder = Path(temporary) / "upload"
@@ -98,14 +100,6 @@ def push(
     return step, url
 
 
-def remove_stale_folders(root: Path) -> None:
-    """Remove the folders of killed pushes: those too old to be still in use."""
-    for folder in root.glob(".push_*"):
-        with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
 def with_retries(call: Callable[[], T], repo: str) -> T:
     """Call `call`, and retry if the connection breaks; raise other errors at once."""
     for pause in PAUSES_SECONDS:
@@ -126,6 +120,15 @@ def create_repo(repo: str, private: bool, branch: str | None) -> None:
     api.create_repo(repo, private=private, exist_ok=True)
     if branch:
         api.create_branch(repo, branch=branch, exist_ok=True)
+
+
+def find_step(repo: str, step: int) -> str | None:
+    """Return the address of an earlier push of a step, if there is one."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    tags = [ref.name for ref in api.list_repo_refs(repo).tags]
+    return f"{api.endpoint}/{repo}/tree/step-{step}" if f"step-{step}" in tags else None
 
 
 def upload(folder: Path, repo: str, branch: str | None, step: int) -> str:

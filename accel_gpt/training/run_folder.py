@@ -6,7 +6,7 @@
     metrics.csv         the same records as a table
     samples/            step_00001000.txt
     checkpoints/        step_00001000/
-    .copies/, .upload/  checkpoints that wait for an upload; see `uploader.py`
+    .uploading/         links to the checkpoint being uploaded; see `publish/uploader.py`
     data_files.json     SHA-256, size, time and inode of each verified data file
     best                the step of the best checkpoint
     .lock               locked while a process works in the folder

@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ from accel_gpt.training.ranks import all_gather, all_ranks, lost_peer
 from accel_gpt.training.run_folder import RunFolder, step_name
 from accel_gpt.training.state import FORMAT, TrainState
 from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
-from accel_gpt.training.uploader import Uploader
 
 RETRY_SECONDS = 60.0  # pause after a failed save; assumption
 LAST_TRIES = 3  # attempts to save the last checkpoint of a launch
@@ -66,7 +65,7 @@ class CheckpointWriter:
     """Saves the checkpoints of a run, one at a time.
 
     `before_publish` is called on rank 0 before a checkpoint becomes valid, and before a checkpoint
-    is named the best. Each of `uploaders` gets a new checkpoint before older ones are pruned.
+    is named the best. `on_checkpoint` gets each new checkpoint there before older ones are pruned.
 
     `check_folder` raises `BusyError` on rank 0 if the run has lost its folder. Then nothing is
     written or removed there.
@@ -79,7 +78,7 @@ class CheckpointWriter:
         tokenizer: Tokenizer,
         log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
-        uploaders: Sequence[Uploader] = (),
+        on_checkpoint: Callable[[Path], None] | None = None,
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self.accelerator = accelerator
@@ -88,7 +87,7 @@ class CheckpointWriter:
         self.tokenizer = tokenizer
         self.log = log
         self.before_publish = before_publish
-        self.uploaders = uploaders
+        self.on_checkpoint = on_checkpoint
         self.check_folder = check_folder
         self.main = accelerator.is_main_process
         self.group = host_group(config, accelerator)
@@ -331,8 +330,8 @@ class CheckpointWriter:
         if self.has_lost_folder():  # the training thread ends the run
             return
         if problem is None:
-            for uploader in self.uploaders:
-                uploader.on_checkpoint(root / step_name(fields["step"]))
+            if self.on_checkpoint:
+                self.on_checkpoint(root / step_name(fields["step"]))
             name_best_and_prune(
                 out_dir=self.out_dir,
                 config=self.config,

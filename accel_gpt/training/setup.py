@@ -20,8 +20,6 @@ from accel_gpt.data.verify import DataVerifier
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
 from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
-from accel_gpt.training.copies import restore_newest_copy
-from accel_gpt.training.display import print_line
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.ranks import all_gather, all_ranks, on_main, require_all, sees_main
@@ -59,15 +57,6 @@ def meeting_ranks(config: Config) -> Watchdog:
     if world_size() > 1:
         problem += f" at {main_address()}"
     return Watchdog(config.train.init_timeout, INIT, problem)
-
-
-def restore_from_copy(config: Config) -> None:
-    """Download the newest copy in `checkpoint.copy_to` if the run has no checkpoint; a collective.
-
-    Called before `auto` options are resolved, since a resumed run keeps its values.
-    """
-    if config.checkpoint.copy_to:
-        on_main(lambda: restore_newest_copy(config, lambda text: print_line(config, text)))
 
 
 def pin_data(config: Config) -> Config:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -38,7 +38,6 @@ from accel_gpt.launcher import (
 from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
 from accel_gpt.training.display import show_cursor
 from accel_gpt.training.ranks import all_gather
-from accel_gpt.training.uploader import Uploader
 
 # The terminal and the launcher each deliver the same Ctrl-C, at most so far apart; assumption
 SAME_PRESS_SECONDS = 2.0
@@ -320,12 +319,16 @@ class StopSignal:
 
 
 def finish_uploads(
-    uploaders: Iterable[Uploader], accelerator: Accelerator, stop: StopSignal, preempted: bool
+    finish: Callable[[Callable[[], bool]], bool] | None,
+    accelerator: Accelerator,
+    stop: StopSignal,
+    preempted: bool,
 ) -> bool:
     """Wait for the uploads and end the process group; return whether a signal left uploads undone.
 
-    The next launch makes the remaining uploads. If `preempted`, all ranks wait for rank 0: a
-    launcher ends all processes as soon as one exits with code 75.
+    `finish`: `Uploader.finish`, on a rank that uploads. The next launch makes the remaining
+    uploads. If `preempted`, all ranks wait for rank 0: a launcher ends all processes as soon as one
+    exits with code 75.
     """
 
     def interrupted() -> bool:
@@ -333,11 +336,11 @@ def finish_uploads(
 
     if not preempted:
         accelerator.end_training()
-    left = [uploader.finish(interrupted) for uploader in uploaders]
+    left = finish(interrupted) if finish else False
     if preempted:
         all_gather(None, stop.group)
         accelerator.end_training()
-    return any(left)
+    return left
 
 
 def interactive() -> bool:

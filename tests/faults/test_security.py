@@ -297,7 +297,7 @@ def test_damaged_records_of_a_run_are_passed_over(
     run = checkpoint.parents[1]
     for name in ("run.json", "metrics.jsonl", "metrics.csv", "config.yaml"):
         (run / name).write_bytes(content + b"\n")
-    (run / ".upload").write_bytes(content)
+    (run / ".uploading").write_bytes(content)
     assert launch(small_run(*SHORT)) == 0
     assert len(json.loads((run / "run.json").read_text())["launches"]) == 1
 

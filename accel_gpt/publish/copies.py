@@ -2,67 +2,57 @@
 
     {checkpoint.copy_to}/step_00001000/     the files of a checkpoint, its manifest last
 
-`uploader.py` runs this file as a child process that makes one copy:
-
-    python -m accel_gpt.training.copies CHECKPOINT URL KEEP_LAST [--unless_newer]
-
 If a run has no checkpoint, it resumes from the newest intact copy. A copy without a manifest is
 incomplete and is never used. On the Hub, each copy is one commit.
 """
 
 import contextlib
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.console import install_exit_handlers, run_main
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
 from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.display import print_line
+from accel_gpt.training.ranks import on_main
 from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
 
 MANIFEST = "manifest.json"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Copy one checkpoint to a folder or URL; return the exit code."""
-    checkpoint, url, keep_last, *flags = argv
-    install_exit_handlers()
+def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, if_missing: bool = False) -> None:
+    """Copy a checkpoint, then keep only it and the copies before it, at most `keep_last` in all.
+
+    `if_missing`: do nothing if this step or a later one has a complete copy. Raises `UserError` if
+    the store cannot be written.
+    """
     try:
-        copy_checkpoint(Path(checkpoint), url, int(keep_last), unless_newer=bool(flags))
+        store = CopyStore(url)
+        store.create_repository()
+        step = int(checkpoint.name.removeprefix("step_"))
+        copied = store.steps()
+        if if_missing and any(store.is_complete(other) for other in copied if other >= step):
+            return
+        before = [other for other in copied if other < step]
+        kept = [*before, step][-keep_last:]
+        store.write(checkpoint, obsolete=[other for other in copied if other not in kept])
     except UserError:
         raise
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(reason(error)) from None
-    return 0
 
 
-def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, unless_newer: bool) -> None:
-    """Copy a checkpoint, then keep only it and the copies before it, at most `keep_last` in all.
+def restore_from_copy(config: Config) -> None:
+    """Download the newest copy in `checkpoint.copy_to` if the run has no checkpoint; a collective.
 
-    Copies of later steps are left over from before a roll back. `unless_newer`: do nothing if this
-    step or a later one has a complete copy.
+    Called before `auto` options are resolved, since a resumed run keeps its values.
     """
-    step = int(checkpoint.name.removeprefix("step_"))
-    store = CopyStore(url)
-    if store.on_hub:
-        store.create_repository()
-    copied = store.steps()
-    if unless_newer and any(store.is_complete(other) for other in copied if other >= step):
-        return
-    before = [other for other in copied if other < step]
-    kept = [*before, step][-keep_last:]
-    obsolete = [other for other in copied if other not in kept]
-    if store.on_hub:
-        store.commit(checkpoint, obsolete)
-        return
-    store.write(checkpoint)
-    for other in obsolete:
-        store.remove(other)
+    if config.checkpoint.copy_to:
+        on_main(lambda: restore_newest_copy(config, lambda text: print_line(config, text)))
 
 
 def restore_newest_copy(config: Config, log: Callable[[str], None]) -> None:
@@ -135,20 +125,21 @@ class CopyStore:
         """Return whether a copy has a manifest."""
         return bool(self.system.exists(self.path(step, MANIFEST)))
 
-    def write(self, checkpoint: Path) -> None:
-        """Copy the files of a checkpoint, its manifest last."""
+    def write(self, checkpoint: Path, obsolete: Sequence[int]) -> None:
+        """Copy the files of a checkpoint, its manifest last; remove the copies of other steps."""
+        if self.on_hub:
+            self.commit(checkpoint, obsolete)
+            return
         target = f"{self.root}/{checkpoint.name}"
-        manifest = (checkpoint / MANIFEST).read_bytes()
         self.system.makedirs(target, exist_ok=True)
-        if self.system.exists(f"{target}/{MANIFEST}"):  # a copy from before a roll back
+        if self.system.exists(f"{target}/{MANIFEST}"):  # this step was copied and trained again
             self.system.rm_file(f"{target}/{MANIFEST}")
-        for path in sorted(checkpoint.iterdir()):
-            if path.name != MANIFEST:
-                fault_point("copy.file")
-                self.system.put_file(str(path), f"{target}/{path.name}")
-        if (checkpoint / MANIFEST).read_bytes() != manifest:
-            raise UserError(f"{checkpoint} was replaced during the copy")
-        self.system.put_file(str(checkpoint / MANIFEST), f"{target}/{MANIFEST}")
+        files = sorted(checkpoint.iterdir(), key=lambda path: path.name == MANIFEST)
+        for path in files:
+            fault_point("copy.file")
+            self.system.put_file(str(path), f"{target}/{path.name}")
+        for step in obsolete:
+            self.remove(step)
 
     def remove(self, step: int) -> None:
         """Remove a copy, its manifest first."""
@@ -177,9 +168,11 @@ class CopyStore:
     # ----------------------------------------------------------------------- on the Hub
 
     def create_repository(self) -> None:
-        """Create the store's private repository on the Hub if it does not exist."""
+        """Create the store's private repository if it is on the Hub and does not exist."""
         from huggingface_hub import HfApi
 
+        if not self.on_hub:
+            return
         prefix, _, rest = self.root.partition("/")
         repo_type = prefix.removesuffix("s") if prefix in ("datasets", "spaces") else None
         owner, name = (rest if repo_type else self.root).split("/")[:2]
@@ -205,7 +198,3 @@ class CopyStore:
             repo_type=target.repo_type,
             revision=target.revision,
         )
-
-
-if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv[1:]))

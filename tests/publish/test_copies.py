@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt import train
-from accel_gpt.config.experiment import CheckpointConfig, Config, HubConfig
-from accel_gpt.training import precision, uploader
+from accel_gpt.config.experiment import CheckpointConfig, Config
+from accel_gpt.publish.uploader import Uploader, open_uploader
+from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import verify
-from accel_gpt.training.run_folder import RunFolder, checkpoint_steps
-from accel_gpt.training.uploader import open_uploaders
+from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import reseal, run_here
 from tests.faults.launches import until
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
@@ -73,7 +72,7 @@ def test_a_lost_run_goes_on_from_the_copy(
     lost = records(tmp_path / "run")
     assert [record["step"] for record in lost] == list(range(7, 13))
     assert steps(place) == ["step_00000012"]
-    assert not (tmp_path / "run" / ".copies").exists()
+    assert not (tmp_path / "run" / ".uploading").exists()
     assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
@@ -136,18 +135,16 @@ def test_a_copy_that_is_killed_is_no_copy_and_the_next_launch_makes_it(
 ) -> None:
     place = tmp_path / "other"
     own = small_run("--checkpoint.every", "6", "--checkpoint.copy_to", str(place))
-    monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
     monkeypatch.setenv("ACCEL_GPT_FAULT", "copy.file:3=kill")
     assert run_here(train.main, own) == 0
     said = capsys.readouterr().err
     assert f"WARNING: upload of step 6 to {place} failed: exit code -9" in said
     assert list(place.iterdir())
     assert not list(place.glob("*/manifest.json"))
-    assert checkpoint_steps(tmp_path / "run" / ".copies") == [12]
     monkeypatch.delenv("ACCEL_GPT_FAULT")
     assert run_here(train.main, own) == 0
     verify(place / "step_00000012")
-    assert not (tmp_path / "run" / ".copies").exists()
+    assert not (tmp_path / "run" / ".uploading").exists()
 
 
 @pytest.mark.usefixtures("uploads_here")
@@ -226,72 +223,58 @@ def test_a_copy_that_broke_off_is_pruned(small_run: Arguments, tmp_path: Path) -
     assert steps(str(tmp_path / "other")) == ["step_00000012"]
 
 
-@pytest.mark.usefixtures("uploads_here")
-def test_copies_of_what_was_rolled_back_are_removed(place: str, tmp_path: Path) -> None:
+def open_copies(tmp_path: Path, place: str) -> Uploader:
     kept = CheckpointConfig(copy_to=place, keep_last=2)
-    config = Config(out_dir=str(tmp_path / "run"), checkpoint=kept)
-    (copies,) = open_uploaders(config, 9, print)
-    found = []
-    for step in (1, 2, 3, 2, 4):
-        checkpoint = tmp_path / str(step) / f"step_{step:08d}"
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / "manifest.json").write_text(f"{len(found)}")
-        copies.on_checkpoint(checkpoint)
-        until(lambda: not checkpoint_steps(copies.folder))
-        found.append([int(name[5:]) for name in steps(place)])
-    assert found == [[1], [1, 2], [2, 3], [2], [2, 4]]
+    copies = open_uploader(Config(out_dir=str(tmp_path / "run"), checkpoint=kept), 9, print)
+    assert copies
+    return copies
+
+
+def saved(tmp_path: Path, step: int) -> Path:
+    """Write a folder like the checkpoint of a step."""
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:08d}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    return checkpoint
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_the_newest_copies_are_kept_and_none_of_later_steps(place: str, tmp_path: Path) -> None:
+    """A run that lost its newest checkpoints makes their steps again."""
+    copies = open_copies(tmp_path, place)
+    for step, expected in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (2, [2]), (4, [2, 4])):
+        copies.on_checkpoint(saved(tmp_path, step))
+        until(lambda: not copies.missing)
+        assert [int(name[5:]) for name in steps(place)] == expected
     copies.finish(lambda: False)
 
 
 @pytest.mark.usefixtures("uploads_here")
-def test_what_is_saved_after_a_roll_back_is_copied_too(
+def test_the_newest_checkpoint_wins_while_an_upload_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy of the checkpoint that was rolled back is still in progress."""
+    """Pruning removes the checkpoint that is being uploaded, and one that waits."""
     started, ready = threading.Event(), threading.Event()
     put_file = LocalFileSystem.put_file
+    copied = []
 
-    def slow(*arguments: Any) -> None:
+    def slow(system: LocalFileSystem, source: str, target: str) -> None:
         started.set()
         assert ready.wait(60)
-        put_file(*arguments)
+        put_file(system, source, target)
+        copied.append(Path(target).parent.name)
 
     monkeypatch.setattr(LocalFileSystem, "put_file", slow)
-    kept = CheckpointConfig(copy_to=str(tmp_path / "other"), keep_last=2)
-    config = Config(out_dir=str(tmp_path / "run"), checkpoint=kept)
-    (copies,) = open_uploaders(config, 9, print)
-    for step in (3, 2):
-        checkpoint = tmp_path / str(step) / f"step_{step:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").write_text("{}")
-        copies.on_checkpoint(checkpoint)
+    copies = open_copies(tmp_path, str(tmp_path / "other"))
+    for step in (1, 2, 3):
+        copies.on_checkpoint(saved(tmp_path, step))
         assert started.wait(60)
+    for step in (1, 2):
+        shutil.rmtree(saved(tmp_path, step))
     ready.set()
     assert not copies.finish(lambda: False)
-    assert steps(str(tmp_path / "other")) == ["step_00000002"]
-
-
-@pytest.mark.usefixtures("uploads_here")
-def test_a_checkpoint_that_has_just_been_queued_is_not_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread wakes at that moment, and keeps it."""
-    config = Config(out_dir=str(tmp_path / "run"), hub=HubConfig(push="end", repo_id="a/b"))
-    (pushes,) = open_uploaders(config, 9, print)
-    checkpoint = tmp_path / "step_00000009"
-    checkpoint.mkdir()
-    rename = Path.rename
-
-    def rename_and_wake(path: Path, to: Path) -> None:
-        rename(path, to)
-        if to.name == checkpoint.name:
-            pushes.wake.set()
-            time.sleep(0.2)
-
-    monkeypatch.setattr(Path, "rename", rename_and_wake)
-    pushes.on_checkpoint(checkpoint)
-    assert pushes.waiting() == [9]
-    pushes.stop()
+    assert copied == ["step_00000001", "step_00000003"]
+    assert steps(str(tmp_path / "other")) == copied
 
 
 SLOW_SAVE = """
@@ -339,14 +322,13 @@ def test_a_place_that_cannot_be_written_harms_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(uploader, "END_PAUSE_SECONDS", 0.0)
     place = str(tmp_path / "file" / "other")
     own = small_run(*EVERY, "--checkpoint.copy_to", place)
     assert run_here(train.main, own) == 0
     said = capsys.readouterr().err
     assert said.count(" failed: ") == 1
     assert f"WARNING: upload of step 4 to {place} failed: [Errno 20] Not a directory" in said
-    assert f"WARNING: not uploaded to {place}: step 12; launch the same command again" in said
+    assert f"WARNING: step 12 was not uploaded to {place}; launch the same command again" in said
     assert "12 steps" in said
 
 

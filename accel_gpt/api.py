@@ -131,7 +131,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     else:
         with as_command(["train", *arguments]):
             launch(parsed, str(config))
-    if "ipykernel.zmqshell" in sys.modules and is_main() and not parsed.eval.only:
+    if "ipykernel.zmqshell" in sys.modules and is_main():
         from IPython.display import display
 
         display(trained)

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from accel_gpt.console import exit_while_importing, run_main
 
@@ -34,9 +33,8 @@ from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import DataError, DivergedError
-from accel_gpt.evals.evaluation import Evaluation, open_evaluation
+from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
-from accel_gpt.evals.standalone import evaluate_only, start_evaluation
 from accel_gpt.files import fault_point
 from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
 from accel_gpt.model.gpt import GPT
@@ -69,11 +67,10 @@ from accel_gpt.training.stopping import (
     StopSignal,
     Watchdog,
     die_with_launcher,
-    exiting_on_signals,
     finish_uploads,
 )
 from accel_gpt.training.support import check_trackers
-from accel_gpt.transformers_io.load import load_pretrained, open_initial_weights
+from accel_gpt.transformers_io.load import open_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 
 # How long the first step and the last save wait for the verification of the data; assumptions.
@@ -98,7 +95,7 @@ class Training:
     reporter: Reporter
     writer: CheckpointWriter
     uploader: Uploader | None  # on rank 0
-    evaluation: Evaluation
+    evaluations: list[Evaluation]
     verifier: DataVerifier
     loader: Loader = field(init=False)
     guard: StepGuard = field(init=False)
@@ -122,8 +119,6 @@ def launch(config: Config, source: str) -> int:
     die_with_launcher()
     started = time.monotonic()
     plan = make_plan(config, world_size())
-    if config.eval.only:
-        return evaluate_without_training(config, plan)
     with (
         contextlib.closing(StopSignal(started=started, starting=True)) as stop,
         peers(plan.world_size),
@@ -134,15 +129,6 @@ def launch(config: Config, source: str) -> int:
             ensure_data(config)
             restore_from_copy(config)
             return train(pin_data(config), plan, stop, check_folder)
-
-
-def evaluate_without_training(config: Config, plan: Plan) -> int:
-    """Evaluate the model of a run, for `eval.only`; return the exit code."""
-    with exiting_on_signals("stopped"), peers(plan.world_size):
-        check_initial_tokenizer(config)
-        accelerator = start_evaluation(config, Path(config.out_dir))
-        ensure_data(config)
-        return evaluate_only(config, accelerator, load_pretrained, open_initial_weights)
 
 
 def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[], None]) -> int:
@@ -194,7 +180,7 @@ def set_up(
     log = display.log
     with all_ranks():
         corpus = open_corpus(config)
-        evaluation = open_evaluation(config, corpus)
+        evaluations = open_evaluations(config, corpus)
     require_same(corpus.identity(), DataError)
     state = new_state(config, corpus, accelerator.num_processes)
     check_prompts(
@@ -248,7 +234,7 @@ def set_up(
         reporter=reporter,
         writer=writer,
         uploader=uploader,
-        evaluation=evaluation,
+        evaluations=evaluations,
         verifier=verifier,
     )
     start_from_state(run)
@@ -436,9 +422,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     # a checkpoint's JSON stores null for a number that is not finite
     for key, value in (state.awaits_evaluation or {}).items():
         record[key] = math.nan if value is None else value
-    record |= run.evaluation.metrics(run.gpt, run.accelerator, on_progress)
-    if last and run.config.eval.whole_at_end:
-        record |= run.evaluation.whole_val_metrics(run.gpt, run.accelerator, on_progress)
+    record |= evaluate(run.evaluations, run.gpt, run.accelerator, on_progress, last_step=last)
     is_best = state.note_evaluation(record["eval/val_loss"])
     run.reporter.publish(state, record)
     return is_best

@@ -19,7 +19,6 @@ from accel_gpt import train
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
-from accel_gpt.evals.evaluation import Evaluation
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.tensor_files import weights_of
@@ -317,7 +316,7 @@ def test_speed_counts_training_alone(
     lasting(train, "update", 1.0)
     for name in ("save", "sample"):
         lasting(train, name, 1000.0)
-    lasting(Evaluation, "metrics", 1000.0)
+    lasting(train, "evaluate", 1000.0)
     assert launch(small_run("--checkpoint.every", "5")) == 0  # evaluates and samples at other steps
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["perf/step_ms"] for line in lines] == pytest.approx([1000.0] * 12)

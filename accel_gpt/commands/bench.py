@@ -27,12 +27,12 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
+from accel_gpt.cost.forecast import evaluation_hours
 from accel_gpt.cost.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import answer_of_main, child_error, is_main, run_child, world_size
-from accel_gpt.model.sizes import evaluation_hours
 from accel_gpt.prepare.shard_writer import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
@@ -114,7 +114,7 @@ def steps_only(config: Config) -> Config:
         config,
         train=replace(config.train, profile=0),
         schedule=replace(config.schedule, warmup_steps=0, warmup_tokens=None),
-        eval=replace(config.eval, every=0, only=False, hellaswag=None),
+        eval=replace(config.eval, every=0, hellaswag=None),
         sample=replace(config.sample, every=0),
         checkpoint=replace(
             config.checkpoint,

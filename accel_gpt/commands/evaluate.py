@@ -1,36 +1,121 @@
-"""`accel-gpt evaluate RUN`: losses and benchmark scores of a model."""
+"""`accel-gpt evaluate RUN`: losses and benchmark scores of a model.
 
+Reads the model, the data and the questions. Writes no files.
+"""
+
+import math
+import re
 import tempfile
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
+
+from accelerate import Accelerator
 
 from accel_gpt.commands.options import EvaluateCommand
+from accel_gpt.commands.tasks import open_tasks, score_tasks
+from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
 from accel_gpt.console import write_out
+from accel_gpt.data.corpus import EvalSplit, document_end, eval_splits, open_corpus
 from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import train_paths
+from accel_gpt.data.sources import open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
-from accel_gpt.evals.standalone import (
-    BATCH_SIZE,
-    Report,
-    evaluate_model,
-    start_evaluation,
-    with_batch_size,
-)
-from accel_gpt.evals.tasks import open_tasks, score_tasks
+from accel_gpt.evals.evaluation import Evaluation, evaluate, open_hellaswag, open_losses
+from accel_gpt.evals.validation import OnProgress, evaluate_source
+from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import keep_freed_memory
+from accel_gpt.training.accelerator import join_ranks, keep_freed_memory
 from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.display import Progress
+from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.ranks import peers, require_all
+from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.setup import meeting_ranks, pin_data
 from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
 from accel_gpt.transformers_io.load import load_pretrained
 from accel_gpt.transformers_io.pretrained import Pretrained, find_on_main
+
+# precision of training -> precision of evaluation; fp8 is only for training
+EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
+    {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+)
+DTYPES = MappingProxyType({"no": "float32", "bf16": "bf16", "fp16": "fp16"})
+BATCH_SIZE = 8  # sequences, if train.micro_batch_size is auto; assumption
+LARGEST_EXPONENT = 700.0  # exp() of more overflows float64
+
+LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
+OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The metrics of an evaluated model."""
+
+    name: str
+    step: int | None  # of the checkpoint; None: not a checkpoint
+    precision: str  # of `Accelerator.mixed_precision`
+    metrics: Mapping[str, float]
+
+    def as_json(self) -> str:
+        """Return one JSON object; values that are not finite become null."""
+        content = {
+            "model": self.name,
+            "step": self.step,
+            "precision": DTYPES[self.precision],
+            "metrics": self.metrics,
+        }
+        return strict_json(content) + "\n"
+
+    def as_table(self) -> str:
+        """Return a table of the losses with standard errors, followed by all other metrics."""
+        title = self.name if self.step is None else f"{self.name}, step {self.step:,}"
+        lines = [f"{title}, in {DTYPES[self.precision]}"]
+        losses = self.loss_lines()
+        if losses:
+            header = f"{'':<20}{'loss':>16}  {'perplexity':>12}  {'bits per byte':>16}"
+            lines += ["", header, *losses]
+        rest = [key for key in self.metrics if not OF_LOSSES.fullmatch(key)]
+        if rest:
+            lines.append("")
+        for key in rest:
+            if not (key.endswith("_se") and key.removesuffix("_se") in rest):
+                lines.append(f"{key.removeprefix('eval/'):<32}{self.with_error(key):>20}")
+        return "\n".join([*lines, ""])
+
+    def loss_lines(self) -> list[str]:
+        """Return a line for each split and source: loss, perplexity and bits per byte."""
+        lines = []
+        for key, value in self.metrics.items():
+            match = LOSS.fullmatch(key)
+            if match is None:
+                continue
+            split = match[1]
+            source = match[2] or ""
+            loss = self.with_error(f"eval/{split}_loss", source)
+            perplexity = f"{math.exp(value):,.2f}" if value < LARGEST_EXPONENT else "inf"
+            bits = self.with_error(f"eval/{split}_bits_per_byte", source)
+            lines.append(f"{split + source:<20}{loss:>16}  {perplexity:>12}  {bits:>16}")
+        return lines
+
+    def with_error(self, key: str, source: str = "") -> str:
+        """Return a metric with its standard error, as `3.1416 ±0.0123`; "" if it is missing."""
+        value = self.metrics.get(key + source)
+        if value is None:
+            return ""
+        error = self.metrics.get(f"{key}_se{source}", math.nan)
+        return f"{value:.4f}" + (f" ±{error:.4f}" if math.isfinite(error) else "")
+
+
+# --------------------------------------------------------------------------- the command
 
 
 def run(options: EvaluateCommand) -> int:
@@ -55,14 +140,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
         with Watchdog(config.train.init_timeout, INIT, "has not opened the model"):
             model, tokenizer = load_pretrained(name, device=accelerator.device)
         tasks = open_tasks_of(options, model, tokenizer)
-        metrics = evaluate_model(
-            model=model,
-            tokenizer=tokenizer,
-            config=config,
-            accelerator=accelerator,
-            name=options.run,
-            data=options.data,
-        )
+        metrics = evaluate_model(options, config, model, tokenizer, accelerator)
         if tasks:
             with tempfile.TemporaryDirectory() as folder:
                 exported = Path(folder, "model")
@@ -83,25 +161,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
         return Report(options.run, step, accelerator.mixed_precision, metrics)
 
 
-def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) -> list[Any]:
-    """Open the tasks that the options name, if any.
-
-    Raises `UserError` if lm-evaluation-harness cannot evaluate the model on them.
-    """
-    if not options.tasks:
-        return []
-    require_all(
-        world_size() == 1,
-        f"tasks need a single process, but there are {world_size()}; start without a launcher, or "
-        "export the model and run accelerate launch -m lm_eval --model hf on the folder",
-    )
-    require(
-        tokenizer.eot_id is not None,
-        f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, but tasks need "
-        "one; train with another tokenizer",
-    )
-    exportable_preset(model)  # raises if transformers has no such model
-    return open_tasks(options.tasks, options.tasks_path)
+# --------------------------------------------------------------------------- options
 
 
 def run_of(source: Pretrained) -> Path | None:
@@ -125,11 +185,9 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
         f"{options.run} is not the folder of a run, so its val data is unknown; give --data, "
         "--hellaswag or --tasks",
     )
+    config = Config()
     if run:
-        config = with_batch_size(load_config([str(run / "config.yaml")], "accel-gpt evaluate"))
-    else:
-        config = Config()
-        config = replace(config, train=replace(config.train, micro_batch_size=BATCH_SIZE))
+        config = load_config([str(run / "config.yaml")], "accel-gpt evaluate")
     tokenizer = source.folder / "tokenizer.json"
     if config.data.tokenizer is None and tokenizer.is_file():
         config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
@@ -141,7 +199,9 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
         hellaswag=options.hellaswag or evals.hellaswag,
         hellaswag_limit=options.hellaswag_limit or evals.hellaswag_limit,
     )
-    batch_size = options.batch_size or config.train.micro_batch_size
+    batch_size = options.batch_size or (config.train.micro_batch_size if run else BATCH_SIZE)
+    if batch_size == "auto":
+        batch_size = BATCH_SIZE
     train = replace(config.train, micro_batch_size=batch_size)
     config = replace(config, eval=evals, train=train)
     if not options.data:
@@ -159,3 +219,123 @@ def require_data(config: Config) -> None:
             f"data.train {source.path} of the run does not exist; name the data with --data "
             "FOLDER, or run the command in the folder where the run was launched",
         )
+
+
+def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) -> list[Any]:
+    """Open the tasks that the options name, if any.
+
+    Raises `UserError` if lm-evaluation-harness cannot evaluate the model on them.
+    """
+    if not options.tasks:
+        return []
+    require_all(
+        world_size() == 1,
+        f"tasks need a single process, but there are {world_size()}; start without a launcher, or "
+        "export the model and run accelerate launch -m lm_eval --model hf on the folder",
+    )
+    require(
+        tokenizer.eot_id is not None,
+        f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, but tasks need "
+        "one; train with another tokenizer",
+    )
+    exportable_preset(model)  # raises if transformers has no such model
+    return open_tasks(options.tasks, options.tasks_path)
+
+
+# --------------------------------------------------------------------------- evaluating
+
+
+def start_evaluation(config: Config, run: Path | None) -> Accelerator:
+    """Join the ranks, with the device and precision of training but not its single thread.
+
+    If `train.mixed_precision` is not set, uses the recorded precision of the last launch of `run`,
+    as `accelerate launch` may have set it. On a CPU, uses float32 instead of fp16.
+    """
+    precision = config.train.mixed_precision
+    if precision is None and run is not None:
+        precision = EVALUATED_IN.get(str(RunFolder(run).last_launch("mixed_precision")))
+    train = replace(config.train, mixed_precision=precision)
+    # train.reproducible sets one thread, which only training needs
+    with meeting_ranks(config):
+        state = join_ranks(replace(config, train=replace(train, reproducible=False)))
+    config = resolve_precision(replace(config, train=train))
+    on_cpu = state.device.type == "cpu"
+    evaluated_in = EVALUATED_IN.get(requested_precision(config))
+    if on_cpu and evaluated_in == "fp16":
+        evaluated_in = "no"
+    return Accelerator(cpu=on_cpu, mixed_precision=evaluated_in)
+
+
+def evaluate_model(
+    options: EvaluateCommand,
+    config: Config,
+    model: GPT,
+    tokenizer: Tokenizer,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Compute the losses and the benchmark scores of a model; a collective."""
+    model.bf16_residual = config.train.bf16_residual  # as in the run
+    with Watchdog(config.train.init_timeout, INIT, "has not opened data and model"):
+        model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
+        evaluations = open_all(options, config, model, tokenizer)
+    with (
+        Watchdog(config.train.step_timeout) as watchdog,
+        Progress("evaluating", "batches", active=accelerator.is_main_process) as progress,
+    ):
+
+        def on_progress(done: int, total: int) -> None:
+            progress.update(done, total)
+            watchdog.heartbeat()
+
+        return evaluate(evaluations, model, accelerator, on_progress)
+
+
+def open_all(
+    options: EvaluateCommand, config: Config, model: GPT, tokenizer: Tokenizer
+) -> list[Evaluation]:
+    """Open all evaluations except tasks; raises `DataError` if the data has another tokenizer."""
+    evaluations: list[Evaluation] = []
+    if options.data is not None:
+        sources = open_sources([Weighted(options.data)], "val", config.data)
+        sources[0].tokenizer.require_same(tokenizer, "the data", options.run)
+        (split,) = eval_splits(sources, config.eval.tokens, named=True)
+        losses = partial(
+            evaluate_named_split,
+            split=split,
+            tokenizer=tokenizer,
+            batch_size=config.train.micro_batch_sequences,
+            document_end=document_end(config.data, sources),
+        )
+        evaluations.append(Evaluation(losses))
+    elif config.data.train:
+        corpus = open_corpus(pin_data(config))
+        corpus.tokenizer.require_same(tokenizer, "the data", options.run)
+        evaluations += open_losses(config, corpus)
+    if config.eval.hellaswag is not None:
+        block_size = model.config.block_size
+        evaluations.append(
+            open_hellaswag(config, tokenizer, block_size, vocab_size=model.vocab_size)
+        )
+    return evaluations
+
+
+def evaluate_named_split(
+    model: GPT,
+    accelerator: Accelerator,
+    on_progress: OnProgress,
+    split: EvalSplit,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    document_end: int | None,
+) -> dict[str, float]:
+    """Compute the metrics of one split, with its name in their keys; a collective."""
+    score = evaluate_source(
+        model=model,
+        source=split,
+        accelerator=accelerator,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+        document_end=document_end,
+        on_progress=on_progress,
+    )
+    return score.metrics("val", split.name)

@@ -281,12 +281,6 @@ class EvalConfig(Section, prefix="eval.", published=True):
         False,
         "Also compute eval/whole_val_loss over the whole val split at the last step.",
     )
-    only: bool = option(
-        False,
-        "Evaluate the newest checkpoint of out_dir and exit, without training. If there is no "
-        "checkpoint, evaluate model.init_from.",
-        resume="free",
-    )
     hellaswag: str | None = option(
         None,
         "Evaluate HellaSwag during training, from a JSONL file in the original format or a Hub "

@@ -29,7 +29,8 @@ NANOGPT: Mapping[str, str] = MappingProxyType(
         "eval_interval": "eval.every",
         "eval_iters": "set eval.tokens, the number of evaluated tokens: eval_iters x batch_size x "
         "block_size",
-        "eval_only": "eval.only",
+        "eval_only": "use accel-gpt evaluate RUN; for pretrained weights, accel-gpt evaluate gpt2 "
+        "--data FOLDER",
         "grad_clip": "optim.grad_clip",
         "gradient_accumulation_steps": "set train.tokens_per_step, the tokens of one optimizer "
         "step over all processes; the accumulation follows from it",
@@ -175,7 +176,7 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
         "disable_tqdm": "set log.level to warning to print only warnings and errors",
         "do_eval": EVALUATION,
         "do_predict": "generate with accel-gpt sample RUN",
-        "do_train": "no key is needed; eval.only evaluates without training",
+        "do_train": "to evaluate without training, use accel-gpt evaluate RUN",
         "dtype": "train.mixed_precision",
         "enable_jit_checkpoint": "no key is needed: a signal such as SIGTERM always saves a "
         "checkpoint first",

@@ -10,8 +10,8 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.memory import Machine, checkpoint_bytes
-from accel_gpt.model.sizes import evaluation_hours
 
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
 # Activation checkpointing adds a forward pass, a third of the FLOPs, and reduces the MFU to 3 / 4.
 SHARE_WITH_RECOMPUTATION = 3 / 4
@@ -83,6 +83,12 @@ def run_hours(
         return hours, None
     evaluating = evaluation_hours(evaluated, tokens_per_second)
     return hours + evaluating, evaluating
+
+
+def evaluation_hours(tokens: int, tokens_per_second: float) -> float:
+    """Estimate the hours to evaluate `tokens` tokens, from the tokens per second of training."""
+    seconds = FORWARD_SHARE * tokens / tokens_per_second
+    return seconds / 3600
 
 
 def evaluation_count(config: Config, steps: int) -> int:

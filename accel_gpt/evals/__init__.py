@@ -1,1 +1,1 @@
-"""Validation loss, HellaSwag, samples, tasks of lm-evaluation-harness."""
+"""Evaluations inside a run: validation loss, HellaSwag; samples."""

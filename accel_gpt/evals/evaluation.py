@@ -1,6 +1,8 @@
-"""Compute all metrics of an evaluation: the loss of both splits, and HellaSwag."""
+"""The evaluations of a run: each computes metrics of a model. A new one is a new entry."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from accelerate import Accelerator
 
@@ -8,62 +10,85 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths, val_paths
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
-from accel_gpt.evals.hellaswag import Questions, read_questions, score_questions
+from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.validation import OnProgress, check_evaluated, evaluate_splits, ignore_progress
 from accel_gpt.model.gpt import GPT
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The data to evaluate a model on."""
+    """A function that computes metrics, called with model, accelerator and on_progress.
 
-    corpus: Corpus
-    batch_size: int  # sequences of block_size tokens per rank and forward pass
-    questions: Questions = ()  # of HellaSwag
-
-    def metrics(
-        self, model: GPT, accelerator: Accelerator, on_progress: OnProgress = ignore_progress
-    ) -> dict[str, float]:
-        """Compute the eval/ metrics of a model; a collective. Call `on_progress` at each batch."""
-        metrics = evaluate_splits(model, self.corpus, accelerator, self.batch_size, on_progress)
-        if self.questions:
-            metrics |= score_questions(
-                model, self.questions, accelerator, self.batch_size, on_progress
-            )
-        return metrics
-
-    def whole_val_metrics(
-        self, model: GPT, accelerator: Accelerator, on_progress: OnProgress = ignore_progress
-    ) -> dict[str, float]:
-        """Compute the eval/whole_val metrics over all tokens of the val split; a collective."""
-        val = tuple(replace(part, tokens=None) for part in self.corpus.evaluated["val"])
-        whole = replace(self.corpus, evaluated={"whole_val": val})
-        return evaluate_splits(model, whole, accelerator, self.batch_size, on_progress)
-
-
-def open_evaluation(config: Config, corpus: Corpus) -> Evaluation:
-    """Check the splits and read the questions that the config evaluates on.
-
-    Raises `UserError` or `DataError` if the data or questions cannot be evaluated.
+    A collective. It calls `on_progress` before each batch, and leaves no trace in the model.
     """
-    if config.eval.whole_at_end:
-        val = val_paths(config.data) or train_paths(config.data)
-        require(
-            not any(is_url(source.path) for source in val),
-            "eval.whole_at_end is true but the val split is remote, and only eval.tokens tokens of "
-            "it are downloaded; set eval.whole_at_end to false",
-        )
-    check_evaluated(corpus, config.model.block_size)
-    questions: Questions = ()
+
+    metrics: Callable[..., dict[str, float]]
+    last_step_only: bool = False
+
+
+def evaluate(
+    evaluations: Sequence[Evaluation],
+    model: GPT,
+    accelerator: Accelerator,
+    on_progress: OnProgress = ignore_progress,
+    last_step: bool = True,
+) -> dict[str, float]:
+    """Compute the metrics of all evaluations; a collective."""
+    metrics: dict[str, float] = {}
+    for evaluation in evaluations:
+        if last_step or not evaluation.last_step_only:
+            metrics |= evaluation.metrics(
+                model=model, accelerator=accelerator, on_progress=on_progress
+            )
+    return metrics
+
+
+def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
+    """Open the evaluations that a config asks for.
+
+    Raises `UserError` or `DataError` if their data cannot be evaluated.
+    """
+    evaluations = open_losses(config, corpus)
     if config.eval.hellaswag is not None:
-        questions = read_questions(
-            path=config.eval.hellaswag,
-            tokenizer=corpus.tokenizer,
-            block_size=config.model.block_size,
-            limit=config.eval.hellaswag_limit,
-            vocab_size=corpus.vocab_size,
+        block_size = config.model.block_size
+        evaluations.append(
+            open_hellaswag(config, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
         )
-    return Evaluation(
-        corpus=corpus, batch_size=config.train.micro_batch_sequences, questions=questions
+    return evaluations
+
+
+def open_losses(config: Config, corpus: Corpus) -> list[Evaluation]:
+    """Open the losses of both splits, and at the end of the whole val split if the config asks."""
+    check_evaluated(corpus, config.model.block_size)
+    batch_size = config.train.micro_batch_sequences
+    losses = partial(evaluate_splits, corpus=corpus, batch_size=batch_size)
+    if not config.eval.whole_at_end:
+        return [Evaluation(losses)]
+    val = val_paths(config.data) or train_paths(config.data)
+    require(
+        not any(is_url(source.path) for source in val),
+        "eval.whole_at_end is true but the val split is remote, and only eval.tokens tokens of "
+        "it are downloaded; set eval.whole_at_end to false",
     )
+    parts = tuple(replace(part, tokens=None) for part in corpus.evaluated["val"])
+    whole = replace(corpus, evaluated={"whole_val": parts})
+    of_whole = partial(evaluate_splits, corpus=whole, batch_size=batch_size)
+    return [Evaluation(losses), Evaluation(of_whole, last_step_only=True)]
+
+
+def open_hellaswag(
+    config: Config, tokenizer: Tokenizer, block_size: int, vocab_size: int
+) -> Evaluation:
+    """Read the questions of `eval.hellaswag` for a model with this context and vocabulary."""
+    assert config.eval.hellaswag is not None
+    questions = read_questions(
+        path=config.eval.hellaswag,
+        tokenizer=tokenizer,
+        block_size=block_size,
+        limit=config.eval.hellaswag_limit,
+        vocab_size=vocab_size,
+    )
+    batch_size = config.train.micro_batch_sequences
+    return Evaluation(partial(score_questions, questions=questions, batch_size=batch_size))

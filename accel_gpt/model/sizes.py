@@ -20,8 +20,6 @@ multiprocessors busy in the products with the head. (Arithmetic; not measured.)"
 
 FLOAT_BYTES = 4  # of a float32
 
-FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step
-
 
 def padded_vocab_size(vocab_size: int) -> int:
     """Compute the rows of embedding and head: `vocab_size` rounded up to `VOCAB_MULTIPLE`."""
@@ -88,9 +86,3 @@ def mfu(
     speed of all devices together; `peak_flops` is the FLOP/s of one device.
     """
     return tokens_per_second * flops_per_token / (peak_flops * n_devices)
-
-
-def evaluation_hours(tokens: int, tokens_per_second: float) -> float:
-    """Estimate the hours to evaluate `tokens` tokens, from the tokens per second of training."""
-    seconds = FORWARD_SHARE * tokens / tokens_per_second
-    return seconds / 3600

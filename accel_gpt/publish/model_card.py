@@ -3,9 +3,8 @@
 Reads the checkpoint, the run's folder and the template `model_card.jinja`. The values of the
 template are numbers, and texts that `public.py` allows.
 
-The evaluation results are in the header, as `model-index`. The Hub's newer `.eval_results/*.yaml`
-takes scores of registered benchmarks only (https://huggingface.co/docs/hub/eval-results, read in
-November 2026): neither held-out text nor HellaSwag is one.
+The losses are in the header, as `model-index`. The Hub's newer `.eval_results/*.yaml` takes scores
+of registered benchmarks only (https://huggingface.co/docs/hub/eval-results, read in November 2026).
 """
 
 import contextlib
@@ -40,7 +39,7 @@ from accel_gpt.publish.public import (
 )
 from accel_gpt.report.plots import loss_curves, short
 from accel_gpt.training.checkpoint import read_shape, read_state
-from accel_gpt.training.run_folder import RunFolder, is_number, number
+from accel_gpt.training.run_folder import RunFolder, is_benchmark, is_number, number
 from accel_gpt.training.state import TrainState
 from accel_gpt.transformers_io.pretrained import GPT2_SHAPES
 
@@ -53,7 +52,6 @@ class Measure:
     title: str
     form: str
     metric: str | None = None  # its name on the Hub; None: it is not in the header
-    scale: int = 1
 
 
 MEASURES = (
@@ -61,14 +59,6 @@ MEASURES = (
     Measure("eval/val_perplexity", "Val perplexity per token", "%.2f", "perplexity"),
     Measure("eval/val_bits_per_byte", "Val bits per byte", "%.4f", "bits_per_byte"),
     Measure("eval/train_loss", "Train loss, nats per token", "%.4f"),
-    Measure("eval/hellaswag_acc", "HellaSwag accuracy", "%.2f%%", "acc", scale=100),
-    Measure(
-        key="eval/hellaswag_acc_norm",
-        title="HellaSwag accuracy, normalized by length",
-        form="%.2f%%",
-        metric="acc_norm",
-        scale=100,
-    ),
 )
 MOST_SAMPLES = 3
 LONGEST_SAMPLE = 3000  # characters
@@ -116,10 +106,19 @@ def write_card(
         "data_license": data_license,
         "tokenizer": tokenizer.kind,
         "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
-        "measures": [measure for measure in MEASURES if measure.key in newest],
+        "measures": known_measures(newest),
     }
     values["header"] = header(values, license, language)
     (folder / "README.md").write_text(render(values), encoding="utf-8")
+
+
+def known_measures(newest: Mapping[str, Any]) -> list[Measure]:
+    """Return the losses that a run recorded, and each result of a benchmark."""
+    benchmarks = [key for key in newest if is_benchmark(key)]
+    return [
+        *(measure for measure in MEASURES if measure.key in newest),
+        *(Measure(key, key.removeprefix("eval/"), "%.4f") for key in benchmarks),
+    ]
 
 
 def header(
@@ -157,17 +156,12 @@ def evaluation_result(measure: Measure, values: Mapping[str, Any]) -> Any:
 
     data_type = re.sub(r"[^\w.-]+", "-", values["data_name"])  # the Hub accepts only an id here
     data_name = f"{values['data_name']}, held-out text"
-    split = "val"
-    if "hellaswag" in measure.key:
-        data_type = "Rowan/hellaswag"
-        data_name = "HellaSwag"
-        split = "validation"
     return EvalResult(
         task_type="text-generation",
         task_name="Text generation",
         dataset_type=data_type,
         dataset_name=data_name,
-        dataset_split=split,
+        dataset_split="val",
         metric_type=str(measure.metric),
         metric_name=measure.title,
         metric_value=round(float(values["newest"][measure.key][1]), 6),

@@ -21,24 +21,20 @@ from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
 from accel_gpt.console import format_clock
 from accel_gpt.report.payload import (
-    HELLASWAG,
     MOST_MARKS,
     MOST_POINTS,
-    PLOTS,
     all_marks,
     is_thinned,
     payload,
 )
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
+from accel_gpt.training.run_folder import ERROR_ENDINGS, is_benchmark
 
 MOST_STEPS = 12  # steps with samples to show per run
 MOST_TEXTS = 8  # samples to show per step
 LONGEST_TEXT = 3000  # characters of a sample
 LONGEST_VALUE = 400  # characters of a value of the config
-ERROR_ENDINGS = ("_se", "_stderr")  # endings of the keys of standard errors
-# metrics under eval/ that the page shows outside "Evaluations"
-SHOWN = ("eval/train_loss", "eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte")
 BEST_LOSS = "best val loss"
 TRAIN_LOSS = "train loss, last"
 BITS_PER_BYTE = "bits per byte, last"
@@ -83,7 +79,6 @@ def build_page(
         facts=facts_table(runs),
         notes=explain_curves(runs),
         evaluations=evaluations_table(runs),
-        hellaswag=HELLASWAG,
         samples=[sample_columns(run, index) for index, run in enumerate(runs) if run.samples],
         config=config_tables(runs),
     )
@@ -156,7 +151,6 @@ def final_results(run: NamedRun) -> list[Result]:
     for key, label, form in (
         ("eval/val_bits_per_byte", BITS_PER_BYTE, ",.4g"),
         ("eval/val_perplexity", "perplexity, last", ",.4g"),
-        ("eval/hellaswag_acc_norm", "HellaSwag acc_norm", ".2%"),
     ):
         value = metrics.last(key)
         if value is not None:
@@ -303,12 +297,13 @@ def describe_hardware(run: NamedRun) -> str:
 
 
 def evaluations_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
-    """Return a row for HellaSwag and each evaluation without a plot: a value for each run."""
-    drawn = {key for plot in PLOTS for key in plot.keys} - {"eval/hellaswag_acc_norm"}
+    """Return a row for each result besides the losses of train and val: a value for each run."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
     rows = []
     for key in keys:
-        if key not in drawn and not key.startswith(SHOWN) and not key.endswith(ERROR_ENDINGS):
+        if is_benchmark(key) or (
+            key.startswith("eval/whole_val") and not key.endswith(ERROR_ENDINGS)
+        ):
             values = [newest_value(run, key) for run in runs]
             rows.append((key.removeprefix("eval/"), values))
     return rows

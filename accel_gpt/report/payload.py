@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from accel_gpt.config.plan import plural
 from accel_gpt.report.runs import NamedRun
-from accel_gpt.training.run_folder import Floats, Metrics
+from accel_gpt.training.run_folder import Floats, Metrics, is_benchmark
 
 MOST_POINTS = 1600  # points per curve, for about 1,200 pixels
 MOST_MARKS = 400  # marks per run
@@ -57,7 +57,6 @@ PLOTS = (
     LOSS,
     Plot("val_sets", "Val loss by set", "nats per token", ("eval/val_loss/",), low=True),
     Plot("bits_per_byte", "Val bits per byte", "", ("eval/val_bits_per_byte",), low=True),
-    Plot("hellaswag", "HellaSwag", "% acc_norm", ("eval/hellaswag_acc_norm",), factor=100),
     Plot("lr", "Learning rate", "", ("train/lr",)),
     Plot("grad_norm", "Gradient norm", "", ("train/grad_norm",), log=True, smooth=True),
     Plot("throughput", "Throughput", "tokens/s", ("perf/tokens_per_second",), smooth=True),
@@ -70,17 +69,11 @@ NAMES = MappingProxyType(
 )
 # color indices for a report of one run; val has the same color in every plot
 COLORS = MappingProxyType({"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2})
-HELLASWAG = (
-    (25.0, "random", ""),
-    (29.55, "GPT-2 124M", "https://github.com/karpathy/build-nanogpt/blob/master/hellaswag.py"),
-    (33.7, "GPT-3 124M", "https://arxiv.org/abs/2005.14165"),
-)
-"""acc_norm in percent: random choice of four endings; completion style; table H.1, zero-shot."""
 
 
 def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the data of the page, in the format of the module's docstring."""
-    plots = [plot_entry(plot, runs, reference) for plot in PLOTS]
+    plots = [plot_entry(plot, runs, reference) for plot in (*PLOTS, *benchmark_plots(runs))]
     return {
         "runs": [
             {
@@ -94,6 +87,12 @@ def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> di
         "panels": [plot for plot in plots if plot["curves"]],
         "reference": reference_entry(reference),
     }
+
+
+def benchmark_plots(runs: Sequence[NamedRun]) -> list[Plot]:
+    """Return a plot for each result of a benchmark."""
+    keys = dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
+    return [Plot(key, key.removeprefix("eval/"), "", (key,)) for key in keys if is_benchmark(key)]
 
 
 def clock_entry(metrics: Metrics) -> dict[str, Any]:
@@ -174,8 +173,6 @@ def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
 
 def guide_lines(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Return the horizontal guide lines of a plot, each with value and label."""
-    if plot.name == "hellaswag":
-        return [{"value": value, "label": f"{name} {value:g} %"} for value, name, _ in HELLASWAG]
     if plot.name == "loss" and reference:
         return [
             {"value": point["val_loss"], "label": f"{point['label']}: {point['val_loss']:.2f}"}

@@ -21,6 +21,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.console import format_clock, write_err
 from accel_gpt.launcher import is_main
+from accel_gpt.training.run_folder import is_benchmark
 
 FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
     {
@@ -37,7 +38,6 @@ FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
         "eval/val_loss": "val {:.4f}",
         "eval/val_bits_per_byte": "{:.4f} bits/byte",
         "eval/whole_val_loss": "whole val {:.4f}",
-        "eval/hellaswag_acc_norm": "HellaSwag {:.1%}",
     }
 )
 PANEL_ROWS = (
@@ -268,6 +268,8 @@ class Display:
         if self.live is None or "eval/val_loss" in record:
             keys = [key for key in FORMS if key in record and key not in PANEL_ONLY]
             metrics = " | ".join(FORMS[key].format(record[key]) for key in keys)
+            for key in filter(is_benchmark, record):
+                metrics += f" | {key.removeprefix('eval/')} {record[key]:.4f}"
             left = format_clock(seconds_left)
             self.log(f"step {record['step']:,}/{self.max_steps:,} | {metrics} | left {left}")
 

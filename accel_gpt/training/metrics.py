@@ -29,7 +29,8 @@ from accel_gpt.training.run_folder import RunFolder, is_number
 
 # Columns of metrics.csv. `progress` is in percent of the run. All columns except progress,
 # tokens_this_launch and train/perplexity are also keys of metrics.jsonl. metrics.jsonl also has
-# data/epochs/NAME and eval/val_loss/NAME for mixtures, and data/batch_hash with log.batch_hash.
+# data/epochs/NAME and eval/val_loss/NAME for mixtures, data/batch_hash with log.batch_hash, and the
+# results of benchmarks.
 COLUMNS = (
     "step",
     "progress",
@@ -59,8 +60,6 @@ COLUMNS = (
     "eval/whole_val_bits_per_byte",
     "eval/whole_val_loss_se",
     "eval/whole_val_bits_per_byte_se",
-    "eval/hellaswag_acc",
-    "eval/hellaswag_acc_norm",
 )
 Record = dict[str, float]
 

@@ -324,6 +324,17 @@ def interpolated(steps: Floats, clock: Floats) -> Floats:
     return np.interp(steps, steps[known], clock[known])
 
 
+# of the keys of standard errors; tasks of lm-evaluation-harness end theirs with _stderr
+ERROR_ENDINGS = ("_se", "_stderr")
+OF_LOSSES = re.compile(r"eval/(train|val|whole_val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
+
+
+def is_benchmark(key: str) -> bool:
+    """Return whether a key of metrics.jsonl is a result of an evaluation other than a loss."""
+    is_loss = OF_LOSSES.fullmatch(key) is not None
+    return key.startswith("eval/") and not is_loss and not key.endswith(ERROR_ENDINGS)
+
+
 def is_number(value: object) -> bool:
     """Return whether a JSON value is a finite number."""
     return math.isfinite(number(value))

@@ -31,7 +31,7 @@ class Trackers:
     def __init__(self, accelerator: Accelerator, config: Config, has_mfu: bool) -> None:
         self.accelerator = accelerator
         self.config = config
-        self.charts = chart_groups(config, has_mfu)
+        self.charts = chart_groups(has_mfu)
 
     def start(self, step: int) -> None:
         """Start all trackers. TensorBoard drops the steps after `step`, from which the run resumes.
@@ -144,7 +144,7 @@ def quiet_tensorboard() -> Iterator[None]:
         threading.excepthook = before
 
 
-def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
+def chart_groups(has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
     """Return TensorBoard's custom scalars: group -> chart -> patterns of the metrics in it."""
     charts = {
         "loss/train and val": ["^train/loss$", "^eval/train_loss$", "^eval/val_loss($|/)"],
@@ -159,8 +159,6 @@ def chart_groups(config: Config, has_mfu: bool) -> dict[str, dict[str, list[Any]
     }
     if not has_mfu:
         del charts["speed/MFU"]
-    if config.eval.hellaswag:
-        charts["HellaSwag/accuracy"] = ["^eval/hellaswag_acc(_norm)?$"]
     groups: dict[str, dict[str, list[Any]]] = {}
     for name, patterns in charts.items():
         group, _, title = name.partition("/")

@@ -317,7 +317,6 @@ class Ranks:
         ("evaluate", signal.SIGINT),
         ("bench", signal.SIGHUP),
         ("bench", signal.SIGINT),
-        ("eval.only", signal.SIGINT),
     ],
 )
 def test_a_signal_ends_a_command_that_waits_for_another_process(
@@ -326,7 +325,6 @@ def test_a_signal_ends_a_command_that_waits_for_another_process(
     arguments = {
         "evaluate": ["evaluate", str(whole)],
         "bench": ["bench", *argv],
-        "eval.only": ["train", *argv, "--eval.only", "--out_dir", str(whole)],
     }
     alone = Ranks(arguments[command], tmp_path, ranks=1)
     alone.wait_until_rank_0_listens()

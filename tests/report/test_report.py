@@ -189,8 +189,7 @@ def test_named_sets_and_other_tasks(tmp_path: Path) -> None:
     text = page(make_run(tmp_path / "run", [record(20, **more), record(40)]))
     panels = {panel["name"]: panel for panel in drawn(text)["panels"]}
     assert [c["name"] for c in panels["val_sets"]["curves"]] == ["code", "web"]
-    assert panels["hellaswag"]["curves"][0]["v"] == [30.5]
-    assert [g["value"] for g in panels["hellaswag"]["guides"]] == [25.0, 29.55, 33.7]
+    assert panels["eval/hellaswag_acc_norm"]["curves"][0]["v"] == [0.305]
     rows = re.findall(r'<th scope="row">(.+?)</th><td>(.+?)</td>', section(text, "evaluations"))
     assert rows == [
         ("arc_easy/acc", "0.44 ± 0.01 (step 20)"),

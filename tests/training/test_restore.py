@@ -188,7 +188,6 @@ FREE = {
     "train.activation_checkpointing",
     "train.sync_each_batch",
     "eval.every",
-    "eval.only",
     "eval.hellaswag",
     "eval.hellaswag_limit",
     "train.stop_at",

@@ -13,11 +13,11 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from accel_gpt import cli
+from accel_gpt.commands import tasks as module
+from accel_gpt.commands.tasks import metrics_of, open_tasks, score_tasks
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.evals import tasks as module
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
-from accel_gpt.evals.tasks import metrics_of, open_tasks, score_tasks
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.bpe import train_bpe
 from accel_gpt.transformers_io.export import export_tokenizer

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.removed import FINETUNE_WITH_TRL
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import describe_path, nearest_folder
-from accel_gpt.records import parse_record, read_object
+from accel_gpt.records import Count, Size, parse_record, read_object
 
 INDEX = "dataset.json"
 ENDINGS = (".bin", ".npy", ".ds")  # of token files, ours and those of other projects
@@ -38,11 +37,11 @@ class ShardEntry:
     """One shard file, as the index describes it."""
 
     name: str
-    tokens: int = option(REQUIRED, "Tokens in the shard.", at_least=1)
-    documents: int = option(REQUIRED, "Documents that begin in the shard.")
-    bytes: int = option(REQUIRED, "UTF-8 bytes of the documents that begin in the shard.")
-    sha256: str = option(REQUIRED, "SHA-256 of the file, hex.")
-    max_token: int = option(REQUIRED, "The largest token.")
+    tokens: Size
+    documents: Count  # that begin in the shard
+    bytes: Count  # UTF-8 bytes of these documents
+    sha256: str  # of the file, hex
+    max_token: Count
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Index:
     format: str
     version: int
     tokenizer: TokenizerEntry
-    eot_id: int | None
+    eot_id: Count | None
     splits: dict[str, list[ShardEntry]]
-    vocab_size: int = option(REQUIRED, "Tokens in the vocabulary.", at_least=1)
+    vocab_size: Size
     prepared: dict[str, Any] = field(default_factory=dict)
     """The settings of `data.prepare`, and a fingerprint of the text."""
     completions: bool = False

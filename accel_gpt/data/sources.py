@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any
+
+import msgspec
 
 from accel_gpt.config.data import DataConfig, Weighted
-from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.hub_folder import HubFolder, is_repository
 from accel_gpt.data.index import INDEX
@@ -34,11 +35,9 @@ class Source:
 class TrainedSource:
     """A source of the training data, as a checkpoint stores it."""
 
-    FORMER_KEYS: ClassVar = ("start",)
-
     name: str
-    weight: float = option(REQUIRED, "Weight in the mixture.", above=0)
-    fingerprint: str = option(REQUIRED, "Fingerprint of its tokens.")
+    weight: Annotated[float, msgspec.Meta(gt=0)]  # in the mixture
+    fingerprint: str  # of its tokens
 
 
 def trained_sources(state: Mapping[str, Any]) -> list[TrainedSource]:

@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.options import REQUIRED, option
 from accel_gpt.config.parse import from_mapping, leaves
 from accel_gpt.config.removed import is_removed
 from accel_gpt.errors import (
@@ -39,7 +38,7 @@ from accel_gpt.errors import (
 )
 from accel_gpt.files import describe_path, sha256, strict_json, write_file
 from accel_gpt.launcher import PRECISIONS
-from accel_gpt.records import parse_record, read_object, unknown_key_message
+from accel_gpt.records import Count, Size, parse_record, read_object, unknown_key_message
 from accel_gpt.training.run_folder import (
     CHECKPOINT,
     RunFolder,
@@ -107,7 +106,7 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
 class SavedFile:
     """A file of a checkpoint, as the manifest lists it."""
 
-    size: int
+    size: Count
     """Bytes."""
     sha256: str
 
@@ -116,7 +115,7 @@ class SavedFile:
 class Manifest:
     """The content of manifest.json."""
 
-    format: int
+    format: Count
     files: dict[str, SavedFile]
 
 
@@ -124,10 +123,10 @@ class Manifest:
 class SavedModel:
     """The content of model.json."""
 
-    format: int
+    format: Count
     config: dict[str, Any]
     """The fields of `ModelConfig`."""
-    vocab_size: int = option(REQUIRED, "Tokens in the vocabulary.", at_least=1)
+    vocab_size: Size
 
 
 def verify(path: Path, model_only: bool = False) -> None:

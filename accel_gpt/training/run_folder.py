@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +50,7 @@ Floats = npt.NDArray[np.float64]
 class RunRecord:
     """The content of run.json."""
 
-    OPEN: ClassVar = True
-
-    launches: list[Any]
+    launches: list[dict[str, Any]]
 
 
 def advice_on_missing(path: str | Path, otherwise: str) -> str:
@@ -73,10 +71,9 @@ class RunFolder:
 
     @cached_property
     def launches(self) -> tuple[Mapping[str, Any], ...]:
-        """Read the launches in run.json, oldest first; skip malformed ones."""
+        """Read the launches in run.json, oldest first; none if it is missing or damaged."""
         record = load_record_or_none(RunRecord, self.path / "run.json")
-        found = record.launches if record else []
-        return tuple(launch for launch in found if isinstance(launch, dict))
+        return tuple(record.launches) if record else ()
 
     def last_launch(self, *keys: str) -> Any:
         """Return the value of nested `keys` in the last launch, such as "plan", "max_steps".

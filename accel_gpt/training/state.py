@@ -7,11 +7,13 @@ load them in `load_state_dict()`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any
+
+import msgspec
 
 from accel_gpt.config.experiment import CheckpointConfig
-from accel_gpt.config.options import option
 from accel_gpt.data.sources import TrainedSource
+from accel_gpt.records import Count, Size
 
 FORMAT = 1  # of the JSON files of a checkpoint
 
@@ -20,30 +22,26 @@ FORMAT = 1  # of the JSON files of a checkpoint
 class TrainState:
     """The state of a run after `step` optimizer updates, the same on every rank."""
 
-    FORMER_KEYS: ClassVar = ("text_places",)
-    """Keys that earlier versions wrote for training on streamed text."""
-
-    step: int = 0  # completed steps, skipped updates included
-    sequences: int = 0  # sequences read so far: the position in the data
-    tokens: int = 0
-    # an `option`, so that a damaged file with a negative number is rejected
-    seconds: float = option(0.0, "Seconds of training in all launches.", at_least=0)
+    step: Count = 0  # completed steps, skipped updates included
+    sequences: Count = 0  # sequences read so far: the position in the data
+    tokens: Count = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of training in all launches
     val_loss: float | None = None  # of the last evaluation, in nats per token
     best_val_loss: float | None = None
-    best_step: int | None = None
-    world_size: int = 1
+    best_step: Count | None = None
+    world_size: Size = 1
     # of the corpus
     data_fingerprint: str = ""
-    data_origin: int = 0  # sequence at which the present mixture of sources began
+    data_origin: Count = 0  # sequence at which the present mixture of sources began
     # sequences read before `data_origin`, by fingerprint of the source
-    data_given: dict[str, int] = field(default_factory=dict)
+    data_given: dict[str, Count] = field(default_factory=dict)
     data_sources: list[TrainedSource] = field(default_factory=list)
     data_commits: dict[str, str] = field(default_factory=dict)  # of repositories, by URL
     # of the step guard
-    skipped: int = 0  # skipped updates: not finite, or a spike
+    skipped: Count = 0  # skipped updates: not finite, or a spike
     # first sequence of each skipped update in the current row
-    skipped_in_row: list[int] = field(default_factory=list)
-    spikes: int = 0
+    skipped_in_row: list[Count] = field(default_factory=list)
+    spikes: Count = 0
     losses: list[float] = field(default_factory=list)  # the window for detecting spikes
     # of the run
     tokenizer_fingerprint: str = ""
@@ -52,7 +50,7 @@ class TrainState:
     # metrics of this step, to be published with its evaluation; None: no evaluation is due
     awaits_evaluation: dict[str, float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
-    format: int = FORMAT  # of trainer_state.json
+    format: Count = FORMAT  # of trainer_state.json
 
     def collect(self, fields: Mapping[str, Any]) -> None:
         """Set fields from a `state_dict()`, before a save."""

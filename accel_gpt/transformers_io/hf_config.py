@@ -4,15 +4,15 @@ For each preset there is a class of transformers that computes the same. A Mistr
 a Llama model. Needs no torch.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.errors import UserError, require
-from accel_gpt.records import read_value
 
 HF_CLASSES = MappingProxyType(
     {
@@ -183,21 +183,14 @@ def read_settings(
     """
     from transformers import CONFIG_MAPPING
 
-    kind = GPT2Settings if model_type == "gpt2" else RopeSettings
+    kind: Any = GPT2Settings if model_type == "gpt2" else RopeSettings
     try:
         settings = CONFIG_MAPPING[model_type].from_dict(dict(content)).to_dict()
-        rope = settings.get("rope_parameters") or {}
-        settings["rope_parameters"] = known_fields(RopeParameters, rope)
-        found: GPT2Settings | RopeSettings = read_value(kind, known_fields(kind, settings))
+        settings["rope_parameters"] = settings.get("rope_parameters") or {}
+        found: GPT2Settings | RopeSettings = msgspec.convert(settings, kind)
     except Exception as error:  # validators of transformers raise any class
         raise UserError(f"config.json of {name} is not valid: {last_line(error)}") from None
     return found
-
-
-def known_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the dataclass `kind` has fields for."""
-    names = {one.name for one in dataclasses.fields(kind)}
-    return {key: value for key, value in settings.items() if key in names}
 
 
 def require_one_of(name: str, key: str, value: Any, *allowed: Any) -> None:

@@ -5,11 +5,12 @@ Reads the files of a checkpoint, or config.json, the safetensors files and the t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,7 +23,6 @@ from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line
 from accel_gpt.model.gpt import GPT
-from accel_gpt.records import load_record
 from accel_gpt.training.checkpoint import (
     intact_hint,
     read_shape,
@@ -40,10 +40,7 @@ SAFETENSORS = "model.safetensors"
 class WeightIndex:
     """The content of model.safetensors.index.json."""
 
-    OPEN: ClassVar = True
-
     weight_map: dict[str, str]  # name of a tensor -> file
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def load_pretrained(
@@ -175,7 +172,10 @@ def find_weight_files(pretrained: Pretrained) -> list[Path]:
 
 def listed_files(index: Path) -> list[Path]:
     """Return the files that the index of a split model names."""
-    content = load_record(WeightIndex, index, CheckpointError, "download it again")
+    try:
+        content = msgspec.json.decode(index.read_bytes(), type=WeightIndex)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{index} is damaged: {error}; download it again") from None
     names = sorted(set(content.weight_map.values()))
     for name in names:
         if Path(name).name != name or not index.with_name(name).is_file():

@@ -237,46 +237,6 @@ def test_bad_sources_are_one_sentence(
     assert re.search(message, shown)
 
 
-# --------------------------------------------------------------------------- streamed text
-
-
-@pytest.fixture
-def streamed(trained: Callable[..., Path]) -> Path:
-    """A run whose last checkpoint looks as if an earlier version streamed its text."""
-    run = trained()
-    checkpoint = max(run.glob("checkpoints/step_*"))
-    path = checkpoint / "trainer_state.json"
-    state = json.loads(path.read_text())
-    del state["config"]["data.train"]
-    state["config"] |= {"data.train.streaming": True, "data.train.dataset": "user/name"}
-    state["data_fingerprint"] = 64 * "a"
-    state["data_sources"] = []
-    state["text_places"] = [[0, [0, 12, 0], 3, [], 64 * "b"]]
-    path.write_text(json.dumps(state))
-    reseal(checkpoint)
-    return run
-
-
-def test_a_checkpoint_of_streamed_text_is_refused_or_goes_on_with_prepared_text(
-    streamed: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    longer = ["--train.max_steps", "13", "--checkpoint.allow_change"]
-    assert launch(small_run(*longer, "train.max_steps")) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert "data.train was streamed text (aaaaaaaaaaaa), is " in sentence
-    assert sentence.endswith("or accept it with --checkpoint.allow_change data.train")
-    assert launch(small_run(*longer, "[train.max_steps, data.train]")) == 0
-    assert records(streamed)[-1]["step"] == 13
-    state = json.loads((streamed / "checkpoints/step_00000013/trainer_state.json").read_text())
-    assert state["data_origin"] == 12 * 8
-    assert "text_places" not in state
-
-
-@pytest.mark.parametrize("command", ["sample", "inspect"])
-def test_a_model_of_streamed_text_is_still_opened(streamed: Path, command: str) -> None:
-    assert run_here(dispatch, [command, str(streamed)]) == 0
-
-
 # --------------------------------------------------------------------------- documents
 
 

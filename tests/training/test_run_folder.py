@@ -18,7 +18,7 @@ def test_an_empty_folder_is_a_run_without_anything(tmp_path: Path) -> None:
 
 
 def test_launches_and_config(tmp_path: Path) -> None:
-    launches = [{"step": 0}, "none of ours", {"step": 4, "plan": {"max_steps": 9}}]
+    launches = [{"step": 0}, {"step": 4, "plan": {"max_steps": 9}}]
     (tmp_path / "run.json").write_text(json.dumps({"launches": launches}))
     (tmp_path / "config.yaml").write_text("seed: 1\noptim: {lr: 0.5}\n")
     run = RunFolder(tmp_path)

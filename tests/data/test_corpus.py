@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
-from accel_gpt.cli import dispatch
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import load_config
@@ -22,7 +21,7 @@ from accel_gpt.data.sources import TrainedSource
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.state import TrainState
-from tests.conftest import launch, reseal, run_here, text_of
+from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]

@@ -23,13 +23,12 @@ from typing import Any
 import hypothesis
 import hypothesis.configuration
 import pytest
-import tiktoken
-from tiktoken_ext import openai_public
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.console import run_main
 from accel_gpt.data.tokenizer import Tokenizer, load_gpt2
+from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import sha256
 from accel_gpt.launcher import shared_cores
@@ -288,16 +287,18 @@ def gpt2_vocabulary() -> Tokenizer:
 @pytest.fixture
 def gpt2_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace GPT-2's vocabulary by one of the same size: bytes, then pairs from a space on."""
-    pairs = [bytes(pair) for pair in itertools.product(range(ord(" "), 256), range(256))]
-    tokens = [*(bytes([i]) for i in range(256)), *pairs[: 50_256 - 256]]
-    encoding = tiktoken.Encoding(
-        "gpt2",
-        pat_str=openai_public.r50k_pat_str,
-        mergeable_ranks={token: i for i, token in enumerate(tokens)},
-        special_tokens={"<|endoftext|>": len(tokens)},
-    )
-    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
-    monkeypatch.setattr("accel_gpt.data.tokenizer.tiktoken_has_gpt2", lambda: True)
+    pairs = itertools.product(BYTE_CHARS[ord(" ") :], BYTE_CHARS)
+    merges = [*itertools.islice(pairs, 50_256 - 256)]
+    tokens = [*BYTE_CHARS, *map("".join, merges), EOT]
+    files = {
+        "encoder.json": json.dumps({token: i for i, token in enumerate(tokens)}),
+        "vocab.bpe": "".join(f"{first} {second}\n" for first, second in merges),
+    }
+
+    def read(url: str, sha256: str) -> bytes:
+        return files[url.rpartition("/")[2]].encode()
+
+    monkeypatch.setattr("tiktoken.load.read_file_cached", read)
 
 
 @pytest.fixture(autouse=True)

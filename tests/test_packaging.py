@@ -29,7 +29,6 @@ PRIVATE = {
     "_compiled_call_impl": "torch",
     "_dump_snapshot": "torch",
     "_foreach_norm": "torch",
-    "_pat_str": "tiktoken",
     "_record_memory_history": "torch",
     "_reset_state": "accelerate",
     "_shared_state": "accelerate",

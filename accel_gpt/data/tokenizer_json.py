@@ -1,4 +1,4 @@
-"""Read, write and recognize the files of a tokenizer.
+"""Read and write the files of a tokenizer.
 
 - tokenizer.json in the format of Hugging Face `tokenizers`, written for the kinds bytes, chars and
   bpe, and for gpt2;
@@ -11,18 +11,15 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.files import read_json
 from accel_gpt.records import read_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"  # names special tokens, in older folders
 HUB_FILES = (FILE, CONFIG, TEMPLATE, SPECIAL, "vocab.json", "merges.txt")
-MODEL_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it, or
@@ -42,21 +39,6 @@ LEFT_OUT = (
 # Keys of tokenizer.json that do not change the ids of `Tokenizer.encode()`. transformers may change
 # them when it saves a file.
 BESIDE_THE_POINT = ("post_processor", "truncation", "padding")
-# Keys of tokenizer.json; the package tokenizers rejects any other.
-KEYS = frozenset(
-    {
-        "version",
-        "added_tokens",
-        "normalizer",
-        "pre_tokenizer",
-        "decoder",
-        "model",
-        "post_processor",
-        "truncation",
-        "padding",
-    }
-)
-
 # The character that spells each byte (GPT-2's encoder.py): the Latin-1 character if it is
 # printable, else the next unused character from code 256 on.
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -76,9 +58,6 @@ PATTERN = "|".join(
         r"\s+",  # any other white space, such as one space before a digit
     )
 )
-# The pattern of tokenizers that older versions trained: without the alternative for contractions
-FORMER_PATTERN = PATTERN[PATTERN.index("|[^") + 1 :]
-GPT2_TOKENS = 50_256  # without end-of-text
 # SHA-256 of the JSON of openai-community/gpt2's [tokens by id without end-of-text, merges by rank]
 GPT2_SUM = "e1bf1d7abcc7e361ff81bef4019332b6b745a38a09133324388925dd4ba005e0"
 
@@ -86,72 +65,25 @@ GPT2_SUM = "e1bf1d7abcc7e361ff81bef4019332b6b745a38a09133324388925dd4ba005e0"
 # --------------------------------------------------------------------------- reading
 
 
-def read_file(where: Path) -> tuple[str, Any]:
-    """Read a tokenizer.json; return its text and its parsed content.
+def read_file(where: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer.json.
 
-    If there is none, vocab.json and merges.txt in the same folder replace it. Raises `UserError` if
-    there is no tokenizer, `DataError` if it is not JSON or has a key that may change ids.
+    If there is none, GPT-2's vocab.json and merges.txt in the same folder replace it. Raises
+    `UserError` if there is no tokenizer, `DataError` if the file is damaged.
     """
     if where.exists():
-        if where.name != FILE and not begins_an_object(where):
-            raise other_model(where)
-        content = read_object(where, DataError)
-        if unknown := content.keys() - KEYS:
-            raise DataError(
-                f"{where} is not a tokenizer.json: {min(unknown)} is an unknown key; save it again "
-                "with transformers"
-            )
-        return where.read_bytes().decode(), content
-    joined = join_two_files(where.parent) if where.name == FILE else None
-    if joined is None:
-        for name in MODEL_FILES:
-            if where.with_name(name).is_file():
-                raise other_model(where.with_name(name))
-        raise UserError(f"there is no tokenizer at {where}; give the path of a {FILE}")
-    return json.dumps(joined, ensure_ascii=False), joined
-
-
-def begins_an_object(where: Path) -> bool:
-    """Return whether a file begins as a JSON object, or cannot be read."""
-    try:
-        with where.open("rb") as file:
-            start = file.read(1000)
-    except OSError:
-        return True
-    return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
-
-
-def other_model(where: Path) -> UserError:
-    """Return the error for a file of another format, such as SentencePiece's tokenizer.model."""
-    return UserError(
-        f"{where} is not a {FILE}; if it is a SentencePiece or tiktoken model, write one with "
-        "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), where FOLDER "
-        "holds the files of the model; or give its Hub id (user/name)"
+        return read_object(where, DataError)
+    vocabulary, merges = where.with_name("vocab.json"), where.with_name("merges.txt")
+    if where.name == FILE and vocabulary.is_file() and merges.is_file():
+        vocab = read_object(vocabulary, DataError)
+        content = gpt2_content(vocab, merges.read_text(encoding="utf-8"))
+        if kind_of(content) == "gpt2":  # the files of others do not say how to split text
+            return content
+    raise UserError(
+        f"there is no tokenizer at {where}; give the path of a {FILE}; to write one from other "
+        "files, such as SentencePiece's tokenizer.model, use transformers: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
-
-
-def join_two_files(folder: Path) -> dict[str, Any] | None:
-    """Make GPT-2's tokenizer.json from its vocab.json and merges.txt; None if they are missing.
-
-    Raises `UserError` if they belong to another tokenizer, because they do not say how that
-    tokenizer splits text.
-    """
-    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    if not (vocabulary.is_file() and merges.is_file()):
-        return None
-    try:
-        lines = merges.read_text(encoding="utf-8").splitlines()
-        pairs = [line.split(" ") for line in lines if not line.startswith("#version")]
-        content = gpt2_content(tokens_by_id(read_json(vocabulary)), pairs)
-    except (ValueError, TypeError, AttributeError):
-        content = {}
-    if recognize(content) is None:
-        raise UserError(
-            f"{folder} has no tokenizer.json, and its {vocabulary.name} and {merges.name} are not "
-            "GPT-2's; write a tokenizer.json with transformers: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
-    return content
 
 
 def read_config(where: Path) -> dict[str, Any]:
@@ -193,8 +125,9 @@ def as_trained(content: dict[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {key: None for key in BESIDE_THE_POINT if content.get(key)}
     if (content.get("post_processor") or {}).get("type") == "ByteLevel":
         del changes["post_processor"]  # it changes only the positions of tokens in the text
-    if content["model"].get("dropout"):  # encodes a text differently each time
-        changes["model"] = content["model"] | {"dropout": None}
+    model = content.get("model")
+    if isinstance(model, dict) and model.get("dropout"):  # encodes a text differently each time
+        changes["model"] = {key: value for key, value in model.items() if key != "dropout"}
     return content | changes
 
 
@@ -227,12 +160,12 @@ def find_eot(
 # --------------------------------------------------------------------------- writing
 
 
-def bpe_content(vocabulary: list[str], pattern: str = PATTERN) -> dict[str, Any]:
+def bpe_content(vocabulary: list[str]) -> dict[str, Any]:
     """Return the tokenizer.json of the kind bpe.
 
     `vocabulary`: tokens by id, the 256 bytes first, without end-of-text.
     """
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated"}
     steps = [split | {"invert": False}, byte_level()]
     content = byte_level_content(vocabulary, all_merges(vocabulary))
     return content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
@@ -243,13 +176,15 @@ def bytes_content() -> dict[str, Any]:
     return with_eot_in_vocabulary(byte_level_content([*BYTE_CHARS], []))
 
 
-def gpt2_content(vocabulary: list[str], merges: list[list[str]]) -> dict[str, Any]:
+def gpt2_content(vocab: dict[str, int], merges: str) -> dict[str, Any]:
     """Return the tokenizer.json of openai-community/gpt2.
 
-    `vocabulary`: tokens by id, without end-of-text.
+    `vocab`: the ids of vocab.json (encoder.json), with end-of-text. `merges`: the text of
+    merges.txt (vocab.bpe), a pair a line after the first line.
     """
+    pairs = [line.split(" ") for line in merges.splitlines() if not line.startswith("#version")]
     split = byte_level() | {"use_regex": True}
-    return with_eot_in_vocabulary(byte_level_content(vocabulary, merges)) | {
+    return with_eot_in_vocabulary(byte_level_content(tokens_by_id(vocab), pairs)) | {
         "pre_tokenizer": split,
         "post_processor": split | {"trim_offsets": False},
     }
@@ -326,59 +261,25 @@ def all_merges(vocabulary: list[str]) -> list[list[str]]:
     return merges
 
 
-def learned_merges(vocabulary: list[str]) -> list[list[str]]:
-    """List the two tokens that were merged into each token when the BPE was trained.
-
-    They are the last two parts left when the characters of a token are merged, lowest rank first.
-    """
-    rank = {token: i for i, token in enumerate(vocabulary)}
-    merges = []
-    for token in vocabulary[256:]:
-        parts = list(token)
-        while len(parts) > 2:
-            pairs = [rank.get(a + b, rank[token]) for a, b in pairwise(parts)]
-            left = pairs.index(min(pairs))
-            parts[left : left + 2] = [parts[left] + parts[left + 1]]
-        merges.append(parts)
-    return merges
-
-
 # --------------------------------------------------------------------------- recognizing
 
 
-class Known(NamedTuple):
-    """A recognized tokenizer.json: one of the kinds that this package writes, or GPT-2's."""
-
-    kind: Literal["bytes", "chars", "bpe", "gpt2"]
-    vocabulary: list[str]
-    """Tokens by id without end-of-text."""
-    pattern: str = ""
-    """The regex by which the kind bpe splits text."""
-
-
-def recognize(content: Any) -> Known | None:
-    """Recognize a tokenizer.json that this package writes, or GPT-2's; return None for any other.
-
-    GPT-2's files vary with their age: merges are strings or lists, end-of-text is in the vocabulary
-    or not, and defaults may be left out.
-    """
+def kind_of(content: dict[str, Any]) -> str:
+    """Return the kind of a tokenizer.json that this package writes, gpt2, or hf for any other."""
+    core = content | dict.fromkeys(BESIDE_THE_POINT)
     try:
         if adds_tokens(content.get("post_processor")):
-            return None
+            return "hf"
         vocabulary = tokens_by_id(content["model"]["vocab"])
-        for pattern in (PATTERN, FORMER_PATTERN):
-            if content["pre_tokenizer"] == bpe_content([], pattern)["pre_tokenizer"]:
-                ours = is_bpe(content, vocabulary, pattern)
-                return Known("bpe", vocabulary, pattern) if ours else None
-        core = content | dict.fromkeys(BESIDE_THE_POINT)
         if core == bytes_content():
-            return Known("bytes", vocabulary)
-        if content["model"].get("type") == "WordLevel":
-            ours = core == chars_content("".join(vocabulary))
-            return Known("chars", vocabulary) if ours else None
-        return Known("gpt2", vocabulary) if is_gpt2(content, vocabulary) else None
+            return "bytes"
+        if core == chars_content("".join(vocabulary)):
+            return "chars"
+        if vocabulary[:256] == [*BYTE_CHARS] and core == bpe_content(vocabulary):
+            return "bpe"
+        return "gpt2" if is_gpt2(content, vocabulary) else "hf"
     except (LookupError, TypeError, AttributeError):
-        return None
+        return "hf"  # the package tokenizers reads it or says what is wrong
 
 
 def adds_tokens(post_processor: Any) -> bool:
@@ -389,32 +290,19 @@ def adds_tokens(post_processor: Any) -> bool:
     return not template or bool(post_processor["special_tokens"])
 
 
-def is_bpe(content: dict[str, Any], vocabulary: list[str], pattern: str) -> bool:
-    """Return whether a tokenizer.json is of the kind bpe."""
-    byte_spelling = set("".join(vocabulary)) <= set(BYTE_CHARS)
-    bytes_first = tuple(vocabulary[:256]) == BYTE_CHARS
-    return byte_spelling and bytes_first and content == bpe_content(vocabulary, pattern)
-
-
 def is_gpt2(content: dict[str, Any], vocabulary: list[str]) -> bool:
-    """Return whether a tokenizer.json gives the same ids as GPT-2's."""
+    """Return whether a tokenizer.json gives the ids of GPT-2; its older forms vary."""
     model = content["model"]
     split = content["pre_tokenizer"]
-    added = [(token["content"], token["id"], token["special"]) for token in content["added_tokens"]]
-    ids = {EOT: GPT2_TOKENS} | model["vocab"]
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     return (
         content.get("normalizer") is None
         and split["type"] == "ByteLevel"
-        and split["add_prefix_space"] is False
+        and not split["add_prefix_space"]
         and split.get("use_regex", True)
-        and content["decoder"]["type"] == "ByteLevel"
-        and added == [(EOT, GPT2_TOKENS, True)]
-        and model.get("type", "BPE") == "BPE"
         and not model.get("dropout")
-        and not model.get("continuing_subword_prefix")
-        and not model.get("end_of_word_suffix")
-        and [ids[token] for token in (*vocabulary, EOT)] == list(range(GPT2_TOKENS + 1))
+        and [(token["content"], token["special"]) for token in content["added_tokens"]]
+        == [(EOT, True)]
         and hashlib.sha256(json.dumps([vocabulary, merges]).encode()).hexdigest() == GPT2_SUM
     )
 

@@ -1,6 +1,8 @@
 """Generate text with the model: which steps, which prompts, decoding token by token."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -15,11 +17,11 @@ from accel_gpt.evals.validation import OnProgress, ignore_progress
 from accel_gpt.model.generate import all_ended, context_start, do_nothing, stream
 from accel_gpt.model.gpt import GPT
 
+if TYPE_CHECKING:
+    from tokenizers.decoders import DecodeStream
+
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
 QUOTED = 40  # most characters of a prompt in a message
-REPLACEMENT = "\ufffd"  # what decoders return for an incomplete character
-LONGEST = 4  # most bytes, and so most tokens, of a character in UTF-8
-OVERLAP = 16  # tokens decoded together with a new one; assumption: no decoder looks further back
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
@@ -125,11 +127,13 @@ class Continuation:
         self.prompt = list(prompt)
         self.ids: list[int] = []
         self.ended = False
-        # state of `new_text`
-        self.window = list(prompt)  # the last ids, which are decoded
-        self.shown = len(tokenizer.decode(self.window))  # characters of the window returned so far
-        self.whole = [len(self.window)]  # lengths of the window that end with a whole character
-        self.read = 0  # number of `ids` added to the window
+        self.shown = ""  # what `new_text` has returned so far
+        self.read = 0  # number of `ids` that `new_text` has read
+
+    @cached_property
+    def decoder(self) -> "DecodeStream":
+        """Return the stream that decodes `ids` one by one."""
+        return self.tokenizer.decode_stream(self.prompt)
 
     def add(self, token: int) -> None:
         """Add a token. The end-of-text token ends the text; later tokens are ignored."""
@@ -151,42 +155,16 @@ class Continuation:
     def new_text(self) -> str:
         """Return the text since the last call.
 
-        Holds back an incomplete character until its last byte comes or the text ends. Decodes only
-        the last ids, so the total time is linear in the number of ids.
+        Holds back an incomplete character until its last byte comes or the text ends.
         """
-        pieces = [self.read_token(token) for token in self.ids[self.read :]]
+        text = ""
+        for token in self.ids[self.read :]:
+            text += self.decoder.step(self.tokenizer.library, token) or ""
         self.read = len(self.ids)
         if self.ended:
-            text = self.tokenizer.decode(self.window)
-            pieces.append(text[self.shown :])
-            self.shown = len(text)
-        return "".join(pieces)
-
-    def read_token(self, token: int) -> str:
-        """Add a token to the window; return the new text."""
-        self.window.append(token)
-        text = self.tokenizer.decode(self.window)
-        ready = text.rstrip(REPLACEMENT)
-        # after so many tokens, the bytes are not valid UTF-8, and no later byte can complete them
-        not_utf8 = len(self.window) - self.whole[-1] >= LONGEST
-        if not_utf8 and len(text) - 1 > len(ready):
-            ready = text[:-1]
-        piece = ready[self.shown :]
-        self.shown = max(self.shown, len(ready))
-        if ready == text:
-            self.whole.append(len(self.window))
-            self.shorten_window()
-        return piece
-
-    def shorten_window(self) -> None:
-        """Drop ids before the last `OVERLAP`, up to the end of a character."""
-        if len(self.window) <= 2 * OVERLAP:
-            return
-        longest_cut = len(self.window) - OVERLAP
-        cut = max((length for length in self.whole if length <= longest_cut), default=0)
-        del self.window[:cut]
-        self.whole = [length - cut for length in self.whole if length > cut]
-        self.shown = len(self.tokenizer.decode(self.window))
+            text = self.text().removeprefix(self.shown)
+        self.shown += text
+        return text
 
 
 def stream_texts(

@@ -16,13 +16,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from accel_gpt.data.tokenizer import (
+    BPETokenizer,
     CharsTokenizer,
     Tokenizer,
     named_tokenizer,
-    rank_tokenizer,
-    to_json,
 )
-from accel_gpt.data.tokenizer_json import BYTE_CHARS, bpe_content
+from accel_gpt.data.tokenizer_json import BYTE_CHARS, PATTERN, bpe_content
 from accel_gpt.errors import require
 from accel_gpt.prepare.pieces import pieces
 from accel_gpt.training.display import Progress
@@ -91,4 +90,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"has {reached:,} tokens\n"
         )
     vocabulary = [*BYTE_CHARS, *sorted(learned, key=learned.__getitem__)[256:]]
-    return rank_tokenizer("bpe", vocabulary, to_json(bpe_content(vocabulary)))
+    return BPETokenizer("bpe", bpe_content(vocabulary), PATTERN)

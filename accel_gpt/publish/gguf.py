@@ -28,7 +28,7 @@ from torch.nn import Module
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
-from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, FORMER_PATTERN, PATTERN
+from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, PATTERN
 from accel_gpt.errors import UserError, install_extra, require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import (
@@ -59,7 +59,6 @@ BYTE_LEVEL, SINGLE_DIGITS = "ByteLevel with its regex", "Digits one by one"
 PRE_TOKENIZERS = MappingProxyType(
     {
         (PATTERN,): "llama-bpe",
-        (FORMER_PATTERN,): "llama-bpe",
         (PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),): "qwen2",
         (BYTE_LEVEL,): "gpt-2",
         (SINGLE_DIGITS, BYTE_LEVEL): "smollm",
@@ -454,12 +453,6 @@ def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
         sys.stderr.write(
             "WARNING: the tokenizer normalizes text to NFC, which llama.cpp leaves out; it splits "
             "accents that are written as two characters into other tokens\n"
-        )
-    if tokenizer.kind == "bpe" and steps[0] == FORMER_PATTERN:
-        sys.stderr.write(
-            "WARNING: an older version trained this tokenizer; llama.cpp splits words with an "
-            "apostrophe (it's) differently, which raises the loss a little; train a new tokenizer "
-            "with accel-gpt prepare to avoid this\n"
         )
     return found
 

@@ -381,7 +381,7 @@ def warn_of_template(pretrained: Pretrained) -> None:
     file = pretrained.folder / tokenizer_json.FILE
     if pretrained.is_checkpoint or not file.is_file():
         return
-    _, content = tokenizer_json.read_file(file)
+    content = tokenizer_json.read_file(file)
     if tokenizer_json.adds_tokens(content.get("post_processor")):
         sys.stderr.write(
             f"WARNING: the tokenizer of {pretrained.name} adds tokens to a text, such as <s>; the "

@@ -150,8 +150,6 @@ def test_pieces_make_up_any_bytes(data: bytes) -> None:
     tokenizer = BytesTokenizer()
     pieces = pieces_of(tokenizer, [*data, 256, 65], b"before")
     assert "".join(pieces) == data.decode("utf-8", "replace")
-    pieces = pieces_of(tokenizer, [0xFF] * 20, b"")  # also shown before the end
-    assert len("".join(pieces[:10])) == 9
 
 
 @settings(max_examples=300)

@@ -153,7 +153,9 @@ MAKERS: dict[str, tuple[Callable[[], Library], bool]] = {
 
 
 def loaded(tokenizer: Library) -> HFTokenizer:
-    return HFTokenizer(tokenizer.to_str(), Path("tokenizer.json"), {"eos_token": "</s>"})
+    return HFTokenizer(
+        json.loads(tokenizer.to_str()), Path("tokenizer.json"), {"eos_token": "</s>"}
+    )
 
 
 @pytest.mark.parametrize("name", MAKERS)

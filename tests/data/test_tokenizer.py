@@ -1,171 +1,175 @@
-"""Round trips, equality with Hugging Face's encoding, files and messages of every tokenizer."""
+"""Every kind of tokenizer: round trips, ids of transformers, files, messages."""
 
 import contextlib
-import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import tokenizers as library
+import transformers
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.tokenizer import (
+    BytesTokenizer,
     CharsTokenizer,
     Tokenizer,
+    load_gpt2,
     load_tokenizer,
+    named_tokenizer,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.bpe import make_tokenizer, train_bpe
-from accel_gpt.prepare.pieces import pieces
+from accel_gpt.transformers_io.export import export_tokenizer
+from tests.conftest import text_of
+from tests.helpers.hub_server import HubServer, no_waiting, point_at
 
-VOCAB_SIZE = 600
+BLOCK_SIZE = 100_000
 KINDS = ("bytes", "chars", "bpe", "gpt2", "hf")
-HOSTILE = {
+NASTY = {
     "emoji": "a 👩‍👩‍👧‍👦 family, a flag 🇨🇭, a skin tone 👍🏽" * 3,
-    "scripts": "naïve ДОМ 東京タワー مرحبا שלום हिन्दी ไทย \u200bzero\u00a0width",
-    "nulls": "\x00\x00a\x00 b\x01\x7f\x85\u2028",
+    "scripts": "naïve ДОМ 東京タワー مرحبا שלום हिन्दी ไทย \u200bzero\u00a0width \ufeff",
+    "controls": "\x00\x00a\x00 b\x01\x7f\x85\u2028\u2029\x1c\u3000 ",
     "code": "def f(x):\n\tif x_1 >= 10_000:\n        return self.__dict__[x]  # ok\n\n\n",
-    "crlf": "one\r\ntwo\r\n\r\n  three\r\rfour \n \n",
-    "no space": "abcdefghij" * 10_000,
-    "one letter": "a" * 10_001,
-    "spaces": " " * 5000 + "x" + "\t" * 99 + "\n" * 1000 + " \n" * 500,
+    "contractions": "I'll they're don't I'd we've it's I'm ''S 'LL can\u2019t . , ! n't",
+    "line ends": "one\r\ntwo\r\n\r\n  three\r\rfour \n \n",
+    "white space": " " * 500 + "x" + "\t" * 99 + "\n" * 100 + " \n" * 50 + "y   ",
+    "no space": "abcdefghij" * 1000,
     "combining": "\u0301\u0301e\u0301 \u0300",
     "digits": "3.14159 12345678 1,000,000 ١٢٣٤ ²³ Ⅻ",
-    "private": "\ufffd\ufffe\U0010ffff\ue000",
-    "special": "<|endoftext|> </s> <|endoftext|><|endoftext|>",
+    "byte spelling": "ĠtheĊ âĢĻ ##ing ▁the <0x0A> [UNK]",
+    "planes": "\ufffd\ufffe\U0010ffff\ue000\U0001f600\U00020000",
     "empty": "",
 }
+ANY = st.text(max_size=40) | st.text("the rn\n\r\t_.12é дa👍\u0301\x00'sSl|\u3000", max_size=80)
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
 
 
-def corpus() -> Iterator[str]:
-    """Text with enough repetition for a few hundred merges."""
-    words = "the they then there return self print import _name .join 'll  == (): # 2024 été дом"
-    for a, b in itertools.product(words.split(" "), repeat=2):
-        yield f"{a} {b}\n    {b}{a}\r\n\tif {a}_{b}:\n" * 3
-    yield from HOSTILE.values()
-
-
-@pytest.fixture(scope="module")
-def trained() -> Tokenizer:
-    return train_bpe(corpus(), VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def tokenizers(
-    trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Tokenizer]:
-    """One of each kind, gpt2 if it is available; hf is the trained one with another pattern."""
-    content = json.loads(trained.file_text)
+def foreign(folder: Path, **config: object) -> Tokenizer:
+    """A tokenizer of kind hf, from a folder with the given tokenizer_config.json."""
+    content = json.loads(train_bpe(["the there then " * 9], 262).file_text)
     content["pre_tokenizer"] = {**tokenizer_json.byte_level(), "use_regex": True}
-    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
-    path.write_text(json.dumps(content))
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """One of each kind, gpt2 if it is available."""
     made = {
-        "bytes": make_tokenizer("bytes", 0, corpus),
-        "chars": make_tokenizer("chars", 0, corpus),
-        "bpe": trained,
-        "hf": make_tokenizer(str(path), 0, corpus),
+        "bytes": BytesTokenizer(),
+        "chars": CharsTokenizer("".join(sorted(set("".join(NASTY.values()))))),
+        "bpe": train_bpe([*NASTY.values(), *NASTY.values()], 300),
+        "hf": foreign(tmp_path_factory.mktemp("hf") / "source"),
     }
     with contextlib.suppress(AccelGPTError):
-        made["gpt2"] = make_tokenizer("gpt2", 0, corpus)
+        made["gpt2"] = load_gpt2()
     return made
 
 
+@pytest.fixture(scope="module")
+def folders(
+    tokenizers: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    written = {}
+    for kind, tokenizer in tokenizers.items():
+        written[kind] = tmp_path_factory.mktemp(kind)
+        export_tokenizer(tokenizer, written[kind], BLOCK_SIZE)
+    return written
+
+
+@pytest.fixture(scope="module")
+def opened(folders: dict[str, Path]) -> dict[str, Any]:
+    return {
+        kind: transformers.AutoTokenizer.from_pretrained(path) for kind, path in folders.items()
+    }
+
+
 @pytest.fixture(params=KINDS)
-def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "gpt2":
         request.getfixturevalue("gpt2_vocabulary")
-    return tokenizers[request.param]
+    return str(request.param)
 
 
-def test_hostile_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
-    for name, text in HOSTILE.items():
+def equal(a: Tokenizer, b: Tokenizer) -> bool:
+    return all(
+        (
+            (a.kind, a.fingerprint) == (b.kind, b.fingerprint),
+            (a.vocab_size, a.eot_id) == (b.vocab_size, b.eot_id),
+            a.encode(NASTY["code"]) == b.encode(NASTY["code"]),
+        )
+    )
+
+
+# --------------------------------------------------------------------------- ids
+
+
+def test_hostile_text_survives_with_the_ids_of_transformers(
+    kind: str, tokenizers: dict[str, Tokenizer], opened: dict[str, Any]
+) -> None:
+    tokenizer, theirs = tokenizers[kind], opened[kind]
+    batch = tokenizer.encode_batch(list(NASTY.values()))
+    assert {ids.dtype for ids in batch} == {np.dtype("uint16")}
+    for (name, text), found in zip(NASTY.items(), batch, strict=True):
         ids = tokenizer.encode(text)
+        assert found.tolist() == ids, name
         assert tokenizer.decode(ids) == text, name
         assert tokenizer.token_bytes[ids].sum() == len(text.encode()), name
         assert tokenizer.eot_id is None or tokenizer.eot_id not in ids, name
+        if text or kind != "chars":
+            assert theirs.encode(text) == ids, name
+            assert theirs.decode(ids) == text, name
     assert tokenizer.bytes_add_up
-
-
-def test_trained_ids_are_bytes_then_merges_then_end_of_text(trained: Tokenizer) -> None:
-    assert trained.vocab_size == VOCAB_SIZE
-    assert trained.eot_id == VOCAB_SIZE - 1
-    assert [trained.encode(chr(b)) for b in range(128)] == [[b] for b in range(128)]
-    assert trained.decode([0xC3, 0xA9]) == "é"
-    assert trained.token_bytes[256:-1].min() >= 2
-    assert trained.decode([VOCAB_SIZE - 1]) == "<|endoftext|>"
-
-
-def test_batches_give_the_same_ids_in_the_smallest_type(tokenizer: Tokenizer) -> None:
-    batch = tokenizer.encode_batch(list(HOSTILE.values()))
-    assert [ids.tolist() for ids in batch] == [tokenizer.encode(t) for t in HOSTILE.values()]
-    assert {ids.dtype for ids in batch} == {np.dtype("uint16")}
-
-
-def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer]) -> None:
-    others = [CharsTokenizer("ab"), CharsTokenizer("abc"), train_bpe(corpus(), VOCAB_SIZE - 1)]
-    prints = [t.fingerprint for t in (*tokenizers.values(), *others)]
-    assert len(set(prints)) == len(prints)
-    assert all(len(p) == 64 for p in prints)
-
-
-def test_a_merge_taken_out_leaves_the_fast_path(trained: Tokenizer, tmp_path: Path) -> None:
-    content = json.loads(trained.file_text)
-    content["model"]["merges"].pop()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert load_tokenizer(tmp_path).kind == "hf"
-    trained.save(tmp_path)
-    assert load_tokenizer(tmp_path).kind == "bpe"
-
-
-def test_text_in_pieces_gives_the_ids_of_the_whole(tokenizers: dict[str, Tokenizer]) -> None:
-    text = "".join(corpus())
-    cut = list(pieces([text], 100))
-    assert len(cut) > 100
-    assert "".join(cut) == text
-    for kind, tokenizer in tokenizers.items():
-        assert tokenizer.cuts_at_lines == (kind != "hf")
-        if tokenizer.cuts_at_lines:
-            ids = [i for part in cut for i in tokenizer.encode(part)]
-            assert ids == tokenizer.encode(text), kind
-
-
-ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "\u0301\x1c"
+    assert len(theirs) == tokenizer.vocab_size
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eot_id
+    assert theirs.model_max_length == BLOCK_SIZE
 
 
 @settings(max_examples=200)
-@given(
-    text=st.text(st.sampled_from(ANY), max_size=60),
-    size=st.integers(1, 10),
-    step=st.integers(1, 20),
-)
-def test_any_text_in_pieces_gives_the_ids_of_the_whole(
-    tokenizers: dict[str, Tokenizer], text: str, size: int, step: int
+@given(text=ANY)
+@example(text="a <|endoftext|> b")
+def test_transformers_gives_the_same_ids_for_any_text(
+    tokenizers: dict[str, Tokenizer], opened: dict[str, Any], text: str
 ) -> None:
-    cut = list(pieces([text], size))
-    for kind in {"bpe", "gpt2"} & set(tokenizers):
-        tokenizer = tokenizers[kind]
-        parts = [tokenizer.encode(part) for part in cut]
-        assert [i for part in parts for i in part] == tokenizer.encode(text)
-    chunks = [text[i : i + step] for i in range(0, len(text), step)]
-    assert "".join(pieces(chunks, size)) == text
+    """A special token that a text spells is plain text in training, and special in a prompt."""
+    for kind in tokenizers.keys() - {"chars"}:
+        ids = tokenizers[kind].encode(text)
+        theirs = opened[kind].encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert theirs == ids
+        assert opened[kind].decode(ids) == tokenizers[kind].decode(ids)
+        assert opened[kind].encode(text) == tokenizers[kind].encode_prompt(text)
 
 
-@pytest.mark.parametrize("end", ["\r\n", "\n\n", "\n\u3000", "\uff0c", "。\n\u3000"])
-def test_text_without_spaces_is_cut(end: str) -> None:
-    text = ("中文" * 10 + end) * 100
-    assert max(map(len, pieces([text], 50))) < 160
+def test_trained_ids_are_bytes_then_merges_then_end_of_text(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    trained = tokenizers["bpe"]
+    assert (trained.vocab_size, trained.eot_id) == (300, 299)
+    assert [trained.encode(chr(b)) for b in range(128)] == [[b] for b in range(128)]
+    assert trained.token_bytes[256:-1].min() >= 2
+    assert trained.decode([0xC3, 0xA9, 299]) == "é<|endoftext|>"
+    assert trained.decode(trained.encode("a" + " " * 1_100_000)) == "a" + " " * 1_100_000
 
 
-def test_a_million_spaces_are_encoded(trained: Tokenizer) -> None:
-    text = "a" + " " * 1_100_000 + "b"
-    assert trained.decode(trained.encode(text)) == text
+def test_lone_surrogates_become_the_replacement_character(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    assert tokenizers[kind].decode(tokenizers[kind].encode("a\ud800b")) == "a\ufffdb"
 
 
-def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer]) -> None:
+    others = [CharsTokenizer("ab"), CharsTokenizer("abc"), train_bpe(NASTY.values(), 299)]
+    prints = [one.fingerprint for one in (*tokenizers.values(), *others)]
+    assert len(set(prints)) == len(prints)
 
 
 def test_chars_are_sorted_and_an_unknown_one_is_named() -> None:
@@ -178,41 +182,336 @@ def test_chars_are_sorted_and_an_unknown_one_is_named() -> None:
         assert repr(unknown) in str(error.value)
 
 
-def test_a_blob_in_the_text_does_not_stop_the_training() -> None:
+def test_training_on_a_blob_and_on_little_text(capsys: pytest.CaptureFixture[str]) -> None:
     blob = "".join(chr(97 + i * i % 23) for i in range(300_000))
-    assert train_bpe([*corpus(), blob], VOCAB_SIZE).vocab_size == VOCAB_SIZE
-
-
-def test_too_little_text_for_a_vocabulary_gives_the_tokens_that_it_reaches(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    assert train_bpe([text_of(500), blob], 300).vocab_size == 300
     assert train_bpe(["abc abc"], 5000).vocab_size == 259
     assert "too small for data.prepare.vocab_size 5,000; the bpe has 259" in capsys.readouterr().err
-    assert train_bpe(["abc abc"], 259).vocab_size == 259
     with pytest.raises(UserError, match="text is empty"):
         make_tokenizer("chars", 0, lambda: iter([""]))
 
 
-def test_gpt2_without_its_files_names_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(name: str) -> None:
-        raise ConnectionError(name)
-
-    monkeypatch.setattr("accel_gpt.data.tokenizer.tiktoken_has_gpt2", lambda: True)
-    monkeypatch.setattr("tiktoken.get_encoding", offline)
-    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        make_tokenizer("gpt2", 0, corpus)
+# --------------------------------------------------------------------------- files
 
 
-def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no tokenizer at .*tokenizer\.json"):
+def test_the_files_give_the_equal_tokenizer_back(
+    kind: str,
+    tokenizers: dict[str, Tokenizer],
+    folders: dict[str, Path],
+    opened: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Also the files that transformers saves again, except of bpe, which becomes kind hf."""
+    loaded = load_tokenizer(folders[kind])
+    assert type(loaded) is type(tokenizers[kind])
+    assert equal(loaded, tokenizers[kind])
+    export_tokenizer(loaded, tmp_path, BLOCK_SIZE)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_text() == (folders[kind] / name).read_text()
+    if kind in ("bytes", "chars", "gpt2"):
+        opened[kind].save_pretrained(tmp_path / "again")
+        assert equal(load_tokenizer(tmp_path / "again"), tokenizers[kind])
+
+
+def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return content | {"model": content["model"] | changes.pop("model", {})} | changes
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "bpe", "gpt2"], indirect=True)
+def test_what_differs_from_a_known_kind_is_of_kind_hf(kind: str, folders: dict[str, Path]) -> None:
+    content = json.loads((folders[kind] / "tokenizer.json").read_text())
+    assert tokenizer_json.kind_of(changed(content, truncation={"max_length": 5})) == kind
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    begin = {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}
+    added = content["added_tokens"]
+    for changes in (
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": None},
+        {"added_tokens": [*added, {"content": "<s>", "special": True}]},
+        {"model": {"vocab": {**vocabulary, last: 9999, "two": 5}}},
+        {"model": {"merges": [["a", "b"]]}},
+        {"post_processor": begin},
+        {"post_processor": {"type": "BertProcessing"}},
+    ):
+        assert tokenizer_json.kind_of(changed(content, **changes)) == "hf", changes
+
+
+def test_gpt2_without_its_files_names_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*_: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"TIKTOKEN_CACHE_DIR.*hf download openai-community/gpt2"):
+        load_gpt2()
+
+
+@pytest.mark.parametrize("files", [["tokenizer.json"], ["vocab.json", "merges.txt"]])
+def test_gpt2_comes_from_the_hubs_cache_in_its_first_form(
+    files: list[str],
+    gpt2_vocabulary: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """openai-community/gpt2: no type, merges as strings, no use_regex, a normalized special."""
+    content = json.loads(gpt2_vocabulary.file_text)
+    model = content["model"]
+    merges = [" ".join(pair) for pair in model["merges"]]
+    for name in ("pre_tokenizer", "decoder", "post_processor"):
+        content[name].pop("use_regex")
+    content["added_tokens"][0]["normalized"] = True
+    content["model"] = {"vocab": model["vocab"], "merges": merges, "end_of_word_suffix": ""}
+    made = {
+        "tokenizer.json": json.dumps(content),
+        "vocab.json": json.dumps(model["vocab"]),
+        "merges.txt": "#version: 0.2\n" + "".join(f"{merge}\n" for merge in merges),
+    }
+    repo = tmp_path / "models--openai-community--gpt2"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    for path in (snapshot, repo / "refs"):
+        path.mkdir(parents=True)
+    for name in files:
+        (snapshot / name).write_text(made[name])
+    (repo / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("tiktoken.load.read_file_cached", None)  # raises if called
+    assert equal(named_tokenizer("gpt2"), gpt2_vocabulary)
+
+
+# --------------------------------------------------------------------------- what came along
+
+
+def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -> None:
+    source = foreign(
+        tmp_path / "source",
+        auto_map={"AutoTokenizer": ["evil.Evil", None]},
+        name_or_path="/home/somebody/model",
+        tokenizer_class="EvilTokenizer",
+        bos_token="t",
+        eos_token="h",
+        pad_token={"content": "e", "special": True},
+        model_max_length=5,
+    )
+    (tmp_path / "source" / "chat_template.jinja").write_text(TEMPLATE)
+    for name in ("data", "export"):
+        (tmp_path / name).mkdir()
+    load_tokenizer(tmp_path / "source").save(tmp_path / "data")
+    export_tokenizer(load_tokenizer(tmp_path / "data"), tmp_path / "export", 64)
+    assert equal(load_tokenizer(tmp_path / "export"), source)
+    for name in ("data", "export"):
+        written = "".join(path.read_text() for path in (tmp_path / name).iterdir())
+        assert "evil" not in written.lower() or name == "data"
+        assert "somebody" not in written
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("h", "h", "e")
+    assert theirs.eos_token_id == source.eot_id
+    assert theirs.model_max_length == 64
+    messages = [{"role": "user", "content": "hi"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "[user] hi"
+
+
+def other(folder: Path, **changes: Any) -> Path:
+    """A tokenizer.json of kind hf: a BPE of letters with merges and other changes."""
+    vocab = {c: i for i, c in enumerate(["<|endoftext|>", *map(chr, range(32, 127))])}
+    vocab |= {pair: len(vocab) + i for i, pair in enumerate(("ab", "bc", "abc"))}
+    eot = {"id": 0, "content": "<|endoftext|>", "special": True, "single_word": False}
+    eot |= {"lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "BPE", "vocab": vocab, "merges": ["a b", "b c", "ab c"]}
+    content = {"version": "1.0", "added_tokens": [eot], "model": model}
+    folder.mkdir(exist_ok=True)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(changed(content, **changes)))
+    return path
+
+
+END = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+BEGINNING = {
+    "type": "TemplateProcessing",
+    "single": [END, TEXT],
+    "pair": [TEXT, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["a"]}},
+}
+ENDS = {"sep": ["<|endoftext|>", 0], "cls": ["<|endoftext|>", 0]}
+TRUNCATION = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"post_processor": BEGINNING},
+        {"post_processor": BEGINNING | {"single": [TEXT, TEXT], "special_tokens": {}}},
+        {"post_processor": {"type": "Sequence", "processors": [BEGINNING]}},
+        {"post_processor": {"type": "BertProcessing", **ENDS}},
+        {"truncation": TRUNCATION},
+        {"model": {"dropout": 0.5}},
+    ],
+    ids=["begin", "twice", "sequence", "bert", "truncation", "dropout"],
+)
+def test_what_changes_the_ids_of_a_text_is_in_no_file_that_is_written(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    without = load_tokenizer(other(tmp_path / "without"))
+    ids = without.encode("abc" * 20)
+    source = other(tmp_path / "source", **changes)
+    (tmp_path / "source" / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    for folder in ("data", "export"):
+        (tmp_path / folder).mkdir()
+    load_tokenizer(source).save(tmp_path / "data")
+    tokenizer = load_tokenizer(tmp_path / "data")
+    export_tokenizer(tokenizer, tmp_path / "export", BLOCK_SIZE)
+    assert equal(tokenizer, without)
+    for folder in ("data", "export"):
+        plain = library.Tokenizer.from_file(str(tmp_path / folder / "tokenizer.json"))
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        for _ in range(5):
+            assert plain.encode("abc" * 20).ids == theirs("abc" * 20).input_ids == ids
+
+
+# --------------------------------------------------------------------------- end of text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "config", "end"),
+    [
+        ({"</s>": False, "<eos>": True}, "<eos>", "<eos>"),  # an HTML tag
+        ({"</s>": True, "<|im_end|>": True}, "<|im_end|>", "<|im_end|>"),
+        ({"</s>": False, "<eos>": True}, None, "<eos>"),
+        ({"<|end_of_text|>": False, "</s>": True}, None, "</s>"),
+        ({"<|stop|>": False, "</s>": True}, {"content": "<|stop|>"}, "<|stop|>"),
+    ],
+)
+def test_which_token_ends_a_document(
+    tokens: dict[str, bool], config: object, end: str, tmp_path: Path
+) -> None:
+    path = other(tmp_path)
+    content = json.loads(path.read_text())
+    (eot,) = content["added_tokens"]
+    vocab = {c: i for c, i in content["model"]["vocab"].items() if c != "<|endoftext|>"}
+    added = [
+        eot | {"id": 98 + i, "content": token, "special": special}
+        for i, (token, special) in enumerate(tokens.items())
+    ]
+    path.write_text(json.dumps(changed(content, added_tokens=added, model={"vocab": vocab})))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": config}))
+    assert load_tokenizer(path).eot == end
+
+
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [(None, "<stop>"), ({"eos_token": ""}, "<stop>"), ({"eos_token": "</s>"}, "</s>")],
+)
+def test_an_older_folder_names_the_end_in_special_tokens_map(
+    tmp_path: Path, config: dict[str, str] | None, end: str
+) -> None:
+    content = json.loads(other(tmp_path).read_text())
+    (eot,) = content["added_tokens"]
+    for token in ("<stop>", "</s>"):
+        content["added_tokens"].append(eot | {"id": 99, "content": token})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<stop>"}})
+    )
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).eot == end
+
+
+def test_the_settings_name_another_end_of_a_known_tokenizer(tmp_path: Path) -> None:
+    trained = train_bpe(["the there then " * 9], 262)
+    trained.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\\u010a"}')  # a line end
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eot_id == 10
+    assert tokenizer.encode("the then") == trained.encode("the then")
+
+
+# --------------------------------------------------------------------------- bad input
+
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+LETTERS = '{"a": 0, "b": 1, "ab": 2}'
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        ({}, UserError, r"no tokenizer at .*tokenizer\.json; .*save_pretrained"),
+        ({"tokenizer.model": "x"}, UserError, "no tokenizer at"),
+        ({"vocab.json": LETTERS}, UserError, "no tokenizer at"),
+        ({"vocab.json": LETTERS, "merges.txt": "a b\n"}, UserError, "no tokenizer at"),
+        ({FILE: "{"}, DataError, "not valid JSON"),
+        ({FILE: "[]"}, DataError, r"tokenizer.json is damaged: it holds a list"),
+        ({FILE: '{"model": {}}'}, DataError, "is not a valid tokenizer.json"),
+        ({CONFIG: "["}, DataError, r"tokenizer_config\.json is "),
+        ({CONFIG: '{"eos_token": "<stop>"}'}, UserError, "'<stop>', which is not a token of"),
+        ({"chat_template.jinja": "\udcff"}, DataError, r"chat_template\.jinja is not UTF-8"),
+    ],
+)
+def test_bad_files_are_one_sentence(
+    files: dict[str, str], error: type[AccelGPTError], message: str, tmp_path: Path
+) -> None:
+    if CONFIG in files or "chat_template.jinja" in files:
+        other(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(error, match=message) as refusal:
         load_tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_without_an_end_of_text(tmp_path: Path) -> None:
+    path = other(tmp_path)
+    path.write_text(path.read_text().replace('"special": true', '"special": false'))
+    with pytest.raises(UserError, match=r"has no end-of-text token: no special token is <\|endof"):
+        load_tokenizer(path)
     with pytest.raises(UserError, match="'gpt3', but there is no such file; set it to bytes"):
-        make_tokenizer("gpt3", 0, corpus)
-    for content, message in {
-        "{": "not valid JSON",
-        "[]": "tokenizer.json is damaged: it holds a list",
-        "{}": "tokenizer.json failed: ",
-    }.items():
-        (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(DataError, match=message):
-            load_tokenizer(tmp_path)
+        make_tokenizer("gpt3", 0, lambda: iter(()))
+
+
+def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path) -> None:
+    words = other(tmp_path, model={"type": "WordLevel", "vocab": {"a": 1}, "unk_token": "?"})
+    with pytest.raises(DataError, match=re.escape("tokenizer.json failed: ")):
+        load_tokenizer(words).encode("b")
+
+
+# --------------------------------------------------------------------------- the Hub
+
+REPO = "tester/words"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as server:
+        point_at(monkeypatch, server, tmp_path / "home")
+        no_waiting(monkeypatch)
+        foreign(tmp_path / "source", eos_token="h")
+        files = {name: (tmp_path / "source" / name).read_bytes() for name in (FILE, CONFIG)}
+        server.add(REPO, files | {"model.safetensors": b"weights"})
+        server.add("tester/weights", {"model.safetensors": b"weights"})
+        yield server
+
+
+def test_a_tokenizer_of_the_hub_also_comes_from_its_cache(hub: HubServer, tmp_path: Path) -> None:
+    found = [named_tokenizer(REPO)]
+    assert not any("safetensors" in path for _, path in hub.requests)
+    hub.stop()
+    found.append(named_tokenizer(f"hf://{REPO}@main"))
+    assert all(equal(one, load_tokenizer(tmp_path / "source")) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("tester/none", "tester/none is neither a local folder nor a repository on the Hub"),
+        (f"{REPO}@v9", f"{REPO} on the Hub has no revision v9"),
+        ("tester/weights", "tester/weights has no tokenizer.json on the Hub"),
+        ("a b/c", "no such file; set it to gpt2, bytes, the path of a"),
+    ],
+)
+@pytest.mark.usefixtures("hub")
+def test_a_wrong_id_is_one_sentence(name: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        named_tokenizer(name)

@@ -17,9 +17,6 @@ from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     HFTokenizer,
     Tokenizer,
-    load_tokenizer,
-    rank_tokenizer,
-    to_json,
 )
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.model.gpt import GPT
@@ -96,13 +93,8 @@ def tokenizer_of(kind: str) -> Tokenizer:
     if kind == "bpe":
         return trained
     vocabulary = tokenizer_json.tokens_by_id(json.loads(trained.file_text)["model"]["vocab"])
-    if kind == "former_bpe":
-        content = tokenizer_json.bpe_content(vocabulary, tokenizer_json.FORMER_PATTERN)
-        text = to_json(content)
-        return rank_tokenizer("bpe", vocabulary, text, tokenizer_json.FORMER_PATTERN)
-    content = tokenizer_json.byte_level_content(
-        vocabulary, tokenizer_json.learned_merges(vocabulary)
-    )
+    merges = json.loads(trained.file_text)["model"]["merges"]
+    content = tokenizer_json.byte_level_content(vocabulary, merges)
     content["model"]["ignore_merges"] = False
     byte_level = tokenizer_json.byte_level()
     if kind == "hub_gpt2":
@@ -112,7 +104,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
         steps = [split | {"invert": False}, byte_level]
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-    return HFTokenizer(to_json(content), Path("tokenizer.json"), {})
+    return HFTokenizer(content, Path("tokenizer.json"), {})
 
 
 def prove(
@@ -249,7 +241,7 @@ def test_an_added_token_is_recognized_in_text(
     start = {"id": own + 1, "content": "<|im_start|>", **flags, "special": True}
     content["added_tokens"].append(start)
     content["normalizer"] = {"type": "NFC"}
-    tokenizer = HFTokenizer(to_json(content), Path("tokenizer.json"), {})
+    tokenizer = HFTokenizer(content, Path("tokenizer.json"), {})
     assert own in tokenizer.encode("a <think> b")
     model = model_of("qwen3", tokenizer.vocab_size)
     prove(model, tokenizer, tmp_path)
@@ -267,7 +259,7 @@ def test_an_added_token_is_recognized_in_text(
 def test_accents_of_two_characters_are_not_compared_after_nfc(tmp_path: Path) -> None:
     known = tokenizer_of("hub_qwen")
     content = json.loads(known.file_text) | {"normalizer": {"type": "NFC"}}
-    tokenizer = HFTokenizer(to_json(content), Path("tokenizer.json"), {})
+    tokenizer = HFTokenizer(content, Path("tokenizer.json"), {})
     ids = known.encode("cafe\u0301 " * 40)
     assert "e\u0301" in tokenizer.decode(ids)
     prove(model_of("qwen3", tokenizer.vocab_size), tokenizer, tmp_path, ids=ids)
@@ -330,19 +322,6 @@ def test_no_token_is_added_to_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(GGUFWriter, "add_add_bos_token", lambda writer, _: add(writer, True))
     with pytest.raises(CheckpointError, match="its tokenizer returns different ids for"):
         prove(model, tokenizer, tmp_path)
-
-
-def test_an_older_bpe_is_recognized_and_warned_about(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    former = tokenizer_of("former_bpe")
-    former.save(tmp_path)
-    again = load_tokenizer(tmp_path)
-    assert (again.kind, again.fingerprint) == ("bpe", former.fingerprint)
-    assert again.encode(TEXT) == former.encode(TEXT)
-    assert again.encoding._pat_str == tokenizer_json.FORMER_PATTERN
-    assert exporting.llama_cpp_vocabulary(again).pre == "llama-bpe"
-    assert "an older version trained this" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -130,20 +130,6 @@ def test_prepare_train_and_sample_from_another_folder(
     assert greedy[0] == greedy[1]
 
 
-@pytest.mark.slow
-def test_smoke_goes_through_all_and_leaves_nothing(
-    tmp_path: Path, small_run: Arguments, capfd: pytest.CaptureFixture[str]
-) -> None:
-    before = sorted(tmp_path.iterdir())
-    assert call("train", *small_run("--smoke", "--train.max_steps", "1000")) == 0
-    told = capfd.readouterr()
-    assert "checkpoints and resuming work" in told.out
-    assert "saved at step 2 of 4" in told.err
-    assert "resuming" in told.err
-    assert sorted(tmp_path.iterdir()) == before
-    assert call("train", *small_run("--smoke", "--data.train", "nowhere")) == 2
-
-
 @pytest.mark.parametrize(
     ("encoding", "shown"),
     [

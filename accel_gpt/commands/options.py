@@ -95,20 +95,12 @@ class TrainCommand(Command):
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "TrainCommand":
-        """Load the config; `--smoke` and `--dump_config` ask for another command."""
-        arguments = [argument for argument in argv if argument not in ("--smoke", "--dump_config")]
+        """Load the config; `--dump_config` asks for another command."""
         if "--dump_config" in argv:
+            arguments = [argument for argument in argv if argument != "--dump_config"]
             return DumpConfigCommand(loaded=named_config(arguments, inherit))
-        kind = SmokeCommand if "--smoke" in argv else TrainCommand
-        loaded = load_config(arguments, "accel-gpt train", inherit)
-        return kind(config=arguments[0], loaded=loaded)
-
-
-@dataclass(frozen=True)
-class SmokeCommand(TrainCommand):
-    """Try a config in four steps."""
-
-    name: ClassVar[str] = "smoke"
+        loaded = load_config(argv, "accel-gpt train", inherit)
+        return TrainCommand(config=argv[0], loaded=loaded)
 
 
 @dataclass(frozen=True)
@@ -478,16 +470,6 @@ class InspectCommand(Command):
     tokenizer: str | None = option(
         None,
         "Tokenizer to use if the shards name none: gpt2, bytes or the path of a tokenizer.json.",
-    )
-    windows: int = option(
-        2,
-        "Number of sequences of each split to show as text, from the first.",
-        at_least=0,
-    )
-    block_size: int = option(
-        64,
-        "Number of tokens in each of these sequences.",
-        above=0,
     )
 
 

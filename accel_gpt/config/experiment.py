@@ -501,8 +501,6 @@ class Config(Section):
     Each --section.key overrides a key of CONFIG. Besides keys, there are:
       --help-all     List all keys.
       --dump_config  Write all keys with their descriptions as a YAML file; do not train.
-      --smoke        Try CONFIG in a temporary folder: train four steps, evaluate, sample, save
-                     and resume.
 
     Examples:
       accel-gpt train quickstart

@@ -97,7 +97,8 @@ LLM_C: Mapping[str, str] = MappingProxyType(
         "model": "set model.preset for a new model, model.init_from for existing weights",
         "num_iterations": "train.max_steps",
         "output_dir": "out_dir",
-        "overfit_single_batch": "to try a config in four steps, run accel-gpt train CONFIG --smoke",
+        "overfit_single_batch": "to try a config in a few steps, run "
+        "accel-gpt verify-resume CONFIG --steps 4 --kills 1",
         "recompute": "set train.activation_checkpointing to blocks",
         "sample_every": "sample.every",
         "sequence_length": "model.block_size",

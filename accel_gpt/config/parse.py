@@ -41,7 +41,7 @@ KEYS_OF_TEXT = (
     "data.prepare.text_field",
     "data.prepare.separator",
 )
-COMMAND_WORDS = ("help-all", "dump_config", "smoke")  # of accel-gpt train, beside the keys
+COMMAND_WORDS = ("help-all", "dump_config")  # of accel-gpt train, beside the keys
 NEAR = 0.74  # least similarity of an option that is advised; gpuz is as near to gpus as this
 SCHEME = r"[A-Za-z][\w+.-]*://"
 # user:password@ in any URL, and user@ in a web address, where the user is an access token

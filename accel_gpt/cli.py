@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from accel_gpt import __version__
-from accel_gpt.config.removed import REMOVED_COMMANDS
 from accel_gpt.console import run_main, write_out
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import join_slurm_step
@@ -30,8 +29,6 @@ def dispatch(argv: Sequence[str]) -> int:
         write_out(overview(COMMANDS))
         return 0
     name, *arguments = argv
-    if name in REMOVED_COMMANDS:
-        raise UserError(f"accel-gpt {name} no longer exists; {REMOVED_COMMANDS[name]}")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"

@@ -19,7 +19,6 @@ from accel_gpt.config.parse import (
     to_flat,
 )
 from accel_gpt.config.plan import LENGTH, make_plan
-from accel_gpt.config.removed import check_not_removed
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.errors import require
 from accel_gpt.transformers_io.pretrained import inherit
@@ -141,7 +140,6 @@ def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]
     while rest:
         key, equals, text = rest.pop(0)[2:].partition("=")
         key = key.replace("-", "_")
-        check_not_removed(key)
         hint = check_key(Config, key, "on the command line")
         if not equals:
             has_value = bool(rest) and not rest[0].startswith("--")

@@ -6,7 +6,6 @@ from typing import Any
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import Option, Resume, all_options
 from accel_gpt.config.parse import to_flat
-from accel_gpt.config.removed import REMOVED
 
 Differences = dict[str, tuple[Any, Any]]  # key -> (before, now)
 UNKNOWN = Option("", resume="ask")  # for a key that only another version has
@@ -28,11 +27,9 @@ def option_of(key: str) -> Option:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     """Return the keys whose values differ, with both values.
 
-    An earlier version may have written `before`. Keys that it lacks have their defaults; keys that
-    no longer exist are ignored.
+    Keys that `before` lacks have their defaults.
     """
-    kept = {key: value for key, value in before.items() if key not in REMOVED}
-    known = to_flat(Config()) | kept
+    known = {**to_flat(Config()), **before}
     return {
         key: (known.get(key), now.get(key))
         for key in sorted(known.keys() | now.keys())

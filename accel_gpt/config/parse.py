@@ -21,7 +21,6 @@ from accel_gpt.config.help import format_help
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.names import NAMES
 from accel_gpt.config.options import all_options, field_types, own_options
-from accel_gpt.config.removed import check_not_removed, is_removed, removed_value
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
@@ -376,8 +375,6 @@ def flatten(
     """Yield the dotted keys of a nested mapping with their values, checked and converted."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if is_removed(getattr(cls, "prefix", "") + key, value, where):
-            continue
         if key not in sections(cls):
             yield key, convert(key, value, check_key(cls, key, where))
         elif value is not None:
@@ -417,8 +414,6 @@ def read_options(
         key, equals, text = word[2:].partition("=")
         key = key.replace("-", "_")
         has_value = bool(words) and not words[0].startswith("--")
-        if key not in known:
-            check_not_removed(key)
         hint = check_option(cls, key, takes_keys)
         if others is not None and key not in known:
             others.append(word)
@@ -508,9 +503,6 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number up to {LARGEST_NUMBER:,}"
         ) from None
     except (KeyError, TypeError, ValueError):
-        removed = removed_value(key, value)
-        if removed:
-            raise UserError(removed) from None
         expected = describe_type(hint if option in (int, bool) else option)
         if type(None) in get_args(hint):
             expected += " or null"

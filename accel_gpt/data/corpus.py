@@ -22,7 +22,6 @@ from accel_gpt.data.sources import (
     TrainedSource,
     open_sources,
     train_paths,
-    trained_sources,
     val_names,
     val_paths,
 )
@@ -408,7 +407,7 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
 
 def sequences_given(state: StateDict) -> dict[str, int]:
     """Count the sequences read so far from each source, by fingerprint."""
-    sources = trained_sources(state)
+    sources = state["data_sources"]
     given = dict(state["data_given"])
     pattern = Pattern(tuple(source.weight for source in sources))
     counts = pattern.counts(state["sequences"] - state["data_origin"])
@@ -421,10 +420,10 @@ def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[Any, An
     """Return what differs between the sources of two states: key -> (before, now)."""
     if before["data_fingerprint"] == now["data_fingerprint"]:
         return {}
-    if len(trained_sources(before)) == len(trained_sources(now)) == 1:
+    if len(before["data_sources"]) == len(now["data_sources"]) == 1:
         return {"data.train": (describe_data(before), describe_data(now))}
-    former = {source.fingerprint: source for source in trained_sources(before)}
-    present = {source.fingerprint: source for source in trained_sources(now)}
+    former = {source.fingerprint: source for source in before["data_sources"]}
+    present = {source.fingerprint: source for source in now["data_sources"]}
     changes: dict[str, tuple[Any, Any]] = {}
     for fingerprint in former | present:
         old = former.get(fingerprint)
@@ -455,7 +454,5 @@ def describe_data(state: StateDict) -> str:
     """Return the path and fingerprint of a state's only source: `data/web (1a2b3c4d5e6f)`."""
     config = state.get("config", {})
     fingerprint = state["data_fingerprint"][:12]
-    if "data.train.streaming" in config:  # an earlier version tokenized it while training
-        return f"streamed text ({fingerprint})"
     path = config.get("data.train")
     return f"{path} ({fingerprint})" if isinstance(path, str) else fingerprint

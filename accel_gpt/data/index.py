@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config.removed import FINETUNE_WITH_TRL
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import describe_path, nearest_folder
 from accel_gpt.records import Count, Size, parse_record, read_object
@@ -56,8 +55,6 @@ class Index:
     vocab_size: Size
     prepared: dict[str, Any] = field(default_factory=dict)
     """The settings of `data.prepare`, and a fingerprint of the text."""
-    completions: bool = False
-    """Whether the shards hold prompts and completions, which only earlier versions wrote."""
 
 
 def read_index(folder: Path) -> Index:
@@ -75,11 +72,6 @@ def read_index(folder: Path) -> Index:
     content = read_object(where, DataError, ADVICE)
     check_version(where, content)
     index = parse_record(Index, content, where, DataError, ADVICE)
-    if index.completions:
-        raise DataError(
-            f"{folder} holds prompts and completions, which accel_gpt no longer supports; "
-            f"{FINETUNE_WITH_TRL}"
-        )
     for shards in index.splits.values():
         for shard in shards:
             check_shard_name(where, shard.name)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -38,12 +38,6 @@ class TrainedSource:
     name: str
     weight: Annotated[float, msgspec.Meta(gt=0)]  # in the mixture
     fingerprint: str  # of its tokens
-
-
-def trained_sources(state: Mapping[str, Any]) -> list[TrainedSource]:
-    """Return the sources of a state. A state that lists no sources had one source."""
-    one = TrainedSource(name="data", weight=1.0, fingerprint=state["data_fingerprint"])
-    return state["data_sources"] or [one]
 
 
 def open_sources(

@@ -53,12 +53,8 @@ from accel_gpt.training.display import Progress
 JOURNAL = "progress.json"
 JOURNAL_VERSION = 1
 TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # names that are not a path or Hub id
-# Names of the files in an unfinished folder. Earlier versions added .part to the names of shards,
-# and kept a database of seen documents.
-OWN_FILES = (
-    r"((train|val)_\d+\.npy(\.part)?|tokenizer(_config)?\.json|seen\.sqlite3|"
-    rf"{INDEX}|{JOURNAL})"
-)
+# Names of the files in an unfinished folder
+OWN_FILES = rf"((train|val)_\d+\.npy|tokenizer(_config)?\.json|{INDEX}|{JOURNAL})"
 RESUMES = "run the same command again to resume"
 
 

@@ -7,9 +7,8 @@ import hashlib
 import sys
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
@@ -17,7 +16,6 @@ from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.prepare.shard_writer import UNRECORDED
 from accel_gpt.prepare.sources import select, source_fingerprint
 
 # `workers` does not change the content. `skip_invalid` changes it only if a document is invalid; a
@@ -25,8 +23,6 @@ from accel_gpt.prepare.sources import select, source_fingerprint
 NOT_RECORDED = ("workers", "skip_invalid")
 # what the index stores under `prepared` beside the settings
 BESIDE_SETTINGS = frozenset({"source_fingerprint", "skipped"})
-# options of earlier versions, with the only values that are still supported
-REMOVED_SETTINGS = MappingProxyType({"dedupe": False, "loss_on": "text"})
 
 
 def recipe(config: PrepareConfig) -> dict[str, Any]:
@@ -69,9 +65,9 @@ def check_same(folder: Path, begun: Mapping[str, Any], requested: Mapping[str, A
 
     The path may differ if the fingerprint of the source is the same.
     """
-    made = {**REMOVED_SETTINGS, **dict(UNRECORDED), **begun, "path": requested["path"]}
+    made = {**begun, "path": requested["path"]}
     remedy = f"or remove {folder} to start over"
-    if differ := other_settings(made, {**REMOVED_SETTINGS, **requested}):
+    if differ := other_settings(made, requested):
         raise UserError(
             f"{folder} was begun with other settings ({'; '.join(differ)}); run the command with "
             f"the earlier settings, {remedy}"
@@ -99,16 +95,11 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
     prepared = read_index(out).prepared
     if config.source is None:
         return True
-    default = {
-        field.name: field.default
-        for field in fields(PrepareConfig)
-        if field.name not in NOT_RECORDED
-    }
-    made = {**REMOVED_SETTINGS, **default, **prepared}
+    made = dict(prepared)
     made["skip_invalid"] = config.skip_invalid or prepared.get("skipped", 0) > 0
     if made["tokenizer"] != config.tokenizer and is_tokenizer_of(config.tokenizer, out):
         made["tokenizer"] = config.tokenizer  # the same tokenizer under another name
-    requested = {**REMOVED_SETTINGS, **recipe(config), "skip_invalid": config.skip_invalid}
+    requested = {**recipe(config), "skip_invalid": config.skip_invalid}
     if differ := other_settings(made, requested):
         raise UserError(
             f"data folder {out} was prepared with other settings ({'; '.join(differ)}); delete it, "

@@ -15,7 +15,6 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
 
-UNRECORDED = (("keep_crlf", False),)  # defaults left out of the index, as in older folders
 BUFFER_BYTES = 1 << 20  # bytes collected before a write
 
 
@@ -189,7 +188,7 @@ def write_index(
         "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint},
         "vocab_size": vocab_size or tokenizer.vocab_size,
         "eot_id": tokenizer.eot_id,
-        "prepared": {k: v for k, v in prepared.items() if (k, v) not in UNRECORDED},
+        "prepared": dict(prepared),
         "splits": {name: [entry(shard) for shard in shards] for name, shards in splits.items()},
     }
     content = json.dumps(index, indent=1) + "\n"

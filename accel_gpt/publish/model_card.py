@@ -27,7 +27,6 @@ from accel_gpt.data.hub_client import is_repo
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import open_split
-from accel_gpt.data.sources import trained_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.publish.public import (
@@ -292,7 +291,7 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
     """
     paths = train_names(state.config)
     tokens = dict(tokens_of_folder(path) for path in paths)
-    recorded = trained_sources(vars(state))
+    recorded = state.data_sources
     total = sum(source.weight for source in recorded)
     sources = [
         {

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import from_mapping, leaves
-from accel_gpt.config.removed import is_removed
 from accel_gpt.errors import (
     AccelGPTError,
     CheckpointError,
@@ -284,7 +283,7 @@ def earlier_choice(config: Config, key: str) -> tuple[Any, str]:
     """Return the value of an option in the run that `config` resumes, and the file it is from.
 
     Options set to `auto` keep the value that an earlier launch chose. Returns None and "" if there
-    is no run. The value is also None if the run was written by a version without the option.
+    is no run.
     """
     run = RunFolder(config.out_dir)
     if key in run.config:
@@ -341,15 +340,11 @@ def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:
     """
     file = path / "model.json"
     saved = read_saved(SavedModel, file)
-    known = {}
-    for key, value in saved.config.items():
-        if not is_removed(f"model.{key}", value, f"in {file}"):
-            known[key] = value
-    unknown = known.keys() - leaves(ModelConfig).keys()
+    unknown = saved.config.keys() - leaves(ModelConfig).keys()
     if unknown:
         problem = f"config.{min(unknown)} is an unknown key"
         raise NewerFormatError(unknown_key_message(file, problem))
-    return known, saved.vocab_size
+    return saved.config, saved.vocab_size
 
 
 def weight_parts(path: Path) -> list[Path]:

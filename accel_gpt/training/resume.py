@@ -28,7 +28,6 @@ from accel_gpt.config.compare import (
 from accel_gpt.config.experiment import Config, ScheduleConfig
 from accel_gpt.config.parse import build, relocated, to_flat
 from accel_gpt.config.plan import LENGTH, make_plan, plural
-from accel_gpt.config.removed import REMOVED
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import (
     CheckpointError,
@@ -72,11 +71,9 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_evaluated(path)
-            # the config of streamed text has "data.train.files" and others instead of "data.train"
-            known = saved.config.keys() | now.config.keys() | {"data.train"}
             for key in config.checkpoint.allow_change:
                 require(
-                    key in known,
+                    key in now.config,
                     f"checkpoint.allow_change has {key}, but it is not an option; repeat "
                     "--checkpoint.allow_change for several options",
                 )
@@ -152,7 +149,7 @@ def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Itera
     try:
         before = with_schedule_of(saved, config)
         rate_before = rate_at(saved.step - 1, before)
-    except UserError:  # an earlier version with other options
+    except UserError:  # the saved length does not fit the new schedule
         return
     if rate_before != rate_at(saved.step - 1, config) and 0 < saved.step < plan.max_steps:
         following = rate_at(saved.step, config)
@@ -302,7 +299,7 @@ def check_known_options(file: Path, saved: Mapping[str, Any], prefix: str = "") 
 
     `prefix`: where `file` has the options.
     """
-    unknown = [key for key in saved if option_of(key) is UNKNOWN and key not in REMOVED]
+    unknown = [key for key in saved if option_of(key) is UNKNOWN]
     if unknown:
         problem = f"{prefix}{min(unknown)} is an unknown key"
         raise NewerFormatError(unknown_key_message(file, problem))

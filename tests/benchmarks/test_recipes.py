@@ -82,34 +82,6 @@ def test_standard_input_is_not_ignored_for_a_ready_folder(
     assert "already prepared, so standard input was not read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (["--dedupe"], "--dedupe no longer exists; drop duplicates with datatrove"),
-        (["--loss_on", "completions"], "--loss_on no longer exists; export the model"),
-        (["--merge", "--out", "x"], "--merge no longer exists; list the folders in data.train"),
-        (["--rank", "0", "--world", "2"], "--rank no longer exists; prepare a share of the files"),
-        (["--source", "shards"], "source is shards, but this value no longer exists; set"),
-    ],
-)
-def test_what_is_gone_says_what_to_use(
-    recipe: Path, words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(recipe, *words) == 2
-    assert advice in capsys.readouterr().err
-
-
-def test_a_recipe_of_an_earlier_version_is_read(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = recipe.read_text()
-    recipe.write_text(f"{text}\ndedupe: false\n")
-    assert call(recipe, "--out", tmp_path / "x") == 0
-    recipe.write_text(f"{text}\ndedupe: true\n")
-    assert call(recipe, "--out", tmp_path / "y") == 2
-    assert "--dedupe in " in capsys.readouterr().err
-
-
 def test_an_error_names_options_and_to_a_run_the_keys_of_its_config(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

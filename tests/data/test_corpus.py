@@ -176,13 +176,6 @@ def test_sources_come_and_go_and_each_goes_on_where_it_was() -> None:
         state["data_origin"] = end
 
 
-def test_a_state_from_before_mixtures_has_one_source() -> None:
-    old = vars(TrainState(data_fingerprint="a", sequences=7))
-    now = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
-    assert source_changes(old, now) == {"data.train[b]": ("absent", "weight 1")}
-    assert sequences_given(old) == {"a": 7}
-
-
 def test_a_source_of_other_content_is_told_apart_by_its_fingerprint() -> None:
     old = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
     new = [*sources(a=1), TrainedSource(name="b", weight=1, fingerprint="c")]
@@ -214,8 +207,6 @@ def test_neither_the_scale_of_weights_nor_the_order_of_sources_matters(
         ("[{path: DATA1}, {path: none}]", "none does not exist"),
         ("[{path: DATA1, weight: 0.1234567}, {path: DATA2}]", "repeat only after"),
         ("[DATA1, DATA2]", "expected a list of {path, weight}"),
-        ("{dataset: a/b, streaming: true}", r"no longer tokenized while training; prepare it with"),
-        ("{streaming: true, path: DATA1}", r"set data.train to remote token shards \(hf://, s3://"),
         ("{path: DATA1, weight: 1}", "expected text or a list of {path, weight}"),
         ("[{path: DATA1, weight: .inf}]", "weight is inf; expected a finite number"),
         ("[{path: DATA1", "must be valid YAML"),

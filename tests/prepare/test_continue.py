@@ -327,22 +327,7 @@ def test_what_does_not_belong_together_starts_over(
         assert_undisturbed(stopped, out)
 
 
-def test_what_an_earlier_version_began_with_removed_settings_is_refused(
-    stopped: PrepareConfig, out: Path
-) -> None:
-    journal = json.loads((partial(out) / build.JOURNAL).read_text())
-    edit(partial(out), asked=journal["asked"] | {"dedupe": True}, documents=9, dropped=3)
-    with pytest.raises(UserError, match=r"\(dedupe: True, requested False\); .* to start over"):
-        prepare(stopped, out)
-    edit(partial(out), asked=journal["asked"] | {"loss_on": "completions"})
-    with pytest.raises(UserError, match=r"\(loss_on: completions, requested text\); "):
-        prepare(stopped, out)
-    defaults = {"dedupe": False, "loss_on": "text"}
-    edit(partial(out), asked=journal["asked"] | defaults, documents=0, dropped=0)
-    prepare(stopped, out)
-
-
-def test_it_resumes_with_other_workers_another_path_and_the_journal_of_an_older_version(
+def test_it_resumes_with_other_workers_and_another_path(
     stopped: PrepareConfig,
     out: Path,
     tmp_path: Path,
@@ -350,8 +335,6 @@ def test_it_resumes_with_other_workers_another_path_and_the_journal_of_an_older_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    splits = json.loads((partial(out) / build.JOURNAL).read_text())["splits"]
-    edit(partial(out), splits={name: {**state, "max_token": 9} for name, state in splits.items()})
     other = replace(stopped, workers=2, skip_invalid=True)
     prepare(replace(other, path="data/../a.jsonl"), out)
     assert "resuming from" in capsys.readouterr().err

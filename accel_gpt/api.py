@@ -32,9 +32,10 @@ from accel_gpt.commands.options import (
     SampleCommand,
 )
 from accel_gpt.commands.push import push_model
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.sample import continue_prompt
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config, sections
+from accel_gpt.config.values import sections
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
 from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step, launch_child
@@ -45,7 +46,6 @@ from accel_gpt.train import launch
 from accel_gpt.training.accelerator import NOISY_LOGGER
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.load import load_pretrained
-from accel_gpt.transformers_io.pretrained import inherit
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -124,7 +124,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     )
     join_slurm_step()
     arguments = [str(config), *to_arguments(flatten_sections(options or {}))]
-    parsed = load_config(arguments, "accel_gpt.run", inherit)
+    parsed = load_config(arguments, "accel_gpt.run")
     trained = Run(Path(parsed.out_dir))
     if processes > 1:
         train_processes(arguments, processes)

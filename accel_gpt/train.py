@@ -14,7 +14,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from accel_gpt.console import exit_while_importing, run_main
@@ -27,7 +27,6 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
@@ -36,13 +35,13 @@ from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
+from accel_gpt.launcher import PREEMPTED, is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.publish.copies import restore_from_copy
 from accel_gpt.publish.uploader import Uploader, open_uploader
-from accel_gpt.training.accelerator import build_model, keep_freed_memory, start_accelerator
+from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.anomalies import StepGuard, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
@@ -70,8 +69,10 @@ from accel_gpt.training.stopping import (
     finish_uploads,
 )
 from accel_gpt.training.support import check_trackers
-from accel_gpt.transformers_io.load import open_initial_weights
-from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
+from accel_gpt.transformers_io.load import (
+    open_initial_weights,
+)
+from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 
 # How long the first step and the last save wait for the verification of the data; assumptions.
 # About 1 GB is hashed per second. The next launch verifies the remaining files.
@@ -102,13 +103,6 @@ class Training:
 
 
 # --------------------------------------------------------------------------- start
-
-
-def main(argv: Sequence[str]) -> int:
-    """Train with the config and options in `argv`; return the exit code."""
-    join_slurm_step()
-    keep_freed_memory()
-    return launch(load_config(argv, "train.py", inherit), argv[0])
 
 
 def launch(config: Config, source: str) -> int:
@@ -467,4 +461,6 @@ def save(run: Training, must_succeed: bool) -> None:
 
 
 if __name__ == "__main__":
+    from accel_gpt.commands.train import main
+
     sys.exit(run_main(main, sys.argv[1:]))

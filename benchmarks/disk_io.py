@@ -49,10 +49,10 @@ from common import (
     timed,
 )
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import Loader

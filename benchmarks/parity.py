@@ -23,8 +23,8 @@ from common import ROOT, flags, make_parser, save_report, start_report
 from torch import nn
 
 from accel_gpt import train
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT

@@ -44,8 +44,8 @@ from common import (
 )
 from torch import Tensor, nn
 
+from accel_gpt.commands.resolve import resolve
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import config_of
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import DivergedError
 from accel_gpt.model.gpt import GPT
@@ -127,7 +127,7 @@ def measure_coordinates(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def family_config(width: int, depth: int, optimizer: str) -> Config:
     """Return the config of a size of the family, at one batch and length."""
-    return config_of(
+    return resolve(
         {
             "model.depth": depth,
             "model.n_embd": width,

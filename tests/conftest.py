@@ -106,9 +106,9 @@ def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def launch(arguments: Sequence[str]) -> int:
     """Train in this process; return the exit code."""
-    from accel_gpt import train
+    from accel_gpt.commands import train as command
 
-    return run_here(train.main, arguments)
+    return run_here(command.main, arguments)
 
 
 def tiny(preset: str = "gpt2", **changes: Any) -> ModelConfig:

@@ -22,9 +22,11 @@ from typing import Any
 import pytest
 import yaml
 
-from accel_gpt import cli, train
+from accel_gpt import cli
+from accel_gpt.commands import train as command
 from accel_gpt.commands.options import COMMANDS
-from accel_gpt.config.parse import load_config, to_plain
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.values import to_plain
 from tests.conftest import text_of
 from tests.helpers.hermetic import kept_settings
 
@@ -94,7 +96,7 @@ def test_help(command: str, room: Path) -> None:
 
 
 def test_help_of_train_py(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "main", lambda: train.main(sys.argv[1:]))
+    monkeypatch.setattr(cli, "main", lambda: command.main(sys.argv[1:]))
     first, *rest = shown_help()
     assert first == "usage: train.py CONFIG [--option value ...]"
     check("help/train.txt", ["usage: accel-gpt train CONFIG [--option value ...]", *rest])
@@ -109,7 +111,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resolved(*words: str) -> dict[str, Any]:
-    config = to_plain(load_config(words, "accel-gpt train"))
+    config = to_plain(load_config(words, "accel-gpt train", offline=True))
     return flat(json.loads(json.dumps(config)))
 
 

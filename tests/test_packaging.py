@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.shipped import copy_shipped, resolve_config, shipped_configs, shipped_folder
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from accel_gpt import train
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare

@@ -16,10 +16,10 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from accel_gpt.commands.options import EvaluateCommand
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config
 from accel_gpt.console import write_out
 from accel_gpt.data.corpus import EvalSplit, document_end, eval_splits, open_corpus
 from accel_gpt.data.remote import is_url

@@ -8,20 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_origin
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import (
     alternatives,
     check_key,
-    load_config,
     own_text_folder,
     read_options,
     read_values,
-    to_flat,
 )
 from accel_gpt.config.plan import LENGTH, make_plan
 from accel_gpt.config.shipped import resolve_config
+from accel_gpt.config.values import to_flat
 from accel_gpt.errors import require
-from accel_gpt.transformers_io.pretrained import inherit
 
 PROGRAM = "accel-gpt sweep"
 MOST_RUNS = 1000
@@ -56,7 +55,7 @@ class Setting:
         lengths = tuple(f"--{key}=" for key in LENGTH)
         arguments = [word for word in self.arguments if not word.startswith(lengths)]
         arguments += [f"--train.max_steps={max_steps}", f"--train.stop_at={steps}"]
-        config = load_config(arguments, PROGRAM, inherit)
+        config = load_config(arguments, PROGRAM)
         config = replace(config, data=self.config.data)
         make_plan(config, 1)
         return Setting(f"{self.name},{steps}_steps", arguments, config)
@@ -107,7 +106,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         words = [values[key] if key == "config" else f"{key}={values[key]}" for key in several]
         arguments = [values.pop("config"), f"--out_dir={out_dir}", *common]
         arguments += [f"--{key}={value}" for key, value in values.items()]
-        config = load_config(arguments, PROGRAM, inherit)
+        config = load_config(arguments, PROGRAM)
         settings.append(Setting(",".join(words), arguments, config))
     return Grid(
         folder=Path(out_dir),

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig
-from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
+from accel_gpt.config.values import changed_keys
 from accel_gpt.console import table, write_out
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.index import DATA_MARKS, INDEX, read_index

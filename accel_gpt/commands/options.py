@@ -16,22 +16,15 @@ from types import MappingProxyType
 from typing import ClassVar, Literal, Self
 
 from accel_gpt.commands.grid import Grid, read_grid
+from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig
-from accel_gpt.config.manual import named_config
 from accel_gpt.config.options import REQUIRED, Section, internal, option, same_option
-from accel_gpt.config.parse import (
-    build,
-    check_utf8,
-    load_config,
-    parse_command,
-    parse_with_keys,
-    read_values,
-)
+from accel_gpt.config.parse import check_utf8, parse_command, parse_with_keys, read_values
 from accel_gpt.config.shipped import resolve_config, shipped_configs
+from accel_gpt.config.values import build
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
-from accel_gpt.transformers_io.pretrained import inherit, inherit_published
 
 
 class Command(Section, prefix="--"):
@@ -80,7 +73,7 @@ class ConfigCommand(KeysCommand):
         """Parse the options and load the config."""
         options = super().parse(argv)
         arguments = [options.config, *options.keys]
-        return replace(options, loaded=load_config(arguments, f"accel-gpt {cls.name}", inherit))
+        return replace(options, loaded=load_config(arguments, f"accel-gpt {cls.name}"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +91,8 @@ class TrainCommand(Command):
         """Load the config; `--dump_config` asks for another command."""
         if "--dump_config" in argv:
             arguments = [argument for argument in argv if argument != "--dump_config"]
-            return DumpConfigCommand(loaded=named_config(arguments, inherit))
-        loaded = load_config(argv, "accel-gpt train", inherit)
+            return DumpConfigCommand(loaded=named_config(arguments))
+        loaded = load_config(argv, "accel-gpt train")
         return TrainCommand(config=argv[0], loaded=loaded)
 
 
@@ -537,7 +530,7 @@ class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
         """Parse the options and load the config; the shapes of GPT-2 need no network."""
         options = super().parse(argv)
         arguments = [options.config, *options.keys]
-        return replace(options, loaded=load_config(arguments, "accel-gpt plan", inherit_published))
+        return replace(options, loaded=load_config(arguments, "accel-gpt plan", offline=True))
 
 
 @dataclass(frozen=True)

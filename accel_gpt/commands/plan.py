@@ -13,8 +13,8 @@ from typing import Any
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
 from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
+from accel_gpt.config.values import to_flat
 from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at

@@ -24,8 +24,8 @@ import torch
 
 from accel_gpt.config.compare import Differences, differences, option_of
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import make_plan, plural
+from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import write_err
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file

@@ -17,8 +17,8 @@ from accel_gpt.commands.options import SweepCommand
 from accel_gpt.commands.paired import Comparison, compare
 from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.config.compare import differences
-from accel_gpt.config.parse import to_flat
 from accel_gpt.config.plan import LENGTH, plural
+from accel_gpt.config.values import to_flat
 from accel_gpt.console import table, write_err, write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import strict_json, write_file

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file
 
 from accel_gpt.commands.options import VerifyResumeCommand
-from accel_gpt.config.parse import to_yaml
 from accel_gpt.config.plan import make_plan, plural, shared_micro_batch, shorten, with_size
+from accel_gpt.config.values import to_yaml
 from accel_gpt.console import install_exit_handlers, table, write_err
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file

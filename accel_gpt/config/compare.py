@@ -5,7 +5,7 @@ from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import Option, Resume, all_options
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.values import to_flat
 
 Differences = dict[str, tuple[Any, Any]]  # key -> (before, now)
 UNKNOWN = Option("", resume="ask")  # for a key that only another version has

@@ -4,44 +4,16 @@ docs/reference/keys.md is generated from the same descriptions.
 """
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import field_types, own_options
-from accel_gpt.config.parse import (
-    Inherit,
-    config_of,
-    is_section,
-    load_config,
-    read_options,
-    to_plain,
-)
+from accel_gpt.config.values import is_section, to_plain
 
 WIDTH = 96  # characters of a line of comments
-
-
-def named_config(words: Sequence[str], inherit: Inherit = dict) -> Config:
-    """Load the config that `[NAME] [--section.key value ...]` names.
-
-    NAME is a YAML file, the folder of a run, a shipped config or a preset of the model. Without
-    NAME, all keys have their defaults.
-    """
-    options = list(words)
-    values: dict[str, Any] = {}
-    if options and not options[0].startswith("-"):
-        name = options.pop(0)
-        if name not in PRESETS:
-            inside = Path(name, "config.yaml")
-            path = str(inside) if inside.is_file() else name
-            return load_config([path, *options], "accel-gpt train --dump_config", inherit)
-        values["model.preset"] = name
-    values |= dict(read_options(Config, options))
-    return config_of(values, inherit)
 
 
 def commented_yaml(config: Config) -> str:

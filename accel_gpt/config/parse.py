@@ -1,33 +1,37 @@
-"""Parse YAML files and command lines into dataclasses. Both use the same conversions and checks."""
+"""Parse YAML files and command lines into keys with values, or into the options of a command.
+
+Files and command lines use the same conversions and checks.
+"""
 
 import dataclasses
 import difflib
-import functools
 import math
-import os
 import re
 import shlex
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
-
-from accel_gpt.config.depth import depth_defaults
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.help import format_help
-from accel_gpt.config.model import PRESETS
 from accel_gpt.config.names import NAMES
 from accel_gpt.config.options import all_options, field_types, own_options
 from accel_gpt.config.shipped import resolve_config
+from accel_gpt.config.values import (
+    build,
+    is_config_of_run,
+    is_section,
+    leaves,
+    relocate,
+    sections,
+)
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import LARGEST_NUMBER, load_yaml
 
 T = TypeVar("T")
-Inherit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 PREPARE = "data.prepare."
 # that describe the text of a config, not what is made of it
@@ -52,12 +56,11 @@ SIGNATURE = re.compile(
 )
 
 
-def load_config(argv: Sequence[str], prog: str, inherit: Inherit = dict) -> Config:
-    """Parse `CONFIG --section.key value ...`. CONFIG is a YAML file or the name of a shipped one.
+def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
+    """Read the dotted keys that `CONFIG --section.key value ...` sets.
 
-    Precedence, from low to high: defaults, preset, depth, `model.init_from`, file, command line.
-    One exception: a depth on the command line overrides the sizes in the file. `inherit` maps the
-    keys that are set to the keys that `model.init_from` adds.
+    CONFIG is a YAML file or the name of a shipped one. The command line overrides the file. One
+    exception: a depth on the command line overrides the sizes in the file, too.
 
     Raises `UserError` for a missing file, an unknown key, a wrong type or an invalid value.
     """
@@ -74,22 +77,7 @@ def load_config(argv: Sequence[str], prog: str, inherit: Inherit = dict) -> Conf
         for key, one in all_options(Config).items():
             if one.size and key not in options:
                 given.pop(key, None)
-    return config_of(given, inherit)
-
-
-def config_of(given: Mapping[str, Any], inherit: Inherit = dict) -> Config:
-    """Build the config in which the dotted keys of `given` are set; see `load_config`."""
-    values = dict(given)
-    if values.get("model.init_from", "scratch") != "scratch":
-        values.update(inherit(values))
-    if values.get("model.depth") is not None:
-        for key, one in all_options(Config).items():  # the rules compute with them
-            problem = one.problem(values.get(key))
-            require(problem is None, f"{key} is {values.get(key)}; {problem}")
-        values |= depth_defaults(values)
-    for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
-        values.setdefault(f"model.{key}", value)
-    return build(Config, values)
+    return given
 
 
 def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
@@ -199,76 +187,7 @@ def read_yaml(path: str) -> Any:
 # --------------------------------------------------------------------------- runs that moved
 
 
-def is_config_of_run(path: str | Path) -> bool:
-    """Return whether a file is the config.yaml in the folder of a run."""
-    return Path(path).name == "config.yaml" and Path(path).with_name("run.json").is_file()
-
-
-def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
-    """Update the paths in a run's nested config to the folder `out_dir` that now holds the run.
-
-    Paths of data inside the run's folder begin with the old `out_dir`, so they are updated too.
-    """
-    before = config.get("out_dir")
-    data = config.get("data")
-    if not isinstance(before, str) or not before:
-        return dict(config)
-    moved = dict(config) | {"out_dir": out_dir}
-    if isinstance(data, Mapping):
-        moved["data"] = dict(data)
-        moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
-        moved["data"]["val"] = relocated(data.get("val"), before, out_dir)
-    return moved
-
-
-def relocated(value: Any, before: str, after: str) -> Any:
-    """Replace paths in the folder `before` by paths in the folder `after`, also inside `value`."""
-    if isinstance(value, Mapping):
-        return {key: relocated(inner, before, after) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [relocated(inner, before, after) for inner in value]
-    if not isinstance(value, str) or not value or "://" in value:
-        return value
-    path = os.path.normpath(value)
-    folder = os.path.normpath(before)
-    if not Path(path).is_relative_to(folder) or path.startswith(".."):
-        return value
-    return str(Path(after, Path(path).relative_to(folder)))
-
-
 # --------------------------------------------------------------------------- keys
-
-
-def is_section(hint: Any) -> bool:
-    """Return whether a type is a dataclass, and so a section of keys."""
-    return dataclasses.is_dataclass(hint)
-
-
-@functools.cache
-def leaves(cls: type, prefix: str = "") -> Mapping[str, Any]:
-    """Map the dotted key of every field, nested dataclasses included, to its type.
-
-    If a key is a keyword of Python, the name of its field ends with an underscore.
-    """
-    found: dict[str, Any] = {}
-    for name, hint in field_types(cls).items():
-        if is_section(hint):
-            found.update(leaves(hint, f"{prefix}{name}."))
-        else:
-            found[prefix + name.removesuffix("_")] = hint
-    return types.MappingProxyType(found)
-
-
-@functools.cache
-def sections(cls: type) -> frozenset[str]:
-    """Return the dotted names of all nested dataclasses."""
-    found = set()
-    for key in leaves(cls):
-        name = key.rpartition(".")[0]
-        while name:
-            found.add(name)
-            name = name.rpartition(".")[0]
-    return frozenset(found)
 
 
 def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
@@ -654,78 +573,6 @@ def describe_type(hint: Any) -> str:
 # --------------------------------------------------------------------------- objects
 
 
-def build(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build a dataclass from dotted keys; other fields keep their defaults."""
-    fields: dict[str, Any] = {}
-    kind: Any = cls
-    for name, hint in field_types(kind).items():
-        if is_section(hint):
-            inner = {}
-            for key, value in values.items():
-                section, _, rest = key.partition(".")
-                if section == name and rest:
-                    inner[rest] = value
-            fields[name] = build(hint, inner)
-        elif name.removesuffix("_") in values:
-            fields[name] = values[name.removesuffix("_")]
-    return cls(**fields)
-
-
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Build a dataclass from a nested mapping; raises `UserError` for invalid keys and values."""
     return build(cls, dict(flatten(cls, values, where)))
-
-
-def to_plain(config: Any) -> dict[str, Any]:
-    """Convert a dataclass to nested mappings without `internal` fields, and tuples to lists."""
-    plain = dataclasses.asdict(config, dict_factory=dict_with_lists)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if "internal" in field.metadata:
-            del plain[field.name]
-        elif is_section(type(value)):
-            plain[field.name] = to_plain(value)
-    return plain
-
-
-def dict_with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dictionary, with lists in place of tuples."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
-
-
-def to_flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Convert a dataclass, or nested mappings, to dotted keys."""
-    nested = to_plain(config) if is_section(config) else config
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat.update(to_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def to_nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert dotted keys to nested mappings."""
-    found: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = key.split(".")
-        inner = found
-        for name in path:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return found
-
-
-def changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dotted keys of `config` whose values differ from the defaults of its preset."""
-    preset = PRESETS.get(str(config.get("model.preset")), {})
-    default = to_flat(Config()) | {f"model.{key}": value for key, value in preset.items()}
-    return {key: value for key, value in config.items() if default.get(key) != value}
-
-
-def to_yaml(config: Any) -> str:
-    """Format a config as YAML; `load_config` reads an equal config from it."""
-    # the dumper of libyaml writes the same text in a fifth of the time, but PyYAML may lack it
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump(to_plain(config), Dumper=dumper, sort_keys=False, allow_unicode=True)

@@ -20,8 +20,8 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import build, changed_keys, to_nested
 from accel_gpt.config.plan import Plan, make_plan, plural
+from accel_gpt.config.values import build, changed_keys, to_nested
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.hub_client import is_repo
 from accel_gpt.data.index import INDEX, read_index

@@ -15,7 +15,8 @@ from typing import Any, get_args
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
-from accel_gpt.config.parse import alternatives, leaves
+from accel_gpt.config.parse import alternatives
+from accel_gpt.config.values import leaves
 from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
 from accel_gpt.training.run_folder import RunFolder, number

@@ -17,8 +17,8 @@ import jinja2
 import numpy as np
 
 from accel_gpt import __version__
-from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.plan import plural
+from accel_gpt.config.values import changed_keys
 from accel_gpt.console import format_clock
 from accel_gpt.report.payload import (
     MOST_MARKS,

@@ -24,8 +24,8 @@ from typing import Any
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import own_options
-from accel_gpt.config.parse import changed_keys
 from accel_gpt.config.shipped import shipped_folder
+from accel_gpt.config.values import changed_keys
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import read_json
 from accel_gpt.report.page import describe_hardware

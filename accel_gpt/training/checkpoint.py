@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import from_mapping, leaves
+from accel_gpt.config.parse import from_mapping
+from accel_gpt.config.values import leaves
 from accel_gpt.errors import (
     AccelGPTError,
     CheckpointError,

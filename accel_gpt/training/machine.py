@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.compare import option_of
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat
+from accel_gpt.config.values import to_flat
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.devices import cpu_info
 

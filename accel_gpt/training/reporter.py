@@ -17,8 +17,8 @@ from accelerate import Accelerator
 
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_yaml
 from accel_gpt.config.plan import Plan, plural
+from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash

@@ -26,8 +26,8 @@ from accel_gpt.config.compare import (
     resume_kind,
 )
 from accel_gpt.config.experiment import Config, ScheduleConfig
-from accel_gpt.config.parse import build, relocated, to_flat
 from accel_gpt.config.plan import LENGTH, make_plan, plural
+from accel_gpt.config.values import build, relocated, to_flat
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import (
     CheckpointError,

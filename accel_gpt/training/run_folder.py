@@ -32,7 +32,7 @@ from typing import Any, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.config.parse import relocate, to_flat
+from accel_gpt.config.values import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
 from accel_gpt.files import is_at, load_yaml, lock, locked_file, nearest_folder
 from accel_gpt.records import load_record_or_none

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import is_config_of_run, read_yaml, to_flat
+from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.shipped import copy_shipped
+from accel_gpt.config.values import is_config_of_run, to_flat
 from accel_gpt.console import write_err
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_folder import is_repository

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import to_flat, to_yaml
+from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
 

@@ -16,7 +16,7 @@ from accel_gpt import train
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import bench
 from accel_gpt.commands.bench import PARTS
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.shards import open_split

@@ -15,15 +15,15 @@ import torch
 
 from accel_gpt import console
 from accel_gpt.commands import series
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
-from accel_gpt.config.parse import load_config
 from accel_gpt.errors import DivergedError
 from accel_gpt.launcher import PREEMPTED, requested_threads, stops_with_parent
 from accel_gpt.training.run_folder import RunFolder
 
 PROGRAM = (
     "import sys; from pathlib import Path; from accel_gpt.commands.series import *\n"
-    "from accel_gpt.config.parse import load_config\n"
+    "from accel_gpt.commands.resolve import load_config\n"
     "config = load_config(sys.argv[2:], '')\n"
     "Series([SeriesRun('a', Path(sys.argv[1]), config)]).train()\n"
 )

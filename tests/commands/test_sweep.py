@@ -19,9 +19,10 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands import grid, sweep
 from accel_gpt.commands.grid import read_grid, split_values
 from accel_gpt.commands.options import SweepCommand
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
-from accel_gpt.config.parse import load_config, to_yaml
 from accel_gpt.config.plan import make_plan
+from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import step_name
 from tests.conftest import THOROUGH, run_here

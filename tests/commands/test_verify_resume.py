@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import verify_resume
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.verify_resume import KINDS, ROUNDED, Finding, run_values
-from accel_gpt.config.parse import load_config, to_flat
 from accel_gpt.config.plan import make_plan, shorten
+from accel_gpt.config.values import to_flat
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.depth import describe_depth, scaling_parameters, width
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.config.parse import load_config, to_flat, to_yaml
 from accel_gpt.config.plan import make_plan
+from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.errors import UserError
 from tests.conftest import tiny
@@ -30,7 +31,7 @@ def load(tmp_path: Path) -> Load:
     def loaded(*options: Any, text: str = "model: {depth: 12}") -> Config:
         path = tmp_path / "mine.yaml"
         path.write_text(text)
-        return load_config([str(path), *map(str, options)], "train.py")
+        return load_config([str(path), *map(str, options)], "train.py", offline=True)
 
     return loaded
 

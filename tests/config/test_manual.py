@@ -8,12 +8,13 @@ import pytest
 import yaml
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.manual import commented_yaml, named_config
+from accel_gpt.config.manual import commented_yaml
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import field_types, own_options
-from accel_gpt.config.parse import is_section, leaves, load_config
 from accel_gpt.config.shipped import shipped_configs
+from accel_gpt.config.values import is_section, leaves
 from accel_gpt.files import load_yaml
 
 # the configs that take no model from the Hub

@@ -7,7 +7,7 @@ import pytest
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.names import HF_TRAINER, LITGPT, LLM_C, NAMES, NANOGPT, SECTIONS
-from accel_gpt.config.parse import leaves, sections
+from accel_gpt.config.values import leaves, sections
 
 # the globals of nanoGPT's train.py
 NANOGPT_GLOBALS = """

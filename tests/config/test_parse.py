@@ -19,10 +19,11 @@ from accel_gpt.commands.options import (
     SampleCommand,
     VerifyResumeCommand,
 )
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.options import all_options
-from accel_gpt.config.parse import leaves, load_config, to_flat, to_yaml
+from accel_gpt.config.values import leaves, to_flat, to_yaml
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
 

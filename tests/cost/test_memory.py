@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.commands.plan import forecast
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.cost import memory
 from accel_gpt.cost.flops import hidden_matrices, parameter_counts
 from accel_gpt.cost.memory import (
@@ -197,6 +197,7 @@ MEASURE = r"""
 import json, re, sys
 from pathlib import Path
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 
 def resident(key):
@@ -204,7 +205,7 @@ def resident(key):
     return int(re.search(key + r":\s+(\d+) kB", status)[1]) * 1024
 
 before = resident("VmRSS")
-code = run_main(train.main, sys.argv[1:])
+code = run_main(command.main, sys.argv[1:])
 print(json.dumps([code, before, resident("VmHWM")]))
 """
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

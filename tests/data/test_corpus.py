@@ -12,9 +12,9 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.data.corpus import open_corpus, sequences_given, source_changes
 from accel_gpt.data.sources import TrainedSource

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from huggingface_hub import constants, scan_cache_dir, snapshot_download
 
-from accel_gpt import train
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import inspect
+from accel_gpt.commands import train as command
 from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.data import remote
@@ -274,13 +274,13 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
 ) -> None:
     own = small_run("--data.train", URL, "--eval.tokens", "64", "--checkpoint.every", "4")
     own += ["--data.prepare.dataset", "user/text"]  # as shipped configs have it
-    assert run_here(train.main, [*own, "--data.prepare.source", "dataset"]) == 2
+    assert run_here(command.main, [*own, "--data.prepare.source", "dataset"]) == 2
     assert "set data.prepare.source to null" in capsys.readouterr().err
-    assert run_here(train.main, [*own, "--train.stop_at", "4"]) == 0
+    assert run_here(command.main, [*own, "--train.stop_at", "4"]) == 0
     index = json.loads((shards / "dataset.json").read_text())
     index["splits"]["train"].reverse()
     hub.add(REPO, {"dataset.json": json.dumps(index).encode()})
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     states = [read_state(path) for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
     commits = [state.data_commits[URL] for state in states]
     assert len(set(commits)) == 1
@@ -289,7 +289,7 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     hub.add(REPO, {"dataset.json": json.dumps(without_val).encode()})
     assert run_here(dispatch, ["evaluate", str(tmp_path / "run")]) == 0
     hub.add(REPO, {"dataset.json": json.dumps(index).encode()})
-    assert run_here(train.main, [*own, "--out_dir", str(tmp_path / "new")]) == 0
+    assert run_here(command.main, [*own, "--out_dir", str(tmp_path / "new")]) == 0
     (path,) = list((tmp_path / "new" / "checkpoints").glob("*12"))
     assert read_state(path).data_commits[URL] == hub.repos[REPO].find("main")
 
@@ -305,5 +305,5 @@ def test_shards_that_hf_upload_sent_are_trained_on(
     assert hub.files("tester/uploaded") == hub.files(REPO)
     url = "hf://datasets/tester/uploaded"
     own = small_run("--data.train", url, "--eval.tokens", "64", "--data.shuffle", "groups")
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     assert opened(url).fingerprint == opened(str(shards)).fingerprint

@@ -22,9 +22,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.data.corpus import EvalSplit, open_corpus
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.sources import open_data

@@ -24,6 +24,7 @@ TWO = {
 SERVER = """
 import json, os, sys, traceback
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 
 print("null", flush=True)
@@ -43,7 +44,7 @@ for line in sys.stdin:
     shown = os.open(asked["shown"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, handle in ((0, os.open(os.devnull, os.O_RDONLY)), (1, shown), (2, shown)):
         os.dup2(handle, number)
-    sys.exit(run_main(train.main, asked["argv"]))
+    sys.exit(run_main(command.main, asked["argv"]))
 """
 
 

@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_gpt import cli, train
+from accel_gpt import cli
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 from accel_gpt.data import loader
 from accel_gpt.training import machine
@@ -153,7 +154,7 @@ def launch(request: Request, output: Path) -> int:
 
     def on_disk(arguments: Any) -> int:
         with disk:
-            code = run_main(cli.dispatch if request.command else train.main, arguments)
+            code = run_main(cli.dispatch if request.command else command.main, arguments)
             for thread in set(threading.enumerate()) - {threading.current_thread()}:
                 if not thread.daemon:
                     thread.join()

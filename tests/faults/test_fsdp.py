@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from accel_gpt import train
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands import train as command
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.tensor_files import weights_of
@@ -29,7 +29,8 @@ Arguments = Callable[..., list[str]]
 SHARDED = """
 import sys
 from accel_gpt import train
-sys.exit(train.main(sys.argv[1:]))
+from accel_gpt.commands import train as command
+sys.exit(command.main(sys.argv[1:]))
 """
 ALIKE = ["--train.max_steps", "6", "--sample.every", "0", "--train.micro_batch_size", "2"]
 ALIKE += ["--eval.every", "3", "--checkpoint.every", "1", "--checkpoint.keep_last", "9"]
@@ -37,6 +38,7 @@ ALIKE += ["--eval.every", "3", "--checkpoint.every", "1", "--checkpoint.keep_las
 FAULTY = """
 import os, signal
 from accel_gpt import train
+from accel_gpt.commands import train as command
 stop, poison = (int(os.environ.get(name, 0)) for name in ("STOP_AT", "POISON_AT"))
 update, micro_batches = train.update, train.micro_batches
 step = 0
@@ -59,6 +61,7 @@ MEASURED = """
 import json, re, threading, time
 from pathlib import Path
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.training import accelerator
 train.keep_freed_memory = lambda: None
 phase, peaks = ["start"], {}
@@ -162,7 +165,7 @@ def test_any_number_of_processes_takes_up_the_shards_of_any_other(
     """Sharded over 2, 3 and 4, not sharded, sharded over 2: the losses of one process."""
     alike = [*ALIKE, "--model.dropout", "0", "--optim.name", optimizer]
     alike += ["--train.tokens_per_step", "768"]  # 2, 3 and 4 divide it
-    assert run_here(train.main, small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
+    assert run_here(command.main, small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
     parted = tmp_path / "parted"
     own = small_run(*alike, "--out_dir", str(parted))
     for step, world in enumerate((2, 3, 4), 1):
@@ -171,7 +174,7 @@ def test_any_number_of_processes_takes_up_the_shards_of_any_other(
         kinds = Counter(file.stem.rpartition("_")[0] for file in files if file.stem[-1].isdigit())
         assert kinds == dict.fromkeys(("weights", "optimizer", "random_states"), world)
     signal_after(monkeypatch, 4, signal.SIGTERM)
-    assert run_here(train.main, own) == 75
+    assert run_here(command.main, own) == 75
     launch(2, tmp_path, own)
     for here, there in zip(records(tmp_path / "one"), records(parted), strict=True):
         assert here["train/loss"] == pytest.approx(there["train/loss"], abs=1e-5)

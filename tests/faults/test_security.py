@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel_gpt import cli, train
-from accel_gpt.config.parse import load_config
+from accel_gpt import cli
+from accel_gpt.commands import train as command
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.files import load_yaml
 from accel_gpt.training.checkpoint import (
@@ -124,8 +125,8 @@ def test_planted_pickles_are_never_executed_by_a_command(
         (cli.dispatch, ["sample", place, "--max_new_tokens", "1"]),
         (cli.dispatch, ["inspect", place]),
         (cli.dispatch, ["export", place, "--to", str(tmp_path / "out"), "--overwrite"]),
-        (train.main, small_run(*SHORT, *elsewhere, "--model.init_from", place)),
-        (train.main, small_run(*SHORT, *elsewhere, "--checkpoint.resume", str(checkpoint))),
+        (command.main, small_run(*SHORT, *elsewhere, "--model.init_from", place)),
+        (command.main, small_run(*SHORT, *elsewhere, "--checkpoint.resume", str(checkpoint))),
     ]
     for name in (*OURS, *TEXTS, *FOREIGN, *UNREAD):
         for main, words in commands:
@@ -145,7 +146,8 @@ import collections
 import dataclasses
 import os
 import sys
-from accel_gpt import cli, train
+from accel_gpt import cli
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 import accel_gpt.transformers_io.load, accel_gpt.commands.interactive, torch._dynamo
 names = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
@@ -164,7 +166,7 @@ if place == "PROVE":
     pickle.loads(pickle.dumps(print))
     exec("1")
     sys.exit(0)
-assert run_main(train.main, words) == 0
+assert run_main(command.main, words) == 0
 assert run_main(cli.dispatch, ["sample", place, "--max_new_tokens", "2"]) == 0
 assert run_main(cli.dispatch, ["inspect", place]) == 0
 """

@@ -104,9 +104,10 @@ def test_process_that_meets_no_other_ends(server: Server, argv: list[str], tmp_p
 HANGS = """
 import sys, time
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 train.{name} = lambda *_: time.sleep(60)
-sys.exit(run_main(train.main, sys.argv[1:]))
+sys.exit(run_main(command.main, sys.argv[1:]))
 """
 
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training import accelerator as environment
@@ -150,7 +151,7 @@ def main(engine: str, device: str, tasks: Path) -> None:
         witness.stop, witness.file, witness.counts, witness.kept = stop, None, None, {}
         if file:
             setattr(witness, "counts" if file.endswith(".json") else "file", file)
-        code = run_main(train.main, arguments)
+        code = run_main(command.main, arguments)
         AcceleratorState._reset_state()
         GradientState._reset_state()
         if engine in FSDP:  # Accelerate starts them on top of plain processes

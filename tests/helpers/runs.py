@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import to_yaml
+from accel_gpt.config.values import to_yaml
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32}
 LAUNCH = {

@@ -12,9 +12,9 @@ import pytest
 
 import accel_gpt
 from accel_gpt.cli import dispatch
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
 from accel_gpt.data.index import read_index
 from accel_gpt.data.shards import open_split

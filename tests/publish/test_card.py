@@ -13,8 +13,9 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import leaves, load_config, to_flat
+from accel_gpt.config.values import leaves, to_flat
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer

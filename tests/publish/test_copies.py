@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
@@ -62,13 +62,13 @@ def steps(place: str) -> list[str]:
 def test_a_lost_run_goes_on_from_the_copy(
     place: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_here(train.main, small_run(*EVERY, "--out_dir", str(tmp_path / "whole"))) == 0
+    assert run_here(command.main, small_run(*EVERY, "--out_dir", str(tmp_path / "whole"))) == 0
     own = small_run(*EVERY, "--checkpoint.copy_to", place)
     signal_after(monkeypatch, 6, 15)
-    assert run_here(train.main, own) == 75
+    assert run_here(command.main, own) == 75
     assert steps(place) == ["step_00000006"]  # keep_last is 1; the signal saved this one
     shutil.rmtree(tmp_path / "run")
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     lost = records(tmp_path / "run")
     assert [record["step"] for record in lost] == list(range(7, 13))
     assert steps(place) == ["step_00000012"]
@@ -82,10 +82,10 @@ def test_a_lost_run_keeps_the_precision_that_auto_chose_for_it(
 ) -> None:
     own = small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other"))
     signal_after(monkeypatch, 6, 15)
-    assert run_here(train.main, [*own, "--train.mixed_precision", "no"]) == 75
+    assert run_here(command.main, [*own, "--train.mixed_precision", "no"]) == 75
     shutil.rmtree(tmp_path / "run")
     monkeypatch.setattr(precision, "choose_precision_on_cpu", lambda: ("bf16", "a test"))
-    assert run_here(train.main, [*own, "--train.mixed_precision", "auto"]) == 0
+    assert run_here(command.main, [*own, "--train.mixed_precision", "auto"]) == 0
     assert RunFolder(tmp_path / "run").last_launch("mixed_precision") == "no"
 
 
@@ -96,8 +96,8 @@ def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
     with HubServer() as hub:
         point_at(monkeypatch, hub, tmp_path / "home")
         own = small_run(*EVERY, "--checkpoint.copy_to", "hf://tester/backup/runs/a")
-        assert run_here(train.main, [*own, "--train.stop_at", "4"]) == 0
-        assert run_here(train.main, own) == 0
+        assert run_here(command.main, [*own, "--train.stop_at", "4"]) == 0
+        assert run_here(command.main, own) == 0
         files = hub.files("tester/backup")
         assert hub.repos["tester/backup"].private
         assert {str(Path(name).parent) for name in files} == {"runs/a/step_00000012"}
@@ -122,7 +122,7 @@ def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(
     monkeypatch.setattr(MemoryFileSystem, "ls", fail)
     monkeypatch.setattr(MemoryFileSystem, "info", fail)
     place = f"memory://{tmp_path}/other"
-    assert run_here(train.main, small_run("--checkpoint.copy_to", place)) == 2
+    assert run_here(command.main, small_run("--checkpoint.copy_to", place)) == 2
     said = capsys.readouterr().err
     assert f"checkpoint.copy_to {place} cannot be read: the network is down" in said
 
@@ -136,13 +136,13 @@ def test_a_copy_that_is_killed_is_no_copy_and_the_next_launch_makes_it(
     place = tmp_path / "other"
     own = small_run("--checkpoint.every", "6", "--checkpoint.copy_to", str(place))
     monkeypatch.setenv("ACCEL_GPT_FAULT", "copy.file:3=kill")
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     said = capsys.readouterr().err
     assert f"WARNING: upload of step 6 to {place} failed: exit code -9" in said
     assert list(place.iterdir())
     assert not list(place.glob("*/manifest.json"))
     monkeypatch.delenv("ACCEL_GPT_FAULT")
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     verify(place / "step_00000012")
     assert not (tmp_path / "run" / ".uploading").exists()
 
@@ -153,13 +153,13 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
 ) -> None:
     place = tmp_path / "other"
     own = small_run(*EVERY[:2], "--checkpoint.keep_last", "3", "--checkpoint.copy_to", str(place))
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     (place / "step_00000012" / "manifest.json").unlink()
     file = place / "step_00000008" / "optimizer.bin"
     file.write_bytes(file.read_bytes()[:-9])
     shutil.rmtree(tmp_path / "run")
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     said = capsys.readouterr().err
     assert "truncated; falling back to an earlier copy" in said
     assert "downloaded step 4 from" in said
@@ -169,7 +169,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
         file = checkpoint / "optimizer.bin"
         file.write_bytes(file.read_bytes()[:-9])
     shutil.rmtree(tmp_path / "run")
-    assert run_here(train.main, own) == 4
+    assert run_here(command.main, own) == 4
     assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
 
 
@@ -179,18 +179,18 @@ def test_a_lost_run_that_began_with_a_path_goes_on_from_the_copy(
 ) -> None:
     """It does not restart from the path. Its best checkpoint is lost, so a later one is best."""
     first = small_run(*EVERY, "--out_dir", str(tmp_path / "first"), "--train.stop_at", "4")
-    assert run_here(train.main, first) == 0
+    assert run_here(command.main, first) == 0
     path = str(tmp_path / "first" / "checkpoints" / "step_00000004")
     own = small_run("--eval.every", "2", "--checkpoint.every", "50", "--checkpoint.keep_last", "1")
     own += ["--checkpoint.resume", path, "--checkpoint.copy_to", str(tmp_path / "other")]
     own += ["--checkpoint.keep_best", "true"]
-    assert run_here(train.main, [*own, "--train.stop_at", "7"]) == 0
+    assert run_here(command.main, [*own, "--train.stop_at", "7"]) == 0
     state = tmp_path / "other" / "step_00000007" / "trainer_state.json"
     content = json.loads(state.read_text()) | {"best_val_loss": 0.1, "best_step": 6}
     state.write_text(json.dumps(content))
     reseal(state.parent)
     shutil.rmtree(tmp_path / "run")
-    assert run_here(train.main, [*own, "--train.stop_at", "9"]) == 0
+    assert run_here(command.main, [*own, "--train.stop_at", "9"]) == 0
     assert "resuming" in capsys.readouterr().err.partition("from step 7 (")[0]
     assert (tmp_path / "run" / "best").read_text() == "9\n"
 
@@ -202,13 +202,13 @@ def test_a_checkpoint_that_was_not_copied_is_copied_by_the_next_launch(
     place = tmp_path / "other"
     place.write_text("a file")
     own = small_run(*EVERY)
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     place.unlink()
     own += ["--checkpoint.copy_to", str(place)]
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     assert steps(str(place)) == ["step_00000012"]
     written = (place / "step_00000012" / "manifest.json").stat().st_mtime_ns
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     assert (place / "step_00000012" / "manifest.json").stat().st_mtime_ns == written
 
 
@@ -217,7 +217,7 @@ def test_a_copy_that_broke_off_is_pruned(small_run: Arguments, tmp_path: Path) -
     for step in (1, 20):
         (tmp_path / "other" / f"step_{step:08d}").mkdir(parents=True)
     assert (
-        run_here(train.main, small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other")))
+        run_here(command.main, small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other")))
         == 0
     )
     assert steps(str(tmp_path / "other")) == ["step_00000012"]
@@ -280,6 +280,7 @@ def test_the_newest_checkpoint_wins_while_an_upload_runs(
 SLOW_SAVE = """
 import os, signal, sys, time
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 update, save = train.update, train.save
 def stopped(run):
@@ -290,7 +291,7 @@ def slow_save(*args, **options):  # a later signal is a second one
     time.sleep(3)
     return save(*args, **options)
 train.update, train.save = stopped, slow_save
-sys.exit(run_main(train.main, sys.argv[1:]))
+sys.exit(run_main(command.main, sys.argv[1:]))
 """
 
 
@@ -324,7 +325,7 @@ def test_a_place_that_cannot_be_written_harms_nothing(
     (tmp_path / "file").write_text("")
     place = str(tmp_path / "file" / "other")
     own = small_run(*EVERY, "--checkpoint.copy_to", place)
-    assert run_here(train.main, own) == 0
+    assert run_here(command.main, own) == 0
     said = capsys.readouterr().err
     assert said.count(" failed: ") == 1
     assert f"WARNING: upload of step 4 to {place} failed: [Errno 20] Not a directory" in said
@@ -352,5 +353,5 @@ def test_a_place_where_checkpoints_would_be_lost_is_refused(
     (tmp_path / "file").write_text("")
     (tmp_path / "other" / "step_00000020").mkdir(parents=True)
     own = ["--out_dir", "run", "--checkpoint.copy_to", place, "--checkpoint.resume", "never"]
-    assert run_here(train.main, small_run(*own)) == 2
+    assert run_here(command.main, small_run(*own)) == 2
     assert message in capsys.readouterr().err

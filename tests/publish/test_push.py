@@ -18,7 +18,7 @@ import torch
 import accel_gpt
 from accel_gpt import cli
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import leaves
+from accel_gpt.config.values import leaves
 from accel_gpt.publish import push as pushing
 from accel_gpt.publish import uploader
 from accel_gpt.transformers_io.load import load_pretrained

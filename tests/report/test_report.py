@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt import cli
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.console import run_main
 from accel_gpt.files import lock
 from accel_gpt.report.page import HERE

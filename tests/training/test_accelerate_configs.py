@@ -9,7 +9,7 @@ import pytest
 from accelerate.commands import launch
 from accelerate.utils import launch as environments
 
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import PREFIXES

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT

@@ -18,7 +18,7 @@ from torch.cuda._utils import _get_device_index
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
@@ -204,7 +204,7 @@ def test_running_out_of_memory_is_an_answer(
 TWO = """
 import os, sys
 from accelerate import Accelerator
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.training import auto_batch as sizing
 config = load_config(sys.argv[1:], "test")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt import cli
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from tests.conftest import launch, run_here
 
 SECRET = "S3CRETPASSWORD"

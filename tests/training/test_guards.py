@@ -120,6 +120,7 @@ def test_ranks_compare_config_code_and_versions(
 SECOND = """
 import os, sys
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 from accel_gpt.training import machine
 plain_update = train.update
@@ -129,7 +130,7 @@ def update(run):
         run.gpt.wte.weight.data[0] += 1
 if os.environ["RANK"] == "1":
     exec(os.environ["CHANGE"])
-sys.exit(run_main(train.main, sys.argv[1:]))
+sys.exit(run_main(command.main, sys.argv[1:]))
 """
 
 

@@ -207,6 +207,7 @@ def test_a_signal_other_than_ctrl_c_asks_for_no_press(
 STARTS = """
 import ctypes, sys
 from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 
 def wait(*_):
@@ -215,7 +216,7 @@ def wait(*_):
         ctypes.CDLL(None).usleep(900_000)  # as native code, which runs no handler of Python
 
 train.{name} = wait
-sys.exit(run_main(train.main, sys.argv[1:]))
+sys.exit(run_main(command.main, sys.argv[1:]))
 """
 
 

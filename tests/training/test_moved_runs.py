@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import QUIET, launch, run_here
 

@@ -320,7 +320,8 @@ def test_a_broken_compiler_is_one_sentence(
         "from accel_gpt.training import compilation\n"
         "devices.cpu_flags = lambda: frozenset(['amx_bf16'])\n"
         "compilation.estimated_seconds = lambda *_: 1e6\n"
-        "from accel_gpt.train import main, run_main\nsys.exit(run_main(main, sys.argv[1:]))"
+        "from accel_gpt.commands.train import main; from accel_gpt.console import run_main\n"
+        "sys.exit(run_main(main, sys.argv[1:]))"
     )
     words = small_run("--train.compile", requested, "--train.max_steps", "4")
     words += ["--train.mixed_precision", "bf16"]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import leaves, load_config, to_flat, to_yaml
+from accel_gpt.config.values import leaves, to_flat, to_yaml
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.resume import (

@@ -34,8 +34,9 @@ MEASURE_FAULTS = """
 import resource, sys
 import torch
 from accel_gpt import train
+from accel_gpt.commands import train as command
 
-assert train.main(sys.argv[1:]) == 0
+assert command.main(sys.argv[1:]) == 0
 
 def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from accel_gpt import train
+from accel_gpt.commands import train as command
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.errors import DataError, UserError
@@ -116,7 +116,7 @@ def test_a_limit_is_refused_where_the_launcher_would_start_the_run_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert run_here(train.main, small_run("--train.time_limit", "1h")) == 2
+    assert run_here(command.main, small_run("--train.time_limit", "1h")) == 2
     assert "train.time_limit does not work with --max_restarts" in capsys.readouterr().err
 
 

@@ -46,7 +46,8 @@ def alone(function):
     return call
 socket.socket.connect = alone(socket.socket.connect)
 socket.socket.connect_ex = alone(socket.socket.connect_ex)
-from accel_gpt.train import main, run_main
+from accel_gpt.commands.train import main
+from accel_gpt.console import run_main
 sys.exit(run_main(main, sys.argv[1:]))
 """
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_gpt import cli
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.data import hub_client
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, named_tokenizer
@@ -57,7 +57,7 @@ def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
 
 
 def started(arguments: list[str], said: list[str] | None = None) -> GPT:
-    config = load_config(arguments, "test", inherit)
+    config = load_config(arguments, "test")
     log = (said if said is not None else []).append
     corpus = open_corpus(config)
     load = open_initial_weights(config, corpus, log)
@@ -410,13 +410,13 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
 ASKS = """
 import json, os, sys
 from accelerate import PartialState
-from accel_gpt.config.parse import load_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.console import run_main
 from accel_gpt.transformers_io.pretrained import inherit
 from accel_gpt.training.accelerator import join_ranks
 
 def main(argv):
-    config = load_config(argv, "test", inherit)
+    config = load_config(argv, "test")
     join_ranks(config)
     print(json.dumps([config.model.n_embd, config.model.vocab_size, config.data.tokenizer]))
     PartialState().destroy_process_group()  # a rank aborts if its peers leave the group unannounced

@@ -1,0 +1,60 @@
+"""Resolve a command line or keys to a config: `model.init_from`, `model.depth` and the preset.
+
+The trainer takes the config that comes out. In it, every key has a plain value.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.depth import depth_defaults
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import PRESETS
+from accel_gpt.config.options import all_options
+from accel_gpt.config.parse import read_given, read_options
+from accel_gpt.config.values import build
+from accel_gpt.errors import require
+from accel_gpt.transformers_io.pretrained import inherit, inherit_published
+
+
+def load_config(argv: Sequence[str], prog: str, offline: bool = False) -> Config:
+    """Load the config of `CONFIG --section.key value ...`; see `read_given` and `resolve`."""
+    return resolve(read_given(argv, prog), offline)
+
+
+def resolve(given: Mapping[str, Any], offline: bool = False) -> Config:
+    """Build the config in which the dotted keys of `given` are set.
+
+    Precedence, from low to high: defaults, preset, depth, `model.init_from`, `given`. `offline`:
+    the published sizes of GPT-2 need no network. Raises `UserError` for an invalid value.
+    """
+    values = dict(given)
+    if values.get("model.init_from", "scratch") != "scratch":
+        values |= inherit_published(values) if offline else inherit(values)
+    if values.get("model.depth") is not None:
+        for key, one in all_options(Config).items():  # the rules compute with them
+            problem = one.problem(values.get(key))
+            require(problem is None, f"{key} is {values.get(key)}; {problem}")
+        values |= depth_defaults(values)
+    for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
+        values.setdefault(f"model.{key}", value)
+    return build(Config, values)
+
+
+def named_config(words: Sequence[str]) -> Config:
+    """Load the config that `[NAME] [--section.key value ...]` names.
+
+    NAME is a YAML file, the folder of a run, a shipped config or a preset of the model. Without
+    NAME, all keys have their defaults.
+    """
+    options = list(words)
+    values: dict[str, Any] = {}
+    if options and not options[0].startswith("-"):
+        name = options.pop(0)
+        if name not in PRESETS:
+            inside = Path(name, "config.yaml")
+            path = str(inside) if inside.is_file() else name
+            return load_config([path, *options], "accel-gpt train --dump_config")
+        values["model.preset"] = name
+    values |= dict(read_options(Config, options))
+    return resolve(values)

@@ -113,7 +113,7 @@ def steps_only(config: Config) -> Config:
     return replace(
         config,
         train=replace(config.train, profile=0),
-        schedule=replace(config.schedule, warmup_steps=0, warmup_tokens=None),
+        schedule=replace(config.schedule, warmup_steps=0),
         eval=replace(config.eval, every=0, hellaswag=None),
         sample=replace(config.sample, every=0),
         checkpoint=replace(

@@ -243,7 +243,6 @@ class SampleCommand(Command):
     )
     temperature: float = same_option(SampleConfig, "temperature")
     top_k: int | None = same_option(SampleConfig, "top_k")
-    top_p: float = same_option(SampleConfig, "top_p")
     seed: int = option(
         1337,
         "Seed of the sampled tokens.",

@@ -25,7 +25,6 @@ def continue_prompt(options: SampleCommand) -> list[str]:
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
-        top_p=options.top_p,
     )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model, tokenizer = load_pretrained(options.run, options.checkpoint, device)

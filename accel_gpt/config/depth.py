@@ -160,11 +160,9 @@ def batch_options(value: Callable[[str], Any], N: Parameters) -> dict[str, Any]:
 def schedule_options(value: Callable[[str], Any]) -> dict[str, Any]:
     """Compute the options of the schedule."""
     found: dict[str, Any] = {}
-    decay_is_set = value("schedule.decay_steps") or value("schedule.decay_tokens")
-    if value("schedule.name") == "wsd" and not decay_is_set:
+    if value("schedule.name") == "wsd" and not value("schedule.decay_steps"):
         found["schedule.decay_share"] = COOLDOWN
-    if not value("schedule.warmup_tokens"):
-        found["schedule.warmup_steps"] = min(WARMUP, run_steps(value) // 10)
+    found["schedule.warmup_steps"] = min(WARMUP, run_steps(value) // 10)
     return found
 
 

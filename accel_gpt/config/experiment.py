@@ -208,7 +208,7 @@ DECAYING = ("cosine", "wsd", "linear")  # schedules
 class ScheduleConfig(
     Section,
     prefix="schedule.",
-    exclusive=(("warmup_steps", "warmup_tokens"), ("decay_steps", "decay_tokens", "decay_share")),
+    exclusive=(("decay_steps", "decay_share"),),
     published=True,
 ):
     """The learning rate as a function of the step."""
@@ -223,21 +223,10 @@ class ScheduleConfig(
         at_least=0,
         essential=True,
     )
-    warmup_tokens: int | None = option(
-        None,
-        "Length of the warm-up in tokens, in place of warmup_steps.",
-        above=0,
-    )
     decay_steps: int | None = option(
         None,
         "Number of steps of the decay, after which the learning rate is min_lr. null: all steps "
         "after the warm-up (wsd: the last fifth of the run).",
-        above=0,
-        used_with=("name", DECAYING),
-    )
-    decay_tokens: int | None = option(
-        None,
-        "Length of the decay in tokens, in place of decay_steps.",
         above=0,
         used_with=("name", DECAYING),
     )
@@ -348,12 +337,6 @@ class SampleConfig(Section, prefix="sample.", resume="free", published=True):
         50,
         "Sample from the k most likely tokens. null: from all.",
         above=0,
-    )
-    top_p: float = option(
-        1.0,
-        "Sample from the most likely tokens whose probabilities sum to top_p.",
-        above=0,
-        at_most=1,
     )
 
     def _check(self) -> None:

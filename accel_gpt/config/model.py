@@ -8,6 +8,11 @@ from typing import Any, Literal
 from accel_gpt.config.options import Section, option
 from accel_gpt.errors import require
 
+# turns in the original context: with fewer, llama3 divides a frequency; with more, it keeps it
+LLAMA3_TURNS = (1.0, 4.0)  # Llama 3.1 to 3.3 in transformers
+# the same for yarn, first the turns from which it keeps; Peng et al. 2023, section 3.2
+YARN_TURNS = (32.0, 1.0)
+
 
 @dataclass(frozen=True)
 class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
@@ -159,7 +164,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
         "Scaling of rotary positions for contexts longer than in pretraining. linear: divide all "
-        "positions by rope_factor. llama3 and yarn: divide only low frequencies.",
+        "positions by rope_factor. llama3 and yarn: divide only low frequencies, with the bounds "
+        "of Llama 3 and of the paper on yarn.",
         inherited="default",
         used_with=("position", ("rope",)),
     )
@@ -169,40 +175,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         above=0,
         inherited="default",
         used_with=("rope_scaling", ("linear", "llama3", "yarn")),
-    )
-    rope_low_freq_factor: float = option(
-        1.0,
-        "llama3: frequencies with fewer turns than this in the original context are divided.",
-        above=0,
-        inherited="default",
-        used_with=("rope_scaling", ("llama3",)),
-    )
-    rope_high_freq_factor: float = option(
-        4.0,
-        "llama3: frequencies with more turns than this in the original context are kept.",
-        inherited="default",
-        used_with=("rope_scaling", ("llama3",)),
-    )
-    rope_beta_fast: float = option(
-        32.0,
-        "yarn: frequencies with more turns than this in the original context are kept.",
-        above=0,
-        inherited="default",
-        used_with=("rope_scaling", ("yarn",)),
-    )
-    rope_beta_slow: float = option(
-        1.0,
-        "yarn: frequencies with fewer turns than this in the original context are divided.",
-        above=0,
-        inherited="default",
-        used_with=("rope_scaling", ("yarn",)),
-    )
-    rope_attention_factor: float | None = option(
-        None,
-        "yarn: factor on queries and keys. null: 0.1 ln(rope_factor) + 1.",
-        above=0,
-        inherited="default",
-        used_with=("rope_scaling", ("yarn",)),
     )
     rope_original_block_size: int = option(
         8192,
@@ -240,11 +212,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
             self.position != "rope" or self.head_size % 2 == 0,
             f"a head has {self.head_size} channels, but model.position rope needs an even number; "
             "set model.head_dim or model.n_embd",
-        )
-        self.require(
-            self.rope_high_freq_factor > self.rope_low_freq_factor,
-            "rope_high_freq_factor",
-            f"it must be above model.rope_low_freq_factor {self.rope_low_freq_factor}",
         )
 
     def unset(self, name: str) -> Any:

@@ -76,14 +76,14 @@ def make_plan(config: Config, world_size: int) -> Plan:
         "the length of the run is not set; set train.max_steps or train.max_tokens",
     )
     max_steps = train.max_steps or in_steps(train.max_tokens, train.tokens_per_step)
-    warmup = in_steps(schedule.warmup_tokens, train.tokens_per_step) or schedule.warmup_steps
+    warmup = schedule.warmup_steps
     if schedule.name != "constant":
         require(
             warmup < max_steps,
             f"the warm-up takes {plural(warmup, 'step')} but the run has only {max_steps:,}; "
             "reduce schedule.warmup_steps or make the run longer",
         )
-    decay = in_steps(schedule.decay_tokens, train.tokens_per_step) or schedule.decay_steps
+    decay = schedule.decay_steps
     if not decay:
         share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
         decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
@@ -109,15 +109,14 @@ def shorten(config: Config, steps: int) -> Config:
 
     The run generates no samples, and neither uploads nor copies its checkpoints.
     """
-    tokens_per_step = config.train.tokens_per_step
     schedule = config.schedule
-    warmup = in_steps(schedule.warmup_tokens, tokens_per_step) or schedule.warmup_steps
-    decay = in_steps(schedule.decay_tokens, tokens_per_step) or schedule.decay_steps or 0
+    warmup = schedule.warmup_steps
+    decay = schedule.decay_steps or 0
     if warmup >= steps and schedule.name != "constant":
         warmup = steps - 1
-        schedule = replace(schedule, warmup_steps=warmup, warmup_tokens=None)
+        schedule = replace(schedule, warmup_steps=warmup)
     if schedule.name == "wsd" and decay > steps - warmup:
-        schedule = replace(schedule, decay_steps=steps - warmup, decay_tokens=None)
+        schedule = replace(schedule, decay_steps=steps - warmup)
     return replace(
         config,
         schedule=schedule,

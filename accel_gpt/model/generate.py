@@ -61,7 +61,6 @@ def stream(
                 logits[:, :choices],
                 temperature=config.temperature,
                 top_k=config.top_k,
-                top_p=config.top_p,
                 generator=generator,
             )
             if eot_id is not None:
@@ -123,29 +122,16 @@ def sample_token(
     logits: Tensor,
     temperature: float,
     top_k: int | None,
-    top_p: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """Sample one token id from each row of `logits` (B, V): (B,).
-
-    `top_k` keeps the k likeliest tokens. Of these, `top_p` keeps the fewest tokens whose
-    probabilities sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020, section 3.1).
-    """
+    """Sample one token id from the `top_k` likeliest in each row of `logits` (B, V): (B,)."""
     if temperature == 0:
         return logits.argmax(-1)
     # without the subtraction, a temperature near 0 gives inf - inf in the softmax
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if top_k is None and top_p == 1:
+    if top_k is None:
         token = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
         return token.squeeze(-1)
-    V = logits.shape[-1]
-    k = V if top_k is None else min(top_k, V)
-    likeliest, ids = logits.topk(k)  # (B, k), in descending order
-    probabilities = likeliest.softmax(-1)
-    if top_p < 1:
-        # on the CPU: the CUDA kernel of `cumsum` raises an error in deterministic mode
-        sums = probabilities.cpu().cumsum(-1).to(probabilities.device)
-        sums_before = sums - probabilities  # exactly 0 for the likeliest token, which stays
-        probabilities = probabilities.masked_fill(sums_before >= top_p, 0.0)
-    choice = torch.multinomial(probabilities, 1, generator=generator)  # (B, 1)
+    likeliest, ids = logits.topk(min(top_k, logits.shape[-1]))  # (B, k), in descending order
+    choice = torch.multinomial(likeliest.softmax(-1), 1, generator=generator)  # (B, 1)
     return ids.gather(-1, choice).squeeze(-1)

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.model import LLAMA3_TURNS, YARN_TURNS, ModelConfig
 from accel_gpt.model.documents import attend
 from accel_gpt.model.sizes import activates_twice
 
@@ -56,20 +56,13 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     cos = angles.cos()
     sin = angles.sin()
     if config.rope_scaling == "yarn":
-        factor = config.rope_attention_factor
-        if factor is None:
-            factor = yarn_attention_factor(config)
+        factor = 0.1 * math.log(max(config.rope_factor, 1)) + 1  # Peng et al. 2023, section 3.4
         cos = cos * factor
         sin = sin * factor
     # a pair (a, b) becomes (a cos - b sin, b cos + a sin)
     cosines = torch.cat((cos, cos), dim=-1)  # (T, D)
     signed_sines = torch.cat((-sin, sin), dim=-1)  # (T, D)
     return torch.stack((cosines, signed_sines)).unsqueeze(2)
-
-
-def yarn_attention_factor(config: ModelConfig) -> float:
-    """Compute yarn's default for `rope_attention_factor` (Peng et al. 2023, section 3.4)."""
-    return 0.1 * math.log(max(config.rope_factor, 1)) + 1
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
@@ -103,8 +96,7 @@ def unscaled_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
     """Compute the share of each frequency that is kept (D/2,), 0 to 1."""
-    low = config.rope_low_freq_factor
-    high = config.rope_high_freq_factor
+    low, high = LLAMA3_TURNS
     turns = config.rope_original_block_size * frequencies / (2 * math.pi)
     return ((turns - low) / (high - low)).clamp(0, 1)
 
@@ -112,8 +104,9 @@ def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
 def _kept_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
     """Compute the share of each frequency that is kept (D/2,), 0 to 1."""
     D = config.head_size
-    first = max(math.floor(_yarn_channel(config, config.rope_beta_fast)), 0)
-    last = min(math.ceil(_yarn_channel(config, config.rope_beta_slow)), D - 1)
+    fast, slow = YARN_TURNS
+    first = max(math.floor(_yarn_channel(config, fast)), 0)
+    last = min(math.ceil(_yarn_channel(config, slow)), D - 1)
     pairs = torch.arange(D // 2, device=device)
     # 0.001 avoids a division by zero, as in transformers
     return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)

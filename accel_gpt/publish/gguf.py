@@ -26,17 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.model import YARN_TURNS, ModelConfig
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, PATTERN
 from accel_gpt.errors import UserError, install_extra, require
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.layers import (
-    MLP,
-    rotary_frequencies,
-    unscaled_frequencies,
-    yarn_attention_factor,
-)
+from accel_gpt.model.layers import MLP, rotary_frequencies, unscaled_frequencies
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.export import compare_in_child, compared_tokens, warn_of_template
@@ -312,11 +307,8 @@ def add_shape(writer: "GGUFWriter", config: ModelConfig, vocab_size: int) -> Non
         writer.add_rope_scaling_factor(config.rope_factor)
     if config.rope_scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(config.rope_original_block_size)
-        writer.add_rope_scaling_yarn_beta_fast(config.rope_beta_fast)
-        writer.add_rope_scaling_yarn_beta_slow(config.rope_beta_slow)
-        if config.rope_attention_factor is not None:  # llama.cpp multiplies its own factor by it
-            own = yarn_attention_factor(config)
-            writer.add_rope_scaling_attn_factors(config.rope_attention_factor / own)
+        writer.add_rope_scaling_yarn_beta_fast(YARN_TURNS[0])
+        writer.add_rope_scaling_yarn_beta_slow(YARN_TURNS[1])
 
 
 def gguf_tensors(model: GPT, architecture: str, wanted: str) -> Iterator[tuple[str, Tensor, str]]:

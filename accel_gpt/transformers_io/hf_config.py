@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from accel_gpt.config.model import PRESETS, ModelConfig
+from accel_gpt.config.model import LLAMA3_TURNS, PRESETS, YARN_TURNS, ModelConfig
 from accel_gpt.errors import UserError, require
 
 HF_CLASSES = MappingProxyType(
@@ -48,17 +48,14 @@ ROPE_TYPES = MappingProxyType(
     {
         "default": ROPE_LINEAR[:1],
         "linear": ROPE_LINEAR,
-        "llama3": (
-            *ROPE_LONG,
-            ("rope_low_freq_factor", "low_freq_factor"),
-            ("rope_high_freq_factor", "high_freq_factor"),
-        ),
-        "yarn": (
-            *ROPE_LONG,
-            ("rope_beta_fast", "beta_fast"),
-            ("rope_beta_slow", "beta_slow"),
-            ("rope_attention_factor", "attention_factor"),
-        ),
+        "llama3": ROPE_LONG,
+        "yarn": ROPE_LONG,
+    }
+)
+ROPE_FIXED = MappingProxyType(  # what our model computes, and no other value
+    {
+        "llama3": {"low_freq_factor": LLAMA3_TURNS[0], "high_freq_factor": LLAMA3_TURNS[1]},
+        "yarn": {"beta_fast": YARN_TURNS[0], "beta_slow": YARN_TURNS[1]},
     }
 )
 
@@ -219,6 +216,9 @@ def read_rope(settings: RopeSettings, name: str, preset: str) -> dict[str, Any]:
     require_one_of(name, "partial_rotary_factor", rope.partial_rotary_factor, None, 1.0)
     require_one_of(name, "truncate", rope.truncate, None, True)
     require_one_of(name, "mscale_all_dim", rope.mscale_all_dim, None)
+    require_one_of(name, "attention_factor", rope.attention_factor, None)
+    for key, value in ROPE_FIXED.get(rope.rope_type, {}).items():
+        require_one_of(name, key, getattr(rope, key), None, value)
     head_dim = settings.head_dim
     if head_dim and head_dim * settings.num_attention_heads == settings.hidden_size:
         head_dim = None  # as n_embd / n_head
@@ -330,7 +330,7 @@ def gpt2_arguments(config: ModelConfig) -> dict[str, Any]:
 def rope_arguments(config: ModelConfig, preset: str) -> dict[str, Any]:
     """Return the arguments of the class of `preset` that `FIELDS` does not list."""
     kind = "default" if config.rope_scaling == "none" else config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": kind}
+    rope: dict[str, Any] = {"rope_type": kind, **ROPE_FIXED.get(kind, {})}
     for ours, theirs in ROPE_TYPES[kind]:
         value = getattr(config, ours)
         if value is not None:

@@ -52,7 +52,6 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "schedule",
     [
         ["--schedule.warmup_steps", "700"],
-        ["--schedule.warmup_tokens", "100000"],
         ["--schedule.name", "wsd", "--schedule.decay_steps", "50", "--schedule.warmup_steps", "6"],
     ],
 )

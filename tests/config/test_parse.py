@@ -203,13 +203,11 @@ def test_every_knob_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens.yaml"
-    path.write_text("train: {max_tokens: 1e6}\nschedule: {warmup_tokens: 5, decay_share: 0.3}\n")
+    path.write_text("train: {max_tokens: 1e6}\nschedule: {decay_share: 0.3}\n")
     config = load(str(path), "--train.max_steps", "2", "--schedule.decay_steps", "1")
     assert (config.train.max_steps, config.train.max_tokens) == (2, None)
     schedule = config.schedule
-    assert (schedule.warmup_tokens, schedule.decay_steps, schedule.decay_share) == (5, 1, None)
-    schedule = load(str(path), "--schedule.warmup_steps", "0").schedule
-    assert (schedule.warmup_tokens, schedule.warmup_steps) == (None, 0)
+    assert (schedule.decay_steps, schedule.decay_share) == (1, None)
     with pytest.raises(UserError, match=r"max_steps is 2 and train\.max_tokens is 9; set one"):
         load(str(path), "--train.max_steps", "2", "--train.max_tokens", "9")
 

@@ -71,7 +71,7 @@ def test_batch_below_one_window_names_the_smallest() -> None:
 
 def test_tokens_become_steps_rounded_up() -> None:
     asked = config(
-        ScheduleConfig(name="wsd", warmup_tokens=10_000, decay_tokens=9_000),
+        ScheduleConfig(name="wsd", warmup_steps=3, decay_steps=3),
         block_size=64,
         tokens_per_step=4096,
         micro_batch_size=64,

@@ -33,7 +33,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def settings_of(count: int, **changes: Any) -> SampleConfig:
-    neutral = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
+    neutral = {"temperature": 1.0, "top_k": None}
     return SampleConfig(max_new_tokens=count, **{**neutral, **changes})
 
 
@@ -80,8 +80,8 @@ def test_greedy_text_is_the_same_with_and_without_cache(
 
 def test_sampled_text_is_the_same_with_and_without_cache_and_follows_the_seed() -> None:
     model = make(tiny())
-    first = run(model, PROMPT, 30, top_k=20, top_p=0.9)
-    assert torch.equal(first, run(model, PROMPT, 30, top_k=20, top_p=0.9, use_cache=False))
+    first = run(model, PROMPT, 30, top_k=20)
+    assert torch.equal(first, run(model, PROMPT, 30, top_k=20, use_cache=False))
     assert not torch.equal(first, run(model, PROMPT, 30, top_k=20, seed=1))
 
 
@@ -183,45 +183,26 @@ def backends() -> tuple[bool, ...]:
     return flash, efficient, cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
 
 
-def nucleus(logits: Tensor, top_k: int | None, top_p: float) -> list[int]:
-    """Return the tokens that may be drawn from a row of logits, in plain Python."""
-    order = sorted(range(len(logits)), key=lambda i: -logits[i].item())[: top_k or len(logits)]
-    weights = logits[order].double().softmax(-1).tolist()
-    kept, mass = [], 0.0
-    for token, weight in zip(order, weights, strict=True):
-        if kept and mass >= top_p:
-            break
-        kept.append(token)
-        mass += weight
-    return kept
-
-
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     top_k=st.none() | st.integers(1, 30),
-    top_p=st.sampled_from([1e-6, 0.05, 0.33, 0.71, 0.97, 1.0]),
     temperature=st.sampled_from([1e-37, 0.5, 1.0, 3.0]),
 )
-def test_only_tokens_of_top_k_and_top_p_are_drawn(
-    seed: int, top_k: int | None, top_p: float, temperature: float
-) -> None:
+def test_only_tokens_of_top_k_are_drawn(seed: int, top_k: int | None, temperature: float) -> None:
     logits = 2 * torch.randn(20, generator=seeded(seed))
-    drawn = sample_token(logits.expand(200, 20), temperature, top_k, top_p, seeded(seed))
-    allowed = nucleus((logits - logits.max()) / temperature, top_k, top_p)
+    drawn = sample_token(logits.expand(200, 20), temperature, top_k, seeded(seed))
+    allowed = logits.argsort(descending=True)[:top_k].tolist()
     assert set(drawn.tolist()) <= set(allowed)
     if len(allowed) == 2 and temperature == 3.0:
         assert len(set(drawn.tolist())) == 2
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "left"),
-    [(None, 1.0, 4), (3, 1.0, 3), (None, 0.91, 4), (None, 0.89, 3), (None, 0.71, 3)],
-)
-def test_frequencies_follow_the_probabilities(top_k: int | None, top_p: float, left: int) -> None:
+@pytest.mark.parametrize(("top_k", "left"), [(None, 4), (3, 3)])
+def test_frequencies_follow_the_probabilities(top_k: int | None, left: int) -> None:
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
     logits = (probabilities.log() * 2).expand(20_000, 4)
-    drawn = sample_token(logits, 2.0, top_k, top_p, seeded())
+    drawn = sample_token(logits, 2.0, top_k, seeded())
     kept = probabilities > 0.45 - left / 10
     expected = probabilities * kept / (probabilities * kept).sum()
     assert (drawn.bincount(minlength=4) / 20_000 - expected).abs().max() < 0.02

@@ -62,7 +62,6 @@ SHAPES = {
         "rope_scaling": "yarn",
         "rope_factor": 4.0,
         "rope_original_block_size": 16,
-        "rope_attention_factor": 1.3,
     },
     "fast": {"logit_softcap": None},
     "fast_gqa": {"preset": "fast", "logit_softcap": None, "n_kv_head": 2},

@@ -59,11 +59,6 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3 positions": ("Llama", COMMON | {"rope_parameters": LLAMA3}),
     "yarn positions": ("Qwen3", COMMON | {"head_dim": 16, "rope_parameters": YARN}),
-    "yarn positions, all set": (
-        "Llama",
-        COMMON
-        | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3}},
-    ),
     "linear positions": (
         "Llama",
         COMMON | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},

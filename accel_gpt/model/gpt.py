@@ -21,7 +21,6 @@ from accel_gpt.model.layers import (
     Block,
     KVCache,
     build_norm,
-    residual_projections,
     rotary_table,
 )
 from accel_gpt.model.loss import Head, autocast_dtype
@@ -119,7 +118,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Compute the FLOPs to train on one token, from the weights of this model.
 
-        See `cost.flops.flops_per_token`. All weights with two or more dimensions are in matrix
+        See `sizes.training_flops`. All weights with two or more dimensions are in matrix
         products, except those of embeddings.
         """
         embeddings = {id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding)}
@@ -145,21 +144,21 @@ class GPT(nn.Module):
         """Draw all weights from the global CPU generator, tie them and build the rotary table.
 
         GPT-2, Radford et al. 2019, section 2.3: weights are normal(0, init_std). The weights of
-        projections onto the residual stream are divided by sqrt(2 n_layer), the root of the number
-        of these projections. With `zero_init`, they are zero instead. Every rank draws each weight
-        in full, so the weights do not depend on the number of ranks.
+        projections onto the residual stream are divided by the root of their number, 2 n_layer. With
+        `zero_init`, they are zero instead. Every rank draws each weight in full, so the weights do
+        not depend on the number of ranks.
         """
         self.tie_weights()
         self.build_rotary()
         self._draw_as_constructors()
-        onto_residual = residual_projections(self)
+        residual = [m for m in self.modules() if getattr(m, "onto_residual", False)]
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear | nn.Embedding):
                 std = self.config.init_std
-                if module in onto_residual:
-                    std = 0.0 if self.config.zero_init else std / math.sqrt(2 * len(self.blocks))
+                if module in residual:
+                    std = 0.0 if self.config.zero_init else std / math.sqrt(len(residual))
                 full = torch.empty(module.weight.shape)
                 nn.init.normal_(full, std=std)
                 if module in (self.wte, self.head):

@@ -213,6 +213,26 @@ class QKNorm(nn.Module):
         return torch.cat((self.q(q), self.k(k)), dim=2).to(qk.dtype)
 
 
+class Matrix(nn.Linear):
+    """A linear layer of a block, with what initialization and optimizers need to know of it.
+
+    `muon_rows` are the rows of each matrix in its weight, which Muon orthogonalizes separately; ()
+    if the weight is one matrix. `onto_residual`: its output is added to the residual stream.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        muon_rows: tuple[int, ...] = (),
+        onto_residual: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.muon_rows = muon_rows
+        self.onto_residual = onto_residual
+
+
 class CausalSelfAttention(nn.Module):
     """Attend from each token to itself and the earlier tokens.
 
@@ -228,9 +248,10 @@ class CausalSelfAttention(nn.Module):
         self.head_size = D
         self.heads = (H, K, K)  # of queries, keys and values
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.bias)
+        rows = (H * D, K * D, K * D)
+        self.qkv = Matrix(config.n_embd, sum(rows), config.bias, muon_rows=rows)
         self.qk_norm = QKNorm(config) if config.qk_norm else None
-        self.proj = nn.Linear(H * D, config.n_embd, bias=config.bias)
+        self.proj = Matrix(H * D, config.n_embd, config.bias, onto_residual=True)
 
     def project(self, x: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries (B, H, T, D), keys and values (B, K, T, D) from `x` (B, T, C)."""
@@ -287,9 +308,12 @@ class MLP(nn.Module):
         self.squared = config.mlp == "relu2"
         self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
         self.dropout = config.dropout
-        width = 2 * config.hidden_size if self.gated else config.hidden_size
-        self.up = nn.Linear(config.n_embd, width, bias=config.bias)
-        self.down = nn.Linear(config.hidden_size, config.n_embd, bias=config.bias)
+        hidden = config.hidden_size
+        if self.gated:
+            self.up = Matrix(config.n_embd, 2 * hidden, config.bias, muon_rows=(hidden, hidden))
+        else:
+            self.up = Matrix(config.n_embd, hidden, config.bias)
+        self.down = Matrix(hidden, config.n_embd, config.bias, onto_residual=True)
 
     def activate_and_project(self, h: Tensor) -> Tensor:
         """Activate the output of `up` and project it onto the residual stream."""
@@ -342,14 +366,3 @@ class Block(nn.Module):
         x = x + self.attn(self.norm_1(x), rotary=rotary, cache=cache, mask=mask)
         out: Tensor = x + self.mlp(self.norm_2(x))
         return out
-
-
-def residual_projections(model: nn.Module) -> list[nn.Linear]:
-    """Return the projections onto the residual stream: two in each block."""
-    found = []
-    for module in model.modules():
-        if isinstance(module, CausalSelfAttention):
-            found.append(module.proj)
-        elif isinstance(module, MLP):
-            found.append(module.down)
-    return found

@@ -34,6 +34,8 @@ OTHER_DEVICE_BYTES = 16e9
 class Head(nn.Linear):
     """Project onto the vocabulary, cut the padded rows and apply the soft cap."""
 
+    is_head = True  # for `optim.head_lr`
+
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__(config.n_embd, padded_vocab_size(vocab_size), bias=False)
         self.vocab_size = vocab_size

@@ -9,8 +9,6 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.errors import require
-from accel_gpt.model.layers import residual_projections
-from accel_gpt.model.loss import Head
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, muon_weights
 from accel_gpt.optim.schedule import lr_fraction, momentum_at
@@ -86,7 +84,7 @@ def parts_with_rates(model: nn.Module, config: OptimConfig) -> dict[str, list[Te
     if config.embedding_lr is not None or config.head_lr is not None:
         found[EMBEDDING] = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
         shared = {id(weight) for weight in found[EMBEDDING]}
-        heads = [m.weight for m in model.modules() if isinstance(m, Head)]
+        heads = [m.get_parameter("weight") for m in model.modules() if getattr(m, "is_head", False)]
         found[HEAD] = [weight for weight in heads if id(weight) not in shared]
         require(
             bool(found[HEAD]) or config.head_lr is None,
@@ -94,7 +92,9 @@ def parts_with_rates(model: nn.Module, config: OptimConfig) -> dict[str, list[Te
             "the weights of the embedding; set optim.embedding_lr",
         )
     if config.residual_lr_factor is not None:
-        found[RESIDUAL] = [module.weight for module in residual_projections(model)]
+        found[RESIDUAL] = [
+            m.get_parameter("weight") for m in model.modules() if getattr(m, "onto_residual", False)
+        ]
     return {part: [w for w in weights if w.requires_grad] for part, weights in found.items()}
 
 

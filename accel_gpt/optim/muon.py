@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from accel_gpt.config.optim import STACK
-from accel_gpt.model.layers import MLP, CausalSelfAttention
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.adamw import GuardedAdamW
 
@@ -38,23 +37,16 @@ EPS = 1e-7  # smallest norm that a matrix is divided by
 def muon_weights(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
     """Find the weights that Muon updates, grouped by the rows of each matrix in a weight.
 
-    They are the weights of attention and MLP. Queries, keys and values are three matrices in one
-    weight; gate and up of a SwiGLU are two. Each matrix is orthogonalized separately. The key () is
-    for weights that are one matrix.
+    They are the weights of modules with an attribute `muon_rows`, as in `model.layers.Matrix`.
+    Queries, keys and values are three matrices in one weight; gate and up of a SwiGLU are two. Each
+    matrix is orthogonalized separately. The key () is for weights that are one matrix.
     """
     found: dict[tuple[int, ...], list[Tensor]] = {}
     for module in model.modules():
-        if isinstance(module, CausalSelfAttention):
-            rows = tuple(heads * module.head_size for heads in module.heads)
-            found.setdefault(rows, []).append(module.qkv.weight)
-            found.setdefault((), []).append(module.proj.weight)
-        elif isinstance(module, MLP):
-            width = module.up.out_features // 2
-            rows = (width, width) if module.gated else ()
-            found.setdefault(rows, []).append(module.up.weight)
-            found.setdefault((), []).append(module.down.weight)
-    trained = {rows: [w for w in weights if w.requires_grad] for rows, weights in found.items()}
-    return {rows: weights for rows, weights in trained.items() if weights}
+        rows = getattr(module, "muon_rows", None)
+        if rows is not None and module.get_parameter("weight").requires_grad:
+            found.setdefault(rows, []).append(module.get_parameter("weight"))
+    return found
 
 
 # --------------------------------------------------------------------------- the update

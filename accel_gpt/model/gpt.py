@@ -144,9 +144,9 @@ class GPT(nn.Module):
         """Draw all weights from the global CPU generator, tie them and build the rotary table.
 
         GPT-2, Radford et al. 2019, section 2.3: weights are normal(0, init_std). The weights of
-        projections onto the residual stream are divided by the root of their number, 2 n_layer. With
-        `zero_init`, they are zero instead. Every rank draws each weight in full, so the weights do
-        not depend on the number of ranks.
+        projections onto the residual stream are divided by the root of their number, 2 n_layer.
+        With `zero_init`, they are zero instead. Every rank draws each weight in full, so the
+        weights do not depend on the number of ranks.
         """
         self.tie_weights()
         self.build_rotary()

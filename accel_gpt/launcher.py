@@ -371,7 +371,6 @@ def launch_child(
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
     secret: str | None = None,
-    stdin: int | None = subprocess.DEVNULL,
     stdout: int | IO[bytes] | IO[str] | None = None,
     stderr: int | IO[bytes] | IO[str] | None = None,
     own_group: bool = False,
@@ -399,7 +398,7 @@ def launch_child(
         child = subprocess.Popen(
             command,
             env={**environment_without_launcher(), **(environment or {})},
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             encoding="utf-8",

@@ -33,7 +33,7 @@ from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import answer_of_main, child_error, is_main, run_child, world_size
-from accel_gpt.prepare.shard_writer import ShardWriter, write_index
+from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size

@@ -139,7 +139,7 @@ class PrepareCommand(PrepareConfig, Command):
 def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
     """Parse `[PATH|RECIPE] --key value ...`."""
     arguments = list(argv)
-    named = bool(arguments) and (arguments[0] == "-" or not arguments[0].startswith("-"))
+    named = bool(arguments) and not arguments[0].startswith("-")
     argument = arguments.pop(0) if named else None
     if argument is None or {"-h", "--help"} & set(arguments):
         return parse_command(PrepareCommand, arguments, "accel-gpt prepare [PATH|RECIPE]")
@@ -182,12 +182,7 @@ def is_text_path(argument: str) -> bool:
     shipped = argument in shipped_configs("data") and not Path(argument).is_file()
     if shipped or argument.endswith((".yaml", ".yml")) or is_pipe(argument):
         return False
-    return (
-        Path(argument).expanduser().exists()
-        or argument == "-"
-        or is_url(argument)
-        or has_magic(argument)
-    )
+    return Path(argument).expanduser().exists() or is_url(argument) or has_magic(argument)
 
 
 def is_pipe(argument: str) -> bool:

@@ -10,7 +10,6 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.console import write_out
 from accel_gpt.errors import require
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.prepare.sources import guess_source
 
 
 def run(options: PrepareCommand) -> int:
@@ -19,11 +18,6 @@ def run(options: PrepareCommand) -> int:
         config = prepare_config(options)
         out = Path(options.out or default_folder(config))
         if not prepare(config, out):
-            require(
-                options.path != "-",
-                f"{out} is already prepared, so standard input was not read; delete the folder or "
-                "give another --out",
-            )
             write_out(f"already prepared: {out}\n")
     return 0
 
@@ -53,13 +47,7 @@ def prepare_config(options: PrepareCommand) -> PrepareConfig:
 def default_folder(config: PrepareConfig) -> str:
     """Return data/<name of the path, or source>_<tokenizer>."""
     tokenizer = Path(config.tokenizer).name.removesuffix(".json")
-    parts: tuple[str, ...] = ()
-    if config.path not in (None, "-"):
-        parts = Path(str(config.path)).parts
-    for part in reversed(parts):
+    for part in reversed(Path(config.path or "").parts):
         if not has_magic(part):
             return f"data/{Path(part).stem}_{tokenizer}"
-    source = config.source
-    if source == "auto":
-        source = guess_source(str(config.path))
-    return f"data/{source}_{tokenizer}"
+    return f"data/{config.source}_{tokenizer}"

@@ -8,7 +8,7 @@ from typing import Literal
 from accel_gpt.config.options import Section, internal, option
 from accel_gpt.errors import require
 
-SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "arrow", "dataset"]
+SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "dataset"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class PrepareConfig(
     )
     path: str | None = option(
         None,
-        "File, folder, glob, http(s) URL, or - for standard input. Used by text, jsonl, parquet, "
-        "arrow and auto.",
+        "File, folder, glob or http(s) URL. Used by text, jsonl, parquet and auto. Text and JSON "
+        "lines may end in .gz or .zst.",
         published="name",
     )
     dataset: str | None = option(
@@ -45,13 +45,13 @@ class PrepareConfig(
         "train",
         "Split of the Hub dataset.",
         published="name",
-        used_with=("source", ("dataset", "arrow", "auto", None)),
+        used_with=("source", ("dataset", None)),
     )
     text_field: str = option(
         "text",
-        "Name of the column with the text. Used by jsonl, parquet, arrow and dataset.",
+        "Name of the column with the text. Used by jsonl, parquet and dataset.",
         published="name",
-        used_with=("source", ("jsonl", "parquet", "arrow", "dataset", "auto", None)),
+        used_with=("source", ("jsonl", "parquet", "dataset", "auto", None)),
     )
     tokenizer: str = option(
         "gpt2",
@@ -66,12 +66,6 @@ class PrepareConfig(
         "fewer tokens.",
         essential=True,
     )
-    sample_bytes: int = option(
-        1_000_000_000,
-        "Bytes of UTF-8 text on which a bpe is trained, spread over the source.",
-        above=0,
-        used_with=("tokenizer", ("bpe",)),
-    )
     val_fraction: float = option(
         0.1,
         "Share of the text held out for validation, 0 to 1. It consists of whole documents, or of "
@@ -83,14 +77,6 @@ class PrepareConfig(
         None,
         "Text that separates documents within a file or row, such as <|endoftext|>. It is removed, "
         "with a line end on each side. null: none.",
-    )
-    keep_crlf: bool = option(
-        False,
-        "Keep Windows line ends (CR LF). false: convert them to LF.",
-    )
-    skip_invalid: bool = option(
-        False,
-        "Skip and count documents that cannot be decoded. false: stop at the first one.",
     )
     shard_tokens: int = option(
         100_000_000,
@@ -119,7 +105,7 @@ class PrepareConfig(
             require(
                 not (self.path or self.dataset),
                 f"data.prepare.source is stdlib, but {self.path or self.dataset} is given as well; "
-                "set data.prepare.source to text, jsonl, parquet, arrow or dataset",
+                "set data.prepare.source to text, jsonl, parquet or dataset",
             )
         elif self.source == "dataset":
             require(

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_gpt.data import tokenizer_json
-from accel_gpt.data.cuts import Cuts, reach
 from accel_gpt.data.hub_client import SCHEME, cached_gpt2_folders, download_tokenizer, is_repo
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN, spelling
@@ -73,10 +72,6 @@ class Tokenizer(ABC):
     """The token that stands for unknown text, if there is one."""
     bytes_add_up = True
     """Whether the `token_bytes` of a text's ids sum to its UTF-8 bytes, in form NFC."""
-    cuts_at_lines = True
-    """Whether a text cut into `pieces()` gets the same ids as the whole text."""
-    cuts: Cuts | None = None
-    """Without `cuts_at_lines`: the places where a text may be cut. None: nowhere."""
 
     @property
     def needed_vocab_size(self) -> int:
@@ -126,21 +121,6 @@ class Tokenizer(ABC):
         """Encode each text as `token_dtype(vocab_size)`."""
         dtype = token_dtype(self.vocab_size)
         return [self.encode_array(clean(text)).astype(dtype) for text in texts]
-
-    def encode_pieces(self, pieces: Sequence[tuple[str, bool, bool]]) -> list[Ids]:
-        """Encode each (text, begins a document, ends a document).
-
-        Adds end-of-text if it ends a document.
-        """
-        texts = []
-        for text, first, _ in pieces:
-            texts.append(text if first or not self.cuts else self.cuts.continuation(text))
-        encoded = self.encode_batch(texts)
-        if self.eot_id is None:
-            return encoded
-        end = np.array([self.eot_id], token_dtype(self.vocab_size))
-        each = zip(encoded, pieces, strict=True)
-        return [np.append(ids, end) if last else ids for ids, (_, _, last) in each]
 
     def bytes_within(self, split: Split) -> NDArray[np.float64]:
         """Return the UTF-8 bytes of each token's text in `split`, (V,).
@@ -284,7 +264,6 @@ class HFTokenizer(Tokenizer):
     """Any tokenizer.json of Hugging Face `tokenizers`, without template, padding or truncation."""
 
     kind = "hf"
-    cuts_at_lines = False
 
     def __init__(self, content: dict[str, Any], where: Path, config: Mapping[str, Any]) -> None:
         import tokenizers
@@ -297,8 +276,6 @@ class HFTokenizer(Tokenizer):
         except Exception as error:  # the library has no class of its own
             raise DataError(f"{where} is not a valid tokenizer.json: {error}") from None
         self.tokenizer.encode_special_tokens = True
-        if runs := reach(content):
-            self.cuts = Cuts(self.tokenizer, content, runs)
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         self.eot = tokenizer_json.find_eot(content, ids, where, config)

@@ -19,7 +19,7 @@ from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.prepare.sources import select_files
+from accel_gpt.prepare.sources import select
 from accel_gpt.training.ranks import all_gather, all_ranks, end_group, sees_main, wait_for_file
 from accel_gpt.training.stopping import exiting_on_signals
 
@@ -64,7 +64,7 @@ def is_missing(data: DataConfig) -> bool:
         require(
             not (text and data.folder) or is_remote or folder.exists(),
             f"data.train {data.folder} does not exist, and data.prepare.source is not set for "
-            f"{text}; set it to text, jsonl, parquet, arrow or dataset",
+            f"{text}; set it to text, jsonl, parquet or dataset",
         )
         for source in train_paths(data):
             if not is_url(source.path):
@@ -90,11 +90,10 @@ def is_missing(data: DataConfig) -> bool:
 def check_text(config: Config) -> None:
     """Raise `UserError` if there is no text to prepare; the message names the key the user set."""
     prepare = config.data.prepare
-    kinds = ("auto", "text", "jsonl", "parquet", "arrow")
-    if prepare.source not in kinds or prepare.path in (None, "-") or is_url(str(prepare.path)):
+    if is_url(str(prepare.path)):
         return
     try:
-        select_files(str(prepare.path), prepare.source)
+        select(prepare)
     except UserError as error:
         if config.data.train != own_text_folder(config.out_dir):
             raise
@@ -132,8 +131,7 @@ def start_prepare(settings: dict[str, object]) -> subprocess.Popen[str]:
         ["prepare"],
         environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
         secret=json.dumps(settings, ensure_ascii=False),
-        stdin=None,  # inherited, because the text may come from it
-        own_group=settings["path"] != "-",  # only this process receives Ctrl-C
+        own_group=True,  # only this process receives Ctrl-C
     )
 
 

@@ -7,8 +7,8 @@ a shard is full. With it, the same command resumes after any interruption and wr
 Memory, with w workers: this process holds at most 2w + 1 batches of about 1 MB of text, and each
 worker holds one. The interpreter, its libraries and the vocabulary take 100 to 150 MB per process,
 partly shared. A process that streams a data set takes about 250 MB. A `tokenizer.json` that allows
-no cut (`data/cuts.py`) also needs about a hundred times the longest document. A bpe is trained
-before; its memory depends on `sample_bytes`.
+no cut (`cuts.py`) also needs about a hundred times the longest document. A bpe is trained before,
+on at most `BPE_BYTES`; its memory depends on them.
 """
 
 import json
@@ -16,7 +16,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,34 +28,33 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, Index, read_index
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
+from accel_gpt.prepare.cuts import find_cut_of
 from accel_gpt.prepare.documents import (
     SPLITS,
     Position,
     documents,
     expected_bytes,
-    line_ends,
     sample_texts,
     split_pieces,
 )
-from accel_gpt.prepare.lost_text import LostText
-from accel_gpt.prepare.pieces import FindCut, checked_cuts, find_cut
-from accel_gpt.prepare.readers import Skipped
-from accel_gpt.prepare.recipe import check_same, is_ready, recipe
-from accel_gpt.prepare.shard_writer import ShardWriter, write_index
-from accel_gpt.prepare.sources import Selection, guess_source, select, source_fingerprint
-from accel_gpt.prepare.workers import Tokenized, child_processes, encode_all, worker_count
+from accel_gpt.prepare.lost import LostText
+from accel_gpt.prepare.shards import ShardWriter, write_index
+from accel_gpt.prepare.sources import select, source_fingerprint
+from accel_gpt.prepare.workers import child_processes, encode_all, worker_count
 from accel_gpt.training.display import Progress
 
 JOURNAL = "progress.json"
-JOURNAL_VERSION = 1
+FINGERPRINT = "source_fingerprint"
 TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # names that are not a path or Hub id
+BPE_BYTES = 1_000_000_000  # bytes of UTF-8 text on which a bpe is trained, spread over the source
 # Names of the files in an unfinished folder
-OWN_FILES = rf"((train|val)_\d+\.npy|tokenizer(_config)?\.json|{INDEX}|{JOURNAL})"
+OWN_FILES = rf"((train|val)_\d+\.npy|tokenizer(_config)?\.json|{INDEX}|{JOURNAL})(\.tmp.*)?"
 RESUMES = "run the same command again to resume"
 
 
@@ -66,21 +66,26 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
     is too little text or if the disk is full. Raises `DataError` if the text cannot be read.
     """
     out = Path(out).resolve()
-    config = with_source(config, out)
     if is_ready(config, out):
         return False
     selection = select(config)  # raises before anything is written
+    config = replace(config, source=selection.source)
     folder = out.with_name(f"{out.name}.partial")
     start = time.monotonic()
     try:
-        with lock_folder(out, "" if config.path == "-" else f"; {RESUMES}"):
+        with lock_folder(out):
             if is_ready(config, out):
                 return False
-            describe_selection(selection)
+            if config.source not in ("dataset", "stdlib"):
+                for line in selection.lines():
+                    write_err(line)
             write_folder(config, selection.files, folder)
-            publish(folder, out)
+            (folder / JOURNAL).unlink(missing_ok=True)
+            sync(folder)
+            folder.rename(out)
+            sync(out.parent)
     except KeyboardInterrupt:
-        if folder.exists() and config.path != "-":
+        if folder.exists():
             sys.stderr.write(f"{folder} is kept; {RESUMES}\n")
         raise
     seconds = time.monotonic() - start
@@ -88,45 +93,26 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
     return True
 
 
-def with_source(config: PrepareConfig, out: Path) -> PrepareConfig:
-    """Replace the source auto by the kind that `out` was prepared from, else by a guess."""
-    if config.source != "auto":
-        return config
-    made = read_index(out).prepared.get("source") if (out / INDEX).exists() else None
-    return replace(config, source=made or guess_source(str(config.path)))
-
-
-def describe_selection(selection: Selection) -> None:
-    """Print which of the user's files are read and which are left out."""
-    if selection.files and selection.source != "stdlib":
-        for line in selection.lines():
-            write_err(line)
-
-
 @contextmanager
-def lock_folder(out: Path, advice: str) -> Iterator[None]:
-    """Hold the lock of a data folder, and turn an `OSError` into a `UserError` with `advice`."""
-    for parent in out.parents:
-        require(
-            parent.is_dir() or not parent.exists(),
-            f"data folder {out} cannot be made: {parent} is a file; choose another folder",
-        )
+def lock_folder(out: Path) -> Iterator[None]:
+    """Hold the lock of a data folder, and turn an `OSError` into a `UserError`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         notice = f"another process is preparing {out}; waiting for it\n"
         with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
             yield
     except OSError as error:
-        raise UserError(f"data folder {out} could not be written: {error}{advice}") from None
+        raise UserError(
+            f"data folder {out} could not be written: {error}; correct this, then run the same "
+            "command again"
+        ) from None
 
 
 def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
     """Write the content of the data folder into `folder`, resuming if it is unfinished."""
-    fingerprint = source_fingerprint(config, files, times=False)
-    requested = recipe(config) | {"source_fingerprint": fingerprint}
-    if fingerprint and (folder / INDEX).exists():  # interrupted before the folder was renamed
-        check_same(folder, read_index(folder).prepared, requested)
-        return
+    requested = settings(config) | {FINGERPRINT: source_fingerprint(config, files)}
+    if (folder / INDEX).exists() and read_index(folder).prepared == requested:
+        return  # stopped before the folder was renamed
     work = resume_or_start(config, files, folder, requested)
     work.write_shards()
     fill_empty_split(work.writers, config.val_fraction, work.tokenizer.eot_id)
@@ -148,8 +134,7 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
             "with a token for each byte: bpe, bytes or gpt2"
         )
     sync(folder)
-    counts = work.counts() if config.skip_invalid else {}
-    write_index(folder, work.tokenizer, splits, requested | counts)
+    write_index(folder, work.tokenizer, splits, requested)
     for line in work.lost.warnings(work.tokenizer):
         write_err(f"WARNING: {line}")
 
@@ -167,21 +152,8 @@ def fill_empty_split(
             target.add(tokens, document_count, utf8_bytes)
 
 
-def publish(folder: Path, out: Path) -> None:
-    """Remove temporary files from the complete folder, and rename it to `out`."""
-    splits = read_index(folder).splits
-    shards = {shard.name for split in splits.values() for shard in split}
-    kept = {INDEX, "tokenizer.json", "tokenizer_config.json", *shards}
-    for path in folder.iterdir():
-        if re.match(OWN_FILES, path.name) and path.name not in kept:
-            path.unlink()
-    sync(folder)
-    folder.rename(out)
-    sync(out.parent)
-
-
 def summary(index: Index) -> str:
-    """Describe shards, tokens, bytes per token, and the number of skipped documents."""
+    """Describe shards, tokens and bytes per token."""
     tokens: dict[str, int] = {}
     utf8_bytes = 0
     count = 0
@@ -191,20 +163,91 @@ def summary(index: Index) -> str:
         count += len(shards)
     total = sum(tokens.values())
     each = ", ".join(f"{name} {number:,}" for name, number in tokens.items())
-    skipped = index.prepared.get("skipped")
-    left_out = "" if skipped is None else f", {skipped:,} invalid skipped"
     return (
         f"{plural(count, 'shard')}, {total:,} tokens ({each}), "
-        f"{utf8_bytes / max(1, total):.2f} bytes per token{left_out}"
+        f"{utf8_bytes / max(1, total):.2f} bytes per token"
     )
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def settings(config: PrepareConfig) -> dict[str, Any]:
+    """Return the settings that the content of a data folder depends on, as the index has them.
+
+    A URL loses its user and query, which may hold a password.
+    """
+    found = asdict(config)
+    del found["workers"]
+    if config.path is not None and is_url(config.path):
+        parts = urllib.parse.urlsplit(config.path)
+        netloc = parts.netloc.rpartition("@")[2]
+        found["path"] = parts._replace(netloc=netloc, query="").geturl()
+    return found
+
+
+def differing_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> str:
+    """Describe the settings that differ; `vocab_size` counts only for a bpe."""
+    found = []
+    for key, value in requested.items():
+        if key == FINGERPRINT or (key == "vocab_size" and requested["tokenizer"] != "bpe"):
+            continue
+        if made.get(key) != value:
+            found.append(f"{key}: {made.get(key)}, requested {value}")
+    return "; ".join(found)
+
+
+def is_ready(config: PrepareConfig, out: Path) -> bool:
+    """Return whether `out` was prepared with these settings; False if it is missing or empty.
+
+    Raises `UserError` if it was prepared with other settings or is not a data folder.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        if config.source is None:
+            read_index(out)  # raises
+        return False
+    if not (out / INDEX).exists():
+        raise UserError(
+            f"{out} exists and has no {INDEX}, so it is not a data folder; choose another folder"
+        )
+    made = read_index(out).prepared
+    if config.source is None:
+        return True
+    if config.source == "auto":
+        config = replace(config, source=made.get("source", "auto"))
+    if differ := differing_settings(made, settings(config)):
+        raise UserError(
+            f"data folder {out} was prepared with other settings ({differ}); delete it, or choose "
+            "another folder"
+        )
+    if text_changed(config, made.get(FINGERPRINT)):
+        sys.stderr.write(
+            f"WARNING: the files of {config.path or config.source} have changed since {out} was "
+            "prepared, which is used as it is; to train on the changed files, start a new run "
+            "with another out_dir and data folder\n"
+        )
+    return True
+
+
+def text_changed(config: PrepareConfig, made: str | None) -> bool:
+    """Return whether the files of the source exist here and differ from the prepared files."""
+    if is_url(str(config.path)):
+        return False
+    try:
+        return source_fingerprint(config, select(config).files) != made
+    except (AccelGPTError, OSError):
+        return False
+
+
+# --------------------------------------------------------------------------- start or resume
 
 
 class Preparation:
     """An unfinished data folder whose shards are written from the position in its journal on.
 
-    The journal holds the settings (key "asked"), the position in the source, the state of the
-    shard writers, the `counts()`, and what the tokens do not hold. Raises `DataError` if the folder
-    holds less than the journal says.
+    The journal holds the settings, the fingerprint of the tokenizer, the position in the source,
+    the state of the shard writers, and what the tokens do not hold. Raises `DataError` if the
+    folder holds less than the journal says.
     """
 
     def __init__(
@@ -219,7 +262,6 @@ class Preparation:
         self.folder = folder
         self.journal = journal
         self.tokenizer = load_tokenizer(folder)
-        self.skipped = Skipped(config.skip_invalid, journal["skipped"])
         self.lost = LostText(**journal["lost"])
         self.writers = {
             name: ShardWriter(
@@ -236,72 +278,44 @@ class Preparation:
         """Tokenize the documents from the journal's position on, and append them to the shards."""
         total = expected_bytes(self.config, self.files)
         done = sum(writer.total_bytes for writer in self.writers.values())
+        start = Position(*self.journal["position"])
+        pieces = split_pieces(self.config, self.files, find_cut_of(self.tokenizer), start)
+        workers = worker_count(self.config.workers, total)
         with (
-            closing(self.batches(total)) as batches,
+            closing(encode_all(pieces, self.folder, workers)) as batches,
             Progress("tokenizing", "bytes", total=total, done=done) as progress,
         ):
             for batch in batches:
                 self.lost.add(batch.lost)
                 full = False
-                for piece in batch.encoded:
-                    writer = self.writers[piece.split]
-                    if writer.add(piece.tokens, piece.documents, piece.utf8_bytes):
+                for piece, tokens in zip(batch.pieces, batch.tokens, strict=True):
+                    utf8_bytes = len(piece.text.encode())
+                    if self.writers[piece.split].add(tokens, int(piece.first), utf8_bytes):
                         full = True
-                    progress.advance(piece.utf8_bytes)
+                    progress.advance(utf8_bytes)
                 if full:
-                    self.save(batch.journal)
+                    self.save(batch.pieces[-1].after)
 
-    def batches(self, total: int | None) -> Generator[Tokenized, None, None]:
-        """Yield tokenized batches from the journal's position on, in order."""
-        pieces = split_pieces(
-            config=self.config,
-            files=self.files,
-            find_cut=self.find_cut(),
-            start=Position(*self.journal["position"]),
-            skipped=self.skipped,
-        )
-        workers = worker_count(self.config.workers, total)
-        return encode_all(pieces, self.counts, self.folder, workers)
-
-    def find_cut(self) -> FindCut | None:
-        """Return where long documents may be cut for the tokenizer; None: nowhere."""
-        cuts = self.tokenizer.cuts
-        if cuts is None:
-            return find_cut if self.tokenizer.cuts_at_lines else None
-
-        def keeps_ids(left: str, right: str) -> bool:
-            return cuts.keeps_ids(line_ends(self.config, left), line_ends(self.config, right))
-
-        return checked_cuts(keeps_ids)
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of invalid documents that were skipped so far."""
-        return {"skipped": self.skipped.count}
-
-    def save(self, changes: Mapping[str, Any]) -> None:
-        """Sync all added tokens to disk, then write the journal with `changes`."""
+    def save(self, position: Position) -> None:
+        """Sync all added tokens to disk, then write the journal with the position after them."""
         splits = {name: writer.save() for name, writer in self.writers.items()}
         sync(self.folder)
         self.journal |= {
             "tokenizer": self.tokenizer.fingerprint,
             "splits": splits,
             "lost": asdict(self.lost),
-            **changes,
+            "position": position,
         }
         write_file(self.folder / JOURNAL, [json.dumps(self.journal).encode()])
-
-
-# --------------------------------------------------------------------------- start or resume
 
 
 def resume_or_start(
     config: PrepareConfig, files: Sequence[Path], folder: Path, requested: Mapping[str, Any]
 ) -> Preparation:
     """Resume in `folder` if possible; otherwise print the reason and start over."""
-    source = source_fingerprint(config, files)
     if folder.exists():
         try:
-            return resume(config, files, folder, requested, source)
+            return resume(config, files, folder, requested)
         except DataError as why:
             discard(folder)
             sys.stderr.write(f"{folder} cannot be resumed: {why}; starting over\n")
@@ -315,55 +329,44 @@ def resume_or_start(
             create_tokenizer(config, files, folder)
         for path in folder.iterdir():
             sync(path)
-        journal = {
-            "version": JOURNAL_VERSION,
-            "asked": requested,
-            "source": source,
-            "splits": {},
-            "position": Position(),
-            "skipped": 0,
-            "lost": {},
-        }
+        journal = {"settings": dict(requested), "splits": {}, "lost": {}}
         work = Preparation(config, files, folder, journal)
-        work.save({})
+        work.save(Position())
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return work
 
 
+def create_tokenizer(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
+    """Make the tokenizer of the config and save it in `folder`."""
+    texts = partial(documents, config, files)
+    if config.tokenizer == "bpe":
+        texts = partial(sample_texts, config, files, BPE_BYTES)
+    tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
+    tokenizer.save(folder)
+
+
 def resume(
-    config: PrepareConfig,
-    files: Sequence[Path],
-    folder: Path,
-    requested: Mapping[str, Any],
-    source: str,
+    config: PrepareConfig, files: Sequence[Path], folder: Path, requested: Mapping[str, Any]
 ) -> Preparation:
     """Open the preparation that the journal in `folder` describes.
 
     Raises `DataError` if it cannot be resumed and may be discarded, and another `UserError` if it
     must be kept.
     """
-    if not source:
-        raise DataError("standard input cannot be read again")
     fingerprint = None
     if config.tokenizer not in TOKENIZER_NAMES:
         fingerprint = named_tokenizer(config.tokenizer).fingerprint
     try:
         journal = read_json(folder / JOURNAL)
-        if journal["version"] != JOURNAL_VERSION:
-            raise DataError("another version of accel_gpt wrote it")
-        begun = {**journal["asked"], "skip_invalid": config.skip_invalid or journal["skipped"] > 0}
-        if journal["source"] != source:
-            begun["source_fingerprint"] = journal["source"]
-        try:
-            check_same(folder, begun, {**requested, "skip_invalid": config.skip_invalid})
-        except UserError:
-            if holds_tokens(journal):
-                raise
-            raise DataError(
-                "the settings or the text have changed since it was begun, and it holds no tokens"
-            ) from None
+        begun = journal["settings"] | {"path": requested["path"]}  # the fingerprint decides
+        differ = differing_settings(begun, requested)
+        if begun[FINGERPRINT] != requested[FINGERPRINT]:
+            differ = "other text: names or sizes of the files have changed"
+        if differ:
+            held = any(state["shards"] for state in journal["splits"].values())
+            require_resumable(folder, differ, held)
         if fingerprint not in (None, journal["tokenizer"]):
             raise DataError("the tokenizer has changed")
         work = Preparation(config, files, folder, journal)
@@ -376,26 +379,22 @@ def resume(
     return work
 
 
-def holds_tokens(journal: Mapping[str, Any]) -> bool:
-    """Return whether tokens were saved with the journal."""
-    return any(state["shards"] or state["tokens"] for state in journal["splits"].values())
-
-
-def create_tokenizer(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
-    """Make the tokenizer of the config and save it in `folder`."""
-    texts = partial(documents, config, files)
-    if config.tokenizer == "bpe":
-        texts = partial(sample_texts, config, files, config.sample_bytes)
-    tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
-    tokenizer.save(folder)
+def require_resumable(folder: Path, differ: str, holds_tokens: bool) -> None:
+    """Raise the error for a folder that was begun differently; it is kept if it holds tokens."""
+    if not holds_tokens:
+        raise DataError(f"it was begun with other settings or text ({differ}) and holds no tokens")
+    raise UserError(
+        f"{folder} was begun with other settings or text ({differ}); run the command with the "
+        f"earlier ones, or remove {folder} to start over"
+    )
 
 
 def discard(folder: Path) -> None:
     """Remove an unfinished folder. Raises `UserError` if it holds a file of another origin."""
-    unknown = [path.name for path in folder.iterdir() if not re.match(OWN_FILES, path.name)]
-    if unknown:
-        raise UserError(
-            f"{folder} is the temporary folder of the data, but holds {unknown[0]}; remove that "
-            "file, or choose another data folder"
+    for path in folder.iterdir():
+        require(
+            re.fullmatch(OWN_FILES, path.name) is not None,
+            f"{folder} is the temporary folder of the data, but holds {path.name}; remove that "
+            "file, or choose another data folder",
         )
     shutil.rmtree(folder)

@@ -8,48 +8,34 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from accel_gpt.data.shards import Tokens
+import numpy as np
+
+from accel_gpt.data.shards import Tokens, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.prepare.cuts import continuation, prepends_space
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, Piece
-from accel_gpt.prepare.lost_text import LostText, find_lost_text
+from accel_gpt.prepare.lost import LostText, find_lost_text
 
 # Overhead of a piece between processes, in characters. Assumption: with it, a batch of one-letter
 # documents holds 10,000 pieces instead of a million.
 PIECE_OVERHEAD = 100
 
 
-class Encoded(NamedTuple):
-    """The tokens of a piece, with end-of-text if the piece ends a document."""
-
-    split: str
-    tokens: Tokens
-    documents: int
-    """Documents that begin in the piece."""
-    utf8_bytes: int
-
-
-class Tokenized(NamedTuple):
-    """A batch of encoded pieces, and the journal entries to save after they are written."""
-
-    encoded: list[Encoded]
-    lost: LostText
-    journal: Mapping[str, Any]
-
-
-class Waiting(NamedTuple):
-    """A batch that a process is encoding."""
+class Batch(NamedTuple):
+    """Pieces of text, their tokens, and what the tokens do not hold."""
 
     pieces: list[Piece]
-    journal: Mapping[str, Any]
-    tokens: Future[tuple[list[Tokens], LostText]]
+    tokens: list[Tokens]
+    """Of each piece, with end-of-text if the piece ends a document."""
+    lost: LostText
 
 
 def worker_count(requested: int, total: int | None) -> int:
@@ -99,49 +85,23 @@ def start_child() -> None:
     threading.Thread(target=end_with_parent, args=(parent.sentinel,), daemon=True).start()
 
 
-def encode_all(
-    pieces: Iterable[Piece],
-    counts: Callable[[], dict[str, int]],
-    folder: Path,
-    workers: int,
-) -> Generator[Tokenized, None, None]:
-    """Encode pieces in order with the tokenizer in `folder`.
-
-    At most two batches per worker process are in flight. The journal of a batch holds the result of
-    `counts()` after the batch was read.
-    """
+def encode_all(pieces: Iterable[Piece], folder: Path, workers: int) -> Generator[Batch, None, None]:
+    """Encode pieces in order with the tokenizer in `folder`, two batches per process in flight."""
     cached_tokenizer.cache_clear()
     cached_tokenizer(folder)  # forked processes inherit the loaded tokenizer
-    waiting: deque[Waiting] = deque()
+    waiting: deque[tuple[list[Piece], Future[tuple[list[Tokens], LostText]]]] = deque()
     with child_processes(workers) as pool:
         # fork all processes now, before reading `pieces` starts threads or uses memory
         pool.submit(encode_batch, folder, []).result()
         for batch in batches(pieces):
-            journal = {"position": batch[-1].after, **counts()}
             # a `Piece` takes 10 % longer
             texts = [(piece.text, piece.first, piece.last) for piece in batch]
-            tokens = pool.submit(encode_batch, folder, texts)
-            waiting.append(Waiting(batch, journal, tokens))
+            waiting.append((batch, pool.submit(encode_batch, folder, texts)))
             if len(waiting) >= 2 * workers:
-                yield result_of(waiting.popleft())
-        while waiting:
-            yield result_of(waiting.popleft())
-
-
-def result_of(batch: Waiting) -> Tokenized:
-    """Wait until a batch is encoded, and return it."""
-    encoded = []
-    found, lost = batch.tokens.result()
-    for piece, tokens in zip(batch.pieces, found, strict=True):
-        encoded.append(
-            Encoded(
-                split=piece.split,
-                tokens=tokens,
-                documents=int(piece.first),
-                utf8_bytes=len(piece.text.encode()),
-            )
-        )
-    return Tokenized(encoded, lost, batch.journal)
+                done, encoded = waiting.popleft()
+                yield Batch(done, *encoded.result())
+        for done, encoded in waiting:
+            yield Batch(done, *encoded.result())
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -167,12 +127,25 @@ def encode_batch(
     Returns the tokens of each text, and what they do not hold.
     """
     tokenizer = cached_tokenizer(folder)
-    encoded = tokenizer.encode_pieces(texts)
+    encoded = encode_pieces(tokenizer, texts)
     lost = LostText()
     for (text, _, last), tokens in zip(texts, encoded, strict=True):
         ended = last and tokenizer.eot_id is not None
         lost.add(find_lost_text(tokenizer, text, tokens[:-1] if ended else tokens))
     return encoded, lost
+
+
+def encode_pieces(tokenizer: Tokenizer, texts: list[tuple[str, bool, bool]]) -> list[Tokens]:
+    """Encode each (text, begins a document, ends a document), with end-of-text at its end."""
+    prepends = prepends_space(tokenizer)
+    encoded = tokenizer.encode_batch(
+        [continuation(text) if prepends and not first else text for text, first, _ in texts]
+    )
+    if tokenizer.eot_id is None:
+        return encoded
+    end = np.array([tokenizer.eot_id], token_dtype(tokenizer.vocab_size))
+    each = zip(encoded, texts, strict=True)
+    return [np.append(ids, end) if last else ids for ids, (_, _, last) in each]
 
 
 @functools.cache

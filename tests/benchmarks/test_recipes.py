@@ -1,7 +1,5 @@
 """`accel-gpt prepare` accepts every recipe in configs/data."""
 
-import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +68,6 @@ def test_a_folder_that_is_ready_is_told(
     capsys.readouterr()
     assert call(recipe, "--out", out) == 0
     assert capsys.readouterr().out == f"already prepared: {out}\n"
-
-
-def test_standard_input_is_not_ignored_for_a_ready_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--path=-", "--source=text", "--tokenizer=bytes", "--out", tmp_path / "out"]
-    for code in (0, 2):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some text " * 99)))
-        assert call(*words, "--workers=1") == code
-    assert "already prepared, so standard input was not read" in capsys.readouterr().err
 
 
 def test_an_error_names_options_and_to_a_run_the_keys_of_its_config(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from accel_gpt.data import shards
 from accel_gpt.data.shards import HEADER, Shard, npy_header, open_split, resident, token_dtype
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.prepare.shard_writer import ShardWriter, write_index
+from accel_gpt.prepare.shards import ShardWriter, write_index
 
 
 def index(folder: Path, written: list[Shard], vocab_size: int = 1000) -> None:

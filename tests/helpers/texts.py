@@ -1,41 +1,28 @@
 """Read the text of a config, after choosing its files."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.prepare import documents as room
+from accel_gpt.prepare import documents
+from accel_gpt.prepare.cuts import find_cut
 from accel_gpt.prepare.documents import Piece, Position
-from accel_gpt.prepare.pieces import find_cut
-from accel_gpt.prepare.readers import Skipped
-from accel_gpt.prepare.sources import select, source_fingerprint
+from accel_gpt.prepare.sources import select
 
 
-def read_pieces(
-    config: PrepareConfig,
-    cut_long: bool = True,
-    start: Position | None = None,
-    skipped: Skipped | None = None,
-) -> Iterator[Piece]:
-    return room.split_pieces(
-        config=config,
-        files=select(config).files,
-        find_cut=find_cut if cut_long else None,
-        start=start or Position(),
-        skipped=skipped or Skipped(config.skip_invalid),
-    )
+def chosen(config: PrepareConfig) -> tuple[PrepareConfig, list[Path]]:
+    selection = select(config)
+    return replace(config, source=selection.source), selection.files
+
+
+def read_pieces(config: PrepareConfig, start: Position | None = None) -> Iterator[Piece]:
+    return documents.split_pieces(*chosen(config), find_cut, start or Position())
 
 
 def read_texts(config: PrepareConfig) -> Iterator[str]:
-    return room.documents(config, select(config).files)
+    return documents.documents(*chosen(config))
 
 
 def read_sample(config: PrepareConfig, size: int) -> Iterator[str]:
-    return room.sample_texts(config, select(config).files, size)
-
-
-def fingerprint(config: PrepareConfig) -> str:
-    return source_fingerprint(config, select(config).files)
-
-
-def text_bytes(config: PrepareConfig) -> int | None:
-    return room.expected_bytes(config, select(config).files)
+    return documents.sample_texts(*chosen(config), size)

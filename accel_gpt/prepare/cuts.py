@@ -1,6 +1,6 @@
 """Cut long texts into pieces that have the same tokens as the whole text.
 
-No token of the kinds bpe and gpt2 contains any of these pairs:
+No token of the kinds bytes, chars, bpe and gpt2 contains any of these pairs:
 
 - a non-space and a space after it: the text may be cut before the space;
 - a single line end and a non-space after it: the text may be cut after the line end;
@@ -9,24 +9,24 @@ No token of the kinds bpe and gpt2 contains any of these pairs:
 
 The characters in `CUT` are letters and punctuation in every version of Unicode.
 
-For other tokenizers, `checked_cuts()` asks at each place whether a cut keeps the ids.
+Any other tokenizer.json is asked: a place is a cut if the text around it has the same tokens with
+and without the cut. If no place passes, the text stays whole, and memory grows with its length.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from accel_gpt.data.cuts import LONGEST_CONTEXT
-from accel_gpt.errors import DataError
+from accel_gpt.data.tokenizer import Tokenizer
 
 LINE = re.compile(r"\S(?=\n\S)")
 CUT = re.compile(
     r"\S(?=[\n ]\S)|[A-Za-zぁ-ゖァ-ヺ一-龥](?=[\u3000-\u3002\uff01\uff0c\uff1a\uff1b\uff1f]|\s\s)"
 )
 SPACE = re.compile(r"\S(?= \S)")
-TRIES = 16  # places at which `checked_cuts` tries to cut, in `size` characters
-LONGEST = 1 << 28  # longest text without a cut, in characters; assumption: no real text is longer
-
+TRIES = 16  # places at which `AskedCuts` tries to cut, in `size` characters
+CONTEXT = 1000  # characters on each side of a place that `AskedCuts` encodes; assumption: enough
 
 # Return the end of the piece of a text that begins at a place and has about a size; 0: no such end
 FindCut = Callable[[str, int, int], int]
@@ -47,33 +47,57 @@ def find_cut(text: str, start: int, size: int) -> int:
     return found.end()
 
 
-def checked_cuts(keeps_ids: Callable[[str, str], bool]) -> FindCut:
-    """Return a `FindCut` that cuts before a line end or a space where `keeps_ids(left, right)`.
+def find_cut_of(tokenizer: Tokenizer) -> FindCut:
+    """Return the function that finds cuts for a tokenizer."""
+    return AskedCuts(tokenizer).find if tokenizer.kind == "hf" else find_cut
 
-    `left` and `right`: the text on both sides, at most `LONGEST_CONTEXT` characters each.
-    """
 
-    def find(text: str, start: int, size: int) -> int:
+class AskedCuts:
+    """Find cuts for a tokenizer.json before a line end or a space, by encoding the text around."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.prepends = prepends_space(tokenizer)
+
+    def find(self, text: str, start: int, size: int) -> int:
+        """Return the end of the piece that begins at `start`; 0 if `text` has no place to cut.
+
+        The text that is not read yet changes no answer, so the chunks of a text make no difference.
+        """
         step = max(200, size // TRIES)
-        for first in range(start + size - 1, len(text) - step - LONGEST_CONTEXT, step):
+        for first in range(start + size - 1, len(text) - step - CONTEXT, step):
             for pattern in (LINE, SPACE):
                 if found := pattern.search(text, first, first + step):
                     cut = found.end()
-                    left = text[max(start, cut - LONGEST_CONTEXT) : cut]
-                    if keeps_ids(left, text[cut : cut + LONGEST_CONTEXT]):
+                    left = text[max(start, cut - CONTEXT) : cut]
+                    if self.keeps_ids(left, text[cut : cut + CONTEXT]):
                         return cut
         return 0
 
-    return find
+    def keeps_ids(self, left: str, right: str) -> bool:
+        """Return whether the tokens of `left` and `right` are those of the text that they make."""
+        after = continuation(right) if self.prepends else right
+        ids = [self.tokenizer.encode(text) for text in (left, after, left + right)]
+        return ids[0] + ids[1] == ids[2]
 
 
-def pieces(
-    chunks: Iterable[str], size: int, name: object = None, find_cut: FindCut = find_cut
-) -> Iterator[str]:
+def prepends_space(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer adds a space before a text, even if the text begins with one."""
+    if tokenizer.kind != "hf":
+        return False
+    content = json.loads(tokenizer.file_text)
+    return '"Prepend"' in json.dumps(content.get("normalizer"))
+
+
+def continuation(text: str) -> str:
+    """Leave out the space at the start of a piece, for a tokenizer that prepends one."""
+    return text.removeprefix(" ")
+
+
+def pieces(chunks: Iterable[str], size: int, find_cut: FindCut = find_cut) -> Iterator[str]:
     """Cut a text into pieces of `size` to `2 * size` characters, or longer if it cannot be cut.
 
-    `chunks` are joined; their borders do not matter. If `name` (of the text) is given, raises
-    `DataError` for more than `LONGEST` characters without a place to cut.
+    `chunks` are joined; their borders do not matter.
     """
     buffered: list[str] = []
     length = 0  # characters in `buffered`
@@ -94,9 +118,4 @@ def pieces(
         wanted = size
         if length > size:
             wanted = 2 * length  # doubling keeps the time of all searches linear
-        if name is not None and length > LONGEST:
-            raise DataError(
-                f"{name} has {length:,} characters without a line end or a space between words; "
-                f"the limit is {LONGEST:,}: insert line ends"
-            )
     yield "".join(buffered)

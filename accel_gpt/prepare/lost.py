@@ -4,7 +4,6 @@ The tokens of a text are decoded and compared with it. Characters are compared w
 form NFKD, because a tokenizer may normalize them.
 """
 
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 from accel_gpt.config.plan import plural
 from accel_gpt.data.shards import Tokens
-from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import EOT_NAMES
 
 EXAMPLES = 5  # lost characters that are named
@@ -29,8 +28,8 @@ class LostText:
     characters: int = 0  # visible ones
     lost: int = 0  # visible characters that are not in the decoded text
     examples: str = ""  # some of them
-    spaces: int = 0  # runs of white space between visible characters
-    changed: int = 0  # runs of white space that are not in the decoded text
+    pieces: int = 0  # pieces of text that were compared
+    changed: int = 0  # pieces that differ from their decoded tokens
     separators: dict[str, int] = field(default_factory=dict)
     """The `SEPARATORS` that the text spells, and how often each becomes letters."""
 
@@ -41,7 +40,7 @@ class LostText:
         self.characters += other.characters
         self.lost += other.lost
         self.examples = "".join(dict.fromkeys(self.examples + other.examples))[:EXAMPLES]
-        self.spaces += other.spaces
+        self.pieces += other.pieces
         self.changed += other.changed
         for name, count in other.separators.items():
             self.separators[name] = self.separators.get(name, 0) + count
@@ -56,91 +55,57 @@ class LostText:
         if self.unknown:
             assert tokenizer.unk_id is not None
             yield (
-                f"{share(self.unknown, self.tokens)} of the tokens are "
+                f"{self.unknown:,} of {plural(self.tokens, 'token')} are "
                 f"{tokenizer.decode([tokenizer.unk_id])}, which stands for unknown text; a "
                 "tokenizer with a token for each byte (bpe, bytes, gpt2) knows all text"
             )
         if self.lost:
             named = ", ".join(map(repr, self.examples))
             yield (
-                f"the tokens lack {share(self.lost, self.characters)} of the visible characters, "
-                f"such as {named}; a tokenizer with a token for each byte (bpe, bytes, gpt2) loses "
-                "none"
+                f"the tokens lack {self.lost:,} of {self.characters:,} visible characters, such as "
+                f"{named}; a tokenizer with a token for each byte (bpe, bytes, gpt2) loses none"
             )
-        if self.changed:
+        elif self.changed:
             yield (
-                f"the tokens lack or change {share(self.changed, self.spaces)} of the white space, "
-                "such as line ends and indentation"
+                f"the tokens change case, accents or white space in {self.changed:,} of "
+                f"{plural(self.pieces, 'piece')} of text, such as line ends and indentation"
             )
-        other = "" if tokenizer.eot_id is not None else " and --tokenizer bpe, bytes or gpt2"
         for name, count in self.separators.items():
             yield (
                 f"the text spells {name} {plural(count, 'time')}, which became letters and ends no "
-                f"document; to end documents there, prepare it again with --separator {name!r}"
-                f"{other} (data.prepare.separator in a config)"
+                f"document; to end documents there, prepare it again with --separator {name!r} "
+                "(data.prepare.separator in a config), with a tokenizer that has an end-of-text "
+                "token"
             )
-
-
-def share(part: int, whole: int) -> str:
-    """Return a share in percent, with two digits; it is 100 only if nothing is left."""
-    percent = 100 * part / max(1, whole)
-    if percent < 99.5:
-        return f"{percent:.2g} %"
-    return "100 %" if part == whole else "more than 99 %"
 
 
 def find_lost_text(tokenizer: Tokenizer, text: str, ids: Tokens) -> LostText:
     """Compare a text with its tokens, which have no end-of-text."""
-    found = LostText(tokens=len(ids), separators=spelled_separators(tokenizer, text, ids))
-    if not isinstance(tokenizer, HFTokenizer):
+    found = LostText(tokens=len(ids), pieces=1)
+    for name in dict.fromkeys((tokenizer.eot, *SEPARATORS)):
+        if count := text.count(name):
+            found.separators[name] = count
+    if tokenizer.kind != "hf":
         return found  # the other kinds hold every text
-    words = text.split()
-    found.characters = sum(map(len, words))
-    found.spaces = max(0, len(words) - 1)
+    found.characters = len("".join(text.split()))
     known = ids
     if tokenizer.unk_id is not None:
         known = ids[ids != tokenizer.unk_id]
         found.unknown = len(ids) - len(known)
-    adds_up = tokenizer.bytes_add_up and tokenizer.token_bytes[ids].sum() == len(text.encode())
-    if adds_up and not found.unknown:
+    decoded = tokenizer.decode(known.tolist())
+    if decoded.strip() == text.strip():
         return found
-    decoded = tokenizer.decode(ids.tolist())
-    if decoded == text:
-        return found
-    of_known = tokenizer.decode(known.tolist()) if found.unknown else decoded
-    lost = visible(text) - visible(of_known)
+    found.changed = 1
+    lost = visible(text) - visible(decoded)
     found.lost = lost.total()
     found.examples = "".join(character for character, _ in lost.most_common(EXAMPLES))
-    if not found.unknown:  # no token stands for the lost characters
-        text = text.translate({ord(c): None for c in set(text) if is_among(c, lost)})
-    found.changed = (white_space(text) - white_space(decoded)).total()
     return found
-
-
-def spelled_separators(tokenizer: Tokenizer, text: str, ids: Tokens) -> dict[str, int]:
-    """Count the `SEPARATORS` that are letters in the tokens of a text."""
-    found: dict[str, int] = {}
-    for name in dict.fromkeys((tokenizer.eot, *SEPARATORS)):
-        count = text.count(name)
-        if count and name == tokenizer.eot:  # a vocabulary of words may hold the whole name
-            count -= int((ids == tokenizer.eot_id).sum())
-        if count:
-            found[name] = count
-    return found
-
-
-def is_among(character: str, lost: Counter[str]) -> bool:
-    """Return whether a character is visible and lost."""
-    parts = visible(character)
-    return bool(parts) and parts <= lost
-
-
-def white_space(text: str) -> Counter[str]:
-    """Count the runs of white space in a text, without its ends; SentencePiece spells it U+2581."""
-    return Counter(re.findall(r"\s+", text.replace("\u2581", " ").strip()))
 
 
 def visible(text: str) -> Counter[str]:
-    """Count the visible characters of a text, without case and in form NFKD."""
+    """Count the visible characters of a text, without case and in form NFKD.
+
+    U+2581 is left out, because SentencePiece spells a space as this character.
+    """
     counts = Counter(unicodedata.normalize("NFKD", text.replace("\u2581", " ")).casefold())
     return Counter({c: n for c, n in counts.items() if c.isprintable() and not c.isspace()})

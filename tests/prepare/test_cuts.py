@@ -1,19 +1,20 @@
-"""A text cut where `Cuts` allows it gets the ids of the whole text, with any tokenizer.json."""
+"""A long text in pieces has the tokens of the whole text, with any tokenizer.json in use."""
 
 import json
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from accel_gpt.data.cuts import LONGEST_CONTEXT, runs_of_regex
-from accel_gpt.data.tokenizer import HFTokenizer
-from accel_gpt.data.tokenizer_json import PATTERN
-from accel_gpt.prepare.pieces import checked_cuts, pieces
+from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
+from accel_gpt.prepare.bpe import train_bpe
+from accel_gpt.prepare.cuts import find_cut_of, pieces
+from accel_gpt.prepare.workers import encode_pieces
 
 SCRIPTS = (
     "the cat sat on mat and looked don't 12345 3.14 foo_bar() <b>bold</b> <s> THE Quick é naïve "
@@ -105,50 +106,33 @@ def gemma(tokenizer: Library) -> None:
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("\n", "\n\n", "<b>")])
 
 
-def wordpiece(split: pre_tokenizers.PreTokenizer | None) -> Library:
+def wordpiece() -> Library:
     trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL)
     model = models.WordPiece(unk_token="<unk>")
-    return trained(model, trainer, split, normalizers.BertNormalizer())
+    return trained(model, trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer())
 
 
-def unigram(split: pre_tokenizers.PreTokenizer | None) -> Library:
+def unigram() -> Library:
     trainer = trainers.UnigramTrainer(
         vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
     )
     steps = [normalizers.Nmt(), normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
-    return trained(models.Unigram(), trainer, split, normalizers.Sequence(steps))
+    return trained(
+        models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.Sequence(steps)
+    )
 
 
-def wordlevel(split: pre_tokenizers.PreTokenizer) -> Library:
-    vocabulary = {"<unk>": 0, "</s>": 1, "the": 2, "cat": 3}
-    tokenizer = Library(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = split
-    return tokenizer
-
-
-MAKERS: dict[str, tuple[Callable[[], Library], bool]] = {
-    "gpt2": (byte_level, True),
-    "gpt4": (lambda: byte_level(GPT_4), True),
-    "added tokens": (with_added_tokens, True),
-    "nfc": (lambda: bpe(pre_tokenizers.ByteLevel(), normalizers.NFC()), True),
-    "metaspace": (lambda: bpe(pre_tokenizers.Metaspace()), True),
-    "stripped": (lambda: bpe(pre_tokenizers.Metaspace(), normalizers.Strip()), True),
-    "llama 2": (lambda: one_word(llama_2), True),
-    "newer llama 2": (lambda: one_word(newer_llama_2), True),
-    "gemma": (lambda: one_word(gemma), True),
-    "bert": (lambda: wordpiece(pre_tokenizers.BertPreTokenizer()), True),
-    "t5": (lambda: unigram(pre_tokenizers.Metaspace()), True),
-    "words": (lambda: wordlevel(pre_tokenizers.Whitespace()), True),
-    # tokens that reach over white space, models whose words are the text, steps that look far
-    "no words": (lambda: bpe(None), False),
-    "wordpiece of a text": (lambda: wordpiece(None), False),
-    "unigram of a text": (lambda: unigram(None), False),
-    "pairs of words": (lambda: byte_level(r"\S+\s+\S+"), False),
-    "quotes": (lambda: byte_level('"[^"]*"'), False),
-    "lines": (lambda: byte_level("[^\n]*\n"), False),
-    "look behind": (lambda: byte_level("(?<= a) b"), False),
-    "chunks": (lambda: bpe(pre_tokenizers.FixedLength(5)), False),
-    "strip": (lambda: bpe(None, normalizers.Strip()), False),
+MAKERS: dict[str, Callable[[], Library]] = {
+    "gpt2": byte_level,
+    "gpt4": lambda: byte_level(GPT_4),
+    "added tokens": with_added_tokens,
+    "nfc": lambda: bpe(pre_tokenizers.ByteLevel(), normalizers.NFC()),
+    "metaspace": lambda: bpe(pre_tokenizers.Metaspace()),
+    "llama 2": lambda: one_word(llama_2),
+    "newer llama 2": lambda: one_word(newer_llama_2),
+    "gemma": lambda: one_word(gemma),
+    "bert": wordpiece,
+    "t5": unigram,
 }
 
 
@@ -159,62 +143,43 @@ def loaded(tokenizer: Library) -> HFTokenizer:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_text_cut_at_every_allowed_place_keeps_its_ids(name: str) -> None:
-    make, allows_cuts = MAKERS[name]
-    tokenizer = loaded(make())
-    draw = random.Random(1)
-    count = 0
-    for _ in range(2):
-        text = text_of(draw, 150)
-        cuts = [0]
-        for found in re.finditer(r"\S(?=[\n ]\S)", text):
-            left = text[cuts[-1] : found.end()]
-            if tokenizer.cuts and tokenizer.cuts.keeps_ids(left, text[found.end() :]):
-                cuts.append(found.end())
-        ends = [*cuts[1:], len(text)]
-        parts = [text[start:end] for start, end in zip(cuts, ends, strict=True)]
-        cut = [(part, i == 0, False) for i, part in enumerate(parts)]
-        ids = [token for one in tokenizer.encode_pieces(cut) for token in one.tolist()]
-        assert ids == tokenizer.encode(text)
-        count += len(parts) - 1
-    assert (count > 0) == allows_cuts
-
-
-@pytest.mark.parametrize("name", [name for name, (_, allowed) in MAKERS.items() if allowed])
 def test_a_long_text_is_cut_into_pieces_that_do_not_depend_on_its_chunks(name: str) -> None:
-    tokenizer = loaded(MAKERS[name][0]())
-    assert tokenizer.cuts is not None
-    find_cut = checked_cuts(tokenizer.cuts.keeps_ids)
+    tokenizer = loaded(MAKERS[name]())
     text = text_of(random.Random(2), 2500)
-    found = list(pieces([text], 3000, find_cut=find_cut))
-    assert max(map(len, found)) < 3 * 3000
+    found = list(pieces([text], 3000, find_cut_of(tokenizer)))
     chunks = [text[i : i + 700] for i in range(0, len(text), 700)]
-    assert list(pieces(chunks, 3000, find_cut=find_cut)) == found
-    ids = tokenizer.encode_pieces([(part, i == 0, False) for i, part in enumerate(found)])
+    assert list(pieces(chunks, 3000, find_cut_of(tokenizer))) == found
+    ids = encode_pieces(tokenizer, [(part, i == 0, False) for i, part in enumerate(found)])
     assert [token for one in ids for token in one.tolist()] == tokenizer.encode(text)
-    assert all(len(piece) > LONGEST_CONTEXT for piece in found[:-1])
+    assert max(map(len, found)) < 3 * 3000
 
 
-@pytest.mark.parametrize(
-    ("regex", "runs"),
-    [
-        (PATTERN, 5),
-        (GPT_4, 5),
-        (r" ?[^(\s|[.,!?…。\uff0c])]+", 3),
-        (r"[\s\S]{7}", 15),
-        (r"[\s\S]{1,40}", None),
-        (r"(?:\w+ )+", None),
-        (r"a.*?b", None),
-        (r"\[[^\]]*\]", None),
-        (r"\bfoo", None),
-        (r"^foo", None),
-        (r"(?s).", None),
-        (r"(a)\1", None),
-    ],
+ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "\u0301\x1c"
+
+
+@pytest.fixture(scope="module")
+def our_bpe() -> Tokenizer:
+    return train_bpe(
+        [text_of(random.Random(0), 500), "été дом 中文的。\r\n\tif x_1:\n    " * 9], 400
+    )
+
+
+@settings(max_examples=200)
+@given(
+    text=st.text(st.sampled_from(ANY), max_size=60),
+    size=st.integers(1, 10),
+    step=st.integers(1, 20),
 )
-def test_how_many_runs_a_match_of_a_regex_may_touch(regex: str, runs: int | None) -> None:
-    if runs is None:
-        with pytest.raises(ValueError):  # noqa: PT011
-            runs_of_regex(regex)
-    else:
-        assert runs_of_regex(regex) == runs
+def test_any_text_in_pieces_gives_the_ids_of_the_whole(
+    our_bpe: Tokenizer, text: str, size: int, step: int
+) -> None:
+    parts = [our_bpe.encode(part) for part in pieces([text], size)]
+    assert [i for part in parts for i in part] == our_bpe.encode(text)
+    chunks = [text[i : i + step] for i in range(0, len(text), step)]
+    assert list(pieces(chunks, size)) == list(pieces([text], size))
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n\n", "\n\u3000", "\uff0c", "。\n\u3000"])
+def test_text_without_spaces_is_cut(end: str) -> None:
+    text = ("中文" * 10 + end) * 100
+    assert max(map(len, pieces([text], 50))) < 160

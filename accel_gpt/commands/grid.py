@@ -17,7 +17,7 @@ from accel_gpt.config.parse import (
     read_options,
     read_values,
 )
-from accel_gpt.config.plan import LENGTH, make_plan
+from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.config.values import to_flat
 from accel_gpt.errors import require
@@ -31,7 +31,6 @@ class Setting:
     """One setting of a sweep: a config with a combination of values."""
 
     name: str  # the config, if there are several, and the values
-    arguments: Sequence[str]  # CONFIG --key=value ..., from which the config is loaded
     config: Config
 
     @property
@@ -43,22 +42,6 @@ class Setting:
     def tokens(self) -> int:
         """Return the training tokens of a run."""
         return self.steps * self.config.train.tokens_per_step
-
-    def with_steps(self, steps: int) -> "Setting":
-        """Return a setting that stops after `steps` steps, at the same share of its schedule.
-
-        If `model.depth` is set, the learning rates, weight decay and warm-up follow from the new
-        length. Raises `UserError` if the run is too short for its warm-up and decay.
-        """
-        plan = make_plan(self.config, 1)
-        max_steps = max(steps, round(steps * plan.max_steps / plan.last_step))
-        lengths = tuple(f"--{key}=" for key in LENGTH)
-        arguments = [word for word in self.arguments if not word.startswith(lengths)]
-        arguments += [f"--train.max_steps={max_steps}", f"--train.stop_at={steps}"]
-        config = load_config(arguments, PROGRAM)
-        config = replace(config, data=self.config.data)
-        make_plan(config, 1)
-        return Setting(f"{self.name},{steps}_steps", arguments, config)
 
 
 @dataclass(frozen=True)
@@ -107,7 +90,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         arguments = [values.pop("config"), f"--out_dir={out_dir}", *common]
         arguments += [f"--{key}={value}" for key, value in values.items()]
         config = load_config(arguments, PROGRAM)
-        settings.append(Setting(",".join(words), arguments, config))
+        settings.append(Setting(",".join(words), config))
     return Grid(
         folder=Path(out_dir),
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],

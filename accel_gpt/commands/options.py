@@ -531,9 +531,9 @@ class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
 class SweepCommand(Command):
     """Compare configs, or values of --section.key options, listed with commas, over seeds.
 
-    Each setting is compared with the first one, by runs with the same seed, at equal tokens and at
-    equal time. A setting takes no further seeds once the answer is clear. The same command
-    resumes a stopped sweep; you may add seeds and values. Examples:
+    Each setting is compared with the first one, by runs with the same seed. A setting takes no
+    further seeds once the answer is clear. The same command resumes a stopped sweep; you may add
+    seeds and values. Examples:
       accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --train.max_steps 60
       accel-gpt sweep fast_shakespeare_cpu shakespeare_char_cpu --seed 1,2,3 --train.max_steps 120
       accel-gpt sweep quickstart --model.depth 1,2 --seed 1,2,3 --train.max_steps 60

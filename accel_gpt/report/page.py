@@ -42,16 +42,8 @@ NOT_RECORDED = "not recorded"
 HERE = Path(__file__).parent
 
 
-def build_page(
-    runs: Sequence[NamedRun],
-    reference: Mapping[str, Any] | None,
-    series: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the whole page.
-
-    `series` describes a sweep: `heading`, `lines` of text, and `rows` of a table. The first row is
-    the header.
-    """
+def build_page(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> str:
+    """Return the whole page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -66,7 +58,6 @@ def build_page(
     return environment.get_template("page.html").render(
         runs=runs,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        series=series,
         reference=reference,
         version=__version__,
         style=style,

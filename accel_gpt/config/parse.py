@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+import msgspec
+
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.help import format_help
 from accel_gpt.config.names import NAMES
@@ -405,66 +407,85 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
 
 def convert(key: str, value: Any, hint: Any) -> Any:
     """Convert a value from YAML or the command line to the type `hint`; raises `UserError`."""
-    option = choose_type(value, hint)
-    if value in ("None", "null") and option is not type(None):
-        # a prompt may be this word, but no path or name of a config
-        is_text = key.startswith("--") or get_origin(hint) is tuple
-        require(
-            is_text and str in (hint, *get_args(hint)),
-            f"{key} is {value}, but it cannot be null; expected {describe_type(hint)}",
-        )
-    try:
-        return to_type(key, value, option)
-    except UserError:
-        raise
-    except OverflowError:
-        raise UserError(
-            f"{key} is {value!r:.60}; expected a finite number up to {LARGEST_NUMBER:,}"
-        ) from None
-    except (KeyError, TypeError, ValueError):
-        expected = describe_type(hint if option in (int, bool) else option)
-        if type(None) in get_args(hint):
-            expected += " or null"
-        raise UserError(f"{key} is {value!r:.200}; expected {expected}") from None
-
-
-def to_type(key: str, value: Any, hint: Any) -> Any:
-    """Convert `value` to the type `hint`.
-
-    Raises `KeyError`, `TypeError`, `ValueError` or `OverflowError` if the value does not fit.
-    """
-    if isinstance(value, str):
-        check_string(key, value)
-    if get_origin(hint) is Literal:
-        choices = {choice: choice for choice in get_args(hint)}
-        if value is False:  # YAML 1.1 reads an unquoted no as false
-            value = "no"
-        if value == "fp32" and value not in choices:  # Accelerate's name for fp32 is no
-            value = "no"
-        return choices[value]
-    if is_section(hint):
-        if not isinstance(value, Mapping):
-            raise TypeError
-        return from_mapping(hint, value, f"in {key}")
-    if get_origin(hint) is tuple:
-        item = get_args(hint)[0]
-        items = value
-        if isinstance(value, str):
-            items = [value]
-        if not isinstance(items, list) or (is_section(item) and not items):
-            raise TypeError
-        return tuple(to_type(key, one, item) for one in items)
-    if hint is type(None):
+    for text in texts_in(value):
+        check_string(key, text)
+    or_null = type(None) in get_args(hint)
+    if or_null and value in (None, "null", "None", "none"):
         return None
-    if get_origin(hint) is Mapping:
-        if not value:
-            raise TypeError
-        for text in (*value, *value.values()):
-            if not isinstance(text, str) or not text:
-                raise TypeError
-            check_string(key, text)
-        return dict(value)
-    return to_scalar(value, hint)
+    # a prompt may be this word, but no path or name of a config
+    may_be_word = str in (hint, *get_args(hint)) and (
+        key.startswith("--") or get_origin(hint) is tuple
+    )
+    require(
+        value not in ("None", "null") or may_be_word,
+        f"{key} is {value}, but it cannot be null; expected {describe_type(hint)}",
+    )
+    if isinstance(value, list) and value and section_in(hint):
+        return tuple(one_section(key, one, hint) for one in value)
+    try:
+        found = msgspec.convert(prepared(value, hint), hint, strict=False)
+    except msgspec.ValidationError:
+        raise mismatch(key, value, hint) from None
+    for number in found if isinstance(found, tuple) else (found,):
+        finite = not isinstance(number, float) or math.isfinite(number)
+        small = not isinstance(number, int) or abs(number) <= LARGEST_NUMBER
+        require(
+            finite and small,
+            f"{key} is {value!r:.60}; expected a finite number up to {LARGEST_NUMBER:,}",
+        )
+    return found
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a value of YAML."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_in([*value, *value.values()])
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts_in(one)
+
+
+def section_in(hint: Any) -> Any:
+    """Return the dataclass of the items, if the type `hint` may be a tuple of them; else None."""
+    for option in alternatives(hint):
+        if get_origin(option) is tuple and is_section(get_args(option)[0]):
+            return get_args(option)[0]
+    return None
+
+
+def one_section(key: str, value: Any, hint: Any) -> Any:
+    """Convert an item of a list of mappings to its dataclass; raises `UserError`."""
+    if not isinstance(value, Mapping):
+        raise mismatch(key, value, hint)
+    return from_mapping(section_in(hint), value, f"in {key}")
+
+
+def prepared(value: Any, hint: Any) -> Any:
+    """Return what msgspec shall convert: the spellings that it does not know are replaced."""
+    options = alternatives(hint)
+    choices = [choice for one in options if get_origin(one) is Literal for choice in get_args(one)]
+    if isinstance(value, Mapping) and not all((value, *value.values())):
+        return None  # an empty mapping or an empty text in it: no option takes it
+    if value == [] and section_in(hint):
+        return None
+    # YAML 1.1 reads an unquoted no as false; fp32 is Accelerate's no
+    if "no" in choices and (value is False or value == "fp32"):
+        return "no"
+    if type(value) in (int, float) and str in options:  # a folder named 2024
+        return str(value)
+    if isinstance(value, str) and re.fullmatch("[+-]?[0-9]+(_[0-9]+)+", value) and int in options:
+        return value.replace("_", "")
+    if isinstance(value, str) and get_origin(hint) is tuple:
+        return [value]
+    return value
+
+
+def mismatch(key: str, value: Any, hint: Any) -> UserError:
+    """Return the error for a value that does not have the type `hint`."""
+    or_null = " or null" if type(None) in get_args(hint) else ""
+    return UserError(f"{key} is {value!r:.200}; expected {describe_type(hint)}{or_null}")
 
 
 def check_string(key: str, text: str) -> None:
@@ -498,53 +519,6 @@ def check_utf8(key: str, text: str) -> None:
     except UnicodeEncodeError:
         shown = joined.encode("utf-8", "backslashreplace").decode().replace("\\udc", "\\x")
         raise UserError(f"{key} is {shown}, but must be UTF-8; rename the file or folder") from None
-
-
-def choose_type(value: Any, hint: Any) -> Any:
-    """Choose the type in the union `hint` that fits `value`; `hint` if none fits.
-
-    The last type of the union is tried first.
-    """
-    if type(None) in get_args(hint) and value in (None, "null", "None", "none"):
-        return type(None)
-    options = alternatives(hint)
-    if len(options) == 1:
-        return options[0]
-    for option in reversed(options):
-        if has_shape(value, option):
-            return option
-    return hint
-
-
-def has_shape(value: Any, hint: Any) -> bool:
-    """Return whether the structure of `value` fits the type `hint` of a union."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is Mapping:
-        return isinstance(value, Mapping)
-    if get_origin(hint) is tuple:
-        return isinstance(value, list)
-    return hint in (int, bool) or isinstance(value, str)
-
-
-def to_scalar(value: Any, hint: Any) -> Any:
-    """Convert `value` to a number, a text or a truth value; raises like `to_type`."""
-    if hint is bool:
-        return {"true": True, "false": False}[str(value).lower()]
-    if isinstance(value, bool | dict | list | None):
-        raise TypeError
-    if hint is int:  # 1000, 1_000 or 1e3
-        text = str(value)
-        is_whole = re.fullmatch("[+-]?[0-9_]+", text)
-        number = int(text) if is_whole else float(text)
-        if not abs(number) <= LARGEST_NUMBER:
-            raise OverflowError
-        if number != int(number):
-            raise ValueError
-        return int(number)
-    if hint is float and not math.isfinite(float(value)):
-        raise OverflowError
-    return hint(value)
 
 
 def describe_type(hint: Any) -> str:

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,8 +30,7 @@ from accel_gpt.cost.forecast import evaluation_hours
 from accel_gpt.cost.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
-from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import answer_of_main, child_error, is_main, run_child, world_size
+from accel_gpt.launcher import answer_of_main, is_main, world_size
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
@@ -54,9 +52,6 @@ def run(options: BenchCommand) -> int:
     """Measure the training step of a config on this machine."""
     keep_freed_memory()
     with exiting_on_signals("stopped"):
-        if options.compare:
-            write_out(compare_precisions(options))
-            return 0
         report = bench(options)
     if report is None:
         return 0
@@ -311,47 +306,6 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
     whole = sum(timed(step, device) for _ in range(steps))
     seconds["rest"] = whole - sum(seconds.values())
     return {name: spent / steps for name, spent in seconds.items()}
-
-
-def compare_precisions(options: BenchCommand) -> str:
-    """Measure float32 and bf16, compiled or not, each in its own process.
-
-    Returns a table, or one JSON object with `--json`.
-    """
-    require(world_size() == 1, "--compare measures one process; start it without a launcher")
-    reports: dict[str, Report] = {}
-    for precision, shown in [("no", "float32"), ("bf16", "bf16")]:
-        for compiled in (False, True):
-            name = f"{shown}, compiled" if compiled else shown
-            sys.stderr.write(f"measuring {name}\n")
-            reports[name] = report_of_process(options, precision, compiled)
-    if all("error" in report for report in reports.values()):
-        raise UserError(reports["bf16, compiled"]["error"])
-    if options.json:
-        return json.dumps(reports, indent=1) + "\n"
-    rows = []
-    for name, report in reports.items():
-        if "error" in report:
-            rows.append((name, f"error: {report['error']}", ""))
-            continue
-        speed = f"{report['tokens_per_second']:,.0f} tokens/s"
-        first = f"the first step {report['first_step_seconds']:.1f} s"
-        rows.append((name, speed, f"{report['step_ms']:,.1f} ms a step, {first}"))
-    return table(rows, "<18", ">12", ">10")
-
-
-def report_of_process(options: BenchCommand, precision: str, compiled: bool) -> Report:
-    """Return what `accel-gpt bench --json` prints in another process, or its error."""
-    arguments = ["bench", options.config, *options.keys, "--json"]
-    arguments += ["--warmup", str(options.warmup)]
-    arguments += ["--steps", str(options.steps)]
-    arguments += ["--parts", "0"]
-    arguments += ["--train.mixed_precision", precision]
-    arguments += ["--train.compile", "true" if compiled else "false"]
-    done = run_child(arguments, capture=True)
-    if done.returncode:
-        return {"error": child_error(done.stderr, done.returncode)}
-    return dict(json.loads(done.stdout))
 
 
 def bench_text(report: Report) -> str:

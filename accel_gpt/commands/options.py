@@ -564,7 +564,7 @@ class BenchCommand(ConfigCommand):
     any --section.key of the config. On several processes:
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
       accel-gpt bench quickstart
-      accel-gpt bench quickstart --compare
+      accel-gpt bench quickstart --train.mixed_precision bf16 --train.compile true
       accel-gpt bench gpt2_124m --steps 50
     """
 
@@ -588,10 +588,6 @@ class BenchCommand(ConfigCommand):
         "Number of extra steps in which each part is timed separately. 0: none.",
         at_least=0,
     )
-    compare: bool = option(
-        False,
-        "Compare float32 and bf16, each with and without torch.compile.",
-    )
     json: bool = option(
         False,
         "Print one JSON object instead of text.",
@@ -606,7 +602,7 @@ class ReportCommand(Command):
     other people. Examples:
       accel-gpt report runs/quickstart
       accel-gpt report runs/a runs/b --out compared.html
-      accel-gpt report runs/quickstart --reference none
+      accel-gpt report runs/quickstart --out quickstart.html
     """
 
     name: ClassVar[str] = "report"
@@ -620,11 +616,6 @@ class ReportCommand(Command):
     out: str | None = option(
         None,
         "HTML file. null: report.html in the run, or for several runs in the current folder.",
-    )
-    reference: str = option(
-        "auto",
-        "Grey curve to compare with: a name in configs/references, a .json file, or none. auto: "
-        "the curve for the same model, vocabulary and data.",
     )
 
 

@@ -11,15 +11,13 @@ from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
-from accel_gpt.report.references import find_reference
 from accel_gpt.report.runs import open_runs
 
 
 def run(options: ReportCommand) -> int:
     """Write the page and print its path.
 
-    Raises `UserError` for a folder that is not a run, an unknown reference, and a file that cannot
-    be written.
+    Raises `UserError` for a folder that is not a run, and a file that cannot be written.
     """
     runs = open_runs(options.run)
     if options.out and not options.out.endswith(".html"):
@@ -28,10 +26,9 @@ def run(options: ReportCommand) -> int:
             not (in_run and Path(options.out).exists()),
             f"{options.out} is a file of a run; give another --out",
         )
-    reference = find_reference(options.reference, runs)
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     out = Path(options.out) if options.out else default
-    page = build_page(runs, reference).encode(errors="replace")
+    page = build_page(runs).encode(errors="replace")
     try:
         write_file(out, [page])
     except OSError as error:
@@ -40,6 +37,4 @@ def run(options: ReportCommand) -> int:
     for run in runs:
         if run.running:
             write_out(f"           {run.name}: {run.status}\n")
-    if reference:
-        write_out(f"reference  {reference['name']}: {reference['title']}\n")
     return 0

@@ -82,13 +82,11 @@ class PrepareConfig(
         100_000_000,
         "Number of tokens in one shard file.",
         above=0,
-        matched=False,
     )
     workers: int = option(
         0,
         "Number of processes that tokenize. 0: one per core.",
         at_least=0,
-        matched=False,
     )
 
     def _check(self) -> None:

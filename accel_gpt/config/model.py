@@ -22,7 +22,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "gpt2",
         "Model family. It sets the defaults of the keys below; you can override each of them.",
         essential=True,
-        matched=False,
     )
     depth: int | None = option(
         None,
@@ -35,7 +34,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         resume="free",
         size=True,
         inherited="never",
-        matched=False,
     )
     init_from: str = option(
         "scratch",
@@ -46,7 +44,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         resume="start",
         per_machine=True,
         inherited="never",
-        matched=False,
         published="name",
     )
     n_layer: int = option(
@@ -99,7 +96,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "Vocabulary size. null: the size of the tokenizer. The weights pad it to a multiple of 64.",
         above=0,
         at_most=2**31,
-        matched=False,
     )
     dropout: float = option(
         0.0,
@@ -201,7 +197,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "Added to the variance in the norms for numerical stability.",
         above=0,
         inherited="default",
-        matched=False,
     )
 
     def _check(self) -> None:

@@ -46,7 +46,6 @@ class OptimConfig(Section, prefix="optim.", published=True):
         "keep it at a large one.",
         above=0,
         resume="free",
-        matched=False,
     )
     residual_lr_factor: float | None = option(
         None,

@@ -63,8 +63,6 @@ class Option:
     """Whether the weights of model.init_from set an option of the model. always: another value in
     the config is an error. default: the config may override it. never: the weights do not set
     it."""
-    matched: bool = True
-    """A report shows a reference curve only for runs with the same value."""
     used_with: tuple[str, tuple[object, ...]] | None = None
     """Another option of the section, and its values that use this option. With any other value,
     setting this option is an error."""
@@ -105,7 +103,6 @@ def option(
     size: bool = False,
     per_machine: bool = False,
     inherited: Inherited = "always",
-    matched: bool = True,
     used_with: tuple[str, tuple[object, ...]] | None = None,
     published: Published | None = None,
 ) -> Any:
@@ -125,7 +122,6 @@ def option(
         size=size,
         per_machine=per_machine,
         inherited=inherited,
-        matched=matched,
         used_with=used_with,
         published=published,
     )

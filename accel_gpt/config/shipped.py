@@ -12,7 +12,7 @@ from accel_gpt.files import write_file
 
 
 def shipped_folder() -> Path:
-    """Return the folder of the shipped configs, recipes (`data/`) and reference curves."""
+    """Return the folder of the shipped configs and recipes (`data/`)."""
     return (Path(__file__).parents[1] / "configs").resolve()
 
 

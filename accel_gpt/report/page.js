@@ -61,7 +61,7 @@ function smoothed(values, share) {
   });
 }
 
-/** The values of the chosen clock of a run or reference at some steps; null if it is unknown. */
+/** The values of the chosen clock of a run at some steps; null if it is unknown. */
 function clockOf(owner, steps) {
   if (view.clock === "step") return steps;
   const values = owner.clock[view.clock === "flops" ? "tokens" : view.clock];
@@ -119,11 +119,6 @@ function lines(panel, log) {
       shown.push({ ...base, xs: curve.ms ? clockOf(run, curve.ms) : raw, ys: smoothed(curve.m || curve.v, share), style: many && curve.name ? "faint" : "line", smooth: true });
     } else shown.push({ ...base, xs: raw, ys: curve.v, style: curve.style === "line" && curve.s.length > 400 ? "thin" : curve.style });
   }
-  const reference = data.reference;
-  if (panel.name === "loss" && reference && !hidden.has("loss/reference")) {
-    const xs = clockOf(reference, reference.s);
-    if (xs) shown.unshift({ xs, ys: reference.v, color: "cref", style: "line", name: "reference" });
-  }
   return shown.map((line) => positive(line, log)).filter((line) => line.xs.length);
 }
 
@@ -134,7 +129,7 @@ function positive(line, log) {
   return { ...line, xs: line.xs.filter((_, i) => keep[i]), ys: line.ys.filter((_, i) => keep[i]) };
 }
 
-/** Range of the x axis of all plots: that of the runs, so that a longer reference is cut. */
+/** Range of the x axis of all plots. */
 function domain() {
   let low = Infinity, high = -Infinity;
   for (const panel of data.panels)
@@ -164,7 +159,6 @@ function extent(panel, shown, [x0, x1], log) {
     if (high > lateHigh + 0.35 * (lateHigh - lateLow)) { above = high; high = lateHigh; }
     low = Math.min(lateLow, low);
   }
-  for (const guide of panel.guides) { low = Math.min(low, guide.value); high = Math.max(high, guide.value); }
   if (log) return { low: low * 0.93, high: high * 1.07, above };
   const room = 0.06 * (high - low || Math.abs(high) || 1);
   return { low: low >= 0 && low < room * 3 ? 0 : low - room, high: high + room, above };
@@ -188,8 +182,6 @@ function legend(plot, head) {
   for (const curve of plot.panel.curves)
     if (curve.name && !entries.some((entry) => entry.key === curve.key))
       entries.push({ key: curve.key, name: curve.name, color: many ? "c7" : `c${curve.color % 8}`, style: curve.style });
-  if (plot.panel.name === "loss" && data.reference)
-    entries.push({ key: "reference", name: "reference", color: "cref", style: "line" });
   if (entries.length < 2) return;
   const box = make("div", { class: "legend" }, head);
   for (const entry of entries) chip(box, `${plot.panel.name}/${entry.key}`, entry);
@@ -223,7 +215,6 @@ function draw(plot) {
   make("rect", { x: left, y: 4, width: width - 14 - left, height: height - 30 }, make("clipPath", { id: clip }, svg));
   axes(svg, x, y, yTicks, { left, width, height, range, wide });
   const inside = make("g", { "clip-path": `url(#${clip})` }, svg);
-  guides(inside, panel, y, width, left);
   marks(inside, panel, x, range, height);
   for (const line of shown) {
     const d = line.xs.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(line.ys[i]).toFixed(1)}`).join("");
@@ -257,13 +248,6 @@ function axes(svg, x, y, yTicks, { left, width, height, range, wide }) {
   }
   const name = unit || CLOCKS[view.clock].replace(/^[ST]/, (letter) => letter.toLowerCase());
   if (wide) make("text", { x: width - 18, y: height - 34, "text-anchor": "end" }, axis, name);
-}
-
-function guides(inside, panel, y, width, left) {
-  for (const guide of panel.guides) {
-    make("line", { class: "guide", x1: 0, x2: width, y1: y(guide.value), y2: y(guide.value) }, inside);
-    make("text", { class: "label", x: left + 6, y: y(guide.value) - 5 }, inside, guide.label);
-  }
 }
 
 function marks(inside, panel, x, range, height) {

@@ -42,7 +42,7 @@ NOT_RECORDED = "not recorded"
 HERE = Path(__file__).parent
 
 
-def build_page(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> str:
+def build_page(runs: Sequence[NamedRun]) -> str:
     """Return the whole page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
@@ -58,13 +58,12 @@ def build_page(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) ->
     return environment.get_template("page.html").render(
         runs=runs,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        reference=reference,
         version=__version__,
         style=style,
         style_hash=content_hash(style),
         script=script,
         script_hash=content_hash(script),
-        data=payload(runs, reference),
+        data=payload(runs),
         results=final_results(runs[0]),
         comparison=compare_results(runs),
         facts=facts_table(runs),

@@ -1,9 +1,8 @@
 """Convert the metrics of runs to the JSON data that `page.js` draws.
 
     runs        [{name, clock {step, tokens, seconds}, flops_per_token, marks [{step, kind, text}]}]
-    panels      [{name, title, unit, log, smooth, low, guides [{value, label}],
+    panels      [{name, title, unit, log, smooth, low,
                   curves [{run, key, name, label, color, style, best, s, v, ms, m}]}]
-    reference   {clock, flops_per_token, s, v}, or null
 
 `s` are steps and `v` values. A curve with more than `MOST_POINTS` is thinned: `v` has the lowest
 and the highest value of each bucket. `m` has the means of the buckets at the steps `ms`, for
@@ -11,7 +10,7 @@ smoothing.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -71,9 +70,9 @@ NAMES = MappingProxyType(
 COLORS = MappingProxyType({"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eval/train_loss": 2})
 
 
-def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> dict[str, Any]:
+def payload(runs: Sequence[NamedRun]) -> dict[str, Any]:
     """Return the data of the page, in the format of the module's docstring."""
-    plots = [plot_entry(plot, runs, reference) for plot in (*PLOTS, *benchmark_plots(runs))]
+    plots = [plot_entry(plot, runs) for plot in (*PLOTS, *benchmark_plots(runs))]
     return {
         "runs": [
             {
@@ -85,14 +84,17 @@ def payload(runs: Sequence[NamedRun], reference: Mapping[str, Any] | None) -> di
             for run in runs
         ],
         "panels": [plot for plot in plots if plot["curves"]],
-        "reference": reference_entry(reference),
     }
 
 
 def benchmark_plots(runs: Sequence[NamedRun]) -> list[Plot]:
     """Return a plot for each result of a benchmark."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
-    return [Plot(key, key.removeprefix("eval/"), "", (key,)) for key in keys if is_benchmark(key)]
+    results = filter(is_benchmark, keys)
+    return [
+        Plot(f"benchmark_{number}", key.removeprefix("eval/"), "", (key,))
+        for number, key in enumerate(results)
+    ]
 
 
 def clock_entry(metrics: Metrics) -> dict[str, Any]:
@@ -107,9 +109,7 @@ def clock_entry(metrics: Metrics) -> dict[str, Any]:
     return entry
 
 
-def plot_entry(
-    plot: Plot, runs: Sequence[NamedRun], reference: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def plot_entry(plot: Plot, runs: Sequence[NamedRun]) -> dict[str, Any]:
     """Return the entry of one plot, with the curves of all runs."""
     keys = list(dict.fromkeys(key for run in runs for key in plot.recorded_keys(run.metrics)))
     keys.sort(key=lambda key: plot.keys.index(key) if key in plot.keys else 0)
@@ -145,7 +145,6 @@ def plot_entry(
         "log": plot.log,
         "smooth": plot.smooth,
         "low": plot.low,
-        "guides": guide_lines(plot, reference),
         "curves": curves,
     }
 
@@ -169,29 +168,6 @@ def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
         points["ms"] = six_digits(bucket_means(steps, MOST_POINTS // 2))
         points["m"] = six_digits(bucket_means(values, MOST_POINTS // 2))
     return points
-
-
-def guide_lines(plot: Plot, reference: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the horizontal guide lines of a plot, each with value and label."""
-    if plot.name == "loss" and reference:
-        return [
-            {"value": point["val_loss"], "label": f"{point['label']}: {point['val_loss']:.2f}"}
-            for point in reference["points"]
-        ]
-    return []
-
-
-def reference_entry(reference: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the curve of a reference; None if there is no curve."""
-    if not reference or not reference["curve"]["step"]:
-        return None
-    curve = reference["curve"]
-    return {
-        "clock": {key: curve[key] for key in ("step", "tokens", "seconds")},
-        "flops_per_token": reference["flops_per_token"],
-        "s": curve["step"],
-        "v": curve["val_loss"],
-    }
 
 
 def all_marks(run: NamedRun) -> list[dict[str, Any]]:

@@ -152,34 +152,3 @@ def test_two_processes_tell_one_table(small_run: Arguments, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["processes"], report["plan"]["accumulation_steps"]) == (2, 1)
-
-
-def test_compare_measures_float32_and_bf16_compiled_or_not(
-    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[list[str]] = []
-
-    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        started.append(words)
-        report = {"tokens_per_second": 1000.0 * len(started), "step_ms": 5.0}
-        out = json.dumps(report | {"first_step_seconds": 1.0})
-        failed = len(started) == 4
-        return subprocess.CompletedProcess(words, 2 * failed, out, "error: no compiler\n" * failed)
-
-    monkeypatch.setattr(bench, "run_child", run)
-    given = ("--compare", "--steps", "3", "--optim.lr", "1e-3")
-    assert call(*small_run(*given)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:17].strip() for line in lines] == [
-        "float32",
-        "float32, compiled",
-        "bf16",
-        "bf16, compiled",
-    ]
-    assert "3,000 tokens/s" in lines[2]
-    assert lines[3].endswith("error: no compiler")
-    pairs = [(words[-3], words[-1]) for words in started]
-    assert pairs == [("no", "false"), ("no", "true"), ("bf16", "false"), ("bf16", "true")]
-    assert all(
-        "--optim.lr" in words and words[words.index("--steps") + 1] == "3" for words in started
-    )

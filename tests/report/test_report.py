@@ -1,11 +1,10 @@
-"""Reports: the page (also of hostile runs), the CSV file, the PNG files, the references."""
+"""Reports: the page (also of hostile runs), the CSV file, the PNG files."""
 
 import base64
 import hashlib
 import html.parser
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt import cli
-from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import OptimConfig
-from accel_gpt.config.model import ModelConfig
 from accel_gpt.console import run_main
 from accel_gpt.files import lock
 from accel_gpt.report.page import HERE
-from accel_gpt.report.payload import MOST_POINTS, all_marks, payload, thin
+from accel_gpt.report.payload import MOST_POINTS, all_marks, thin
 from accel_gpt.report.plots import COLORS, loss_curves, smoothed
-from accel_gpt.report.references import (
-    FOLDERS,
-    config_name,
-    find_reference,
-    read_reference,
-    write_reference,
-)
 from accel_gpt.report.runs import open_runs
 from tests.helpers.runs import LAUNCH, make_run, png_size, record
 
@@ -43,7 +32,7 @@ def report(*words: object) -> int:
 
 def page(run: Path, *words: object) -> str:
     """Return the report of a run."""
-    assert report(run, "--reference", "none", *words) == 0
+    assert report(run, *words) == 0
     return (run / "report.html").read_text(encoding="utf-8")
 
 
@@ -171,7 +160,7 @@ def test_of_several_runs_the_differences_are_shown(tmp_path: Path) -> None:
     worse = [record(s, **({"eval/val_loss": 3.5} if s % 10 == 0 else {})) for s in range(1, 41)]
     b = make_run(tmp_path / "b" / "run", worse, optim=OptimConfig(lr=0.125))
     out = tmp_path / "both.html"
-    assert report(a, "--reference=none", b, "--out", out) == 0
+    assert report(a, b, "--out", out) == 0
     text = out.read_text()
     data = drawn(text)
     assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
@@ -187,9 +176,9 @@ def test_named_sets_and_other_tasks(tmp_path: Path) -> None:
     more |= {"eval/hellaswag_acc_norm": 0.305, "eval/hellaswag_acc_norm_se": 0.004}
     more |= {"eval/arc_easy/acc": 0.44, "eval/arc_easy/acc_stderr": 0.01}
     text = page(make_run(tmp_path / "run", [record(20, **more), record(40)]))
-    panels = {panel["name"]: panel for panel in drawn(text)["panels"]}
-    assert [c["name"] for c in panels["val_sets"]["curves"]] == ["code", "web"]
-    assert panels["eval/hellaswag_acc_norm"]["curves"][0]["v"] == [0.305]
+    panels = {panel["title"]: panel for panel in drawn(text)["panels"]}
+    assert [c["name"] for c in panels["Val loss by set"]["curves"]] == ["code", "web"]
+    assert panels["hellaswag_acc_norm"]["curves"][0]["v"] == [0.305]
     rows = re.findall(r'<th scope="row">(.+?)</th><td>(.+?)</td>', section(text, "evaluations"))
     assert rows == [
         ("arc_easy/acc", "0.44 ± 0.01 (step 20)"),
@@ -265,9 +254,6 @@ def test_mistakes(
     for words, message in (
         (["."], "is not a run: it has neither metrics.jsonl nor run.json; give the out_dir of a"),
         (["nowhere"], "nowhere does not exist; give the out_dir of a run"),
-        (["run", "--reference", "quikstart"], "--reference is 'quikstart'; set it to none, auto,"),
-        (["run", "--reference", "none.json"], "none.json cannot be read"),
-        (["run", "--reference", "run/run.json"], "run.json is not a reference curve"),
         (["run", "--out", "nowhere/r.html"], "cannot be written"),
     ):
         assert report(*words) == 2
@@ -286,7 +272,7 @@ def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
 
     def marked(*runs: Path) -> set[str]:
         out = tmp_path / "compared.html"
-        assert report(*runs, "--reference=none", "--out", out) == 0
+        assert report(*runs, "--out", out) == 0
         text = out.read_text(encoding="utf-8")
         assert ("different tokenizers" in text) is (len({path.name[0] for path in runs}) > 1)
         return set(re.findall(r'class="number best">([^<]*)<', text))
@@ -308,94 +294,3 @@ def test_a_run_saved_beyond_its_last_record_stopped_where_it_was_saved(tmp_path:
     text = page(run)
     assert "stopped at step 97 of 120" in text
     assert "<b>97</b><span>steps" in text
-
-
-# --------------------------------------------------------------------------- references
-
-
-def test_a_run_is_compared_with_the_reference_of_its_like(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = make_run(tmp_path / "first")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "configs" / "references"
-    folder.mkdir(parents=True)
-    write_reference(str(first), str(folder / "mine.json"))
-    curve = read_reference(folder / "mine.json")["curve"]
-    assert curve["step"] == [10, 20, 30, 40]
-    assert curve["tokens"] == [2560, 5120, 7680, 10240]
-    assert curve["val_loss"][-1] == pytest.approx(1.6366, abs=1e-4)
-    second = make_run(tmp_path / "second", seed=7)
-    assert report(second) == 0
-    text = (second / "report.html").read_text()
-    assert drawn(text)["reference"]["v"] == curve["val_loss"]
-    assert "small, trained with accel_gpt" in text
-    assert drawn(page(second))["reference"] is None  # --reference none
-    wider = make_run(tmp_path / "wider", model=ModelConfig(n_layer=2, n_head=2, n_embd=64))
-    assert find_reference("auto", open_runs([str(wider)])) is None
-    assert find_reference("mine", open_runs([str(wider)]))
-    other = make_run(tmp_path / "o", None, [{**LAUNCH, "data": {"fingerprint": "e" * 64}}])
-    assert find_reference("auto", open_runs([str(other)])) is None  # the same command, other data
-
-
-def test_a_reference_is_found_by_what_was_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another Python's standard library has another fingerprint but matches.
-
-    Your own text does not match, even with the same config.
-    """
-    prepared = DataConfig(train="data/x", prepare=PrepareConfig(source="stdlib", tokenizer="bpe"))
-    [first] = open_runs([str(make_run(tmp_path / "first", data=prepared))])
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "configs" / "references"
-    folder.mkdir(parents=True)
-    write_reference(str(first.path), str(folder / "mine.json"))
-    launches = [{**LAUNCH, "data": {"fingerprint": "e" * 64}}]
-    same = make_run(tmp_path / "same", None, launches, data=replace(prepared, train="data/y"))
-    assert find_reference("auto", open_runs([str(same)]))
-    for name, own in {
-        "text": PrepareConfig(source="text", path="mine.txt", tokenizer="bpe"),
-        "vocabulary": PrepareConfig(source="stdlib", tokenizer="bytes"),
-    }.items():
-        data = DataConfig(train="data/x", prepare=own)
-        run = make_run(tmp_path / name, None, launches, data=data)
-        assert find_reference("auto", open_runs([str(run)])) is None, name
-
-
-def test_the_config_of_a_command_by_path_or_name() -> None:
-    assert config_name("accel-gpt train configs/quickstart.yaml --seed 7") == "quickstart"
-    assert config_name("accel-gpt train quickstart --data.train my.yaml") == "quickstart"
-    assert config_name("train.py 'my configs/small.yaml' --seed 7") == "small"
-    assert config_name("accel-gpt sample runs/quickstart") is None
-
-
-@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
-def test_our_own_references_are_those_of_our_configs(name: str, tmp_path: Path) -> None:
-    path = FOLDERS[1].parent / f"{name}.yaml"
-    config = load_config([str(path)], "test")
-    own = read_reference(FOLDERS[1] / f"{name}.json")
-    assert own["curve"]["step"][-1] == config.train.max_steps
-    assert own["curve"]["tokens"][-1] == config.train.max_steps * config.train.tokens_per_step
-    assert re.fullmatch(r"[0-9a-f]{12}", own["commit"])  # a clean commit
-    launch = {**LAUNCH, "command": f"accel-gpt train configs/{name}.yaml"}
-    launch |= {"model": {"vocab_size": own["match"]["vocab_size"]}, "data": {}}
-    run = make_run(tmp_path / "run", None, [launch], model=config.model, data=config.data)
-    found = find_reference("auto", open_runs([str(run)]))
-    assert found
-    assert found["name"] == name
-    own_text = replace(config.data.prepare, source="text", path="mine.txt")
-    data = replace(config.data, prepare=own_text)
-    run = make_run(tmp_path / "own", None, [launch], model=config.model, data=data)
-    assert find_reference("auto", open_runs([str(run)])) is None
-
-
-def test_gpt2_on_openwebtext_is_compared_with_what_nanogpt_published(tmp_path: Path) -> None:
-    launch = {**LAUNCH, "model": {"vocab_size": 50_257}}
-    for number, (name, values) in enumerate({"openwebtext": [3.11, 2.85], "fineweb": []}.items()):
-        data = DataConfig(train=f"data/{name}")
-        path = make_run(tmp_path / str(number), None, [launch], model=ModelConfig(), data=data)
-        runs = open_runs([str(path)])
-        content = payload(runs, find_reference("auto", runs))
-        assert [guide["value"] for guide in content["panels"][0]["guides"]] == values
-        assert content["reference"] is None  # no published curve matches

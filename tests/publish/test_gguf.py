@@ -31,6 +31,7 @@ pytest.importorskip("xllamacpp")
 from gguf import GGUFReader, GGUFWriter
 
 from accel_gpt.publish import gguf as exporting
+from accel_gpt.publish import gguf_proof, gguf_tokenizer
 from accel_gpt.publish.verify_gguf import different_tokens, largest_logit_difference
 
 Trained = Callable[..., Path]
@@ -68,7 +69,7 @@ SHAPES = {
     "fast_gqa": {"preset": "fast", "logit_softcap": None, "n_kv_head": 2},
 }
 PROSE = "It's the king's; WE'LL see. I'd've gone, they're 1,024 miles off!\n\n    def f(x):\n\t  x"
-TEXT = "\n".join((PROSE, *exporting.CHARACTERS, text_of(4000, seed=0)))
+TEXT = "\n".join((PROSE, *gguf_proof.CHARACTERS, text_of(4000, seed=0)))
 
 
 def model_of(name: str, vocab_size: int, std: float = 0.2) -> GPT:
@@ -113,7 +114,7 @@ def write(model: GPT, tokenizer: Tokenizer, file: Path, dtype: str = "fp32") -> 
         model=model,
         architecture=exporting.llama_cpp_architecture(model.config),
         tokenizer=tokenizer,
-        vocabulary=exporting.llama_cpp_vocabulary(tokenizer),
+        vocabulary=gguf_tokenizer.llama_cpp_vocabulary(tokenizer),
         file=file,
         dtype=dtype,
     )
@@ -121,14 +122,14 @@ def write(model: GPT, tokenizer: Tokenizer, file: Path, dtype: str = "fp32") -> 
 
 def prove(
     model: GPT, tokenizer: Tokenizer, folder: Path, ids: list[int] | None = None
-) -> exporting.Compared:
+) -> gguf_proof.Compared:
     """Write and compare a file in float32, on `ids` or a text."""
     file = folder / "model.gguf"
     tokens = torch.tensor([(ids or tokenizer.encode(TEXT))[: model.config.block_size]])
     converted = convert_to_qwen3(model, tokens) if model.config.mlp == "relu2" else model
     write(converted, tokenizer, file)
-    vocabulary = exporting.llama_cpp_vocabulary(tokenizer)
-    return exporting.prove_equal_gguf(model, tokenizer, vocabulary, tokens, file)
+    vocabulary = gguf_tokenizer.llama_cpp_vocabulary(tokenizer)
+    return gguf_proof.prove_equal_gguf(model, tokenizer, vocabulary, tokens, file)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -145,7 +146,7 @@ def test_every_preset_with_every_tokenizer(
     preset: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama.cpp gives 10,000 texts the same ids, and computes the same."""
-    monkeypatch.setattr(exporting, "COMPARED_TEXTS", 10_000 if preset == "llama" else 500)
+    monkeypatch.setattr(gguf_proof, "COMPARED_TEXTS", 10_000 if preset == "llama" else 500)
     tokenizer = tokenizer_of(kind)
     prove(model_of(preset, tokenizer.vocab_size), tokenizer, tmp_path)
 
@@ -165,11 +166,11 @@ def test_ids_of_texts_are_the_same(kind: str, tmp_path: Path) -> None:
 def test_the_difference_of_a_smaller_type_is_measured(dtype: str, tmp_path: Path) -> None:
     model = model_of("qwen3", 257)
     compared = prove(model, BytesTokenizer(), tmp_path)
-    assert exporting.measure_difference(tmp_path / "model.gguf", compared) < 1e-4
+    assert gguf_proof.measure_difference(tmp_path / "model.gguf", compared) < 1e-4
     whole = (tmp_path / "model.gguf").stat().st_size
     write(model, BytesTokenizer(), tmp_path / "model.gguf", dtype)
     assert (tmp_path / "model.gguf").stat().st_size < 0.6 * whole
-    assert 1e-4 < exporting.measure_difference(tmp_path / "model.gguf", compared) < 1.0
+    assert 1e-4 < gguf_proof.measure_difference(tmp_path / "model.gguf", compared) < 1.0
 
 
 def test_learned_positions_stay_in_float32(tmp_path: Path) -> None:
@@ -216,10 +217,10 @@ def test_an_added_token_is_recognized_in_text(
     prove(model, tokenizer, tmp_path)
     assert "normalizes text to NFC, which llama.cpp leaves out" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "USER_DEFINED", exporting.NORMAL)
+        patch.setattr(gguf_tokenizer, "USER_DEFINED", gguf_tokenizer.NORMAL)
         with pytest.raises(CheckpointError, match="different ids for 'a <think> b<think>'"):
             prove(model, tokenizer, tmp_path)
-    monkeypatch.setattr(exporting, "CONTROL", exporting.USER_DEFINED)
+    monkeypatch.setattr(gguf_tokenizer, "CONTROL", gguf_tokenizer.USER_DEFINED)
     with pytest.raises(CheckpointError, match=r"different ids for 'a <\|im_start\|> b"):
         prove(model, tokenizer, tmp_path)
 
@@ -273,7 +274,7 @@ def test_a_tokenizer_that_splits_otherwise_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None
 ) -> None:
     tokenizer = tokenizer_of("hub_qwen")
-    monkeypatch.setattr(exporting, "pre_tokenizer_name", lambda *_: "gpt-2")
+    monkeypatch.setattr(gguf_tokenizer, "pre_tokenizer_name", lambda *_: "gpt-2")
     with pytest.raises(CheckpointError, match="its tokenizer returns different ids for"):
         prove(model_of("qwen3", tokenizer.vocab_size), tokenizer, tmp_path)
 
@@ -308,7 +309,7 @@ def test_a_shape_that_llama_cpp_lacks(name: str, changes: dict[str, Any], named:
 
 def test_a_tokenizer_that_llama_cpp_lacks() -> None:
     with pytest.raises(UserError, match=r"splits text with the pre-tokenizer .*\{1,2\}"):
-        exporting.llama_cpp_vocabulary(tokenizer_of("unknown"))
+        gguf_tokenizer.llama_cpp_vocabulary(tokenizer_of("unknown"))
 
 
 def licence_in(file: Path) -> str:

@@ -421,8 +421,10 @@ class PushCommand(Command):
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = same_option(HubConfig, "dtype")
     license: str | None = same_option(HubConfig, "license")
-    data_license: str | None = same_option(HubConfig, "data_license")
-    language: str | None = same_option(HubConfig, "language")
+    language: str | None = option(
+        None,
+        "Language of the text, for the model card, by its code: en, de, ... or several: en,de.",
+    )
 
     def _check(self) -> None:
         require(bool(self.repo), "--repo is missing; give the repository as user/name")

@@ -23,6 +23,5 @@ def push_model(options: PushCommand) -> tuple[int, str]:
         private=options.private,
         dtype=options.dtype,
         license=options.license,
-        data_license=options.data_license,
         language=options.language,
     )

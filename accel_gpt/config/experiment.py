@@ -457,14 +457,6 @@ class HubConfig(Section, prefix="hub.", resume="free"):
         None,
         "Licence of the weights, as an identifier of the Hub: apache-2.0, mit, cc-by-4.0, ...",
     )
-    data_license: str | None = option(
-        None,
-        "Licence of the data, for the model card.",
-    )
-    language: str | None = option(
-        None,
-        "Language of the text, for the model card, by its code: en, de, ... or several: en,de.",
-    )
 
     def _check(self) -> None:
         require(

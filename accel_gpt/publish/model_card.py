@@ -76,7 +76,6 @@ def write_card(
     model_class: str,
     dtype: str,
     license: str | None = None,  # noqa: A002 - as the Hub names it
-    data_license: str | None = None,
     language: str | None = None,
 ) -> None:
     """Write README.md, and loss.png if the run has a curve, into `folder`, which exists.
@@ -102,7 +101,6 @@ def write_card(
         "repo": repo,
         "model_class": model_class,
         "dtype": dtype,
-        "data_license": data_license,
         "tokenizer": tokenizer.kind,
         "prompt": json.dumps(usable_prompt(tokenizer), ensure_ascii=False),
         "measures": known_measures(newest),

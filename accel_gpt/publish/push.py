@@ -48,7 +48,6 @@ def push(
     private: bool = False,
     dtype: str = "fp32",
     license: str | None = None,  # noqa: A002 - as the Hub names it
-    data_license: str | None = None,
     language: str | None = None,
     if_missing: bool = False,
 ) -> tuple[int, str]:
@@ -90,7 +89,6 @@ def push(
                 model_class=exported.model_class,
                 dtype=dtype,
                 license=license,
-                data_license=data_license,
                 language=language,
             )
             write_logs(run_folder, folder)

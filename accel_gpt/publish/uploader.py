@@ -72,8 +72,6 @@ def targets_of(config: Config) -> list[Target]:
                     "private": hub.private,
                     "dtype": hub.dtype,
                     "license": hub.license,
-                    "data_license": hub.data_license,
-                    "language": hub.language,
                 },
                 priority="idle",
                 by_hand=f", or run accel-gpt push {shlex.quote(config.out_dir)} "

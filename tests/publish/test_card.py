@@ -143,7 +143,6 @@ def test_shows_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) ->
         f"| Tokens in its val split | {open_split(tmp_path / 'corpus', 'val').tokens:,} |",
         'from_pretrained("ada/tiny")',
         "![Train and val loss",
-        "| Licence of the data | not stated |",
     ):
         assert shown in text
     positions = [text.index(word) for word in ("of a king", "of step 10", "of step 5")]
@@ -227,7 +226,10 @@ BREAKING = (
 def test_no_sample_and_no_licence_breaks_the_page(make: Make, tmp_path: Path) -> None:
     samples = f"--- sample 1\n{BREAKING}\n\n--- sample 2\nthe second\n\n--- sample 3\n\n"
     evil = "cc0 | <b>x</b>\n---\nfoo: [bar](http://x) *y* `z`"
-    text = write(make(samples=samples), tmp_path / "card", evil, data_license=evil)
+    checkpoint = make(samples=samples)
+    launches = {"launches": [{"step": 0, **MACHINE, "device": evil}]}
+    (checkpoint.parents[1] / "run.json").write_text(json.dumps(launches))
+    text = write(checkpoint, tmp_path / "card", evil)
     card = ModelCard.load(tmp_path / "card" / "README.md")
     assert card.data.license == "cc0 | <b>x</b> --- foo: [bar](http://x) *y* `z`"
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(card.text)
@@ -247,7 +249,7 @@ def test_no_sample_and_no_licence_breaks_the_page(make: Make, tmp_path: Path) ->
         *("tiny", "Use it", "Results", "Samples", "Model", "Data", "Training"),
         *("Reproduce it", "Limitations"),
     ]
-    assert "cc0 | &lt;b&gt;x&lt;/b&gt; --- foo: [bar](http://x) *y* `z`</td>" in (
+    assert "4 x cc0 | &lt;b&gt;x&lt;/b&gt; --- foo: [bar](http://x) *y* `z`</td>" in (
         MarkdownIt("commonmark").enable("table").render(card.text)
     )
 

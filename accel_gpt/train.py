@@ -153,6 +153,8 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
             run.writer.wait()
         stop.saved = stopping
         run.reporter.finish()
+        if run.state.step == plan.max_steps:
+            run.corpus.remove_cache()
         finish = run.uploader.finish if run.uploader else None
         stopping |= finish_uploads(finish, accelerator, stop, stopping)
     stop.ignore()

@@ -170,6 +170,12 @@ class DataConfig(Section, prefix="data.", published=True):
         resume="free",
         per_machine=True,
     )
+    dtype: Literal["uint16", "uint32"] | None = option(
+        None,
+        "Type of the ids in files that do not say it: raw .bin files, and .ds files without "
+        "metadata. null: uint16 for nanoGPT's train.bin and val.bin; others must say it.",
+        resume="free",
+    )
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = option(
         "global",
         "Order of the sequences. global: a new permutation of all sequences each epoch. groups: "
@@ -193,15 +199,15 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     cache_dir: str | None = option(
         None,
-        "Folder that caches the shards of a URL. null: the Hub's cache (HF_HUB_CACHE) for hf://, "
-        "~/.cache/accel_gpt/shards for other URLs.",
+        "Folder for the caches of remote shards; each run has its own on each machine. null: "
+        "~/.cache/accel_gpt/shards.",
         resume="free",
         per_machine=True,
     )
     cache_gb: float = option(
         50.0,
-        "Size limit of the shards that training caches, in GB (1e9 bytes). Shards that have been "
-        "read are evicted first.",
+        "Size limit of the remote shards that a run keeps on a machine, in GB (1e9 bytes). At "
+        "the end of the run, they are removed.",
         above=0,
         resume="free",
         per_machine=True,

@@ -16,10 +16,12 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import Loader, read_sequences
 from accel_gpt.data.mixture import Mixture, Pattern
+from accel_gpt.data.remote import Cache, is_url
 from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import (
     Source,
     TrainedSource,
+    open_cache,
     open_sources,
     train_paths,
     val_names,
@@ -65,6 +67,7 @@ class Corpus:
     vocab_size: int  # the model's vocabulary, at least as large as documents need
     document_end: int | None  # the token at which attention ends; None without data.document_mask
     commits: Mapping[str, str]  # URL of a Hub repository -> commit
+    cache: Cache | None  # of remote shards; None if all data are local
 
     @property
     def fingerprint(self) -> str:
@@ -135,6 +138,11 @@ class Corpus:
         parts = [part for parts in self.evaluated.values() for part in parts]
         return sum(part.evaluated_tokens for part in parts)
 
+    def remove_cache(self) -> None:
+        """Remove the remote shards that the run has kept on this machine."""
+        if self.cache is not None:
+            self.cache.remove()
+
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
         """Return metrics: the epochs of each source read after `sequences` of the run."""
         epochs = self.train.epochs(sequences)
@@ -203,7 +211,10 @@ def open_corpus(config: Config) -> Corpus:
     Raises `DataError` if they were made with different tokenizers, or not with `data.tokenizer`.
     """
     data = config.data
-    sources = open_sources(train_paths(data), "train", data)
+    cache = None
+    if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
+        cache = open_cache(data, run=config.out_dir)
+    sources = open_sources(train_paths(data), "train", data, cache=cache)
     sources.sort(key=lambda source: source.split.fingerprint)  # independent of the listed order
     for before, source in pairwise(sources):
         require(
@@ -223,6 +234,7 @@ def open_corpus(config: Config) -> Corpus:
         data,
         names=val_names(data),
         known=sources,
+        cache=cache,
     )
     check_cache(sources, data)
     first = sources[0]
@@ -243,6 +255,7 @@ def open_corpus(config: Config) -> Corpus:
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
         document_end=document_end(data, [*sources, *other_folders(val, sources)]),
         commits=data.commits or {},
+        cache=cache,
     )
 
 

@@ -1,21 +1,16 @@
 """Read the token files of other projects in place, without conversion.
 
-- nanoGPT: train.bin and val.bin hold raw ids; meta.pkl may hold a vocabulary of characters.
-- llm.c and modded-nanogpt: .bin files with a header of 256 int32.
-- build-nanogpt: .npy files.
-- datatrove: .ds files hold raw ids; NAME.ds.metadata and NAME.ds.index describe them.
-
-The split follows from the file name.
+`FORMATS` lists them. A folder has one format. The split follows from the file name, the tokenizer
+from meta.pkl, a tokenizer.json, `data.tokenizer` or the format.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +18,7 @@ import numpy as np
 from accel_gpt.data.index import ENDINGS, INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
-from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header, token_dtype
+from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
@@ -31,35 +26,51 @@ from accel_gpt.data.tokenizer import (
     load_tokenizer,
     named_tokenizer,
 )
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import DataError, UserError, require
 
 META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-GPT2 = frozenset({"gpt2", "openai-community/gpt2"})  # its names in files of other projects
+GPT2 = ("gpt2", "openai-community/gpt2")  # its names in files of other projects
 RAW = ("train.bin", "val.bin")
 BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
 BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between
-FEWEST = 16  # ids; with fewer, zeros at every second place may be chance
-# magic, version, type and tokenizer of a .bin file; llm.c, dev/data/data_common.py
-HEADERS = ((20240520, 1, "<u2", "gpt2"), (20240801, 7, "<u4", None))
-EVALUATION = 20240522  # magic of files with questions and answers, such as hellaswag_val.bin
-HEADER_BYTES = 1024
-NPY_MAGIC = b"\x93NUMPY"
+EVALUATION = 20240522  # magic of llm.c's files with questions, such as hellaswag_val.bin
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a project stores token ids. None: the file says it."""
+
+    project: str
+    ending: str
+    header: int | None  # bytes before the ids
+    dtype: str | None
+    magic: int | None = None  # uint32 at byte 0; the number of ids follows at byte 8
+    version: int | None = None  # uint32 at byte 4
+    tokenizer: str | None = None
+
+
+LLM_C = "llm.c and modded-nanogpt"  # llm.c, dev/data/data_common.py
+FORMATS = (
+    Format(LLM_C, ".bin", 1024, "<u2", magic=20240520, version=1, tokenizer="gpt2"),
+    Format(LLM_C, ".bin", 1024, "<u4", magic=20240801, version=7),
+    Format("nanoGPT", ".bin", 0, "<u2"),  # train.bin and val.bin; other names need data.dtype
+    Format("build-nanogpt and other NumPy", ".npy", None, None),
+    Format("datatrove", ".ds", 0, None),  # NAME.ds.metadata says it; else data.dtype
+)
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens, as its header or metadata describes it; None if they do not say."""
+    """A file of token ids, as its header or metadata describes it."""
 
     name: str
-    size: int  # bytes
     project: str
-    offset: int = 0  # bytes before the tokens
-    dtype: np.dtype[Any] | None = None
-    tokens: int | None = None
+    dtype: np.dtype[Any]
+    offset: int  # bytes before the ids
+    tokens: int | None = None  # None: as many as fit into the file
     tokenizer: str | None = None
-    path: Path | None = None  # None: not downloaded
 
 
 @dataclass(frozen=True)
@@ -88,48 +99,42 @@ class DataFolder:
         files = [file for file in self.path.iterdir() if file.is_file()]
         return {file.name: FileInfo(file.stat().st_size) for file in files}
 
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes; 0 if there is no such file."""
-        return self.files[name].size if name in self.files else 0
-
     def fetch(self, name: str) -> Path:
         """Return the path of a file, after downloading it if the folder is remote."""
         return self.remote.fetch(name) if self.remote else self.path / name
 
 
-def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple[Split, Tokenizer]:
+def open_foreign(
+    folder: DataFolder, split: str, tokenizer: str | None, dtype: str | None = None
+) -> tuple[Split, Tokenizer]:
     """Open a split of a folder that another project wrote, with its tokenizer.
 
-    `tokenizer`: gpt2, bytes, a path or a Hub id, for files that do not name their tokenizer. If the
-    folder is remote, only the first shard of each series is downloaded. Raises `DataError` if the
-    files have several formats or are damaged, `UserError` if the tokenizer is not known.
+    `tokenizer` and `dtype`: `data.tokenizer` and `data.dtype`, for files that do not say them. If
+    the folder is remote, only the first shard of each series is downloaded. Raises `DataError` if
+    the files have several formats or are damaged, `UserError` if tokenizer or type are not known.
     """
-    files = find_token_files(folder, split)
-    require_one(folder, split, "formats", {file.project: file.name for file in files})
+    files = find_token_files(folder, split, dtype)
+    kinds = {f"{file.project} in {file.dtype}": file.name for file in files}
+    if len(kinds) > 1:
+        several = ", ".join(f"{kind} ({name})" for kind, name in kinds.items())
+        raise DataError(
+            f"{folder.path} holds {split} shards of several formats: {several}; put each into its "
+            "own folder"
+        )
     made_by = foreign_tokenizer(folder, files, tokenizer)
-    default_dtype = token_dtype(made_by.vocab_size)
-    require_one(
-        folder, split, "types", {str(file.dtype or default_dtype): file.name for file in files}
-    )
-    dtype = files[0].dtype or default_dtype
-    unsigned = np.dtype(f"<u{dtype.itemsize}")
     shards: list[Shard] = []
     content: list[list[Any]] = []  # hashed into the fingerprint
     for file in files:
-        tokens = tokens_in(folder.path, file, dtype)
+        info = folder.files[file.name]
+        tokens = tokens_in(folder.path, file, info.size)
         if not tokens:
             continue
         shards.append(Shard(file.name, tokens, offset=file.offset))
-        blocks: list[bytes] = []
-        if file.path is not None:
-            blocks = list(sample_blocks(file.path, file))
-            check_ids(file, blocks, unsigned, made_by.vocab_size)
-        digest = hashlib.sha256(b"".join(blocks)).hexdigest()
         if folder.remote:
-            info = folder.files[file.name]
-            content.append([file.name, file.size, info.sha256 or info.tag, digest])
+            content.append([file.name, info.size, info.sha256 or info.tag])
         else:
-            content.append([tokens, digest])
+            sampled = b"".join(sample_blocks(folder.path / file.name, file.offset, info.size))
+            content.append([tokens, hashlib.sha256(sampled).hexdigest()])
     if not shards:
         raise DataError(f"the {split} shards of {folder.path} are all empty; write them again")
     identity = json.dumps([made_by.fingerprint, content])
@@ -137,7 +142,7 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
         folder=folder.path,
         name=split,
         shards=tuple(shards),
-        dtype=unsigned,
+        dtype=np.dtype(f"<u{files[0].dtype.itemsize}"),
         vocab_size=made_by.vocab_size,
         eot_id=made_by.eot_id,
         tokenizer_kind=made_by.kind,
@@ -148,23 +153,10 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
     return opened, made_by
 
 
-def require_one(folder: DataFolder, split: str, what: str, found: Mapping[str, str]) -> None:
-    """Raise `DataError` if the files of a split differ in format or type.
-
-    `what`: "formats" or "types". `found`: one file name for each format or type.
-    """
-    if len(found) > 1:
-        several = ", ".join(f"{kind} ({name})" for kind, name in found.items())
-        raise DataError(
-            f"{folder.path} holds {split} shards of several {what}: {several}; put each into its "
-            "own folder"
-        )
-
-
 # --------------------------------------------------------------------------- which files
 
 
-def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
+def find_token_files(folder: DataFolder, split: str, dtype: str | None) -> list[TokenFile]:
     """Describe the token files of a split, sorted by the numbers in their names.
 
     Files whose names differ only in numbers form a series. In a remote folder only the first file
@@ -177,21 +169,19 @@ def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
     for name in files_of_split(candidates, split):
         key = re.sub("[0-9]+", "0", name)
         if folder.remote and key in series:
-            file = series[key]
-            if file is not None:
-                file = replace(file, name=name, size=folder.size(name), tokens=None, path=None)
+            first = series[key]
+            file = first and replace(first, name=name, tokens=None)
         else:
-            file = READERS[Path(name).suffix](folder, name)
-            series[key] = file
+            file = series[key] = describe(folder, name, dtype)
         if file is not None:
             files.append(file)
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
+        known = ", ".join(dict.fromkeys(f"{one.ending} of {one.project}" for one in FORMATS))
         raise NoSplit(
-            f"{folder.path} has no {INDEX}, and no {split} shards of a known format: train.bin and "
-            "val.bin of nanoGPT, .bin of llm.c and modded-nanogpt, .npy of build-nanogpt, .ds of "
-            f"datatrove, with {split} as a word of the name (letters, digits, '.', '_', '-'); "
-            f"token files found: {', '.join(candidates[:5]) or 'none'}{remedy}"
+            f"{folder.path} has no {INDEX}, and no {split} shards of a known format: {known}, with "
+            f"{split} as a word of the name (letters, digits, '.', '_', '-'); token files found: "
+            f"{', '.join(candidates[:5]) or 'none'}{remedy}"
         )
     return files
 
@@ -231,185 +221,106 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
     return [name for name in unnamed if name.endswith(".ds")]
 
 
-# --------------------------------------------------------------------------- the formats
-# Each function returns the description of a file, or None if the file does not hold tokens.
+# --------------------------------------------------------------------------- one file
 
 
-def read_npy(folder: DataFolder, name: str) -> TokenFile | None:
-    """Describe a one-dimensional .npy array."""
-    path = folder.fetch(name)
-    if folder.size(name) >= len(NPY_MAGIC) and read_at(path, 0, len(NPY_MAGIC)) != NPY_MAGIC:
-        raise DataError(
-            f"{path} has no header of NumPy; if it holds raw ids, as OLMo's files do, save them "
-            "with their type, for example numpy.save(path, numpy.fromfile(path, 'uint16')); "
-            "otherwise restore it"
-        )
-    dtype, tokens, offset = npy_header(path)
-    if dtype.str not in ("<u2", "<u4", "<i4"):
-        raise DataError(
-            f"{path} holds {dtype} ({dtype.str}); save it as little-endian uint16, uint32 or int32"
-        )
-    return TokenFile(
-        name=name,
-        size=folder.size(name),
-        project="build-nanogpt .npy",
-        offset=offset,
-        dtype=dtype,
-        tokens=tokens,
-        path=path,
-    )
-
-
-def read_bin(folder: DataFolder, name: str) -> TokenFile | None:
-    """Describe a .bin file: of llm.c if it has the header, else of nanoGPT if its name is in `RAW`.
-
-    Returns None for llm.c's evaluation files and for files whose name says no split. Raises
-    `DataError` for any other file without the header.
-    """
-    path = folder.fetch(name)
-    size = folder.size(name)
-    raw: TokenFile | None = None
+def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | None:
+    """Describe a file of token ids; None if it is one of llm.c's evaluation files."""
+    if name.endswith(".npy"):
+        found, tokens, offset = npy_header(folder.fetch(name))
+        if found.str not in ("<u2", "<u4", "<i4"):
+            raise DataError(
+                f"{folder.path / name} holds {found} ({found.str}); save it as little-endian "
+                "uint16, uint32 or int32"
+            )
+        return TokenFile(name, "NumPy", found, offset, tokens)
+    if name.endswith(".ds"):
+        return describe_datatrove(folder, name, dtype)
+    with folder.fetch(name).open("rb") as file:
+        start = file.read(12).ljust(12, b"\0")
+    magic, version, tokens = np.frombuffer(start, "<u4").tolist()
+    for form in FORMATS:
+        if form.magic == magic:
+            assert form.header is not None
+            require_version(folder.path / name, version, form)
+            stated = np.dtype(form.dtype)
+            return TokenFile(name, LLM_C, stated, form.header, tokens, form.tokenizer)
+    if magic == EVALUATION:
+        return None
     if name in RAW:
-        raw = TokenFile(name, size, "nanoGPT", path=path)
-    start = read_at(path, 0, 12) if size >= HEADER_BYTES else bytes(12)
-    magic, version, tokens = np.frombuffer(start, "<u4").tolist()  # up to 4.29e9 tokens
-    for known, known_version, dtype_name, tokenizer in HEADERS:
-        dtype = np.dtype(dtype_name)
-        fits = size == HEADER_BYTES + tokens * dtype.itemsize
-        if magic != known or (raw and not (fits and version == known_version)):
-            continue
-        if version != known_version:
-            raise DataError(
-                f"{path} has version {version} of llm.c's format; expected {known_version}; write "
-                "it again"
-            )
-        return TokenFile(
-            name=name,
-            size=size,
-            project="llm.c",
-            offset=HEADER_BYTES,
-            dtype=dtype,
-            tokens=tokens,
-            tokenizer=tokenizer,
-            path=path,
-        )
-    if not raw and magic != EVALUATION and split_of(name):
+        dtype = dtype or "uint16"
+    return TokenFile(name, "nanoGPT", stated_dtype(folder.path / name, dtype), 0)
+
+
+def require_version(path: Path, version: int, form: Format) -> None:
+    """Raise `DataError` unless the header has the version of the format."""
+    if version != form.version:
         raise DataError(
-            f"{path} has no header of llm.c ({HEADER_BYTES} bytes that begin with 20240520 or "
-            "20240801); if it holds raw ids, rename it to train.bin or val.bin"
+            f"{path} has version {version} of the format of {form.project}; expected "
+            f"{form.version}; write it again"
         )
-    return raw
 
 
-def read_datatrove(folder: DataFolder, name: str) -> TokenFile | None:
-    """Describe a .ds file from its .metadata and its .index (document ends as uint64)."""
-    path = None if folder.remote else folder.fetch(name)
-    file = TokenFile(name, folder.size(name), "datatrove .ds", path=path)
-    if f"{name}.metadata" in folder.files:
-        file = with_metadata(file, folder)
-    size = folder.size(f"{name}.index")
-    if size >= 8 and not (folder.remote and file.dtype):
-        index = folder.fetch(f"{name}.index")
-        tokens = int.from_bytes(read_at(index, size - 8, 8), "little")
-        if file.tokens not in (None, tokens):
-            raise DataError(
-                f"{index} ends at token {tokens}, but its .metadata says {file.tokens} tokens; "
-                "write both again"
-            )
-        file = replace(file, tokens=tokens)
-    return file
+def stated_dtype(path: Path, dtype: str | None) -> np.dtype[Any]:
+    """Return `data.dtype`. Raises `UserError` if it is not set."""
+    require(
+        dtype is not None,
+        f"{path} does not say the type of its ids; set data.dtype to uint16 or uint32",
+    )
+    return np.dtype(dtype).newbyteorder("<")
 
 
-def with_metadata(file: TokenFile, folder: DataFolder) -> TokenFile:
-    """Add the fields of NAME.ds.metadata.
+def describe_datatrove(folder: DataFolder, name: str, dtype: str | None) -> TokenFile:
+    """Describe a .ds file of datatrove from NAME.ds.metadata.
 
-    Line 1 is `tokenizer|bytes per token`, line 2 the number of tokens.
+    Its line 1 is `tokenizer|bytes per token`, line 2 the number of tokens.
     """
-    name = f"{file.name}.metadata"
-    path = folder.fetch(name)
-    text = read_at(path, 0, min(folder.size(name), BLOCK)).decode("utf-8", "replace")
+    path = folder.path / name
+    if f"{name}.metadata" not in folder.files:
+        return TokenFile(name, "datatrove", stated_dtype(path, dtype), 0)
+    text = folder.fetch(f"{name}.metadata").read_text(encoding="utf-8", errors="replace")
     first, second = (*text.splitlines(), "", "")[:2]
-    described = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", first)
-    if not described or described[2] not in (None, "2", "4"):
-        raise DataError(f"{path} begins with {first[:80]!r}; expected tokenizer|2 or tokenizer|4")
-    tokenizer = described[1]
+    found = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", first)
+    if found is None or found[2] not in (None, "2", "4"):
+        raise DataError(f"{path}.metadata begins with {first[:80]!r}; expected tokenizer|2 or |4")
+    tokenizer = found[1]
     if tokenizer.startswith("Unknown Tokenizer"):
         tokenizer = ""
-    return replace(
-        file,
-        dtype=np.dtype(f"<u{described[2]}") if described[2] else None,
-        tokens=int(second) if re.fullmatch("[0-9]{1,18}", second) else None,
+    return TokenFile(
+        name=name,
+        project="datatrove",
+        dtype=np.dtype(f"<u{found[2]}") if found[2] else stated_dtype(path, dtype),
+        offset=0,
+        tokens=int(second) if second.isdecimal() else None,
         tokenizer=tokenizer or None,
     )
 
 
-READERS = MappingProxyType({".npy": read_npy, ".bin": read_bin, ".ds": read_datatrove})
-
-
-def read_at(path: Path, start: int, length: int) -> bytes:
-    """Read exactly `length` bytes of a file, starting at byte `start`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            content = file.read(length)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; restore it") from None
-    if len(content) < length:
-        raise DataError(
-            f"{path} ends before byte {start + length}: it was cut short or changed; restore it"
-        )
-    return content
-
-
-# --------------------------------------------------------------------------- checks
-
-
-def tokens_in(folder: Path, file: TokenFile, dtype: np.dtype[Any]) -> int:
-    """Return the number of tokens in a file. Raises `DataError` if its size does not fit."""
+def tokens_in(folder: Path, file: TokenFile, size: int) -> int:
+    """Return the number of tokens in a file. Raises `DataError` if its `size` does not fit."""
     tokens = file.tokens
     if tokens is None:
-        tokens = max(file.size - file.offset, 0) // dtype.itemsize
-    expected = file.offset + tokens * dtype.itemsize
-    if file.size != expected:
+        tokens = max(size - file.offset, 0) // file.dtype.itemsize
+    expected = file.offset + tokens * file.dtype.itemsize
+    if size != expected:
         raise DataError(
-            f"{folder / file.name} has {file.size} bytes, expected {expected} for {tokens} tokens "
-            f"of {dtype}: it was cut short or changed, or the type is wrong; restore it, or check "
-            "data.tokenizer"
+            f"{folder / file.name} has {size} bytes, expected {expected} for {tokens} tokens of "
+            f"{file.dtype}: it was cut short or changed, or the type is wrong; restore it, or "
+            "check data.dtype"
         )
     return tokens
 
 
-def sample_blocks(path: Path, file: TokenFile) -> Iterator[bytes]:
+def sample_blocks(path: Path, offset: int, size: int) -> Iterator[bytes]:
     """Yield a few blocks of a file's tokens: the first, the last, and some between."""
-    body = file.size - file.offset
-    last = max(body - BLOCK, 0)
+    last = max(size - offset - BLOCK, 0)
     starts = {last}
     for i in range(BLOCKS - 1):
         starts.add(last * i // (BLOCKS - 1) // 4 * 4)  # a multiple of every token size
-    for start in sorted(starts):
-        yield read_at(path, file.offset + start, min(body, BLOCK))
-
-
-def check_ids(file: TokenFile, blocks: list[bytes], dtype: np.dtype[Any], vocab_size: int) -> None:
-    """Raise `DataError` if sampled ids look like another type or exceed the vocabulary."""
-    ids = [np.frombuffer(block, dtype) for block in blocks]
-    if dtype.itemsize == 2 and sum(map(len, ids)) >= FEWEST:
-        even = max(int(part[0::2].max(initial=0)) for part in ids)
-        odd = max(int(part[1::2].max(initial=0)) for part in ids)
-        if even and not odd:
-            raise DataError(
-                f"{file.path} looks like uint32 but is read as uint16: every second number is 0; "
-                "set data.tokenizer to the tokenizer that made it, or convert the file to uint16"
-            )
-    largest = max(int(part.max()) for part in ids)
-    if largest >= vocab_size:
-        remedy = "set data.tokenizer to the tokenizer that made it"
-        if file.dtype is None:
-            remedy += ", or save the ids with numpy.save, which records their type"
-        raise DataError(
-            f"{file.path} holds token {largest}, beyond the vocabulary of {vocab_size}, when it is "
-            f"read as {dtype}; {remedy}"
-        )
+    with path.open("rb") as file:
+        for start in sorted(starts):
+            file.seek(offset + start)
+            yield file.read(BLOCK)
 
 
 # --------------------------------------------------------------------------- tokenizers
@@ -435,11 +346,10 @@ def foreign_tokenizer(
     known = stored or given
     if known is not None:
         return known
-    named = {file.tokenizer for file in files}
-    if named <= GPT2:
+    other = [file.tokenizer for file in files if file.tokenizer not in GPT2]
+    if not other:
         return load_gpt2()
-    name = min(str(name) for name in named - GPT2)
-    problem = "do not name their tokenizer" if None in named else f"name the tokenizer {name!r}"
+    problem = f"name the tokenizer {other[0]!r}" if other[0] else "do not name their tokenizer"
     raise UserError(
         f"the token shards in {folder.path} {problem}; set data.tokenizer to gpt2, bytes or the "
         "path of a tokenizer.json"

@@ -1,12 +1,10 @@
 """Read data folders in a repository of the Hub: `hf://datasets/user/name[@revision][/folder]`.
 
-`hf_hub_download` downloads the files into the Hub's cache, with Xet if hf_xet is installed. All
-files belong to one commit. The cache of `remote.py` holds a link to each shard that this module
-downloaded. Linked shards count toward its limit. To make room, the least recently used shard is
-removed from the Hub's cache. Shards that another program downloaded have no link and stay.
+All files belong to one commit. Index and tokenizer come into the Hub's cache (HF_HUB_CACHE). Shards
+that `hf download` put there are read in place. Other shards come into the cache of the run
+(`remote.py`), with Xet if hf_xet is installed.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,17 +13,10 @@ from pathlib import Path
 
 from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_offline, no_progress_bar
 from accel_gpt.data.index import INDEX
-from accel_gpt.data.remote import (
-    FileInfo,
-    Missing,
-    RemoteFolder,
-    Unreachable,
-    remove_from_hub_cache,
-)
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.data.remote import Cache, FileInfo, Missing, RemoteFolder, Unreachable
+from accel_gpt.errors import UserError
 
 SMALL_FILES = (INDEX, "tokenizer.json", "tokenizer_config.json")
-SHA256_DIGITS = 64
 
 
 def is_repository(url: str) -> bool:
@@ -37,19 +28,17 @@ class HubFolder(RemoteFolder):
     """A data folder in a repository of the Hub, at one commit.
 
     `commit`: None for the newest commit of the revision in `url`; if the Hub cannot be reached, the
-    newest commit in the Hub's cache. `cache_dir`: None for the Hub's cache (HF_HUB_CACHE).
-    Raises `UserError` if the repository or the revision does not exist.
+    newest commit in the Hub's cache. Raises `UserError` if the repository or the revision does not
+    exist.
     """
 
     tries = 2  # huggingface_hub retries each request itself, for about 20 s
 
-    def __init__(
-        self, url: str, cache_dir: str | None, cache_gb: float, commit: str | None = None
-    ) -> None:
+    def __init__(self, url: str, cache: Cache, commit: str | None = None) -> None:
         from huggingface_hub.errors import HfUriError
         from huggingface_hub.utils import parse_hf_uri  # type: ignore[attr-defined]  # no __all__
 
-        super().__init__(url, cache_dir, cache_gb)
+        super().__init__(url, cache)
         try:
             uri = parse_hf_uri(self.store.url)
         except HfUriError as error:
@@ -57,8 +46,6 @@ class HubFolder(RemoteFolder):
         self.repo = uri.id
         self.repo_type = uri.type
         self.path_in_repo = uri.path_in_repo
-        self.hub_cache = str(self.root) if cache_dir else None
-        self.verified: set[str] = set()  # verified shards without a link
         snapshot = self.retry(partial(self.download_small_files, commit or uri.revision))
         self.commit = snapshot.name
         self.folder = snapshot / self.path_in_repo
@@ -83,26 +70,25 @@ class HubFolder(RemoteFolder):
                 self.repo,
                 repo_type=self.repo_type,
                 revision=revision,
-                cache_dir=self.hub_cache,
                 allow_patterns=patterns,
                 tqdm_class=no_progress_bar(),
             )
         return Path(snapshot)
 
-    def download(self, name: str) -> Path:
-        """Download a file; return its path (a link) in the Hub's cache."""
+    def download(self, name: str, target: Path) -> None:
+        """Download a file to `target`."""
         from huggingface_hub import hf_hub_download
 
         with self.explained(name, self.commit):
-            path = hf_hub_download(
+            found = hf_hub_download(
                 self.repo,
                 self.in_repo(name),
                 repo_type=self.repo_type,
                 revision=self.commit,
-                cache_dir=self.hub_cache,
+                local_dir=self.shards / "hub",
                 tqdm_class=no_progress_bar(),
             )
-        return Path(path)
+        Path(found).replace(target)
 
     @contextmanager
     def explained(self, name: str = "", revision: str | None = None) -> Iterator[None]:
@@ -118,8 +104,6 @@ class HubFolder(RemoteFolder):
                     raise Missing(f"{where} does not exist; check the address") from None
         except UnreachableError as error:
             raise Unreachable(str(error)) from None
-
-    # ----------------------------------------------------------------------- files
 
     def list(self) -> dict[str, FileInfo]:
         """List the files of the folder; if offline, list its files in the Hub's cache."""
@@ -153,75 +137,27 @@ class HubFolder(RemoteFolder):
         found = {}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.is_file():
-                blob = path.readlink().name if path.is_symlink() else ""
-                sha256 = blob if len(blob) == SHA256_DIGITS else None
+                blob = path.resolve().name
+                sha256 = blob if len(blob) == 64 else None
                 found[path.name] = FileInfo(path.stat().st_size, sha256, tag=blob)
         return found
 
     def fetch_small_file(self, name: str) -> Path:
-        """Return the path of a file in the Hub's cache, after downloading it if needed."""
+        """Return the path of a file, after downloading it if needed."""
         path = self.folder / name
         if path.exists():
             return path
         if name in SMALL_FILES:  # already downloaded if the repository has it
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
-        return self.retry(partial(self.download, name), name)
-
-    # ----------------------------------------------------------------------- shards
+        self.current.discard(name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return super().fetch_small_file(name)
 
     def path(self, name: str) -> Path:
-        """Return the path of a shard in the Hub's cache."""
-        return self.folder / name
-
-    def is_kept(self, name: str) -> bool:
-        """Return whether another program downloaded a shard into the Hub's cache."""
-        return self.path(name).exists() and not self.shard_path(name).is_symlink()
+        """Return the path of a shard: in the Hub's cache if it is there, else in the run's."""
+        path = self.folder / name
+        return path if path.exists() else super().path(name)
 
     def room_needed(self, name: str) -> int:
-        """Return the bytes of a shard that count toward `data.cache_gb`."""
-        return 0 if self.is_kept(name) else super().room_needed(name)
-
-    def fetch_shard(self, name: str, wait: bool = True) -> Path:
-        """Return the path of a shard in the Hub's cache, after downloading it if needed."""
-        if name not in self.infos or not self.is_kept(name):
-            return super().fetch_shard(name, wait)
-        if name not in self.verified:
-            problem = self.find_problem(name, self.path(name))
-            if problem:
-                raise DataError(
-                    f"{self.path(name)} does not match its index: {problem}; remove it and launch "
-                    "again"
-                )
-            self.verified.add(name)
-        return self.path(name)
-
-    def download_shard(self, name: str, path: Path, wait: bool) -> None:
-        """Download a shard into the Hub's cache, verify it, and create a link to it at `path`."""
-        part = path.with_name(f".{path.name}.part")
-        try:
-            self.make_room(part, self.infos[name].size, wait)
-            cached = self.retry(partial(self.download_checked, name), name)
-            part.unlink()
-            part.symlink_to(cached)
-            part.rename(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-    def download_checked(self, name: str) -> Path:
-        """Download a shard; remove it and raise `Unreachable` if its content is wrong."""
-        cached = self.download(name)
-        problem = self.find_problem(name, cached)
-        if problem:
-            remove_from_hub_cache(cached)
-            raise Unreachable(problem)
-        return cached
-
-    def find_problem(self, name: str, path: Path) -> str:
-        """Return the problem with the content of a shard; empty if it is correct."""
-        info = self.infos[name]
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if size == info.size and info.sha256 in (None, digest):
-            return ""
-        return f"it has {size} bytes of SHA-256 {digest}, expected {info.size} of {info.sha256}"
+        """Return the bytes that a shard needs in the cache of the run."""
+        return 0 if (self.folder / name).exists() else super().room_needed(name)

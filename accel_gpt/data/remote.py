@@ -1,12 +1,12 @@
 """Data folders behind a URL. Their token shards are downloaded before use into a cache on disk.
 
-Each URL has a folder in the cache. The name of a cached shard begins with a hash of its size and
-content, so a shard that changes at its address gets another name. One process downloads a shard to
-a .part file, the others wait for its lock. The cache has a size limit for shards. To make room it
-removes those that were used longest ago: processes renew the time of change of shards in use.
+Each run has its own cache on each machine, with a size limit for shards. To make room, it removes
+shards that the run does not need soon, then those that it needs last. The processes of a run on one
+machine share the cache and download one shard at a time. A shard appears under its name when it is
+complete and verified. The name begins with a hash of size and content, so a shard that changes at
+its address gets another name. At the end of the run the cache is removed.
 
-Other files (index, tokenizer) are small. Each launch downloads them once, and falls back to the
-copies of an earlier launch if the store is unreachable.
+Other files (index, tokenizer) are small and downloaded at each launch.
 
 `hub_folder.py` has the folders in repositories of the Hub. fsspec reads all others.
 """
@@ -16,33 +16,29 @@ import hashlib
 import os
 import random
 import re
-import sys
+import shutil
+import socket
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from accel_gpt.data.hub_client import is_offline
-from accel_gpt.data.index import is_shard_name
+from accel_gpt.data.index import ENDINGS, is_shard_name
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.files import locked_file, write_all
+from accel_gpt.files import locked_file
 
 T = TypeVar("T")
-SHARD_ENDINGS = (".npy", ".bin", ".ds")
-CACHED = re.compile(r".+\.(npy|bin|ds)(\.part)?")  # names that count toward the limit of the cache
-BLOCK = 1 << 24  # bytes requested from a store at once
-CHUNK = 1 << 18  # bytes read and written at once
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
 TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses below 500
 TRIES = 6
 PAUSE_SECONDS = 1.0  # doubled after each try: half a minute in all
 LONGEST_PAUSE_SECONDS = 30.0
-ROOM_SECONDS = 60.0  # for which a shard waits for room in the cache
-UNUSED_SECONDS = 120.0  # after which a shard may be removed
-RENEW_SECONDS = 20.0  # between two marks of a shard in use
+NOT_SOON = 1 << 30  # the place in the order of need of a shard that is not needed soon
 CONTENT_TAGS = ("ETag", "etag", "md5Hash")  # as the stores of fsspec name them
 TIMES = ("mtime", "LastModified", "Last-Modified", "created")
 
@@ -130,31 +126,10 @@ class Store:
             return {entry["name"].rpartition("/")[2]: file_info(entry) for entry in files}
 
     def download(self, name: str, target: Path) -> None:
-        """Download a whole file."""
+        """Download a file."""
         with self.explained(name):
             system, path = self.locate(name)
             system.get_file(path, str(target))
-
-    def read(self, name: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
-        """Yield pieces of a file of `size` bytes, each with its position, from `start` on.
-
-        A server without ranges begins at 0 again.
-        """
-        with self.explained(name):
-            system, path = self.locate(name)
-            if self.is_http:  # as a stream: without ranges a file is read whole
-                headers = {"Range": f"bytes={start}-"} if start else {}
-                file = system.open(path, "rb", block_size=0, size=size, headers=headers)
-                start = start if file.r.status == 206 else 0
-            else:
-                file = system.open(path, "rb", block_size=BLOCK)
-                file.seek(start)
-            with file:
-                while data := file.read(CHUNK):
-                    yield start, data
-                    start += len(data)
-        if start < size:
-            raise Unreachable(f"it broke off after {start} of {size} bytes")
 
     @contextlib.contextmanager
     def explained(self, name: str = "") -> Iterator[None]:
@@ -201,38 +176,86 @@ def file_info(entry: dict[str, Any]) -> FileInfo:
 # --------------------------------------------------------------------------- the cache
 
 
-class RemoteFolder:
-    """A data folder behind `url`, whose files appear in `folder`, complete and checked.
+class Cache:
+    """The cache of a run on this machine: a folder that holds at most `limit` bytes of shards.
 
-    `cache_dir`: None for ~/.cache/accel_gpt/shards; `cache_gb`: its limit in 1e9 bytes. The first
-    `prefetch` starts a thread.
+    `folder`: None for ~/.cache/accel_gpt/shards. `run`: the folder of the run; None for a cache
+    that this process alone uses and removes when it ends.
+    """
+
+    def __init__(self, folder: str | None, gb: float, run: str | None) -> None:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(folder).expanduser() if folder else home / "accel_gpt" / "shards"
+        self.limit = int(gb * 1e9)
+        self.needs: dict[Path, int] = {}  # 0: needed now; otherwise the place in the order of need
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            if run is None:
+                self.root = Path(tempfile.mkdtemp(dir=base))
+                weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+            else:
+                self.root = base / short_hash(f"{Path(run).resolve()} {socket.gethostname()}")
+        except OSError as error:
+            raise UserError(
+                f"the cache {base} cannot be made: {error.strerror}; set data.cache_dir"
+            ) from None
+
+    def make_room(self, size: int, need: int) -> None:
+        """Remove shards until `size` bytes fit, but none that is needed as early as `need`.
+
+        The caller holds the lock, so that no other process is downloading. Raises `UserError` if
+        the shards that stay leave no room.
+        """
+        for part in self.root.glob("*/*.part"):  # of a process that was killed
+            part.unlink(missing_ok=True)
+        cached = [path for path in self.root.glob("*/*") if path.name.endswith(ENDINGS)]
+        cached.sort(key=lambda path: self.needs.get(path, NOT_SOON), reverse=True)
+        needed = size + sum(path.stat().st_size for path in cached)
+        for path in cached:
+            if needed <= self.limit or self.needs.get(path, NOT_SOON) <= need:
+                break
+            needed -= path.stat().st_size
+            path.unlink()
+        self.check_room(needed)
+
+    def check_room(self, needed: int) -> None:
+        """Raise `UserError` if the cache has no room for `needed` bytes."""
+        require(
+            needed <= self.limit,
+            f"data.cache_gb is {self.limit / 1e9:g}, but {needed / 1e9:g} GB are needed at once in "
+            f"{self.root}; set it above that",
+        )
+
+    def remove(self) -> None:
+        """Remove the cache with all files."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class RemoteFolder:
+    """A data folder behind `url`, whose files appear in `folder`, complete and verified.
+
+    The first `prefetch` starts a thread.
     """
 
     tries = TRIES
 
-    def __init__(self, url: str, cache_dir: str | None, cache_gb: float) -> None:
+    def __init__(self, url: str, cache: Cache) -> None:
         self.store = Store(url)
-        self.limit = int(cache_gb * 1e9)
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.root = Path(cache_dir).expanduser() if cache_dir else home / "accel_gpt" / "shards"
+        self.cache = cache
         last = re.sub(r"[^A-Za-z0-9._-]", "_", self.store.url.rpartition("/")[2])[:80]
-        self.cache = self.root / f"{short_hash(self.store.url)}-{last}"
-        self.folder = self.cache  # of small files
-        try:
-            self.cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"the cache {self.root} cannot be made: {error.strerror}; set data.cache_dir"
-            ) from None
+        self.shards = cache.root / f"{short_hash(self.store.url)}-{last}"
+        self.folder = self.shards  # of small files
         self.infos: dict[str, FileInfo] = {}
         self.current: set[str] = set()  # small files that this process downloaded
-        self.offline = False
         self.wanted: list[str] = []  # shards, in the order of need
-        self.used: set[str] = set()  # shards that this process keeps in the cache
-        self.releasing = threading.Lock()  # no shard is wanted again while it is released
         self.thread: threading.Thread | None = None
         self.changed = threading.Event()
         self.closed = False
+
+    @property
+    def description(self) -> str:
+        """Return what the first lines of a run call the folder."""
+        return self.store.url
 
     def expect(self, name: str, size: int, sha256: str | None) -> None:
         """Take what a shard must be from an index that was checked."""
@@ -243,6 +266,16 @@ class RemoteFolder:
         self.infos.update(self.retry(self.store.list))
         return self.infos
 
+    def path(self, name: str) -> Path:
+        """Return the path of a shard in the cache."""
+        info = self.infos[name]
+        version = info.sha256 or info.tag or info.changed
+        return self.shards / f"{short_hash(f'{info.size} {version}')}-{name}"
+
+    def room_needed(self, name: str) -> int:
+        """Return the bytes that a shard needs in the cache."""
+        return self.infos[name].size
+
     def fetch(self, name: str) -> Path:
         """Return the local copy of a file, which is downloaded if the cache does not hold it.
 
@@ -250,161 +283,63 @@ class RemoteFolder:
         may not be read or finds no room.
         """
         assert is_shard_name(name), name
-        if name.endswith(SHARD_ENDINGS):
+        if name.endswith(ENDINGS):
             return self.fetch_shard(name)
         return self.fetch_small_file(name)
 
     def fetch_small_file(self, name: str) -> Path:
-        """Return the local copy of a file whose name does not tell its version."""
+        """Return the local copy of a file, which is downloaded once per launch."""
         path = self.folder / name
-        if name in self.current:
-            return path
-        if self.offline:
-            if not path.exists():
-                raise Missing(f"{self.store.url}/{name} is not in {self.folder}; go online")
-            return path
-        part = self.folder / f".{name}.{os.getpid()}.part"
-        try:
-            self.retry(lambda: self.store.download(name, part), name)
-            part.rename(path)
-        except Missing:
-            path.unlink(missing_ok=True)
-            raise
-        except DataError as error:
-            if not path.exists():
-                raise
-            sys.stderr.write(f"{error}; going on with the copy in {self.folder}\n")
-            self.offline = True
-        finally:
-            part.unlink(missing_ok=True)
-        self.current.add(name)
+        if name not in self.current:
+            with self.writing():
+                part = path.with_name(f".{name}.{os.getpid()}")
+                self.retry(lambda: self.download(name, part), name)
+                part.replace(path)
+            self.current.add(name)
         return path
 
-    def fetch_shard(self, name: str, wait: bool = True) -> Path:
-        """Return the local copy of a shard. `wait`: for room in the cache."""
+    def fetch_shard(self, name: str, need: int = 0) -> Path:
+        """Return the local copy of a shard. `need`: its place in the order of need."""
         if name not in self.infos:
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
-        path = self.shard_path(name)
-        try:
-            with locked_file(lock_path(path)):  # others wait for the shard
-                if not path.is_file() or path.stat().st_size != self.infos[name].size:
-                    self.download_shard(name, path, wait)
-                os.utime(path, follow_symlinks=False)
-        except OSError as error:
-            raise DataError(f"{name} cannot be kept in {self.cache}: {error}") from None
-        self.used.add(name)
+        path = self.path(name)
+        if path.is_file():
+            return path
+        with self.writing(), locked_file(self.cache.root / ".lock"):
+            if not path.is_file():  # no other process has downloaded it meanwhile
+                self.cache.make_room(self.infos[name].size, need)
+                part = path.with_name(f"{path.name}.part")
+                self.retry(lambda: self.download_verified(name, part), name)
+                part.rename(path)
         return path
 
-    def shard_path(self, name: str) -> Path:
-        """Return where the version of a shard that is described is cached."""
-        info = self.infos[name]
-        version = info.sha256 or info.tag or info.changed
-        return self.cache / f"{short_hash(f'{info.size} {version}')}-{name}"
-
-    @property
-    def description(self) -> str:
-        """Return what the first lines of a run call the folder."""
-        return self.store.url
-
-    def path(self, name: str) -> Path:
-        """Return where a shard is read once it has been fetched."""
-        return self.shard_path(name)
-
-    def room_needed(self, name: str) -> int:
-        """Return the bytes that a shard needs in the cache."""
-        return self.infos[name].size
-
-    # ----------------------------------------------------------------------- prefetching
-
-    def prefetch(self, now: Sequence[str], then: Sequence[str] = ()) -> None:
-        """Download shards in the background: all of `now`, and of `then` while there is room.
-
-        Other shards may be removed. Raises `UserError` if the cache cannot hold all of `now`.
-        """
-        wanted = list(dict.fromkeys(now))
-        needed = sum(self.room_needed(name) for name in wanted)
-        self.check_room(needed)
-        for name in then:
-            if name in wanted:
-                continue
-            needed += self.room_needed(name)
-            if needed > self.limit:
-                break
-            wanted.append(name)
-        changed = set(wanted) != set(self.wanted)
-        with self.releasing:
-            if changed:
-                self.wanted = wanted
-            for name in self.used - set(wanted):
-                self.release(name)
-        if not changed:
-            return
-        self.changed.set()
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.download_wanted, name="remote", daemon=True)
-            self.thread.start()
-
-    def release(self, name: str) -> None:
-        """Mark a shard so that any process may remove it."""
-        self.used.discard(name)
-        unused_since = time.time() - 2 * UNUSED_SECONDS
-        with contextlib.suppress(OSError):  # it is gone, or belongs to another user
-            os.utime(self.shard_path(name), (unused_since, unused_since), follow_symlinks=False)
-
-    def download_wanted(self) -> None:
-        """Download the wanted shards, and mark them as used, until closed."""
-        while not self.closed:
-            self.changed.clear()
-            for name in self.wanted:
-                if self.changed.is_set():
-                    break
-                with contextlib.suppress(UserError):  # raised when the shard is needed
-                    self.fetch_shard(name, wait=False)
-                with self.releasing:
-                    if name in self.used and name not in self.wanted:  # any more
-                        self.release(name)
-            self.changed.wait(RENEW_SECONDS)
-
-    def close(self) -> None:
-        """End the thread after the shard that it is downloading; the cache stays."""
-        self.closed = True
-        self.prefetch([])
-        self.changed.set()
-
-    # ----------------------------------------------------------------------- downloading
-
-    def download_shard(self, name: str, path: Path, wait: bool) -> None:
-        """Download a shard, check it, and only then give it its name.
-
-        Raises `UserError` if it may not be read, `DataError` if it was wrong each time. An
-        `OSError` comes from the local disk.
-        """
-        info = self.infos[name]
-        part = path.with_name(f".{path.name}.part")
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Make the folder of the cache, and explain an `OSError` of the local disk."""
         try:
-            self.make_room(part, info.size, wait)
-            with part.open("r+b", buffering=0) as file:
-                self.retry(lambda: self.transfer(name, info, file), name)
-                os.fsync(file.fileno())
-            part.rename(path)
-        finally:
-            part.unlink(missing_ok=True)
+            self.shards.mkdir(parents=True, exist_ok=True)
+            yield
+        except OSError as error:
+            raise DataError(f"{self.store.url} cannot be kept in {self.shards}: {error}") from None
 
-    def transfer(self, name: str, info: FileInfo, file: FileIO) -> None:
-        """Download the rest of a shard, from the position of `file` on; `Unreachable` if wrong."""
-        for position, data in self.store.read(name, file.tell(), info.size):
-            file.seek(position)
-            write_all(file, memoryview(data))
-        size = file.tell()
-        file.truncate()
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if size == info.size and info.sha256 in (None, digest):
-            return
-        file.seek(0)
-        raise Unreachable(
-            f"it came with {size} bytes of SHA-256 {digest}, expected {info.size} of {info.sha256}"
-        )
+    def download_verified(self, name: str, part: Path) -> None:
+        """Download a shard to `part`; raises `Unreachable` if its content is wrong."""
+        self.download(name, part)
+        info = self.infos[name]
+        size = part.stat().st_size
+        with part.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        if size != info.size or info.sha256 not in (None, digest):
+            part.unlink()
+            raise Unreachable(
+                f"it came with {size} bytes of SHA-256 {digest}, expected {info.size} of "
+                f"{info.sha256}"
+            )
+
+    def download(self, name: str, target: Path) -> None:
+        """Download a file."""
+        self.store.download(name, target)
 
     def retry(self, call: Callable[[], T], name: str = "") -> T:
         """Return the result of `call`, retried while it is `Unreachable`; then `DataError`."""
@@ -421,83 +356,45 @@ class RemoteFolder:
             "the network and launch again"
         )
 
-    # ----------------------------------------------------------------------- room
+    # ----------------------------------------------------------------------- prefetching
 
-    def make_room(self, part: Path, size: int, wait: bool) -> None:
-        """Create `part` with `size` bytes; raises `UserError` if shards in use leave no room."""
-        end = time.monotonic() + (ROOM_SECONDS if wait else 0)
-        while True:
-            with locked_file(self.root / ".lock"):
-                part.unlink(missing_ok=True)
-                cached = cached_shards(self.root)
-                needed = size + sum(path_size for _, path_size in cached)
-                for path, path_size in cached:
-                    if needed > self.limit and remove_unused(path):
-                        needed -= path_size
-                if needed <= self.limit:
-                    with part.open("wb") as file:
-                        file.truncate(size)
-                    return
-            if time.monotonic() > end:
-                self.check_room(needed)
-            time.sleep(ROOM_SECONDS / 100)
+    def prefetch(self, now: Sequence[str], then: Sequence[str] = ()) -> None:
+        """Download shards in the background: all of `now`, and of `then` while there is room.
 
-    def check_room(self, needed: int) -> None:
-        """Raise `UserError` if the cache has no room for `needed` bytes."""
-        require(
-            needed <= self.limit,
-            f"data.cache_gb is {self.limit / 1e9:g}, but {needed / 1e9:g} GB are needed at once in "
-            f"{self.root}; set it above that",
-        )
+        Other shards may be removed. Raises `UserError` if the cache cannot hold all of `now`.
+        """
+        self.cache.check_room(sum(self.room_needed(name) for name in set(now)))
+        wanted = list(dict.fromkeys([*now, *then]))
+        for name in self.wanted:
+            self.cache.needs.pop(self.path(name), None)
+        for place, name in enumerate(wanted):
+            self.cache.needs[self.path(name)] = 0 if name in now else place
+        changed = set(wanted) != set(self.wanted)
+        self.wanted = wanted
+        if not changed:
+            return
+        self.changed.set()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.download_wanted, name="remote", daemon=True)
+            self.thread.start()
+
+    def download_wanted(self) -> None:
+        """Download the wanted shards until closed."""
+        while not self.closed:
+            self.changed.clear()
+            for place, name in enumerate(self.wanted):
+                if self.changed.is_set():
+                    break
+                with contextlib.suppress(UserError):  # raised when the shard is needed
+                    self.fetch_shard(name, need=place)
+            self.changed.wait()
+
+    def close(self) -> None:
+        """End the thread after the shard that it is downloading; the cache stays."""
+        self.closed = True
+        self.changed.set()
 
 
 def short_hash(text: str) -> str:
     """Return the first 16 digits of a SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def lock_path(path: Path) -> Path:
-    """Return the lock of a cached shard or of its download."""
-    return path.with_name(f".{path.name.removeprefix('.').removesuffix('.part')}.lock")
-
-
-def cached_shards(root: Path) -> list[tuple[Path, int]]:
-    """List shards and their downloads in the folders of all URLs, with their sizes in bytes.
-
-    The longest unused comes first. A link to a shard in the Hub's cache counts as the shard.
-    """
-    found = []
-    for path in root.glob("[0-9a-f]" * 16 + "-*/*"):
-        if CACHED.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):
-                found.append((path.lstat().st_mtime, path, path.stat().st_size))
-    return [(path, size) for _, path, size in sorted(found)]
-
-
-def remove_unused(path: Path) -> bool:
-    """Remove a shard that no process uses; return whether it is gone."""
-    try:
-        with locked_file(lock_path(path), wait=False):
-            if time.time() - path.lstat().st_mtime < UNUSED_SECONDS:
-                return False
-            if path.is_symlink():
-                remove_from_hub_cache(path.readlink())
-            path.unlink()
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    return True
-
-
-def remove_from_hub_cache(path: Path) -> None:
-    """Remove a file from the Hub's cache: the link in the snapshot, and the blob that it leads to.
-
-    The blob may be a link into a store that several repositories share. The file there stays if
-    its list of links, NAME.refs, has another one.
-    """
-    while path.is_symlink():
-        target = path.parent / path.readlink()
-        path.unlink()
-        path = target
-    links = path.with_name(f"{path.name}.refs")
-    if not links.exists() or len(set(links.read_text().split())) == 1:
-        path.unlink(missing_ok=True)

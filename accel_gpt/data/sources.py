@@ -12,7 +12,7 @@ from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.hub_folder import HubFolder, is_repository
 from accel_gpt.data.index import INDEX
-from accel_gpt.data.remote import Missing, Refused, RemoteFolder, is_url
+from accel_gpt.data.remote import Cache, Missing, Refused, RemoteFolder, is_url
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, require
@@ -46,6 +46,7 @@ def open_sources(
     data: DataConfig,
     names: Sequence[str] = (),
     known: Sequence[Source] = (),
+    cache: Cache | None = None,
 ) -> list[Source]:
     """Open a split of each path.
 
@@ -56,26 +57,31 @@ def open_sources(
     folders = {source.path: source.folder for source in known}
     found = []
     for name, source in zip(names or names_of(listed), listed, strict=True):
-        folder = folders.get(source.path) or open_folder(source.path, data)
+        folder = folders.get(source.path) or open_folder(source.path, data, cache)
         opened, tokenizer = open_data(source.path, split, data, folder)
         found.append(Source(name, source.path, source.weight, opened, tokenizer, folder))
     return found
 
 
-def open_folder(path: str, data: DataConfig) -> DataFolder:
-    """Open a data folder or URL.
+def open_cache(data: DataConfig, run: str | None = None) -> Cache:
+    """Open the cache for remote shards of the run in the folder `run`, or of this process."""
+    return Cache(data.cache_dir, data.cache_gb, run)
+
+
+def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> DataFolder:
+    """Open a data folder or URL. `cache`: None for a cache of this process.
 
     Download the index and tokenizer of a URL now; each shard is downloaded before it is read.
     Raises `UserError` if the URL does not exist. For a local folder, `open_data()` checks this.
     """
     if not is_url(path):
         return DataFolder(Path(path))
+    cache = cache or open_cache(data)
     remote: RemoteFolder
     if is_repository(path):
-        commit = (data.commits or {}).get(path)
-        remote = HubFolder(path, data.cache_dir, data.cache_gb, commit)
+        remote = HubFolder(path, cache, (data.commits or {}).get(path))
     else:
-        remote = RemoteFolder(path, data.cache_dir, data.cache_gb)
+        remote = RemoteFolder(path, cache)
     with contextlib.suppress(Missing):  # shards of another project have no index
         remote.fetch(INDEX)
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -86,7 +92,7 @@ def open_folder(path: str, data: DataConfig) -> DataFolder:
 
 def newest_commit(url: str, data: DataConfig) -> str:
     """Return the newest commit of the repository in `url`; if offline, the newest cached commit."""
-    return HubFolder(url, data.cache_dir, data.cache_gb).commit
+    return HubFolder(url, open_cache(data)).commit
 
 
 def open_data(
@@ -94,13 +100,13 @@ def open_data(
 ) -> tuple[Split, Tokenizer]:
     """Open a split of a data folder or URL, and its tokenizer.
 
-    `folder`: the folder at `path`, if it is already open. `data.tokenizer` is the tokenizer of
-    files that do not name one. Raises `UserError` if there is no folder or no tokenizer,
+    `folder`: the folder at `path`, if it is already open. `data.tokenizer` and `data.dtype` are
+    for files that do not say them. Raises `UserError` if there is no folder or no tokenizer,
     `DataError` if the data is not usable.
     """
     folder = folder or open_folder(path, data)
     if folder.is_foreign:
-        return open_foreign(folder, split, data.tokenizer)
+        return open_foreign(folder, split, data.tokenizer, data.dtype)
     opened = open_split(folder.path, split, folder.remote)
     tokenizer = folder.tokenizer
     if opened.tokenizer_fingerprint != tokenizer.fingerprint:

@@ -175,7 +175,7 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     assert capsys.readouterr().out.count("unknown") == 5
     np.array([*b"x", 300], "<u2").tofile(tmp_path / "val.bin")
     (problem,) = reported(capsys, tmp_path, "--tokenizer", "bytes", code=3)["problems"]
-    assert "300, beyond the vocabulary of 257" in problem
+    assert "token 300, expected less than vocab_size 257" in problem
 
 
 def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

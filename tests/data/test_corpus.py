@@ -206,7 +206,7 @@ def test_neither_the_scale_of_weights_nor_the_order_of_sources_matters(
         ("[{weight: 1}]", "has no path"),
         ("[{path: DATA1}, {path: none}]", "none does not exist"),
         ("[{path: DATA1, weight: 0.1234567}, {path: DATA2}]", "repeat only after"),
-        ("[DATA1, DATA2]", "expected a list of {path, weight}"),
+        ("[DATA1, DATA2]", "expected text or a list of {path, weight}"),
         ("{path: DATA1, weight: 1}", "expected text or a list of {path, weight}"),
         ("[{path: DATA1, weight: .inf}]", "weight is inf; expected a finite number"),
         ("[{path: DATA1", "must be valid YAML"),

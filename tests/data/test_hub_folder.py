@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_hub import constants, scan_cache_dir, snapshot_download
+from huggingface_hub import constants, snapshot_download
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import inspect
@@ -47,8 +46,6 @@ def shards(tmp_path: Path) -> Path:
 def hub(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A Hub that has the shards."""
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(remote, "ROOM_SECONDS", 1.0)
-    monkeypatch.setattr(remote, "UNUSED_SECONDS", 0.0)
     with HubServer() as server:
         point_at(monkeypatch, server, tmp_path / "home")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -80,57 +77,36 @@ def fetched(hub: HubServer) -> Counter[str]:
 
 
 @pytest.mark.parametrize("inside", ["", "gpt2/"])
-def test_shards_are_read_at_one_commit_through_the_cache_of_the_hub(
-    hub: HubServer, shards: Path, inside: str
-) -> None:
+def test_shards_are_read_at_one_commit(hub: HubServer, shards: Path, inside: str) -> None:
     add(hub, shards, inside)
     local = opened(str(shards))
-    for _ in range(2):  # the second time from the cache
-        split = opened(f"{URL}@main/{inside}")
-        assert (read(split) == read(local)).all()
-        assert split.fingerprint == local.fingerprint
+    split = opened(f"{URL}@main/{inside}")
+    assert (read(split) == read(local)).all()
+    assert split.fingerprint == local.fingerprint
     assert fetched(hub) == dict.fromkeys([shard.name for shard in local.shards], 1)
-    (repo,) = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    assert (repo.repo_id, repo.repo_type) == (REPO, "dataset")
-    assert {revision.commit_hash for revision in repo.revisions} == {split.remote.commit}  # type: ignore[union-attr]
-    hub.stop()
-    assert (read(opened(f"{URL}@main/{inside}")) == read(local)).all()
 
 
 def test_several_splits_of_a_url_are_listed_and_opened_once(hub: HubServer) -> None:
-    inspect.inspect_data(URL, DataConfig(), quick=True, windows=0, block_size=8)
+    inspect.inspect_data(URL, DataConfig(), quick=True)
     indexes = [path for method, path in hub.requests if path.endswith("/dataset.json")]
     assert len([path for path in indexes if "/resolve/" in path]) <= 2  # HEAD, then GET
     assert InspectCommand.parse([URL])
 
 
-def linked(folder: HubFolder) -> list[Path]:
-    """Return the shards that count toward the limit."""
-    return [path for path in folder.cache.iterdir() if path.suffix == ".npy"]
-
-
-def test_the_limit_of_the_cache_holds_for_what_training_downloads(
-    hub: HubServer, shards: Path
-) -> None:
-    sizes = [path.stat().st_size for path in shards.glob("train_*.npy")]
-    limit = 2.5 * max(sizes) / 1e9
+def test_the_limit_of_the_cache_holds(hub: HubServer, shards: Path) -> None:
+    limit = 2.5 * max(path.stat().st_size for path in shards.glob("train_*.npy")) / 1e9
     split = opened(cache_gb=limit)
     folder = split.remote
     assert isinstance(folder, HubFolder)
     for number in range(len(split.shards)):
         split.prefetch([number])
         split.read(number, 0, 10)
-        assert sum(path.stat().st_size for path in linked(folder)) <= limit * 1e9
-        cached = sum(path.stat().st_size for path in folder.folder.glob("train_*.npy"))
-        assert cached <= limit * 1e9
+        cached = [path for path in folder.cache.root.rglob("*.npy*") if path.suffix != ".metadata"]
+        assert sum(path.stat().st_size for path in cached) <= limit * 1e9
     folder.close()
-    blobs = [path.stat().st_size for path in (folder.folder.parents[1] / "blobs").iterdir()]
-    assert sum(size for size in blobs if size in sizes) <= limit * 1e9
 
 
-def test_what_another_program_downloaded_is_read_there_and_kept(
-    hub: HubServer, shards: Path
-) -> None:
+def test_what_hf_download_downloaded_is_read_in_place(hub: HubServer, shards: Path) -> None:
     snapshot_download(REPO, repo_type="dataset")
     before = fetched(hub)
     split = opened(cache_gb=1e-9)  # no room for anything
@@ -138,62 +114,17 @@ def test_what_another_program_downloaded_is_read_there_and_kept(
     assert (read(split) == read(opened(str(shards)))).all()
     split.remote.close()  # type: ignore[union-attr]
     assert fetched(hub) == before
-    assert not linked(split.remote)  # type: ignore[arg-type]
-    damaged = Path(split.path(0)).resolve()
-    damaged.write_bytes(bytes(damaged.stat().st_size))
-    with pytest.raises(DataError, match=r"train_000000.npy does not match its index: "):
-        opened().read(0, 0, 10)
-
-
-def test_a_shared_blob_stays_while_another_repository_uses_it(tmp_path: Path) -> None:
-    store = tmp_path / "blobs" / "ab" / "abcd"
-    for name in ("one", "two"):
-        for folder in (store.parent, tmp_path / name / "blobs", tmp_path / name / "snapshots"):
-            folder.mkdir(parents=True, exist_ok=True)
-        store.write_bytes(b"x")
-        (tmp_path / name / "blobs" / "e").symlink_to("../../blobs/ab/abcd")
-        (tmp_path / name / "snapshots" / "x.npy").symlink_to("../blobs/e")
-    links = store.with_name("abcd.refs")
-    links.write_text("one/blobs/e\ntwo/blobs/e\n")
-    remote.remove_from_hub_cache(tmp_path / "one" / "snapshots" / "x.npy")
-    assert not list((tmp_path / "one").rglob("*e"))
-    assert store.exists()
-    links.write_text("two/blobs/e\n")
-    remote.remove_from_hub_cache(tmp_path / "two" / "snapshots" / "x.npy")
-    assert not store.exists()
 
 
 def test_a_wrong_shard_is_fetched_again_and_then_reported(hub: HubServer) -> None:
     name = opened().shards[0].name
     good = hub.files(REPO)[name]
     hub.add(REPO, {name: good[:-1] + b"\xff"})
-    with pytest.raises(DataError, match=rf"{name} could not be fetched in 2 tries: it has \d+ byt"):
+    with pytest.raises(DataError, match=rf"{name} could not be fetched in 2 tries: it came"):
         opened().read(0, 0, 10)
     assert fetched(hub) == {name: 2}
     hub.add(REPO, {name: good})
     assert len(opened().read(0, 0, 10)) == 10
-
-
-FETCH = f"""
-from accel_gpt.config.data import DataConfig
-from accel_gpt.data.sources import open_data
-split, _ = open_data({URL!r}, "train", DataConfig())
-for number, shard in enumerate(split.shards):
-    split.read(number, 0, 10)
-print(len(split.shards))
-"""
-
-
-def test_two_processes_of_a_machine_fetch_each_shard_once(hub: HubServer, tmp_path: Path) -> None:
-    variables = os.environ | environment(hub, tmp_path / "home")
-    command = [sys.executable, "-c", FETCH]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
-        for _ in range(2)
-    ]
-    counts = {process.communicate(timeout=60)[0] for process in both}
-    assert counts == {f"{len(fetched(hub))}\n"}
-    assert set(fetched(hub).values()) == {1}
 
 
 # --------------------------------------------------------------------------- HF_HUB_OFFLINE
@@ -245,6 +176,7 @@ def test_offline_shards_of_another_project_have_the_same_fingerprint(
     url = "hf://datasets/tester/foreign"
     split = opened(url, tokenizer="bytes")
     tokens_read = read(split)
+    snapshot_download("tester/foreign", repo_type="dataset")
     go_offline()
     again = opened(url, tokenizer="bytes")
     assert again.fingerprint == split.fingerprint

@@ -443,7 +443,7 @@ LETTERS = '{"a": 0, "b": 1, "ab": 2}'
         ({"vocab.json": LETTERS}, UserError, "no tokenizer at"),
         ({"vocab.json": LETTERS, "merges.txt": "a b\n"}, UserError, "no tokenizer at"),
         ({FILE: "{"}, DataError, "not valid JSON"),
-        ({FILE: "[]"}, DataError, r"tokenizer.json is damaged: it holds a list"),
+        ({FILE: "[]"}, DataError, r"tokenizer.json is damaged: it holds no object"),
         ({FILE: '{"model": {}}'}, DataError, "is not a valid tokenizer.json"),
         ({CONFIG: "["}, DataError, r"tokenizer_config\.json is "),
         ({CONFIG: '{"eos_token": "<stop>"}'}, UserError, "'<stop>', which is not a token of"),

@@ -170,6 +170,7 @@ FREE = {
     "out_dir",
     "data.train",
     "data.tokenizer",
+    "data.dtype",
     "data.cache_dir",
     "data.cache_gb",
     "model.init_from",

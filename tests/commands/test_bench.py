@@ -16,8 +16,6 @@ from accel_gpt import train
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import bench
 from accel_gpt.commands.bench import PARTS
-from accel_gpt.commands.resolve import load_config
-from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.shards import open_split
 from tests.conftest import run_here
@@ -111,29 +109,6 @@ def test_no_data_is_prepared_or_read(
     assert call(*small_run(*SHORT, "--parts", "0", *words, *options)) == 0
     assert f"random, of {tokens:,} (" in capsys.readouterr().out
     assert not (tmp_path / "missing").exists()
-
-
-def test_random_tokens_have_documents_if_attention_depends_on_them(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    for mask in (False, True):
-        config = load_config(small_run("--data.document_mask", str(mask).lower()), "")
-        measured = bench.with_random_tokens(config, 300, tmp_path / str(mask))
-        (source,) = open_corpus(measured).train.sources
-        tokens = source.split.read(0, 0, 10 * bench.DOCUMENT_TOKENS)
-        assert (set(tokens[:: bench.DOCUMENT_TOKENS]) == {256}) == mask
-        assert measured.data.document_mask == mask
-
-
-def test_the_table_names_the_formula_of_mfu(
-    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("accel_gpt.training.metrics.peak_flops", lambda name, dtype: 1e12)
-    assert call(*small_run(*SHORT, "--parts", "0")) == 0
-    shown = capsys.readouterr().out
-    assert "MFLOP / (1 x 1.0 TFLOP/s of fp32)" in shown
-    assert "median of 3 steps" in shown
-    assert "where a step" not in shown
 
 
 @pytest.mark.slow

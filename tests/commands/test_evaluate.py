@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from tokenizers import Tokenizer
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands import evaluate as command
 from accel_gpt.commands.evaluate import Report
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
@@ -26,11 +24,11 @@ from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.run_folder import locked
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here, text_of
+from tests.conftest import launch, run_here
 from tests.evals import test_hellaswag as hellaswag
 from tests.evals.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
-from tests.test_train import assert_same_weights, records
+from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
 FOUR = ("--train.max_steps", "4", "--sample.every", "0")
@@ -110,33 +108,6 @@ def test_the_command_prints_the_metrics_of_the_run_and_changes_no_file(
     assert after == before
 
 
-def test_tasks_read_an_export_of_the_loaded_model_in_float32(
-    finished: Path, evaluate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint is read once."""
-    loads = []
-    scored: dict[str, Any] = {}
-
-    def load(*words: Any, **named: Any) -> Any:
-        loads.append(words)
-        return load_pretrained(*words, **named)
-
-    def score(folder: Path, **given: Any) -> dict[str, float]:
-        scored.update(given, weights=load_pretrained(str(folder))[0].state_dict())
-        return {"eval/fake_acc": 0.5}
-
-    monkeypatch.setattr(command, "load_pretrained", load)
-    monkeypatch.setattr(command, "open_tasks", lambda names, path: [*names])
-    monkeypatch.setattr(command, "score_tasks", score)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    metrics = evaluate(finished, "--tasks", "fake")["metrics"]
-    assert metrics["eval/fake_acc"] == 0.5
-    assert "eval/val_loss" in metrics
-    assert len(loads) == 1
-    assert (scored["tasks"], scored["precision"]) == (["fake"], "no")
-    assert_same_weights(scored["weights"], load_pretrained(str(finished))[0].state_dict())
-
-
 def test_a_run_is_measured_in_the_precision_of_its_launch(
     small_run: Arguments,
     tmp_path: Path,
@@ -193,28 +164,6 @@ def test_mistakes_of_the_command(
     ):
         assert call(*words) == code
         assert message in capsys.readouterr().err
-
-
-def test_bits_per_byte_are_those_of_the_text(
-    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
-) -> None:
-    """The bits of all targets over the UTF-8 bytes of the text without its first token."""
-    text = " ".join(f"{word} naïve ДОМ 東京 {i % 7}" for i, word in enumerate(text_of(600).split()))
-    (tmp_path / "text.txt").write_text(text)
-    recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe"}
-    prepare(PrepareConfig(source="text", vocab_size=300, workers=1, **recipe), tmp_path / "bpe")
-    words = ["--data.train", str(tmp_path / "bpe"), "--eval.tokens", "null"]
-    assert launch(small_run(*FOUR, *words)) == 0
-    split = open_split(tmp_path / "bpe", "val")
-    (ids,) = [split.read(i, 0, int(n)).tolist() for i, n in enumerate(split.lengths)]
-    tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
-    whole = tokenizer.decode(ids)
-    assert text.endswith(whole)
-    assert len(whole) < 0.8 * len(whole.encode())
-    size = len(whole.removeprefix(tokenizer.decode(ids[:1])).encode())
-    for found in (records(tmp_path / "run")[-1], evaluate(tmp_path / "run")["metrics"]):
-        bits = found["eval/val_loss"] * (len(ids) - 1) / math.log(2)
-        assert found["eval/val_bits_per_byte"] == pytest.approx(bits / size, 1e-6)
 
 
 def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(

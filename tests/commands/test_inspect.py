@@ -112,12 +112,6 @@ def test_report_on_data(data: Path, capsys: Printed) -> None:
     assert split.fingerprint[:12] in shown
 
 
-def test_a_data_folder_may_have_any_other_file(data: Path, capsys: Printed) -> None:
-    (data / "checkpoints").mkdir()
-    (data / "manifest.json").write_text("{}")
-    assert "splits" in reported(capsys, data)
-
-
 def test_quick_reads_no_shard(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Split, "read", None)  # calling it would fail

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands import grid, sweep
+from accel_gpt.commands import sweep
 from accel_gpt.commands.grid import read_grid, split_values
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
@@ -222,18 +222,6 @@ def test_one_text_is_prepared_with_each_tokenizer(
     assert verdicts(capsys)[0].startswith("data.prepare.tokenizer, data.train differ: bits per ")
     folders = [path.parent.name for path in (tmp_path / "sweep").glob("data*/dataset.json")]
     assert (len(folders), min(folders)) == (2, "data")
-
-
-def test_values_that_no_folder_can_be_named_by(
-    made: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    splits = ["a/b", "a b", f"{'x' * 300}1", f"{'x' * 300}2"]
-    monkeypatch.setattr(grid, "split_values", lambda key, text: text.split(","))
-    key = "data.prepare.dataset_split"
-    assert made("--optim.lr", "3e-3", f"--{key}", ",".join(splits)) == 0
-    found = (tmp_path / "sweep").glob(f"{key}=*")
-    names = [path.name for path in found if path.is_dir()]
-    assert (len(names), max(map(len, names)) < 255) == (4, True)
 
 
 def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str]]) -> None:

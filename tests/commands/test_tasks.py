@@ -132,23 +132,6 @@ def test_the_command_prints_the_metrics_of_tasks(
 # --------------------------------------------------------------------------- mistakes
 
 
-@needs_lm_eval
-@ignore_warnings
-@pytest.mark.slow
-def test_a_group_is_loaded_once_and_data_that_are_missing_are_named(tasks: Path) -> None:
-    (tasks / "away.yaml").write_text(
-        "task: away\ndataset_path: json\ndataset_kwargs: {data_files: {test: none.jsonl}}\n"
-        "test_split: test\noutput_type: loglikelihood\ndoc_to_text: a\ndoc_to_target: b\n"
-    )
-    (tasks / "both.yaml").write_text("group: local_both\ntask: [local_piqa, local_lambada]\n")
-    found = open_tasks(["local_both", "local_answers"], str(tasks))
-    assert len(found) == 2
-    with pytest.raises(UserError, match="the tasks away could not be loaded"):
-        open_tasks(["away"], str(tasks))
-    with pytest.raises(UserError, match="is not a folder; name a folder with YAML files"):
-        open_tasks(["local_piqa"], str(tasks / "none"))
-
-
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"; run pip install -e '\.\[lm-eval\]' in the clone"):

@@ -19,10 +19,7 @@ from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import verify_resume
-from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.verify_resume import KINDS, ROUNDED, Finding, run_values
-from accel_gpt.config.plan import make_plan, shorten
-from accel_gpt.config.values import to_flat
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
 
@@ -46,31 +43,6 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # --------------------------------------------------------------------------- its options
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        ["--schedule.warmup_steps", "700"],
-        ["--schedule.name", "wsd", "--schedule.decay_steps", "50", "--schedule.warmup_steps", "6"],
-    ],
-)
-def test_a_long_run_is_shortened_to_one_that_fits(
-    schedule: list[str], small_run: Arguments
-) -> None:
-    null = ["--schedule.warmup_steps", "0", "--train.max_steps", "null"]
-    null += ["--train.max_tokens", "1e9", "--optim.lr", "3e-3"]
-    null += ["--log.trackers", "tensorboard"]
-    given = load_config(small_run(*null, *schedule), "test")
-    config = shorten(given, 8)
-    plan = make_plan(config, 1)
-    assert (plan.max_steps, config.checkpoint.every, config.log.every) == (8, 1, 1)
-    assert plan.warmup_steps == (6 if "wsd" in schedule else 7)
-    before, after = (to_flat(c) for c in (given, config))
-    changed = {key for key in before if before[key] != after[key]}
-    others = {"train.max_steps", "train.max_tokens", "sample.every", "checkpoint.every"}
-    others |= {"log.trackers", "log.batch_hash"}
-    assert changed - others == {k for k in changed if k.startswith("schedule.")} != set()
 
 
 # --------------------------------------------------------------------------- the comparison
@@ -216,19 +188,6 @@ def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
     assert f"{len(worlds)} launches" in shown.out
     assert "set train.reproducible to true for equality bit for bit" in shown.out
     assert not list(rooms.iterdir())
-
-
-def test_without_kills_it_is_one_run_more(
-    small_run: Arguments, rooms: Path, tmp_path: Path, pretended: Pretended, capsys: Printed
-) -> None:
-    whole = make_run(tmp_path / "whole")
-    pretended(whole, whole)
-    assert call(*small_run("--steps", "4", "--kills=0", "--keep")) == 0
-    shown = capsys.readouterr()
-    assert "stop and resume equals never stopping, bit for bit" in shown.out
-    (room,) = rooms.iterdir()
-    assert f"kept: {room}" in shown.err
-    assert {p.name for p in room.iterdir()} >= {"config.yaml", "undisturbed", "disturbed_1"}
 
 
 def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(

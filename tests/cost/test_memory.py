@@ -1,23 +1,13 @@
 """The forecast of memory against torch's allocations and a training process."""
 
 import itertools
-import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_gpt.commands.options import PlanCommand
-from accel_gpt.commands.plan import forecast
-from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
@@ -39,7 +29,6 @@ from accel_gpt.optim.groups import make_optimizer
 from tests.conftest import tiny
 
 V, B = 100, 3
-KERNELS = 95_000_000  # bytes of `LIBRARIES_CPU_BYTES` that the first step loads, not the imports
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -191,61 +180,3 @@ def test_cuda_allocates_what_is_planned(preset: str, half: bool) -> None:
         optimizer.zero_grad()
     expected = planned.total - planned.parts["libraries"]
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.15)
-
-
-MEASURE = r"""
-import json, re, sys
-from pathlib import Path
-from accel_gpt import train
-from accel_gpt.commands import train as command
-from accel_gpt.console import run_main
-
-def resident(key):
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(key + r":\s+(\d+) kB", status)[1]) * 1024
-
-before = resident("VmRSS")
-code = run_main(command.main, sys.argv[1:])
-print(json.dumps([code, before, resident("VmHWM")]))
-"""
-RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "6 x 384, T 256": (
-        {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
-        {"tokens_per_step": 2048, "micro_batch_size": 8},
-    ),
-    "llama, 8 x 512, T 512, accumulated": (
-        {"preset": "llama", "n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 512},
-        {"tokens_per_step": 1024, "micro_batch_size": 1},
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize(("model", "train"), RUNS.values(), ids=RUNS.keys())
-def test_the_plan_predicts_what_a_run_grows_by(
-    model: dict[str, Any], train: dict[str, Any], corpus: Path, tmp_path: Path
-) -> None:
-    """Growth of resident memory in a run of three steps, from the imports to the peak.
-
-    The C library fills all gaps or none; this differs from run to run.
-    """
-    path = tmp_path / "config.yaml"
-    sections = {
-        "out_dir": str(tmp_path / "run"),
-        "data": {"train": str(corpus)},
-        "model": {**model, "vocab_size": 2048},
-        "train": {**train, "max_steps": 3, "cpu_threads": 1},
-        "eval": {"every": 0, "tokens": model["block_size"]},
-        "sample": {"every": 0},
-        "log": {"trackers": []},
-    }
-    path.write_text(yaml.safe_dump(sections))
-    command = [sys.executable, "-c", MEASURE, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
-    code, before, highest = json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[-1])
-    assert code == 0
-    memory = forecast(PlanCommand(str(path)), load_config([str(path)], "test"))["memory"]
-    planned = memory["total"] - LIBRARIES_CPU_BYTES + KERNELS
-    without_gaps = planned - memory["parts"]["gaps between tensors"]
-    assert 0.85 * without_gaps < highest - before < 1.15 * planned

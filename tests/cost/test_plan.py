@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_gpt.cli import dispatch
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.config.parse import load_config
 from accel_gpt.console import format_hours, run_main
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.planning import evaluation_tokens
@@ -23,7 +23,6 @@ from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sizes import padded_vocab_size
-from accel_gpt.transformers_io.pretrained import inherit_published
 from tests.conftest import tiny
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -312,7 +311,7 @@ def test_times_are_written_as_people_do() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_flops_of_every_config_equal_those_of_its_model(path: Path) -> None:
-    config = load_config([str(path)], "test", inherit_published).model
+    config = load_config([str(path)], "test", offline=True).model
     config = replace(config, n_layer=min(config.n_layer, 3))  # all layers are alike
     model = GPT.allocate(config, 50257, "meta")
     assert flops_per_token(config, 50257) == model.flops_per_token()

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
@@ -23,14 +22,13 @@ from accel_gpt.evals.hellaswag import (
     encode_question,
     ending_losses,
     parse_question,
-    plan_batches,
     read_questions,
     score_questions,
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.bpe import train_bpe
 from tests.conftest import launch, text_of
-from tests.helpers.processes import Member, together
+from tests.helpers.processes import together
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
@@ -196,17 +194,6 @@ def test_a_hub_data_set_is_read_as_the_file(
 # --------------------------------------------------------------------------- scoring
 
 
-def test_every_row_is_in_one_batch_and_shapes_are_few() -> None:
-    lengths = np.random.default_rng(0).integers(1, 1025, 500).tolist()
-    planned = plan_batches(lengths, 4, 1024)
-    assert sorted(i for rows, _, _ in planned for i in rows) == list(range(500))
-    for rows, B, T in planned:
-        assert len(rows) <= B
-        assert max(lengths[i] for i in rows) <= T
-        assert B * T == 4 * 1024
-    assert len({shape for _, *shape in map(tuple, planned) for shape in [tuple(shape)]}) <= 6
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equal_to_one_ending_after_the_other(
     world: int, file: Path, bpe: Tokenizer, model: GPT
@@ -247,22 +234,6 @@ def check_figures(figures: dict[str, float], expected: list[list[float]]) -> Non
         )
 
 
-def test_under_fsdp_every_process_does_as_many_batches(
-    file: Path, bpe: Tokenizer, model: GPT
-) -> None:
-    questions = read_questions(str(file), bpe, BLOCK, bpe.vocab_size)
-    alone = ending_losses(model, questions, Accelerator(cpu=True), 1)
-    total, counts = np.zeros_like(alone), []
-    for rank in range(4):
-        beats: list[int] = []
-        part: Any = Member(rank, 4, [], None)  # type: ignore[arg-type]
-        part.distributed_type, part.reduce = DistributedType.FSDP, lambda value, _: value
-        total += ending_losses(model, questions, part, 1, lambda *_, beats=beats: beats.append(1))
-        counts.append(len(beats))
-    assert len(set(counts)) == 1
-    assert total.tolist() == alone.tolist()
-
-
 def test_acc_takes_the_least_loss_and_acc_norm_the_least_per_character(
     bpe: Tokenizer, model: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,16 +246,6 @@ def test_acc_takes_the_least_loss_and_acc_norm_the_least_per_character(
     found = score_questions(model, tuple(questions), Accelerator(cpu=True), 2)
     assert found["eval/hellaswag_acc"] == 2 / 4  # 2, 1, 2, 0
     assert found["eval/hellaswag_acc_norm"] == 2 / 4  # 0, 0, 0, 1
-
-
-def test_tokens_are_checked_once_before_the_first_evaluation(
-    file: Path, bpe: Tokenizer, model: GPT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(DataError, match=r"jsonl line 1 holds token .* the vocabulary of 200;"):
-        read_questions(str(file), bpe, BLOCK, vocab_size=200)
-    questions = read_questions(str(file), bpe, BLOCK, vocab_size=model.vocab_size)
-    monkeypatch.delattr(hellaswag, "check_tokens")
-    score_questions(model, questions, Accelerator(cpu=True), 2)
 
 
 # --------------------------------------------------------------------------- in the loop
@@ -311,32 +272,4 @@ def test_questions_in_the_loop_leave_no_trace(small_run: Arguments, tmp_path: Pa
         assert a["train/loss"] == b["train/loss"]
 
 
-def test_a_bad_question_is_reported_before_training(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "h.jsonl", [good, {"ctx": "a", "label": 1}])
-    longer = ["--model.block_size", "64", "--train.micro_batch_size", "4"]
-    assert launch(small_run("--eval.hellaswag", str(path), *longer)) == 3
-    assert f"error: {path} line 2: not a question" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 # --------------------------------------------------------------------------- slow
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
-def test_compiled_equals_eager_and_compiles_little(file: Path, bpe: Tokenizer, model: GPT) -> None:
-    from torch._dynamo.utils import counters
-
-    questions = read_questions(str(file), bpe, BLOCK, bpe.vocab_size)
-    eager = ending_losses(model, questions, Accelerator(cpu=True), 2)
-    assert len({T for _, _, T in plan_batches([20, 40], 2, BLOCK)}) == 2
-    compiled = copy.deepcopy(model)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled.compile()
-    for _ in range(2):
-        losses = ending_losses(compiled, questions, Accelerator(cpu=True), 2)
-        assert losses.tolist() == pytest.approx(eager.tolist(), rel=1e-4)
-    assert counters["stats"]["unique_graphs"] <= 3

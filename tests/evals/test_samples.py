@@ -19,10 +19,8 @@ from accel_gpt.evals.samples import (
     prompt_ids,
     sample,
     samples_due,
-    write_text,
 )
 from accel_gpt.model.generate import context_start
-from accel_gpt.model.gpt import GPT
 from tests.conftest import launch, run_here, tiny
 from tests.helpers.processes import Member
 from tests.model.test_generate import VOCAB, make, run, seeded
@@ -115,15 +113,6 @@ def test_each_process_writes_another_text() -> None:
         text = sample(one, model, BytesTokenizer(), config, seed=1, step=5)
         texts += [part.partition("\n")[2].strip() for part in text.split("--- sample ")[1:]]
     assert len(set(texts)) == len(texts) == 4
-
-
-def test_several_texts_of_a_prompt_differ_and_keep_it() -> None:
-    torch.manual_seed(0)
-    tokenizer = BytesTokenizer()
-    model = GPT(tiny(), tokenizer.vocab_size)
-    texts = write_text(model, tokenizer, "ab", SampleConfig(num=3, max_new_tokens=9), seeded())
-    assert len(set(texts)) == 3
-    assert all(text.startswith("ab") for text in texts)
 
 
 def test_the_last_step_has_samples_where_any_are_asked_for() -> None:

@@ -17,9 +17,8 @@ from accel_gpt import cli
 from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.console import run_main
 from accel_gpt.files import lock
-from accel_gpt.report.page import HERE
 from accel_gpt.report.payload import MOST_POINTS, all_marks, thin
-from accel_gpt.report.plots import COLORS, loss_curves, smoothed
+from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
 from tests.helpers.runs import LAUNCH, make_run, png_size, record
 
@@ -231,19 +230,6 @@ def test_the_png_of_the_model_card(tmp_path: Path) -> None:
     for records in (long, short, []):
         loss_curves(records, tmp_path / "loss.png")
         assert png_size(tmp_path / "loss.png") == (1200, 700)
-
-
-def test_smoothing_does_not_lag() -> None:
-    line = 10 - np.arange(600) / 100
-    assert smoothed(line)[:590] == pytest.approx(line[:590])
-    noisy = 3 + (-1.0) ** np.arange(600)
-    assert abs(smoothed(noisy)[100:] - 3).max() < 0.1
-    assert smoothed(np.array([3.0])) == [3.0]
-
-
-def test_page_and_png_have_the_same_colors() -> None:
-    style = (HERE / "page.css").read_text()
-    assert tuple(re.findall(r"--p\d: light-dark\((#\w+)", style)) == COLORS
 
 
 def test_mistakes(

@@ -1,7 +1,5 @@
 """The data of a run: training sources, evaluation splits, and the position to resume from."""
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -33,9 +31,6 @@ from accel_gpt.errors import DataError, UserError, require
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
 CHECKED_AT_ONCE = 1 << 20  # tokens
-# Times that another special token must be as frequent as end-of-text to be taken for the separator;
-# assumption: marks of chats and of code are fewer in a document
-MORE_FREQUENT = 10
 # Repeated text is almost as good as new text up to 4 epochs, and of little worth after 16:
 # Muennighoff et al. 2023, arXiv 2305.16264.
 MOST_EPOCHS = 16
@@ -259,6 +254,12 @@ def open_corpus(config: Config) -> Corpus:
     )
 
 
+def vocabulary_of(config: Config) -> int:
+    """Return the vocabulary size of the model, as `open_corpus` does, from one training source."""
+    source = open_sources(train_paths(config.data)[:1], "train", config.data)[0]
+    return model_vocabulary(config, source.tokenizer, source.path)
+
+
 def eval_splits(
     sources: Sequence[Source], tokens: int | None, named: bool = False
 ) -> tuple[EvalSplit, ...]:
@@ -347,7 +348,7 @@ def check_documents(source: Source) -> None:
     """Raise `UserError` unless end-of-text lies between documents of a source.
 
     Our own index counts the documents. In shards of other projects, the first `CHECKED_TOKENS` of
-    the first shard are searched. Writes a warning if another special token is far more frequent.
+    the first shard are searched.
     """
     split = source.split
     tokenizer = source.tokenizer
@@ -358,34 +359,17 @@ def check_documents(source: Source) -> None:
     )
     if split.shards[0].documents is not None:
         return
-    counts = np.zeros(tokenizer.vocab_size, np.int64)
     end = min(split.shards[0].tokens - 1, CHECKED_TOKENS)  # the last token separates nothing
     for start in range(1, end, CHECKED_AT_ONCE):
         tokens = split.read(0, start, min(CHECKED_AT_ONCE, end - start))
-        counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
-        if counts[tokenizer.eot_id]:
-            break
-    ends = int(counts[tokenizer.eot_id])
-    special = np.where(tokenizer.token_bytes == 0, counts, 0)
-    special[tokenizer.eot_id] = 0
-    if ends and special.max() < MORE_FREQUENT * ends:
-        return
-    remedy = "set data.tokenizer to the tokenizer that made the shards"
-    found = ""
-    if special.any():
-        name = tokenizer.decode([int(special.argmax())])
-        found = f", but {special.max():,} of {name!r}"
-        remedy = (
-            f'if {name!r} separates them, write {{"eos_token": {json.dumps(name)}}} into '
-            "tokenizer_config.json beside the tokenizer.json"
-        )
-    count = f"only {ends:,}" if ends else "no"
-    problem = (
-        f"data.document_mask is true, but the {split.name} shards of {source.path} have {count} "
-        f"end-of-text token ({tokenizer.eot!r}) between documents{found}; {remedy}"
+        if (tokens == tokenizer.eot_id).any():
+            return
+    raise UserError(
+        f"data.document_mask is true, but the {split.name} shards of {source.path} have no "
+        f"end-of-text token ({tokenizer.eot!r}) between documents; set data.tokenizer to the "
+        "tokenizer that made the shards, name another token as eos_token in tokenizer_config.json "
+        "beside its tokenizer.json, or set data.document_mask to false"
     )
-    require(ends > 0, f"{problem}, or set data.document_mask to false")
-    sys.stderr.write(f"WARNING: {problem}\n")
 
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
-from accel_gpt.data.corpus import open_corpus
+from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
@@ -47,7 +47,7 @@ def resolve_micro_batch_size(
     world_size = accelerator.num_processes
     sizes = sorted(fitting_sizes(config, world_size))
     if fits is None:
-        fits = make_fits(config, open_corpus(config).vocab_size, accelerator)
+        fits = make_fits(config, vocabulary_of(config), accelerator)
     earlier, file = on_main(lambda: earlier_choice(config, "train.micro_batch_size"))
     if earlier in sizes and all(all_gather(fits(earlier))):
         size = earlier

@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.data.corpus import open_corpus
+from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import first_line, require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import earlier_choice
@@ -126,7 +126,7 @@ def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool,
 def estimated_seconds(config: Config, plan: Plan) -> float:
     """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
     device = PartialState().device
-    gpt = GPT.allocate(config.model, open_corpus(config).vocab_size, "meta")
+    gpt = GPT.allocate(config.model, vocabulary_of(config), "meta")
     tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
     flops = tokens_per_rank * gpt.flops_per_token()
     if device.type == "cpu":

@@ -231,9 +231,9 @@ def test_shards_that_hf_upload_sent_are_trained_on(
     hub: HubServer, shards: Path, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """By the command of docs/how-to/data.md."""
-    command = ["hf", "upload", "--repo-type", "dataset", "tester/uploaded", str(shards), "."]
+    words = ["hf", "upload", "--repo-type", "dataset", "tester/uploaded", str(shards), "."]
     variables = os.environ | environment(hub, tmp_path / "home")
-    subprocess.run(command, env=variables, check=True, timeout=120)
+    subprocess.run(words, env=variables, check=True, timeout=120)
     assert hub.files("tester/uploaded") == hub.files(REPO)
     url = "hf://datasets/tester/uploaded"
     own = small_run("--data.train", url, "--eval.tokens", "64", "--data.shuffle", "groups")

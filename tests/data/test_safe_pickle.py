@@ -91,8 +91,3 @@ def test_damage_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "meta.pkl").write_bytes(content)
     with pytest.raises(DataError, match=r"meta\.pkl cannot be read"):
         read_vocabulary(tmp_path / "meta.pkl")
-
-
-def test_a_missing_file_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No such file"):
-        read_vocabulary(tmp_path / "meta.pkl")

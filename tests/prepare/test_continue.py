@@ -423,10 +423,3 @@ def test_a_strange_file_is_never_removed(stopped: PrepareConfig, out: Path) -> N
     with pytest.raises(UserError, match=r"made\.partial is .* holds thesis\.txt; remove that"):
         prepare(stopped, out)
     assert (partial(out) / "thesis.txt").read_text() == "mine"
-
-
-def test_small_documents_make_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    piece = sources.Piece("train", "a", True, True, sources.Position())
-    found = list(workers.batches(piece for _ in range(500)))
-    assert max(map(len, found)) < 50
-    assert sum(map(len, found)) == 500

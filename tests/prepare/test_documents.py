@@ -143,24 +143,6 @@ def test_reading_goes_on_after_any_piece(
     assert {piece.split for piece in found} == {"train", "val"} or few == 2
 
 
-def test_only_the_row_groups_and_the_column_asked_for_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = pa.table({"text": [f"row {i}" for i in range(10)], "n": list(range(10))})
-    pq.write_table(table, tmp_path / "x.parquet", row_group_size=2)
-    seen: list[Any] = []
-    real = pq.ParquetFile.iter_batches
-
-    def spy(self: Any, **asked: Any) -> Any:
-        seen.append((list(asked["row_groups"]), asked["columns"]))
-        return real(self, **asked)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
-    found = read_pieces(PrepareConfig("parquet", str(tmp_path / "x.parquet")), Position(0, 7))
-    assert [piece.text for piece in found] == ["row 7", "row 8", "row 9"]
-    assert seen == [([3, 4], ["text"])]
-
-
 # --------------------------------------------------------------------------- splits
 
 

@@ -14,7 +14,6 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.prepare.lost import find_lost_text
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import run_here, text_of
 
@@ -82,15 +81,7 @@ def test_what_the_tokens_do_not_hold_is_told(
         assert re.search(expected, line)
 
 
-def test_shares_are_those_of_the_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_tokenizer("unknown", tmp_path))
-    text = "中文 the 中"
-    found = find_lost_text(tokenizer, text, tokenizer.encode_batch([text])[0])
-    assert (found.unknown, found.characters, found.lost) == (3, 6, 3)
-    assert (found.changed, set(found.examples)) == (1, {"中", "文"})
-
-
-@pytest.mark.parametrize("kind", ["unknown", "dropping", "words"])
+@pytest.mark.parametrize("kind", ["unknown", "dropping"])
 def test_a_text_of_which_no_character_has_a_token_is_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("中文 日本\n" * 50)
     tokenizer = str(write_tokenizer(kind, tmp_path / "tokenizer"))
@@ -151,25 +142,6 @@ def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
     assert "WARNING" not in capsys.readouterr().err
     assert sorted(documents_of(tmp_path / "split")) == sorted(STORIES)
     assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)
-
-
-@pytest.mark.parametrize("name", ["</s>", "<EOS>", "[SEP]", "<|im_end|>", "<|eot_id|>"])
-def test_other_separators_are_told(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text(f"the king\n{name}\n" * 20)
-    prepare(PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="bytes"), tmp_path / "out")
-    assert f"the text spells {name} 20 times, which became letters" in capsys.readouterr().err
-
-
-def test_the_texts_of_a_trained_tokenizer_have_no_separator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = replace(config_of(tmp_path, "txt", "\n"), tokenizer="chars")
-    prepare(config, tmp_path / "letters")
-    assert f"--separator '{EOT}'" in capsys.readouterr().err
-    prepare(replace(config, separator=EOT), tmp_path / "out")
-    assert not {"<", "|"} & set(load_tokenizer(tmp_path / "out").decode(range(20)))
 
 
 def test_an_empty_separator_is_refused() -> None:

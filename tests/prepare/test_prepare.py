@@ -1,10 +1,8 @@
 """Text is prepared once, atomically, with the same result for any number of workers."""
 
 import hashlib
-import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import sys
@@ -15,17 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers.models import WordPiece
-from tokenizers.pre_tokenizers import BertPreTokenizer
-from tokenizers.trainers import WordPieceTrainer
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.index import read_index
 from accel_gpt.data.shards import open_split
-from accel_gpt.data.tokenizer import HFTokenizer, load_tokenizer
+from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError
 from accel_gpt.files import lock
 from accel_gpt.prepare import prepare as room
 from accel_gpt.prepare import workers
@@ -108,36 +101,6 @@ def test_any_number_of_workers_and_pieces_writes_the_same_bytes(
     del one["dataset.json"], three["dataset.json"]  # a shard counts the bytes of its pieces
     assert one == three
     assert len(one) > 5
-
-
-def test_a_long_text_of_a_tokenizer_json_is_encoded_in_pieces(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "".join(f"Line {i} of a text,\r\nwithout an {'!' * (i % 5)} end.\n" for i in range(800))
-    (tmp_path / "text.txt").write_bytes(text.encode())
-    library = tokenizers.Tokenizer(WordPiece(unk_token="[UNK]"))
-    library.pre_tokenizer = BertPreTokenizer()
-    trainer = WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "</s>"])
-    library.train_from_iterator([text], trainer)
-    library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    text = text.replace("\r\n", "\n")
-    whole = tokenizer.encode(text)
-    encode_array = HFTokenizer.encode_array
-
-    def encode_piece(self: HFTokenizer, text: str) -> Any:
-        require(len(text) < 8000, "the text is not in pieces")
-        return encode_array(self, text)
-
-    monkeypatch.setattr(HFTokenizer, "encode_array", encode_piece)
-    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 2500)
-    path = str(tmp_path / "text.txt")
-    settings = PrepareConfig(
-        source="text", path=path, tokenizer=str(tmp_path / "tokenizer.json"), workers=1
-    )
-    prepare(settings, out)
-    made = [i for name in ("train", "val") for i in tokens(out, name) if i != tokenizer.eot_id]
-    assert made == whole
 
 
 def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
@@ -280,39 +243,3 @@ def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
     taker.join(60)
     taker.kill()
     assert taker.exitcode == 0
-
-
-# --------------------------------------------------------------------------- splits
-
-
-def documents_of(folder: Path, split: str) -> list[str]:
-    """Return the documents of a split of bytes, split at end-of-text."""
-    opened = open_split(folder, split)
-    rows = [opened.read(i, 0, shard.tokens) for i, shard in enumerate(opened.shards)]
-    ids = np.concatenate(rows)
-    parts = np.split(ids, np.flatnonzero(ids == 256) + 1)
-    return [bytes(part[part < 256].astype(np.uint8)).decode() for part in parts if len(part)]
-
-
-def test_no_document_of_val_is_in_train_and_the_split_is_that_of_the_text(tmp_path: Path) -> None:
-    """Copies of a text land in one split; any number of workers makes the same shards."""
-    texts = [f"document {i % 600} of the king" for i in range(1500)]
-    random.Random(0).shuffle(texts)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "text.jsonl").write_text(lines)
-    asked = PrepareConfig(
-        source="jsonl",
-        path=str(tmp_path / "text.jsonl"),
-        tokenizer="bytes",
-        val_fraction=0.1,
-        shard_tokens=3000,
-        workers=1,
-    )
-    prepare(asked, tmp_path / "one")
-    prepare(replace(asked, workers=3), tmp_path / "three")
-    train = documents_of(tmp_path / "one", "train")
-    val = documents_of(tmp_path / "one", "val")
-    assert sorted(train + val) == sorted(texts)
-    assert not set(train) & set(val)
-    assert abs(len(set(val)) - 60) < 5 * (600 * 0.1 * 0.9) ** 0.5
-    assert read_index(tmp_path / "one").splits == read_index(tmp_path / "three").splits

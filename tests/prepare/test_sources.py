@@ -55,6 +55,7 @@ def test_the_kind_with_the_most_bytes_is_read(tree: Path) -> None:
 def test_what_is_left_out_is_counted(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "rows.jsonl").write_text('{"text": "a"}\n')
     (tree / "latin.txt").write_bytes(b"caf\xe9")
+    (tree / "program").write_bytes(b"ELF\0")
     (tree / "link").symlink_to("a")
     (tree / "gone.txt").symlink_to("nowhere")
     for mark in ("runs/a/run.json", "data/b/dataset.json", "data/c.partial/progress.json"):
@@ -69,6 +70,7 @@ def test_what_is_left_out_is_counted(tree: Path, capsys: pytest.CaptureFixture[s
         "left out: jsonl, read instead if data.prepare.source is jsonl: 1 (14 bytes)",
         "left out: not UTF-8 text, ending in .png: 1 (16 bytes)",
         "left out: not UTF-8 text, ending in .txt: 1 (4 bytes)",
+        "left out: not UTF-8 text, ending in nothing: 1 (4 bytes)",
     ]
     assert not prepare(PrepareConfig("auto", str(tree), tokenizer="bytes"), tree / "data" / "d")
     assert capsys.readouterr().err == ""

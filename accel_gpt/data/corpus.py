@@ -163,15 +163,6 @@ class Corpus:
             f"; {val_tokens:,} val tokens, tokenizer {self.tokenizer.kind} of "
             f"{self.tokenizer.vocab_size:,}"
         )
-        grouped = replace(self.train, shuffle="groups")
-        shards, gb = self.train.remote_reads(plan.sequences_per_step)
-        grouped_shards, grouped_gb = grouped.remote_reads(plan.sequences_per_step)
-        if grouped_shards < shards:
-            lines.append(
-                f"data     with data.shuffle {self.train.shuffle} the first step needs "
-                f"{shards:,} remote shards, {gb:,.1f} GB; with groups it needs "
-                f"{grouped_shards:,}, {grouped_gb:,.1f} GB"
-            )
         return lines
 
     def epochs_warning(self, plan: Plan) -> str | None:

@@ -181,40 +181,14 @@ def no_progress_bar() -> Any:
 def describe_dataset_error(
     dataset: str, config: str | None, split: str, error: BaseException
 ) -> str:
-    """Describe why a data set could not be read and how to fix it.
-
-    The classes and messages of the error and its causes decide the advice.
-    """
-    names: set[str] = set()
-    texts: list[str] = []
-    link: BaseException | None = error
-    while link is not None and len(texts) < 20:
-        names |= {kind.__name__ for kind in type(link).__mro__}
-        texts.append(str(link))
-        link = link.__cause__ or link.__context__
-    log_in = "run hf auth login, or set HF_TOKEN"
-    unreachable = {
-        "ConnectionError",
-        "ConnectError",
-        "TimeoutException",
-        "Timeout",
-        "LocalEntryNotFoundError",
-    }
-    missing = {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError"}
-    if is_offline() and names & (unreachable | missing):
-        advice = (
-            "HF_HUB_OFFLINE is set, and the cache lacks the data set: unset HF_HUB_OFFLINE, or "
-            "prepare the data on a node with network"
-        )
-    elif "GatedRepoError" in names or any("gated dataset" in text for text in texts):
-        advice = f"it is gated: accept its terms at https://hf.co/datasets/{dataset}, then {log_in}"
-    elif names & missing:
-        advice = f"it does not exist or is private: check its id; if it is private, {log_in}"
-    elif names & unreachable:
-        advice = "the Hub cannot be reached: check the network"
-    else:
-        advice = "check its id, configuration and split"
+    """Describe why a data set could not be read and what to check."""
+    advice = (
+        "check its id, configuration and split, your login (hf auth login, or HF_TOKEN) and the "
+        "network"
+    )
+    if is_offline():
+        advice = "unset HF_HUB_OFFLINE, or prepare the data on a node with network"
     return (
-        f"data set {dataset} (config {config}, split {split}) could not be read from the Hub; "
-        f"{advice} ({type(error).__name__}: {error})"
+        f"data set {dataset} (config {config}, split {split}) could not be read from the Hub "
+        f"({type(error).__name__}: {error}); {advice}"
     )

@@ -194,19 +194,6 @@ class Mixture:
         each = zip(self.counts(k), self.orders, strict=True)
         return [count / order.sequences_per_epoch for count, order in each]
 
-    def remote_reads(self, count: int) -> tuple[int, float]:
-        """Return the number and GB of the remote shards of `count` sequences from `origin` on."""
-        located = self.locate(self.origin + np.arange(count))
-        shards = 0
-        size = 0
-        for number, source in enumerate(self.sources):
-            split = source.split
-            if split.remote is not None:
-                needed = np.unique(located.shard[located.source == number])
-                shards += len(needed)
-                size += int(split.lengths[needed].sum()) * split.dtype.itemsize
-        return shards, size / 1e9
-
     def prefetch(self, located: Located, k: int) -> None:
         """Download remote shards in the background: for `located`, then from sequence `k` on."""
         for number, source in enumerate(self.sources):

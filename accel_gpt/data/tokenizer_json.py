@@ -18,8 +18,7 @@ from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.records import read_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-SPECIAL = "special_tokens_map.json"  # names special tokens, in older folders
-HUB_FILES = (FILE, CONFIG, TEMPLATE, SPECIAL, "vocab.json", "merges.txt")
+HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it, or
@@ -89,19 +88,13 @@ def read_file(where: Path) -> dict[str, Any]:
 def read_config(where: Path) -> dict[str, Any]:
     """Read tokenizer_config.json and chat_template.jinja from the folder of `where`, if any.
 
-    Drops the keys in `LEFT_OUT`. If there is no eos_token, it is read from special_tokens_map.json.
-    Raises `DataError` if a file is damaged.
+    Drops the keys in `LEFT_OUT`. Raises `DataError` if a file is damaged.
     """
     config: dict[str, Any] = {}
     path = where.with_name(CONFIG)
     if path.is_file():
         content = read_object(path, DataError, "repair or remove it")
         config = {key: value for key, value in content.items() if key not in LEFT_OUT}
-    special = where.with_name(SPECIAL)
-    if special.is_file() and not config.get("eos_token"):
-        named = read_object(special, DataError, "repair or remove it")
-        if eos := named.get("eos_token"):
-            config["eos_token"] = eos
     template = where.with_name(TEMPLATE)
     if template.is_file():
         try:

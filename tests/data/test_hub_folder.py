@@ -134,7 +134,7 @@ def test_offline_a_data_set_that_is_not_cached_is_one_sentence(
     go_offline: Callable[[], None],
 ) -> None:
     go_offline()
-    with pytest.raises(UserError, match=r"data set user/text .*: unset HF_HUB_OFFLINE"):
+    with pytest.raises(UserError, match=r"data set user/text .*; unset HF_HUB_OFFLINE"):
         list(hub_rows(PrepareConfig(source="dataset", dataset="user/text"), 0, None))
 
 

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import http.server
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -449,8 +448,12 @@ def test_a_cache_of_two_groups_reads_each_shard_once(
     assert sum(requests.values()) <= 8 + 2  # plus the first group of the next epoch
 
 
-def test_an_order_that_needs_more_than_the_cache_is_refused(many: Callable[..., Config]) -> None:
+def test_an_order_that_needs_more_than_the_cache_is_refused(
+    server: Server, many: Callable[..., Config]
+) -> None:
+    """The index is downloaded once for the splits of a folder."""
     open_corpus(many("shards", 1))
+    assert server.requests["dataset.json"] == server.requests["tokenizer.json"] == 1
     with pytest.raises(
         UserError, match=r"data.shuffle groups needs two groups .*lower data.shuffle_g"
     ):
@@ -459,16 +462,6 @@ def test_an_order_that_needs_more_than_the_cache_is_refused(many: Callable[..., 
         UserError, match=r"data.shuffle global needs all .* set data.shuffle to groups"
     ):
         open_corpus(many("global", 4))
-
-
-def test_the_first_lines_say_what_a_global_order_downloads(many: Callable[..., Config]) -> None:
-    plan = Plan(1, 4, 32, 8, 9, 0, 9)
-    found = open_corpus(many("global", 20))
-    found.train = replace(found.train, group=2)
-    lines = found.lines(plan)
-    assert re.search(r"first step needs [78] remote shards, .* with groups it needs 2, ", lines[-1])
-    for shuffle in ("groups", "shards"):
-        assert "remote" not in open_corpus(many(shuffle, 20)).lines(plan)[-1]
 
 
 def test_what_was_read_into_memory_is_not_held(
@@ -495,11 +488,6 @@ def test_changed_index_is_fetched_anew(server: Server, opened: Opener) -> None:
     index.unlink()
     with pytest.raises(Missing):
         opened().fetch("dataset.json")
-
-
-def test_a_run_downloads_the_index_once(server: Server, many: Callable[..., Config]) -> None:
-    open_corpus(many("shards", 4))
-    assert server.requests["dataset.json"] == server.requests["tokenizer.json"] == 1
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])

@@ -400,26 +400,6 @@ def test_which_token_ends_a_document(
     assert load_tokenizer(path).eot == end
 
 
-@pytest.mark.parametrize(
-    ("config", "end"),
-    [(None, "<stop>"), ({"eos_token": ""}, "<stop>"), ({"eos_token": "</s>"}, "</s>")],
-)
-def test_an_older_folder_names_the_end_in_special_tokens_map(
-    tmp_path: Path, config: dict[str, str] | None, end: str
-) -> None:
-    content = json.loads(other(tmp_path).read_text())
-    (eot,) = content["added_tokens"]
-    for token in ("<stop>", "</s>"):
-        content["added_tokens"].append(eot | {"id": 99, "content": token})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "special_tokens_map.json").write_text(
-        json.dumps({"eos_token": {"content": "<stop>"}})
-    )
-    if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(tmp_path).eot == end
-
-
 def test_the_settings_name_another_end_of_a_known_tokenizer(tmp_path: Path) -> None:
     trained = train_bpe(["the there then " * 9], 262)
     trained.save(tmp_path)

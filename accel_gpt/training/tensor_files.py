@@ -33,8 +33,10 @@ def weights_of(gpt: GPT) -> dict[str, Tensor]:
     """
     gpt.check_tied()
     weights = gpt.state_dict()
-    if gpt.config.tie_embeddings:
-        del weights["head.weight"]
+    once = {name for name, _ in gpt.named_parameters()}  # tied weights under one of their names
+    every = {name for name, _ in gpt.named_parameters(remove_duplicate=False)}
+    for name in every - once:
+        del weights[name]
     return weights
 
 

@@ -77,18 +77,22 @@ class HubFolder(RemoteFolder):
 
     def download(self, name: str, target: Path) -> None:
         """Download a file to `target`."""
+        self.download_into(self.shards / "hub", name).replace(target)
+
+    def download_into(self, folder: Path | None, name: str) -> Path:
+        """Download a file into `folder`, or into the Hub's cache; return its path."""
         from huggingface_hub import hf_hub_download
 
         with self.explained(name, self.commit):
-            found = hf_hub_download(
+            path = hf_hub_download(
                 self.repo,
                 self.in_repo(name),
                 repo_type=self.repo_type,
                 revision=self.commit,
-                local_dir=self.shards / "hub",
+                local_dir=folder,
                 tqdm_class=no_progress_bar(),
             )
-        Path(found).replace(target)
+        return Path(path)
 
     @contextmanager
     def explained(self, name: str = "", revision: str | None = None) -> Iterator[None]:
@@ -149,9 +153,7 @@ class HubFolder(RemoteFolder):
             return path
         if name in SMALL_FILES:  # already downloaded if the repository has it
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
-        self.current.discard(name)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return super().fetch_small_file(name)
+        return self.retry(partial(self.download_into, None, name), name)
 
     def path(self, name: str) -> Path:
         """Return the path of a shard: in the Hub's cache if it is there, else in the run's."""

@@ -209,10 +209,13 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     assert run_here(command.main, [*own, "--data.prepare.source", "dataset"]) == 2
     assert "set data.prepare.source to null" in capsys.readouterr().err
     assert run_here(command.main, [*own, "--train.stop_at", "4"]) == 0
+    caches = tmp_path / "cache" / "accel_gpt" / "shards"
+    assert len(list(caches.iterdir())) == 1
     index = json.loads((shards / "dataset.json").read_text())
     index["splits"]["train"].reverse()
     hub.add(REPO, {"dataset.json": json.dumps(index).encode()})
     assert run_here(command.main, own) == 0
+    assert not list(caches.iterdir())
     states = [read_state(path) for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
     commits = [state.data_commits[URL] for state in states]
     assert len(set(commits)) == 1

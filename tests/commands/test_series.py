@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from accel_gpt import console
 from accel_gpt.commands import series
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
 from accel_gpt.errors import DivergedError
 from accel_gpt.launcher import PREEMPTED, requested_threads, stops_with_parent
+from accel_gpt.training import display
 from accel_gpt.training.run_folder import RunFolder
 
 PROGRAM = (
@@ -97,7 +97,7 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
 ) -> None:
     monkeypatch.setattr(series, "visible_devices", lambda: ["0", "1"])
     monkeypatch.setattr(series, "READ_SECONDS", 0.1)
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(display, "LINE_SECONDS", 0.0)
     config = load_config(small_run(), "")
     wrong = load_config(small_run("--model.init_from", "none"), "")
     runs = [SeriesRun(name, tmp_path, wrong if name == "b" else config) for name in "abc"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
     monkeypatch.setattr(series, "READ_SECONDS", 0.1)
     monkeypatch.setattr(display, "LINE_SECONDS", 0.0)
     config = load_config(small_run(), "")
-    wrong = load_config(small_run("--model.init_from", "none"), "")
+    wrong = replace(config, model=replace(config.model, init_from="none"))
     runs = [SeriesRun(name, tmp_path, wrong if name == "b" else config) for name in "abc"]
     failures = Series(runs).train()
     assert "none" in failures.pop("b")

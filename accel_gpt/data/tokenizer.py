@@ -92,7 +92,10 @@ class Tokenizer(ABC):
         """Return a stream that decodes ids one by one, after the ids of `prompt`."""
         from tokenizers.decoders import DecodeStream
 
-        return DecodeStream(ids=list(prompt), skip_special_tokens=False)
+        ids = list(prompt)
+        if self.decode(ids).endswith("\ufffd"):  # a stream takes it for an incomplete character
+            ids = []
+        return DecodeStream(ids=ids, skip_special_tokens=False)
 
     @abstractmethod
     def encode_array(self, text: str) -> Ids:

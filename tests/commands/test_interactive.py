@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -154,6 +154,7 @@ def test_pieces_make_up_any_bytes(data: bytes) -> None:
 
 @settings(max_examples=300)
 @given(tokens=st.lists(st.integers(0, 298), max_size=80), prompt=st.text(max_size=8))
+@example(tokens=[0, 65, 195], prompt="a\ufffd")
 def test_pieces_make_up_the_text_of_any_tokens(
     tokenizers: dict[str, Tokenizer], tokens: list[int], prompt: str
 ) -> None:

@@ -3,16 +3,13 @@
 import difflib
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from accel_gpt import __version__
+from accel_gpt.commands.options import COMMANDS
 from accel_gpt.console import run_main, write_out
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import join_slurm_step
-
-if TYPE_CHECKING:
-    from accel_gpt.commands.options import Command
 
 
 def dispatch(argv: Sequence[str]) -> int:
@@ -21,12 +18,10 @@ def dispatch(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-V", "--version"):
         write_out(f"accel-gpt {__version__}\n")
         return 0
-    from accel_gpt.commands.options import COMMANDS
-
     if argv[:1] == ["help"] and len(argv) > 1:  # accel-gpt help COMMAND
         argv = [argv[1], "--help"]
     if not argv or argv[0] in ("help", "-h", "--help"):
-        write_out(overview(COMMANDS))
+        write_out(overview())
         return 0
     name, *arguments = argv
     if name not in COMMANDS:
@@ -39,9 +34,9 @@ def dispatch(argv: Sequence[str]) -> int:
     return int(command.run(options))
 
 
-def overview(commands: Mapping[str, type["Command"]]) -> str:
+def overview() -> str:
     """Return the help of `accel-gpt` itself."""
-    lines = [f"  {name:<13} {command.summary}" for name, command in commands.items()]
+    lines = [f"  {name:<13} {command.summary}" for name, command in COMMANDS.items()]
     return (
         "usage: accel-gpt COMMAND [...]\n\nPretrain GPT language models.\n\n"
         + "\n".join(lines)

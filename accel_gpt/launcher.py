@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import psutil
+
 from accel_gpt.errors import PeerError, UserError, first_line, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
@@ -118,8 +120,6 @@ def requested_threads() -> int | None:
 
 def threads_of_accelerate() -> int:
     """Return the threads that `accelerate launch` sets for a process on a CPU."""
-    import psutil
-
     return int((psutil.cpu_count(logical=False) or 1) / local_world_size())
 
 

@@ -35,7 +35,7 @@ from accel_gpt.launcher import (
     stops_with_parent,
     world_size,
 )
-from accel_gpt.training.accelerator import LONGEST_PAUSE, host_group
+from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.display import show_cursor
 from accel_gpt.training.ranks import all_gather
 
@@ -50,11 +50,9 @@ REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 # Time before the limit that is reserved for ending the processes: the larger of both; assumptions
 RESERVE_SHARE = 0.02  # of the limit
 RESERVE_SECONDS = 1.0
-CHECKS = 20  # how often the watchdog checks the clock within its limit
+TICKS = 20  # of the watchdog within its limit
 LISTENER_SECONDS = 5.0  # for the thread that receives signals; assumption
 LEAVE_SECONDS = 2.0  # for the training thread to remove temporary files; assumption
-# If two checks are more than this many intervals apart, the process was paused; assumption
-PAUSE_INTERVALS = 4
 
 
 class StopRequested(Exception):
@@ -368,12 +366,8 @@ class Watchdog:
     `limit`: a duration such as `30m`; None: no limit. `key`: the option that sets `limit`.
     `problem`: describes the hang in the message.
 
-    A thread checks the clock. If the thread did not run for several of its intervals, the process
-    was paused (SIGSTOP, Ctrl-Z, a frozen container). A pause does not count.
-
-    If a hanging call holds the GIL, the thread cannot run. faulthandler works without the GIL and
-    ends the process with exit code 1. It cannot detect a pause, so it waits for twice the limit
-    plus the longest pause. Other ranks end such a run within their own limit.
+    A thread counts its own ticks. While the process is paused (SIGSTOP, Ctrl-Z, a frozen
+    container), the thread does not tick, so a pause does not count.
     """
 
     def __init__(
@@ -387,12 +381,11 @@ class Watchdog:
             f"{problem} within {limit} ({key}); it hangs here, or waits for another process that "
             "hangs"
         )
-        self.last = time.monotonic()
+        self.ticks = 0  # since the last heartbeat
         self.done = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self.heartbeat()
         if self.seconds:
             self.thread.start()
         return self
@@ -404,25 +397,17 @@ class Watchdog:
 
     def heartbeat(self) -> None:
         """Note that the run made progress."""
-        self.last = time.monotonic()
+        self.ticks = 0
 
     def watch(self) -> None:
-        """Check the clock until the run ends or hangs; run by the thread."""
+        """Count ticks until the run ends or hangs; run by the thread."""
         assert self.seconds
-        stderr = sys.__stderr__ or sys.stderr
-        interval = self.seconds / CHECKS
-        latest = 2 * self.seconds + LONGEST_PAUSE.total_seconds()
-        woke = time.monotonic()
-        while not self.done.wait(interval):
-            faulthandler.dump_traceback_later(latest, exit=True, file=stderr)
-            now = time.monotonic()
-            if now - woke > PAUSE_INTERVALS * interval:
-                self.last = min(self.last + now - woke, now)
-            woke = now
-            if now - self.last > self.seconds:
+        while not self.done.wait(self.seconds / TICKS):
+            self.ticks += 1
+            if self.ticks > TICKS:
+                stderr = sys.__stderr__ or sys.stderr
                 show_cursor()
                 stderr.write(f"error: process {rank()} {self.reason}:\n")
                 faulthandler.dump_traceback(file=stderr, all_threads=True)
                 stderr.flush()
                 os._exit(PEER_FAILED)
-        faulthandler.cancel_dump_traceback_later()

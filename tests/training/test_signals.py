@@ -151,7 +151,6 @@ with Watchdog("1s") as watchdog:
 @pytest.mark.slow
 @pytest.mark.parametrize(("hang", "code"), [("0", 0), ("60", 70)])
 def test_a_pause_is_no_hang_and_a_hang_after_it_is_found(hang: str, code: int) -> None:
-    """The pause is twice as long as faulthandler's timer would allow."""
     with subprocess.Popen(
         [sys.executable, "-c", WATCHED, hang], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

@@ -150,7 +150,6 @@ class GPT(nn.Module):
         """
         self.tie_weights()
         self.build_rotary()
-        self._draw_as_constructors()
         residual = [m for m in self.modules() if getattr(m, "onto_residual", False)]
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -166,17 +165,6 @@ class GPT(nn.Module):
                 load_full(module.weight, full)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-
-    def _draw_as_constructors(self) -> None:
-        """Draw the random numbers that the constructors of the layers draw without `_SkipInit`.
-
-        Without these draws, a seed would give other weights than in earlier versions.
-        """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.Linear(module.in_features, module.out_features, module.bias is not None)
-            elif isinstance(module, nn.Embedding):
-                nn.Embedding(module.num_embeddings, module.embedding_dim)
 
     def forward(
         self,

@@ -20,7 +20,7 @@ VOCAB = 65
 
 def make(config: ModelConfig) -> GPT:
     """Return a model whose choices are so clear that rounding does not change them."""
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     model = GPT(config, VOCAB)
     with torch.no_grad():
         for weight in model.parameters():

@@ -30,7 +30,6 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
-from accel_gpt.data.verify import DataVerifier
 from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
@@ -53,11 +52,11 @@ from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 from accel_gpt.training.resume import choose_checkpoint, restore
 from accel_gpt.training.saving import CheckpointWriter, describe_newest
 from accel_gpt.training.setup import (
+    check_data,
     do_not_check,
     new_state,
     open_run_folder,
     pin_data,
-    verify_data,
 )
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import (
@@ -73,11 +72,6 @@ from accel_gpt.transformers_io.load import (
     open_initial_weights,
 )
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
-
-# How long the first step and the last save wait for the verification of the data; assumptions.
-# About 1 GB is hashed per second. The next launch verifies the remaining files.
-VERIFY_FIRST_SECONDS = 1.0
-VERIFY_LAST_SECONDS = 10.0
 
 
 @dataclass
@@ -97,7 +91,6 @@ class Training:
     writer: CheckpointWriter
     uploader: Uploader | None  # on rank 0
     evaluations: list[Evaluation]
-    verifier: DataVerifier
     loader: Loader = field(init=False)
     guard: StepGuard = field(init=False)
 
@@ -141,7 +134,6 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
             Watchdog(config.train.step_timeout) as watchdog,
             contextlib.closing(run.writer),
             run.reporter.profiling(),
-            contextlib.closing(run.verifier),
         ):
             run.reporter.watchdog = watchdog
             stop.starting = False
@@ -190,7 +182,7 @@ def set_up(
     initialize: Callable[[GPT], None] = GPT.init_weights
     if not checkpoint and config.model.init_from != "scratch":
         initialize = open_initial_weights(config, corpus, log)
-    verifier = verify_data(config, corpus, log)
+    check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
@@ -231,12 +223,9 @@ def set_up(
         writer=writer,
         uploader=uploader,
         evaluations=evaluations,
-        verifier=verifier,
     )
     start_from_state(run)
     reporter.start(run.corpus, state)
-    with all_ranks():
-        verifier.check(wait_seconds=VERIFY_FIRST_SECONDS)
     model.train()  # evaluation and sampling restore this mode
     return run
 
@@ -304,9 +293,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     config = run.config
     state = run.state
     reporter = run.reporter
-    # if this rank found altered data, all ranks call `save`, which raises the error on all ranks
-    must_save = run.writer.retry_is_due() or run.verifier.error is not None
-    stopping, must_save = stop.agree_to_stop(must_save, run.writer.seconds)
+    stopping, must_save = stop.agree_to_stop(run.writer.retry_is_due(), run.writer.seconds)
     last = state.step == run.plan.last_step
     stopping = stopping and not last  # the last step is saved anyway; a signal ends its evaluation
     logging = last or state.step == 1 or state.step % config.log.every == 0
@@ -450,9 +437,6 @@ def save(run: Training, must_succeed: bool) -> None:
     `must_succeed`: wait until it is on disk, and raise an error if it cannot be written.
     """
     state = run.state
-    last = state.step == run.plan.last_step
-    with all_ranks():
-        run.verifier.check(wait_seconds=VERIFY_LAST_SECONDS if last else 0.0)
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.watch.elapsed()
     state.collect(run.guard.state_dict() | run.corpus.state_dict())

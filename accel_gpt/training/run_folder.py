@@ -7,7 +7,7 @@
     samples/            step_00001000.txt
     checkpoints/        step_00001000/
     .uploading/         links to the checkpoint being uploaded; see `publish/uploader.py`
-    data_files.json     SHA-256, size, time and inode of each verified data file
+    data_files.json     size and modification time of each local data file
     best                the step of the best checkpoint
     .lock               locked while a process works in the folder
 

@@ -1,4 +1,4 @@
-"""Set up a run: join the ranks, lock the folder, verify the data, make the first state.
+"""Set up a run: join the ranks, lock the folder, check the data, make the first state.
 
 Writes the lock file into the folder of the run, and copies a shipped config into it.
 """
@@ -14,11 +14,11 @@ from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run, to_flat
 from accel_gpt.console import write_err
+from accel_gpt.data.altered import check_unaltered
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_folder import is_repository
 from accel_gpt.data.sources import newest_commit, train_paths, val_paths
-from accel_gpt.data.verify import DataVerifier
-from accel_gpt.launcher import is_main, local_rank, main_address, world_size
+from accel_gpt.launcher import is_main, main_address, world_size
 from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
 from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.training.machine import code_versions
@@ -109,14 +109,16 @@ def require_shared(folder: Path) -> None:
     )
 
 
-def verify_data(config: Config, corpus: Corpus, log: Callable[[str], None]) -> DataVerifier:
-    """Start to verify the data files in the background, on one rank of each machine."""
-    return DataVerifier(
-        splits=corpus.splits() if local_rank() == 0 else [],
-        vocab_size=corpus.vocab_size,
-        folder=Path(config.out_dir),
-        accept_changes="data.train" in config.checkpoint.allow_change,
-        log=log,
+def check_data(config: Config, corpus: Corpus, resuming: bool, log: Callable[[str], None]) -> None:
+    """Raise `DataError` on all ranks if rank 0 finds that a data file was altered; a collective."""
+    on_main(
+        lambda: check_unaltered(
+            splits=corpus.splits(),
+            run=Path(config.out_dir),
+            resuming=resuming,
+            accept_changes="data.train" in config.checkpoint.allow_change,
+            log=log,
+        )
     )
 
 

@@ -1,0 +1,111 @@
+"""Data files that were altered between two launches of a run."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import launch
+from tests.test_train import records
+
+Arguments = Callable[..., list[str]]
+LONGER = ["--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps"]
+
+
+def overwrite(path: Path, start: int, values: bytes) -> None:
+    """Change bytes of a file in place, as a faulty disk or another program would."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(values)
+
+
+def token_file(path: Path, tokens: int = 60_000) -> None:
+    """A token file of nanoGPT, with bytes."""
+    np.random.default_rng(0).integers(1, 256, tokens).astype("<u2").tofile(path)
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A data folder of nanoGPT, far longer than the blocks that are sampled."""
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    token_file(folder / "train.bin")
+    token_file(folder / "val.bin", 3000)
+    return folder
+
+
+@pytest.fixture
+def foreign_run(small_run: Arguments, foreign: Path) -> Arguments:
+    """Return the arguments of a tiny run on that folder."""
+    data = ["--data.train", str(foreign), "--data.tokenizer", "bytes"]
+    return lambda *options: small_run(*data, *options)
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_an_altered_shard_ends_the_run_and_nothing_is_saved(
+    small_run: Arguments, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    before = saved(tmp_path / "run")
+    shard = corpus / "train_000001.npy"
+    overwrite(shard, 5000, bytes(200))
+    assert launch(small_run(*LONGER)) == 3
+    shown = capsys.readouterr().err
+    assert f"error: {shard} was altered" in shown
+    assert "dataset.json" in shown
+    assert saved(tmp_path / "run") == before
+
+
+def test_a_val_file_of_another_size_is_found_and_can_be_accepted(
+    foreign_run: Arguments, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(foreign_run()) == 0
+    token_file(foreign / "val.bin", 4000)
+    for _ in range(2):  # the second launch finds it too
+        assert launch(foreign_run(*LONGER)) == 3
+        shown = capsys.readouterr().err
+        assert f"{foreign / 'val.bin'} was altered: it has 8,000 bytes, but had 6,000" in shown
+    both = ["--checkpoint.allow_change", "[train.max_steps, data.train]"]
+    assert launch(foreign_run("--train.max_steps", "16", *both)) == 0
+    assert launch(foreign_run("--train.max_steps", "20", *LONGER[2:])) == 0  # accepted once
+    assert records(tmp_path / "run")[-1]["step"] == 20
+
+
+def test_a_file_of_another_project_with_another_time_is_a_warning(
+    foreign_run: Arguments, foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(foreign_run()) == 0
+    os.utime(foreign / "train.bin")
+    capsys.readouterr()
+    warning = f"WARNING: {foreign / 'train.bin'} was written after the run began"
+    assert launch(foreign_run(*LONGER)) == 0
+    assert warning in capsys.readouterr().err
+    assert launch(foreign_run("--train.max_steps", "20", *LONGER[2:])) == 0
+    assert warning not in capsys.readouterr().err
+
+
+def test_a_shard_that_was_only_touched_goes_on_and_is_not_hashed_again(
+    small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run()) == 0
+    os.utime(corpus / "train_000001.npy")
+    capsys.readouterr()
+    assert launch(small_run(*LONGER)) == 0
+    assert "comparing 1 data files" in capsys.readouterr().err
+    assert launch(small_run("--train.max_steps", "20", *LONGER[2:])) == 0
+    assert "comparing" not in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_takes_any_file(
+    foreign_run: Arguments, foreign: Path, tmp_path: Path
+) -> None:
+    assert launch(foreign_run()) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    token_file(foreign / "val.bin", 4000)
+    assert launch(foreign_run()) == 0

@@ -65,11 +65,23 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) -> None:
-    """`step_00000100` is a copy of step 3. Neither it nor an unreadable one is removed."""
+    """`step_00000003` is a copy of step 1. Neither it nor an unreadable one is removed."""
     root = tmp_path / "checkpoints"
-    fake(root, {1: {}, 2: {"step": "broken"}, 3: {}, 4: {}, 100: {"step": 3}, 200: {}})
+    fake(root, {1: {}, 2: {"step": "broken"}, 3: {"step": 1}, 4: {}, 200: {}})
     name_best_and_prune(tmp_path, CheckpointConfig(keep_last=1), 4, best_step=None)
-    assert checkpoint_steps(root) == [2, 4, 100, 200]
+    assert checkpoint_steps(root) == [2, 3, 4, 200]
+
+
+def test_a_checkpoint_of_another_step_than_its_name_ends_the_launch(
+    run: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run / "checkpoints"
+    shutil.rmtree(root / "step_00000012")
+    (root / "step_00000008").rename(root / "step_00000010")
+    assert launch(small_run()) == 4
+    said = capsys.readouterr().err
+    assert "step_00000010 holds step 8, not the step in its name; rename it to step_0" in said
+    assert checkpoint_steps(root) == [10]  # neither used nor set aside
 
 
 def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_checkpoint_that_was_saved_first_shows_its_val_loss(
     shown = capsys.readouterr().out
     for step in saved_steps(run):
         (line,) = [line for line in shown.splitlines() if line.startswith(f"step_{step:08d}")]
-        assert f" {losses[step]:.4f} " in line
+        assert f" {losses[step]:.4f} " in f"{line} "
         assert ("<- best" in line) == (losses[step] == min(losses.values()))
 
 

@@ -34,6 +34,7 @@ from accel_gpt.commands.options import (
 from accel_gpt.commands.push import push_model
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.sample import continue_prompt
+from accel_gpt.commands.train import train_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import sections
 from accel_gpt.data.tokenizer import Tokenizer
@@ -42,7 +43,6 @@ from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step, lau
 from accel_gpt.model.gpt import GPT
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
-from accel_gpt.train import launch
 from accel_gpt.training.accelerator import NOISY_LOGGER
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.load import load_pretrained
@@ -130,7 +130,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
         train_processes(arguments, processes)
     else:
         with as_command(["train", *arguments]):
-            launch(parsed, str(config))
+            train_config(parsed, str(config))
     if "ipykernel.zmqshell" in sys.modules and is_main():
         from IPython.display import display
 

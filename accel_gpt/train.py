@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate_config.yaml accel_gpt/train.py CONFIG \\
         [--section.key value ...]
 
-Reads the config, the token shards and the newest checkpoint of the run. Prepares the token shards
-if they are missing. Writes config, metrics, samples and checkpoints to the run's folder.
+Reads the token shards and the newest checkpoint of the run. Writes config, metrics, samples and
+checkpoints to the run's folder. What comes before and after, commands/train.py does.
 
 `train` holds the loop. `update` makes one optimizer step, and `after_step` does everything that is
 due after it.
@@ -13,9 +13,9 @@ due after it.
 import contextlib
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from accel_gpt.console import exit_while_importing, run_main
 
@@ -34,12 +34,9 @@ from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.launcher import PREEMPTED, is_main, world_size
+from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.prepare.ensure import ensure_data
-from accel_gpt.publish.copies import restore_from_copy
-from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.anomalies import StepGuard, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
@@ -47,15 +44,15 @@ from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
 from accel_gpt.training.metrics import Record
-from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers, require_same
+from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_same
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 from accel_gpt.training.resume import choose_checkpoint, restore
 from accel_gpt.training.saving import CheckpointWriter, describe_newest
 from accel_gpt.training.setup import (
+    Launch,
     check_data,
     do_not_check,
     new_state,
-    open_run_folder,
     pin_data,
 )
 from accel_gpt.training.state import TrainState
@@ -64,14 +61,7 @@ from accel_gpt.training.stopping import (
     StopRequested,
     StopSignal,
     Watchdog,
-    die_with_launcher,
-    finish_uploads,
 )
-from accel_gpt.training.support import check_trackers
-from accel_gpt.transformers_io.load import (
-    open_initial_weights,
-)
-from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 
 
 @dataclass
@@ -89,7 +79,6 @@ class Training:
     state: TrainState
     reporter: Reporter
     writer: CheckpointWriter
-    uploader: Uploader | None  # on rank 0
     evaluations: list[Evaluation]
     loader: Loader = field(init=False)
     guard: StepGuard = field(init=False)
@@ -98,38 +87,38 @@ class Training:
 # --------------------------------------------------------------------------- start
 
 
-def launch(config: Config, source: str) -> int:
-    """Lock the folder of the run and train `config`; return the exit code.
+def train(
+    config: Config,
+    launch: Launch,
+    initialize: Callable[[GPT], None] = GPT.init_weights,
+    on_checkpoint: Callable[[Path], None] | None = None,
+) -> bool:
+    """Train from the newest checkpoint to the last step; return whether a signal stopped the run.
 
-    `source`: the path that `config` was read from.
+    `launch`: the ranks and the lock of the run's folder; see `open_launch`. `initialize` sets the
+    weights of a run that has no checkpoint. `on_checkpoint` is called on rank 0 with the folder of
+    each new checkpoint, before older ones are pruned.
     """
-    die_with_launcher()
-    started = time.monotonic()
+    stop = launch.stop
+    config = pin_data(config)
     plan = make_plan(config, world_size())
-    with (
-        contextlib.closing(StopSignal(started=started, starting=True)) as stop,
-        peers(plan.world_size),
-    ):
-        check_trackers(config.log.trackers)
-        check_initial_tokenizer(config)
-        with open_run_folder(config, source) as check_folder:
-            ensure_data(config)
-            restore_from_copy(config)
-            return train(pin_data(config), plan, stop, check_folder)
-
-
-def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[], None]) -> int:
-    """Train from the newest checkpoint to the last step or a signal; return the exit code."""
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
         stop.join(config, accelerator)
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
-    with open_display(config, plan, accelerator) as display:
-        stop.announce = display.acknowledge
+    with open_display(config, plan, accelerator) as display, launch.showing(display):
         with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
-            run = set_up(config, plan, accelerator, display, check_folder)
+            run = set_up(
+                config=config,
+                plan=plan,
+                accelerator=accelerator,
+                display=display,
+                initialize=initialize,
+                on_checkpoint=on_checkpoint,
+                check_folder=launch.check_folder,
+            )
         with (
             Watchdog(config.train.step_timeout) as watchdog,
             contextlib.closing(run.writer),
@@ -147,11 +136,8 @@ def train(config: Config, plan: Plan, stop: StopSignal, check_folder: Callable[[
         run.reporter.finish()
         if run.state.step == plan.max_steps:
             run.corpus.remove_cache()
-        finish = run.uploader.finish if run.uploader else None
-        stopping |= finish_uploads(finish, accelerator, stop, stopping)
-    stop.ignore()
     display.log(summarize_run(config, plan, run.state, stop.received if stopping else None))
-    return PREEMPTED if stopping else 0
+    return stopping
 
 
 def set_up(
@@ -159,11 +145,14 @@ def set_up(
     plan: Plan,
     accelerator: Accelerator,
     display: Display,
+    initialize: Callable[[GPT], None] = GPT.init_weights,
+    on_checkpoint: Callable[[Path], None] | None = None,
     check_folder: Callable[[], None] = do_not_check,
 ) -> Training:
     """Build the model, optimizer, data and reporter; resume if the run has a checkpoint.
 
-    `check_folder` is called before each write to the run's folder: see `open_run_folder`.
+    `initialize` and `on_checkpoint`: see `train`. `check_folder` is called before each write to
+    the run's folder.
     """
     log = display.log
     with all_ranks():
@@ -179,9 +168,6 @@ def set_up(
         warn=log,
     )
     checkpoint = choose_checkpoint(config, state, log)
-    initialize: Callable[[GPT], None] = GPT.init_weights
-    if not checkpoint and config.model.init_from != "scratch":
-        initialize = open_initial_weights(config, corpus, log)
     check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     gradients = make_gradients(config, accelerator, model)
@@ -199,14 +185,13 @@ def set_up(
         display=display,
         check_folder=check_folder,
     )
-    uploader = open_uploader(config, plan.max_steps, log) if is_main() else None
     writer = CheckpointWriter(
         accelerator=accelerator,
         config=config,
         tokenizer=corpus.tokenizer,
         log=log,
         before_publish=reporter.sync,
-        on_checkpoint=uploader.on_checkpoint if uploader else None,
+        on_checkpoint=on_checkpoint,
         check_folder=check_folder,
     )
     run = Training(
@@ -221,7 +206,6 @@ def set_up(
         state=state,
         reporter=reporter,
         writer=writer,
-        uploader=uploader,
         evaluations=evaluations,
     )
     start_from_state(run)

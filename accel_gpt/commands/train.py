@@ -1,22 +1,100 @@
-"""`accel-gpt train CONFIG`: train in this process; `accelerate launch` starts several."""
+"""Train a config: `accel-gpt train CONFIG`, or `accelerate launch accel_gpt/train.py CONFIG`.
 
-from collections.abc import Sequence
+Finds the weights that the run starts from, prepares the data if they are missing, fetches a copy of
+a lost checkpoint, trains, and uploads the checkpoints.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from accelerate import PartialState
 
 from accel_gpt.commands.options import TrainCommand
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.launcher import join_slurm_step
-from accel_gpt.train import launch
+from accel_gpt.config.depth import describe_depth
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
+from accel_gpt.config.plan import make_plan
+from accel_gpt.config.values import to_flat
+from accel_gpt.launcher import PREEMPTED, answer_of_main, is_main, join_slurm_step, world_size
+from accel_gpt.model.gpt import GPT
+from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.publish.copies import restore_newest_copy
+from accel_gpt.publish.uploader import Uploader, open_uploader
+from accel_gpt.train import train
 from accel_gpt.training.accelerator import keep_freed_memory
+from accel_gpt.training.ranks import all_gather, on_main
+from accel_gpt.training.setup import Launch, open_launch
+from accel_gpt.transformers_io.load import load_initial_weights
+from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 
 
 def main(argv: Sequence[str]) -> int:
     """Train with the config and options in `argv`, for `train.py`; return the exit code."""
     join_slurm_step()
     keep_freed_memory()
-    return launch(load_config(argv, "train.py"), argv[0])
+    return train_config(load_config(argv, "train.py"), argv[0])
 
 
 def run(options: TrainCommand) -> int:
     """Train the config; return the exit code."""
     keep_freed_memory()
-    return launch(options.loaded, options.config)
+    return train_config(options.loaded, options.config)
+
+
+def train_config(config: Config, source: str) -> int:
+    """Prepare, train and upload; return the exit code.
+
+    `source`: the path that `config` was read from.
+    """
+    initialize = find_initial_weights(config)
+    with open_launch(config, source) as launch:
+        ensure_data(config)
+        if config.checkpoint.copy_to:
+            on_main(lambda: restore_newest_copy(config, launch.log))
+        uploader = None
+        if is_main():
+            last_step = make_plan(config, world_size()).max_steps
+            uploader = open_uploader(config, last_step, launch.log)
+        for line in describe_depth(to_flat(config)):
+            launch.log(line)
+        stopped = train(
+            config=config,
+            launch=launch,
+            initialize=initialize,
+            on_checkpoint=uploader.on_checkpoint if uploader else None,
+        )
+        unfinished = finish_uploads(uploader, launch, stopped)
+    return PREEMPTED if stopped or unfinished else 0
+
+
+def find_initial_weights(config: Config) -> Callable[[GPT], None]:
+    """Return the function that sets the weights of a new run.
+
+    Of several ranks, rank 0 alone checks them, before the ranks join. Raises `UserError` if the
+    weights of `model.init_from` do not fit the tokenizer, before any text is prepared.
+    """
+    if config.model.init_from == "scratch":
+        return GPT.init_weights
+    seconds = duration("train.init_timeout", config.train.init_timeout)
+    answer_of_main(lambda: check_initial_tokenizer(config), seconds)
+    return partial(load_initial_weights, config)
+
+
+def finish_uploads(uploader: Uploader | None, launch: Launch, stopped: bool) -> bool:
+    """Wait for the uploads and end the process group; return whether a signal left one undone.
+
+    The next launch makes it. If the run is `stopped`, all ranks wait for rank 0, since a launcher
+    ends all processes as soon as one exits with code 75.
+    """
+
+    def interrupted() -> bool:
+        return stopped or launch.stop.received is not None
+
+    if not stopped:
+        PartialState().destroy_process_group()
+    unfinished = uploader.finish(interrupted) if uploader else False
+    if stopped:
+        all_gather(None, launch.stop.group)
+        PartialState().destroy_process_group()
+    return unfinished

@@ -228,8 +228,7 @@ def open_corpus(config: Config) -> Corpus:
         source.tokenizer.require_same(
             first.tokenizer, f"the {source.split.name} split of {source.path}", first.path
         )
-    # with init_from, data.tokenizer may name the tokenizer of the weights
-    if data.tokenizer and config.model.init_from == "scratch":
+    if data.tokenizer:
         check_named_tokenizer(data.tokenizer, first)
     return Corpus(
         train=train,

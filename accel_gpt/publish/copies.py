@@ -17,8 +17,6 @@ from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
 from accel_gpt.training.checkpoint import verify
-from accel_gpt.training.display import print_line
-from accel_gpt.training.ranks import on_main
 from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
 
 MANIFEST = "manifest.json"
@@ -44,15 +42,6 @@ def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, if_missing: bool
         raise
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(reason(error)) from None
-
-
-def restore_from_copy(config: Config) -> None:
-    """Download the newest copy in `checkpoint.copy_to` if the run has no checkpoint; a collective.
-
-    Called before `auto` options are resolved, since a resumed run keeps its values.
-    """
-    if config.checkpoint.copy_to:
-        on_main(lambda: restore_newest_copy(config, lambda text: print_line(config, text)))
 
 
 def restore_newest_copy(config: Config, log: Callable[[str], None]) -> None:

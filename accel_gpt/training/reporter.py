@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.config.values import to_flat, to_yaml
+from accel_gpt.config.values import to_yaml
 from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
@@ -127,8 +126,6 @@ class Reporter:
                 f"train.micro_batch_size is {asked}, lowered to {self.plan.micro_batch_size}: "
                 f"{self.plan.world_size} processes share the step"
             )
-        if self.config.model.depth:
-            plan += describe_depth(to_flat(self.config))
         lines = [
             f"run      {self.config.out_dir}",
             f"model    {self.config.model.preset}, {self.gpt.parameter_count():,} parameters, "

@@ -5,12 +5,14 @@ Writes the lock file into the folder of the run, and copies a shipped config int
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import read_yaml
+from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run, to_flat
 from accel_gpt.console import write_err
@@ -21,25 +23,61 @@ from accel_gpt.data.sources import newest_commit, train_paths, val_paths
 from accel_gpt.launcher import is_main, main_address, world_size
 from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
 from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
+from accel_gpt.training.display import Display, print_line
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
-from accel_gpt.training.ranks import all_gather, all_ranks, on_main, require_all, sees_main
+from accel_gpt.training.ranks import all_gather, all_ranks, on_main, peers, require_all, sees_main
 from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import INIT, Watchdog
+from accel_gpt.training.stopping import INIT, StopSignal, Watchdog, die_with_launcher
+from accel_gpt.training.support import check_trackers
+
+
+@dataclass
+class Launch:
+    """What a process of a run holds from its start to its end."""
+
+    config: Config
+    stop: StopSignal
+    check_folder: Callable[[], None]
+    """Raise `BusyError` on rank 0 if the run has lost its folder."""
+    display: Display | None = None
+
+    def log(self, text: str) -> None:
+        """Print a line on rank 0, above the display if there is one."""
+        if self.display:
+            self.display.log(text)
+        else:
+            print_line(self.config, text)
+
+    @contextlib.contextmanager
+    def showing(self, display: Display) -> Iterator[None]:
+        """Print lines above `display` inside the block."""
+        self.display = display
+        self.stop.announce = display.acknowledge
+        yield
+        self.display = None
 
 
 @contextlib.contextmanager
-def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]:
-    """Join the ranks and hold the lock of the run's folder.
+def open_launch(config: Config, source: str) -> Iterator[Launch]:
+    """Receive signals, join the ranks and hold the lock of the run's folder.
 
-    Yields a check that raises `BusyError` on rank 0 if the run has lost its folder. `source`: the
-    path that `config` was read from. If one rank raises an error, all ranks do. Raises `UserError`
-    if the ranks do not share the folder.
+    `source`: the path that `config` was read from. If one rank raises an error, all ranks do.
+    Raises `UserError` for a mistake in the config that needs no rank, and if the ranks do not share
+    the folder.
     """
+    die_with_launcher()
+    started = time.monotonic()
+    make_plan(config, world_size())
+    check_trackers(config.log.trackers)
     lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
-    with contextlib.ExitStack() as held:
+    with (
+        contextlib.closing(StopSignal(started=started, starting=True)) as stop,
+        peers(world_size()),
+        contextlib.ExitStack() as held,
+    ):
         with meeting_ranks(config):
             join_ranks(config)
             warn_without_gpu()
@@ -49,7 +87,7 @@ def open_run_folder(config: Config, source: str) -> Iterator[Callable[[], None]]
                     report_moved_run(config, source)
                     copy_shipped(source, folder)
             require_shared(folder)
-        yield lock.check if lock else do_not_check
+        yield Launch(config, stop, lock.check if lock else do_not_check)
 
 
 def meeting_ranks(config: Config) -> Watchdog:

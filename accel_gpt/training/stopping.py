@@ -37,7 +37,6 @@ from accel_gpt.launcher import (
 )
 from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.display import show_cursor
-from accel_gpt.training.ranks import all_gather
 
 # The terminal and the launcher each deliver the same Ctrl-C, at most so far apart; assumption
 SAME_PRESS_SECONDS = 2.0
@@ -252,19 +251,12 @@ class StopSignal:
                 sys.__stderr__.write(f"{text}\n")
                 sys.__stderr__.flush()
 
-    def ignore(self) -> None:
-        """Ignore signals from now on.
+    def close(self) -> None:
+        """Ignore signals from now on; restore the handlers if interactive.
 
         A signal while the interpreter ends would change the exit code, and the job would not be
-        requeued.
-        """
-        self.listener.close(ignore=True)
-
-    def close(self) -> None:
-        """Ignore signals from now on, as after `ignore`; restore the handlers if interactive.
-
-        After an error, torchrun sends SIGTERM to the rank that prints it, since another rank ends
-        first.
+        requeued. After an error, torchrun sends SIGTERM to the rank that prints it, since another
+        rank ends first.
         """
         if self.listener.thread.is_alive():
             self.listener.close(ignore=not interactive())
@@ -314,31 +306,6 @@ class StopSignal:
         reserve = 2 * (self.longest + save_seconds)
         reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
         return time.monotonic() - self.started + reserve > self.time_limit
-
-
-def finish_uploads(
-    finish: Callable[[Callable[[], bool]], bool] | None,
-    accelerator: Accelerator,
-    stop: StopSignal,
-    preempted: bool,
-) -> bool:
-    """Wait for the uploads and end the process group; return whether a signal left uploads undone.
-
-    `finish`: `Uploader.finish`, on a rank that uploads. The next launch makes the remaining
-    uploads. If `preempted`, all ranks wait for rank 0: a launcher ends all processes as soon as one
-    exits with code 75.
-    """
-
-    def interrupted() -> bool:
-        return preempted or stop.received is not None
-
-    if not preempted:
-        accelerator.end_training()
-    left = finish(interrupted) if finish else False
-    if preempted:
-        all_gather(None, stop.group)
-        accelerator.end_training()
-    return left
 
 
 def interactive() -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line
@@ -88,33 +87,15 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> tuple[GPT
     return model.to(device).eval(), load_tokenizer(path)
 
 
-def open_initial_weights(
-    config: Config, corpus: Corpus, log: Callable[[str], None]
-) -> Callable[[GPT], None]:
-    """Open the model of `model.init_from`; return a function that loads its weights.
-
-    Raises `UserError` if the tokenizer of the model is not the tokenizer of the data.
-    """
+def load_initial_weights(config: Config, gpt: GPT) -> None:
+    """Load the weights of `model.init_from` into the model of a new run."""
     pretrained = find_pretrained(config.model.init_from)
-    if pretrained.tokenizer:
-        load_tokenizer(pretrained.tokenizer).require_same(
-            corpus.tokenizer,
-            f"model.init_from {pretrained.name}",
-            "the data",
-            UserError,
-        )
-    else:
-        kind = corpus.tokenizer.kind
-        log(f"{pretrained.name} has no tokenizer: assuming the tokenizer of the data ({kind})")
     if pretrained.is_checkpoint:
         verify(pretrained.folder, model_only=True)
-        return partial(read_weights, pretrained.folder)
-    tensors = open_transformers(pretrained, config.model, corpus.vocab_size)
-
-    def load(gpt: GPT) -> None:
-        load_weights(gpt, config.model.preset, tensors, pretrained.name)
-
-    return load
+        read_weights(pretrained.folder, gpt)
+        return
+    tensors = open_transformers(pretrained, config.model, gpt.vocab_size)
+    load_weights(gpt, config.model.preset, tensors, pretrained.name)
 
 
 def check_weight_size(

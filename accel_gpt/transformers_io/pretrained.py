@@ -15,6 +15,7 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import duration, own_options
 from accel_gpt.config.vocabulary import KNOWN_VOCABULARIES
+from accel_gpt.console import write_err
 from accel_gpt.data.hub_client import SCHEME, download_repo, is_repo
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
@@ -160,17 +161,9 @@ def check_initial_tokenizer(config: Config) -> None:
     """Check, before text is tokenized, that the weights of `model.init_from` fit the tokenizer.
 
     The tokenizer is the tokenizer of the data folder, or of `data.prepare` if that has to make the
-    folder. A run that has checkpoints starts from those. Of several ranks, rank 0 alone checks,
-    before the ranks have joined. Raises `UserError` if the tokenizers differ, or if the weights
-    have fewer tokens than the tokenizer.
+    folder. A run that has checkpoints starts from those. Raises `UserError` if the tokenizers
+    differ, or if the weights have fewer tokens than the tokenizer.
     """
-    if config.model.init_from != "scratch":
-        seconds = duration("train.init_timeout", config.train.init_timeout)
-        answer_of_main(lambda: compare_initial_tokenizer(config), seconds)
-
-
-def compare_initial_tokenizer(config: Config) -> None:
-    """Raise the errors of `check_initial_tokenizer`, on one rank."""
     name = config.model.init_from
     prepare = config.data.prepare
     folder = config.data.folder
@@ -179,7 +172,7 @@ def compare_initial_tokenizer(config: Config) -> None:
     pretrained = find_pretrained(name)
     if Path(folder, INDEX).exists():
         if pretrained.tokenizer:
-            return  # the two tokenizers are compared when the data is opened
+            return  # `inherit` set data.tokenizer, which is compared when the data is opened
         owner = f"data folder {folder}"
         tokenizer = load_tokenizer(folder)
     elif prepare.source in (None, "shards"):
@@ -200,6 +193,7 @@ def compare_initial_tokenizer(config: Config) -> None:
             "model.resize_token_embeddings(len(tokenizer))"
         )
     else:
+        write_err(f"{name} has no tokenizer: assuming the tokenizer of the {owner}")
         advice = tokenizer_advice(pretrained)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     require(

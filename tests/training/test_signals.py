@@ -35,7 +35,7 @@ def test_a_closed_session_does_not_stop_a_run_under_nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopSignal()
     os.kill(os.getpid(), signal.SIGHUP)
-    stop.ignore()
+    stop.close()
     assert stop.received is None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 

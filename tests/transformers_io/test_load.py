@@ -17,12 +17,12 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.data import hub_client
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, named_tokenizer
-from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.errors import CheckpointError, DataError, UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.transformers_io import pretrained
 from accel_gpt.transformers_io.export import export_tokenizer
-from accel_gpt.transformers_io.load import load_pretrained, open_initial_weights
-from accel_gpt.transformers_io.pretrained import inherit
+from accel_gpt.transformers_io.load import load_initial_weights, load_pretrained
+from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 from tests.conftest import launch, run_here
 from tests.faults.attack import zipped
 from tests.faults.launches import free_port
@@ -56,13 +56,11 @@ def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
     return copy
 
 
-def started(arguments: list[str], said: list[str] | None = None) -> GPT:
+def started(arguments: list[str]) -> GPT:
     config = load_config(arguments, "test")
-    log = (said if said is not None else []).append
-    corpus = open_corpus(config)
-    load = open_initial_weights(config, corpus, log)
-    gpt = GPT.allocate(config.model, corpus.vocab_size)
-    load(gpt)
+    check_initial_tokenizer(config)
+    gpt = GPT.allocate(config.model, open_corpus(config).vocab_size)
+    load_initial_weights(config, gpt)
     return gpt
 
 
@@ -112,15 +110,14 @@ def test_a_shape_that_does_not_fit_is_refused(folder: Path) -> None:
 
 
 def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
-    folder: Path, small_run: Arguments
+    folder: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export_tokenizer(CharsTokenizer("abc"), folder, 64)
-    with pytest.raises(UserError, match=r"a different tokenizer \(chars of 3,.*bytes of 257"):
+    with pytest.raises(DataError, match=r"a different tokenizer \(chars of 3,.*bytes of 257"):
         started(small_run("--model.init_from", str(folder)))
     (folder / "tokenizer.json").unlink()
-    said: list[str] = []
-    started(small_run("--model.init_from", str(folder)), said)
-    assert said == [f"{folder} has no tokenizer: assuming the tokenizer of the data (bytes)"]
+    started(small_run("--model.init_from", str(folder)))
+    assert f"{folder} has no tokenizer: assuming the tokenizer of" in capsys.readouterr().err
     with pytest.raises(UserError, match="has no tokenizer"):
         load_pretrained(str(folder))
 
@@ -412,7 +409,7 @@ import json, os, sys
 from accelerate import PartialState
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.console import run_main
-from accel_gpt.transformers_io.pretrained import inherit
+from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 from accel_gpt.training.accelerator import join_ranks
 
 def main(argv):

@@ -7,6 +7,7 @@ tokenizer's files. Then `verify.py` opens the folder with transformers in a new 
 compares the results.
 """
 
+import contextlib
 import json
 import shutil
 import sys
@@ -107,8 +108,8 @@ def export(
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_pretrained(name, checkpoint)
     exportable_preset(model)  # raises before anything is written
-    # an existing folder may be a mount point or a working directory, so it is not replaced
-    temporary = to / TEMPORARY if to.is_dir() else to.with_name(f".tmp_{to.name}")
+    existed = to.exists()
+    temporary = to / TEMPORARY  # `to` may be a mount point or a working directory
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -125,6 +126,9 @@ def export(
         raise UserError(f"{to} cannot be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if not existed:
+            with contextlib.suppress(OSError):  # it holds the model, or was not made
+                to.rmdir()
     return exported
 
 
@@ -143,13 +147,10 @@ def check_target(to: Path, overwrite: bool) -> None:
 
 
 def move_files(temporary: Path, to: Path) -> None:
-    """Rename a finished folder, or move its files into the folder `to` if that exists.
+    """Move the files of a finished folder into the folder `to`, in place of those there.
 
     config.json is removed first and moved last: a folder without it is not a model.
     """
-    if not to.is_dir():
-        temporary.rename(to)
-        return
     (to / "config.json").unlink(missing_ok=True)
     for path in to.iterdir():
         if path.name != TEMPORARY:

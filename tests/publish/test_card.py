@@ -197,13 +197,10 @@ def planted(value: str) -> dict[str, Any]:
     return dict.fromkeys([*texts, "later.key", "data.val.web"], value) | lists
 
 
-@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("value", PRIVATE)
-def test_no_option_shows_a_path_person_or_machine(
-    make: Make, tmp_path: Path, value: str, mixture: bool
-) -> None:
+def test_no_option_shows_a_path_person_or_machine(make: Make, tmp_path: Path, value: str) -> None:
     settings = planted(value)
-    if mixture:
+    if value in PRIVATE[::2]:
         settings["data.train"] = [{"path": value, "weight": 1, "key": "s3cr3t"}]
     checkpoint = make(settings)
     with (checkpoint.parents[1] / "metrics.jsonl").open("a") as file:
@@ -374,9 +371,3 @@ def test_logs_hold_the_metrics_and_samples_and_nothing_private(make: Make, tmp_p
     texts = found.Tensors("samples/text_summary")
     assert [one.step for one in texts] == [5, 10, 20, 40]
     assert b"once upon" in texts[2].tensor_proto.string_val[0]
-
-
-def test_logs_need_no_csv(make: Make, tmp_path: Path) -> None:
-    write_logs(RunFolder(make().parents[1]), tmp_path)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 43
-    assert (tmp_path / "metrics.csv").read_text().startswith("step,")

@@ -63,6 +63,7 @@ def test_a_task_of_srun_gets_the_variables_of_torchrun(
     expected = ("2", "0", "4", "2", "node01", "23463")
     assert join(TASK) == dict(zip(TORCH, expected, strict=True))
     assert world_size() == 4
+    assert (launcher.rank(), launcher.local_rank()) == (2, 0)
     chosen = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "WORLD_SIZE": "1"}
     assert join(TASK | chosen) == dict(zip(TORCH, expected, strict=True)) | chosen | {
         "WORLD_SIZE": "4"

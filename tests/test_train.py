@@ -116,6 +116,7 @@ def test_run_learns_and_leaves_what_the_contract_names(
     }
     lines = records(run)
     assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 13)]
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
     assert [line["step"] for line in lines if "eval/val_loss" in line] == [4, 8, 12]
     assert lines[0]["train/lr"] == pytest.approx(0.005)
@@ -209,6 +210,7 @@ def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: P
     assert_same_weights(weights(tmp_path / "with", 4), weights(tmp_path / "without", 4))
     steps = [line["step"] for line in records(tmp_path / "without")]
     assert steps == [1, 3, 4]  # the first step is logged at once
+    assert "eval/val_loss" in records(tmp_path / "without")[-1]  # the last step is evaluated
 
 
 def test_loss_curve_is_the_stored_one(small_run: Arguments, tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states (3, 14, C), a head with nonzero padding, and targets.
+    """Return hidden states (3, 11, C), a head with nonzero padding, and targets.
 
-    The last chunk is partial, and the targets of more than a chunk are ignored.
+    The last chunk is one token, and the targets of a whole chunk are ignored.
     """
-    x = torch.randn(3, 14, C, dtype=dtype, requires_grad=True)
+    x = torch.randn(3, 11, C, dtype=dtype, requires_grad=True)
     weight = torch.randn(ROWS, C, dtype=dtype)
     weight[VOCAB:] = 100.0
-    targets = torch.randint(VOCAB, (3, 14))
+    targets = torch.randint(VOCAB, (3, 11))
     targets[0], targets[1, :5], targets[2, 3] = IGNORE, IGNORE, IGNORE
     return x, weight.requires_grad_(), targets
 

@@ -6,6 +6,7 @@ a lost checkpoint, trains, and uploads the checkpoints.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from accelerate import PartialState
 
@@ -14,8 +15,11 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
+from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.plan import make_plan
-from accel_gpt.config.values import to_flat
+from accel_gpt.config.shipped import copy_shipped
+from accel_gpt.config.values import is_config_of_run, to_flat
+from accel_gpt.console import write_err
 from accel_gpt.launcher import PREEMPTED, answer_of_main, is_main, join_slurm_step, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.ensure import ensure_data
@@ -48,7 +52,10 @@ def train_config(config: Config, source: str) -> int:
     `source`: the path that `config` was read from.
     """
     initialize = find_initial_weights(config)
-    with open_launch(config, source) as launch:
+    with open_launch(config) as launch:
+        if is_main():
+            report_moved_run(config, source)
+            copy_shipped(source, Path(config.out_dir))
         ensure_data(config)
         if config.checkpoint.copy_to:
             on_main(lambda: restore_newest_copy(config, launch.log))
@@ -66,6 +73,19 @@ def train_config(config: Config, source: str) -> int:
         )
         unfinished = finish_uploads(uploader, launch, stopped)
     return PREEMPTED if stopped or unfinished else 0
+
+
+def report_moved_run(config: Config, source: str) -> None:
+    """Print a line if `source` is the config of a run whose folder was moved or copied."""
+    path = Path(source)
+    if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
+        return
+    written = str(read_yaml(source).get("out_dir", config.out_dir))
+    if Path(written).resolve() != path.parent.resolve():
+        write_err(
+            f"{source} sets out_dir to {written}; the run continues in {config.out_dir}, the "
+            "folder of the file"
+        )
 
 
 def find_initial_weights(config: Config) -> Callable[[GPT], None]:

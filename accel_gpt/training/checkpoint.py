@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.parse import from_mapping
 from accel_gpt.config.values import leaves
 from accel_gpt.errors import (
     AccelGPTError,
@@ -327,10 +326,7 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
     """Read the config of a checkpoint's model, and its vocabulary size; see `read_model_fields`."""
     fields, vocab_size = read_model_fields(path)
-    try:
-        return from_mapping(ModelConfig, fields, "in it"), vocab_size
-    except UserError as error:
-        raise CheckpointError(f"{path / 'model.json'} is damaged: {error}") from None
+    return parse_record(ModelConfig, fields, path / "model.json", CheckpointError), vocab_size
 
 
 def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:

@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.plan import make_plan
-from accel_gpt.config.shipped import copy_shipped
-from accel_gpt.config.values import is_config_of_run, to_flat
-from accel_gpt.console import write_err
+from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import check_unaltered
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_folder import is_repository
@@ -60,12 +57,11 @@ class Launch:
 
 
 @contextlib.contextmanager
-def open_launch(config: Config, source: str) -> Iterator[Launch]:
+def open_launch(config: Config) -> Iterator[Launch]:
     """Receive signals, join the ranks and hold the lock of the run's folder.
 
-    `source`: the path that `config` was read from. If one rank raises an error, all ranks do.
-    Raises `UserError` for a mistake in the config that needs no rank, and if the ranks do not share
-    the folder.
+    If one rank raises an error, all ranks do. Raises `UserError` for a mistake in the config that
+    is found without the ranks, and if the ranks do not share the folder.
     """
     die_with_launcher()
     started = time.monotonic()
@@ -84,8 +80,6 @@ def open_launch(config: Config, source: str) -> Iterator[Launch]:
             with all_ranks():
                 if is_main():
                     lock = held.enter_context(locked(folder))
-                    report_moved_run(config, source)
-                    copy_shipped(source, folder)
             require_shared(folder)
         yield Launch(config, stop, lock.check if lock else do_not_check)
 
@@ -120,19 +114,6 @@ def pin_data(config: Config) -> Config:
 
 def do_not_check() -> None:
     """Do nothing: the `FolderLock.check` of ranks that hold no lock."""
-
-
-def report_moved_run(config: Config, source: str) -> None:
-    """Print a line if `source` is the config of a run whose folder was moved or copied."""
-    path = Path(source)
-    if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
-        return
-    written = str(read_yaml(source).get("out_dir", config.out_dir))
-    if Path(written).resolve() != path.parent.resolve():
-        write_err(
-            f"{source} sets out_dir to {written}; the run continues in {config.out_dir}, the "
-            "folder of the file"
-        )
 
 
 def require_shared(folder: Path) -> None:

@@ -217,7 +217,7 @@ def test_wrong_sizes_are_refused(checkpoint: Path, entry: object) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["optimizer.bin"] = entry
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: files.optimizer.bin"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .*files"):
         verify(checkpoint)
 
 

@@ -37,7 +37,7 @@ from accel_gpt.files import fault_point
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.training.accelerator import build_model, start_accelerator
+from accel_gpt.training.accelerator import build_model, host_group, start_accelerator
 from accel_gpt.training.anomalies import StepGuard, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
@@ -105,7 +105,8 @@ def train(
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
-        stop.join(config, accelerator)
+        group = host_group(config, accelerator)
+        stop.join(config.train.time_limit, group)
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
     with open_display(config, plan, accelerator) as display, launch.showing(display):
@@ -170,7 +171,13 @@ def set_up(
     checkpoint = choose_checkpoint(config, state, log)
     check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
-    gradients = make_gradients(config, accelerator, model)
+    gradients = make_gradients(
+        accelerator=accelerator,
+        model=model,
+        exact=config.train.reproducible,
+        seed=config.seed,
+        dropout=config.model.dropout,
+    )
     torch.manual_seed(config.seed)
     if checkpoint:
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
@@ -187,7 +194,9 @@ def set_up(
     )
     writer = CheckpointWriter(
         accelerator=accelerator,
-        config=config,
+        config=config.checkpoint,
+        out_dir=Path(config.out_dir),
+        group=host_group(config, accelerator),
         tokenizer=corpus.tokenizer,
         log=log,
         before_publish=reporter.sync,
@@ -249,7 +258,9 @@ def update(run: Training) -> None:
     accelerator = run.accelerator
     plan = run.plan
     state = run.state
-    set_rates(run.optimizer, run.config, plan, state.step)
+    config = run.config
+    fraction = fraction_at(state.step, config.schedule, config.optim.lr, plan)
+    set_rates(run.optimizer, config.optim, fraction, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
     # Gradient accumulation. The gradient is all-reduced in the last micro-step, with
@@ -292,7 +303,9 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         check_skipped(run)  # before the step is saved
         if logging:
             record |= metrics
-            record["train/lr"] = config.optim.lr * fraction_at(state.step - 1, config, run.plan)
+            peak = config.optim.lr
+            fraction = fraction_at(state.step - 1, config.schedule, peak, run.plan)
+            record["train/lr"] = peak * fraction
             record |= reporter.step_metrics(state.step, run.loader)
     with reporter.watch.pause() if pausing else contextlib.nullcontext():
         if evaluating:

@@ -245,7 +245,9 @@ def checkpoint(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         settings = CheckpointConfig(async_save=asynchronous, keep_last=1)
         config = Config(out_dir=str(work / name), checkpoint=settings)
         Path(config.out_dir).mkdir()
-        writer = CheckpointWriter(accelerator, config, BytesTokenizer(), print)
+        writer = CheckpointWriter(
+            accelerator, settings, Path(config.out_dir), None, BytesTokenizer(), print
+        )
         subjects[name] = partial(save_with, writer, state, gpt, optimizer)
     head = ["save", "training stands still, s", "on disk after, s", "of torch.save's stand"]
     found = compare(subjects, args.rounds, "stands_still_s", head, left_out=1)

@@ -90,7 +90,7 @@ def train_both(nanogpt: Path, config: Config, steps: int) -> list[tuple[float, f
     ensure_data(config)
     Path(config.out_dir).mkdir()
     config, accelerator = start_accelerator(config, plan)
-    with Display(False, config, plan) as display:
+    with Display(False, config.log.level, plan) as display:
         run = train.set_up(config, plan, accelerator, display)
     batches = run.corpus.loader(plan, 0, accelerator.device, 0)  # those of run.loader once more
     peer = make_peer(nanogpt, config, run.gpt)

@@ -49,7 +49,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import DivergedError
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import make_optimizer, set_rates
+from accel_gpt.optim.groups import fraction_at, make_optimizer, set_rates
 from accel_gpt.training.run_folder import RunFolder
 
 Size = tuple[int, int]  # width, depth
@@ -173,7 +173,8 @@ def activation_sizes(config: Config, steps: int) -> list[dict[str, float]]:
             }
         )
         batch = rows[torch.arange(8) + 8 * step]
-        set_rates(optimizer, config, plan, step)
+        fraction = fraction_at(step, config.schedule, config.optim.lr, plan)
+        set_rates(optimizer, config.optim, fraction, step)
         model(batch[:, :-1], batch[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()

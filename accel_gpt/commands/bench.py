@@ -86,7 +86,7 @@ def bench(options: BenchCommand) -> Report | None:
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
         measured = resolve_compile(measured, plan)
         with (
-            Display(False, measured, plan) as display,
+            Display(False, measured.log.level, plan) as display,
             Watchdog(config.train.init_timeout, INIT, "has not opened data and model"),
         ):
             training = train.set_up(measured, plan, accelerator, display)

@@ -57,8 +57,11 @@ def train_config(config: Config, source: str) -> int:
             report_moved_run(config, source)
             copy_shipped(source, Path(config.out_dir))
         ensure_data(config)
-        if config.checkpoint.copy_to:
-            on_main(lambda: restore_newest_copy(config, launch.log))
+        url = config.checkpoint.copy_to
+        if url:
+            folder = Path(config.out_dir)
+            resume = config.checkpoint.resume
+            on_main(lambda: restore_newest_copy(url, folder, resume, launch.log))
         uploader = None
         if is_main():
             last_step = make_plan(config, world_size()).max_steps

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import ScheduleConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.errors import require
@@ -144,23 +144,26 @@ def state_names(group: dict[str, Any]) -> set[str]:
     return {"step", "exp_avg", "exp_avg_sq"}
 
 
-def set_rates(optimizer: torch.optim.Optimizer, config: Config, plan: Plan, step: int) -> None:
-    """Set the learning rates and momenta for the next update, after `step` completed updates."""
-    set_lr(optimizer, fraction_at(step, config, plan))
+def set_rates(
+    optimizer: torch.optim.Optimizer, optim: OptimConfig, fraction: float, step: int
+) -> None:
+    """Set the learning rates and momenta for the next update, after `step` completed updates.
+
+    `fraction`: of the peak of each group; see `fraction_at`.
+    """
+    set_lr(optimizer, fraction)
     for group in optimizer.param_groups:
         if ROWS in group:
-            group["momentum"] = momentum_at(
-                step, config.optim.muon_momentum, config.optim.muon_momentum_warmup
-            )
+            group["momentum"] = momentum_at(step, optim.muon_momentum, optim.muon_momentum_warmup)
 
 
-def fraction_at(step: int, config: Config, plan: Plan) -> float:
+def fraction_at(step: int, schedule: ScheduleConfig, peak: float, plan: Plan) -> float:
     """Compute the learning rate after `step` completed updates, as a share of its peak.
 
-    The share is the same for all groups.
+    The share is the same for all groups. `peak`: optim.lr.
     """
-    floor = config.schedule.min_lr / config.optim.lr
-    return lr_fraction(step=step, name=config.schedule.name, plan=plan, floor=floor)
+    floor = schedule.min_lr / peak
+    return lr_fraction(step=step, name=schedule.name, plan=plan, floor=floor)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config.experiment import Config
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
@@ -44,33 +43,32 @@ def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, if_missing: bool
         raise UserError(reason(error)) from None
 
 
-def restore_newest_copy(config: Config, log: Callable[[str], None]) -> None:
-    """Download the newest intact copy for a run that has no checkpoint.
+def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
+    """Download the newest intact copy at `url` for a run that has no checkpoint.
 
-    Raises `UserError` if the store cannot be opened or read, if it lies in `out_dir`, or if it
-    holds copies and `checkpoint.resume` is never. Raises `CheckpointError` if all copies are
-    damaged.
+    `resume`: checkpoint.resume. Raises `UserError` if the store cannot be opened or read, if it
+    lies in `out_dir`, or if it holds copies and `resume` is never. Raises `CheckpointError` if all
+    copies are damaged.
     """
-    url = str(config.checkpoint.copy_to)
     store = CopyStore(url)
     if "://" not in url:
         require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
         require(
-            not Path(url).resolve().is_relative_to(Path(config.out_dir).resolve()),
-            f"checkpoint.copy_to {url} lies in out_dir {config.out_dir}; set a folder elsewhere",
+            not Path(url).resolve().is_relative_to(out_dir.resolve()),
+            f"checkpoint.copy_to {url} lies in out_dir {out_dir}; set a folder elsewhere",
         )
-    if RunFolder(config.out_dir).checkpoints:
+    if RunFolder(out_dir).checkpoints:
         return
     try:
         steps = store.steps()
         require(
-            not steps or config.checkpoint.resume != "never",
+            not steps or resume != "never",
             f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
             "another checkpoint.copy_to, or remove the copies",
         )
         complete = [step for step in steps if store.is_complete(step)]
         for step in reversed(complete):
-            if store.restore(step, Path(config.out_dir) / "checkpoints", log):
+            if store.restore(step, out_dir / "checkpoints", log):
                 log(f"downloaded step {step:,} from {url}")
                 return
     except UserError:

@@ -33,6 +33,7 @@ from torch import nn
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
+from accel_gpt.config.values import to_flat
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
 from accel_gpt.launcher import (
@@ -114,7 +115,7 @@ def join_ranks(config: Config) -> PartialState:
     )
     if state.num_processes > 1:
         keep_group()
-        require_same(rank_identity(config))
+        require_same(rank_identity(to_flat(config)))
     set_matmul_precision(config.train, state.device)
     if state.device.type == "cpu":
         torch.set_num_threads(cpu_threads(config.train))

@@ -48,7 +48,9 @@ def resolve_micro_batch_size(
     sizes = sorted(fitting_sizes(config, world_size))
     if fits is None:
         fits = make_fits(config, vocabulary_of(config), accelerator)
-    earlier, file = on_main(lambda: earlier_choice(config, "train.micro_batch_size"))
+    earlier, file = on_main(
+        lambda: earlier_choice(config.out_dir, config.checkpoint.resume, "train.micro_batch_size")
+    )
     if earlier in sizes and all(all_gather(fits(earlier))):
         size = earlier
         reason = f"as in {file}"
@@ -59,7 +61,7 @@ def resolve_micro_batch_size(
     plan = make_plan(config, world_size)
     accelerator.gradient_accumulation_steps = plan.accumulation_steps
     sequences = plural(size, "sequence")
-    print_line(config, f"auto     {sequences} per process and micro-step: {reason}")
+    print_line(config.log.level, f"auto     {sequences} per process and micro-step: {reason}")
     return config, plan
 
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import leaves
 from accel_gpt.errors import (
@@ -279,30 +278,30 @@ def read_evaluated(path: Path) -> TrainState:
     return state
 
 
-def earlier_choice(config: Config, key: str) -> tuple[Any, str]:
-    """Return the value of an option in the run that `config` resumes, and the file it is from.
+def earlier_choice(out_dir: str, resume: str, key: str) -> tuple[Any, str]:
+    """Return the value of an option in the run that a launch resumes, and the file it is from.
 
     Options set to `auto` keep the value that an earlier launch chose. Returns None and "" if there
     is no run.
     """
-    run = RunFolder(config.out_dir)
+    run = RunFolder(out_dir)
     if key in run.config:
         return run.config[key], str(run.path / "config.yaml")
     own = run.checkpoints  # a run restored from a copy has no config.yaml
-    checkpoint = own[max(own)] if own else Path(config.checkpoint.resume)
+    checkpoint = own[max(own)] if own else Path(resume)
     if (checkpoint / "trainer_state.json").is_file():
         with contextlib.suppress(AccelGPTError):  # `choose_checkpoint` raises it again
             return read_state(checkpoint).config.get(key), str(checkpoint)
     return None, ""
 
 
-def earlier_precision(config: Config) -> tuple[str, str] | None:
-    """Return the precision of the run that `config` resumes, and the file it is from."""
-    precision, file = earlier_choice(config, "train.mixed_precision")
+def earlier_precision(out_dir: str, resume: str) -> tuple[str, str] | None:
+    """Return the precision of the run that a launch resumes, and the file it is from."""
+    precision, file = earlier_choice(out_dir, resume, "train.mixed_precision")
     if precision in PRECISIONS:
         return precision, file
     # if the config has no precision, the launcher has set it
-    run = RunFolder(config.out_dir)
+    run = RunFolder(out_dir)
     precision = run.last_launch("mixed_precision")
     if precision in PRECISIONS:
         return precision, str(run.path / "run.json")

@@ -69,7 +69,7 @@ def resolve_compile(config: Config, plan: Plan) -> Config:
     if requested:
         return config
     choice = "compiled" if compiled else "not compiled"
-    print_line(config, f"auto     {choice}: {reason}")
+    print_line(config.log.level, f"auto     {choice}: {reason}")
     return replace(config, train=replace(config.train, compile=compiled))
 
 
@@ -98,7 +98,7 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
         return False, "train.reproducible is set"
     if device not in COMPILE_SECONDS:
         return False, f"torch.compile on {device} has not been measured"
-    earlier, file = earlier_choice(config, "train.compile")
+    earlier, file = earlier_choice(config.out_dir, config.checkpoint.resume, "train.compile")
     if earlier in (True, "graphs"):
         return True, f"as in {file}"
     gains, reason = gains_from_compiling(config, plan, device)

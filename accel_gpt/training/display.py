@@ -17,7 +17,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.console import format_clock, write_err
 from accel_gpt.launcher import is_main
@@ -75,14 +74,14 @@ def show_cursor() -> None:
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
 
 
-def is_shown(config: Config, text: str) -> bool:
+def is_shown(level: str, text: str) -> bool:
     """Return whether `log.level` allows a line."""
-    return config.log.level == "info" or text.startswith("WARNING")
+    return level == "info" or text.startswith("WARNING")
 
 
-def print_line(config: Config, text: str) -> None:
+def print_line(level: str, text: str) -> None:
     """Print a line on rank 0 if `log.level` allows it, before the run has its `Display`."""
-    if is_main() and is_shown(config, text):
+    if is_main() and is_shown(level, text):
         write_err(text)
 
 
@@ -201,11 +200,11 @@ class Display:
     Prints only on rank 0. With `log.level: warning`, prints only warnings.
     """
 
-    def __init__(self, active: bool, config: Config, plan: Plan) -> None:
+    def __init__(self, active: bool, level: str, plan: Plan) -> None:
         self.active = active
-        self.config = config
+        self.level = level
         self.max_steps = plan.max_steps
-        self.verbose = active and config.log.level == "info"
+        self.verbose = active and level == "info"
         self.live: Live | None = None
         self.evaluation: Progress | None = None  # of the evaluation in progress
         self.step = 0
@@ -224,7 +223,7 @@ class Display:
 
     def log(self, text: str) -> None:
         """Print a line that stays."""
-        if self.active and is_shown(self.config, text):
+        if self.active and is_shown(self.level, text):
             self.print(text)
 
     def acknowledge(self, text: str) -> None:

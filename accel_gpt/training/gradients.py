@@ -12,7 +12,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
@@ -168,9 +167,9 @@ class ExactGradients(Gradients):
         return loss
 
 
-def make_gradients(config: Config, accelerator: Accelerator, model: nn.Module) -> Gradients:
-    """Make the `Gradients` of a wrapped model; `ExactGradients` with `train.reproducible`."""
-    kind = ExactGradients if config.train.reproducible else Gradients
-    return kind(
-        accelerator=accelerator, model=model, seed=config.seed, dropout=config.model.dropout
-    )
+def make_gradients(
+    accelerator: Accelerator, model: nn.Module, exact: bool, seed: int, dropout: float
+) -> Gradients:
+    """Make the `Gradients` of a wrapped model; `ExactGradients` if `exact` (train.reproducible)."""
+    kind = ExactGradients if exact else Gradients
+    return kind(accelerator=accelerator, model=model, seed=seed, dropout=dropout)

@@ -17,8 +17,6 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.compare import option_of
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.values import to_flat
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.training.devices import cpu_info
 
@@ -64,7 +62,7 @@ def code_versions() -> dict[str, str]:
     return versions
 
 
-def rank_identity(config: Config) -> dict[str, Any]:
+def rank_identity(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return values that must be the same on all ranks: options, code and versions.
 
     Leaves out options marked `per_machine`: they may differ. The data is compared later, once it is
@@ -77,11 +75,11 @@ def rank_identity(config: Config) -> dict[str, Any]:
             code.update(str(file.relative_to(package)).encode() + file.read_bytes())
     versions = package_versions()
     shared = {}
-    for key, value in to_flat(config).items():
+    for key, value in options.items():
         if not option_of(key).per_machine:
             shared[key] = value
     return shared | {
-        "mixed_precision": config.train.mixed_precision or launcher_precision(),
+        "mixed_precision": options["train.mixed_precision"] or launcher_precision(),
         "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": versions.get("torch"),

@@ -32,7 +32,7 @@ def resolve_precision(config: Config) -> Config:
         return config
     precision, reason = on_main(lambda: choose_precision(config))
     name = "fp32" if precision == "no" else precision
-    print_line(config, f"auto     precision {name}: {reason}")
+    print_line(config.log.level, f"auto     precision {name}: {reason}")
     return replace(config, train=replace(config.train, mixed_precision=precision))
 
 
@@ -42,7 +42,7 @@ def choose_precision(config: Config) -> tuple[str, str]:
     If a run resumes in float32 on a device that is faster in another precision, the reason says how
     to switch.
     """
-    earlier = earlier_precision(config)
+    earlier = earlier_precision(config.out_dir, config.checkpoint.resume)
     if earlier is None:
         return choose_new_precision(config)
     precision, file = earlier

@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
-from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
 
 # Steps before the recorded ones: two for choosing kernels and allocating memory (assumption), one
@@ -26,14 +25,12 @@ MEMORY_EVENTS = 100_000  # newest events that the CUDA allocator keeps; assumpti
 
 @contextmanager
 def profile(
-    config: Config, accelerator: Accelerator, log: Callable[[str], None]
+    steps: int, folder: Path, accelerator: Accelerator, log: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Profile `train.profile` steps of a launch, or fewer if the launch ends earlier.
+    """Profile `steps` of a launch into `folder`, or fewer if the launch ends earlier.
 
     Yields a function to call after each step. If the disk is full, logs a warning.
     """
-    folder = Path(config.out_dir) / "profile"
-    steps = config.train.profile
     rank = accelerator.process_index
     cuda = accelerator.device.type == "cuda"
     recorded = 0

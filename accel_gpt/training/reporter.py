@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.config.values import to_yaml
+from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
@@ -40,7 +40,7 @@ from accel_gpt.training.trackers import Trackers, quiet_tensorboard
 def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Display]:
     """Open the display of a run, and TensorBoard if `log.dashboard` is set; close both at exit."""
     is_main = accelerator.is_main_process
-    with Display(is_main, config, plan) as display, contextlib.ExitStack() as stack:
+    with Display(is_main, config.log.level, plan) as display, contextlib.ExitStack() as stack:
         stack.enter_context(quiet_tensorboard())
         if is_main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
@@ -69,7 +69,9 @@ class Reporter:
         self.check_folder = check_folder  # raises `BusyError` if the run has lost its folder
         self.out_dir = Path(config.out_dir)
         self.speed = Speed(gpt, plan, accelerator)
-        self.trackers = Trackers(accelerator, config, has_mfu=self.speed.peak is not None)
+        self.trackers = Trackers(
+            accelerator, config.log.trackers, self.out_dir, self.speed.peak is not None
+        )
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # the last write failed
         self.watch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
@@ -88,7 +90,7 @@ class Reporter:
             warning = corpus.epochs_warning(self.plan)
             if warning:
                 self.log(warning)
-        self.trackers.start(state.reported_step)
+        self.trackers.start(state.reported_step, to_yaml(self.config), to_flat(self.config))
         self.cut_back(state)
 
     def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
@@ -176,10 +178,12 @@ class Reporter:
     @contextmanager
     def profiling(self) -> Iterator[None]:
         """Enclose all steps of a launch; profile some of them if `train.profile` is set."""
-        if not self.config.train.profile:
+        steps = self.config.train.profile
+        if not steps:
             yield
             return
-        with profile(self.config, self.accelerator, self.log) as self.profile_step:
+        folder = self.out_dir / "profile"
+        with profile(steps, folder, self.accelerator, self.log) as self.profile_step:
             yield
 
     def heartbeat(self) -> None:

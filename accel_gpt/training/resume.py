@@ -26,7 +26,7 @@ from accel_gpt.config.compare import (
     resume_kind,
 )
 from accel_gpt.config.experiment import Config, ScheduleConfig
-from accel_gpt.config.plan import LENGTH, make_plan, plural
+from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
 from accel_gpt.config.values import build, relocated, to_flat
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import (
@@ -136,7 +136,7 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     except UserError:  # the old length does not fit the schedule of `config`, or is unknown
         return ()
     for step in range(saved.step):
-        if fraction_at(step, config, plan) != fraction_at(step, before, plan_before):
+        if fraction_in(step, config, plan) != fraction_in(step, before, plan_before):
             return ()
     return LENGTH
 
@@ -162,7 +162,12 @@ def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Itera
 
 def rate_at(step: int, config: Config) -> float:
     """Return the learning rate of the update that follows `step` completed updates."""
-    return config.optim.lr * fraction_at(step, config, make_plan(config, world_size()))
+    return config.optim.lr * fraction_in(step, config, make_plan(config, world_size()))
+
+
+def fraction_in(step: int, config: Config, plan: Plan) -> float:
+    """Return the learning rate after `step` completed updates, as a share of its peak."""
+    return fraction_at(step, config.schedule, config.optim.lr, plan)
 
 
 def with_length_of(saved: TrainState, config: Config) -> Config:

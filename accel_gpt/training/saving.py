@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
@@ -33,12 +34,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from accel_gpt.config.experiment import CheckpointConfig, Config
+from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, free_bytes, sha256, sync, write_file
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.checkpoint import (
     read_states,
     set_aside,
@@ -74,7 +74,9 @@ class CheckpointWriter:
     def __init__(
         self,
         accelerator: Accelerator,
-        config: Config,
+        config: CheckpointConfig,
+        out_dir: Path,
+        group: dist.ProcessGroup | None,
         tokenizer: Tokenizer,
         log: Callable[[str], None],
         before_publish: Callable[[], None] = lambda: None,
@@ -82,17 +84,17 @@ class CheckpointWriter:
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self.accelerator = accelerator
-        self.config = config.checkpoint
-        self.out_dir = Path(config.out_dir)
+        self.config = config
+        self.out_dir = out_dir
         self.tokenizer = tokenizer
         self.log = log
         self.before_publish = before_publish
         self.on_checkpoint = on_checkpoint
         self.check_folder = check_folder
         self.main = accelerator.is_main_process
-        self.group = host_group(config, accelerator)
+        self.group = group
         self.fsdp = accelerator.distributed_type == DistributedType.FSDP
-        self.snapshot = Snapshot() if config.checkpoint.async_save else None
+        self.snapshot = Snapshot() if config.async_save else None
         self.copies: dict[str, Any] = {}  # file name -> tensors in the snapshot
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # why the last save failed on any rank

@@ -45,7 +45,7 @@ class Launch:
         if self.display:
             self.display.log(text)
         else:
-            print_line(self.config, text)
+            print_line(self.config.log.level, text)
 
     @contextlib.contextmanager
     def showing(self, display: Display) -> Iterator[None]:

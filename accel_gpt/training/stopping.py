@@ -20,9 +20,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 
-from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
@@ -35,7 +33,6 @@ from accel_gpt.launcher import (
     stops_with_parent,
     world_size,
 )
-from accel_gpt.training.accelerator import host_group
 from accel_gpt.training.display import show_cursor
 
 # The terminal and the launcher each deliver the same Ctrl-C, at most so far apart; assumption
@@ -203,15 +200,15 @@ class StopSignal:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
 
-    def join(self, config: Config, accelerator: Accelerator) -> None:
-        """Set the time limit and the process group of a run; a collective."""
-        self.time_limit = duration("train.time_limit", config.train.time_limit)
+    def join(self, time_limit: str | None, group: dist.ProcessGroup | None) -> None:
+        """Set the time limit, such as `2h`, and the gloo group of the ranks."""
+        self.time_limit = duration(TIME_LIMIT, time_limit)
         require(
             self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "train.time_limit does not work with --max_restarts: the launcher restarts a stopped "
             "run; remove one of the two options",
         )
-        self.group = host_group(config, accelerator)
+        self.group = group
 
     def receive(self, number: int) -> None:
         """Acknowledge the first signal; end the process at a second one or before the first step.

@@ -9,7 +9,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
 
@@ -28,37 +26,40 @@ PROJECT = "accel_gpt"
 class Trackers:
     """The trackers of a run. Ranks other than 0 have none."""
 
-    def __init__(self, accelerator: Accelerator, config: Config, has_mfu: bool) -> None:
+    def __init__(
+        self, accelerator: Accelerator, names: Sequence[str], out_dir: Path, has_mfu: bool
+    ) -> None:
         self.accelerator = accelerator
-        self.config = config
+        self.names = names
+        self.out_dir = out_dir
         self.charts = chart_groups(has_mfu)
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, yaml: str, options: Mapping[str, Any]) -> None:
         """Start all trackers. TensorBoard drops the steps after `step`, from which the run resumes.
 
-        Raises `UserError` if a tracker does not start, for example wandb without a login.
+        They store the config, as YAML or by dotted keys. Raises `UserError` if a tracker does not
+        start, for example wandb without a login.
         """
-        config = self.config
         accelerator = self.accelerator
         kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
-        if accelerator.is_main_process and set(config.log.trackers) - {"tensorboard"}:
-            kwargs |= resumable(Path(config.out_dir))
+        if accelerator.is_main_process and set(self.names) - {"tensorboard"}:
+            kwargs |= resumable(self.out_dir)
         try:
             accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
         except Exception as error:  # each package has its own error classes
             raise UserError(
-                f"a tracker of log.trackers ({', '.join(config.log.trackers)}) did not start: "
+                f"a tracker of log.trackers ({', '.join(self.names)}) did not start: "
                 f"{error}; check its login, or remove it from log.trackers"
             ) from error
         if not accelerator.is_main_process:
             return
-        options = {key: str(value) for key, value in to_flat(config).items()}
+        texts = {key: str(value) for key, value in options.items()}
         for tracker in accelerator.trackers:
             if isinstance(tracker, TensorBoardTracker):
                 self.add_charts(tracker)
-                tracker.log({"config": as_code(to_yaml(config))}, step=step)
+                tracker.log({"config": as_code(yaml)}, step=step)
             else:
-                tracker.store_init_configuration(options)
+                tracker.store_init_configuration(texts)
 
     def reopen(self, step: int) -> None:
         """Open a new TensorBoard file. It makes TensorBoard drop `step` and all later steps."""

@@ -203,7 +203,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     config = Config(out_dir=str(folder))
-    writer = CheckpointWriter(accelerator, config, BytesTokenizer(), lambda _: None)
+    writer = CheckpointWriter(accelerator, config.checkpoint, folder, None, BytesTokenizer(), print)
     for step in (1, 2):
         state = TrainState(
             step=step,

@@ -33,7 +33,7 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.training.display import Display
 
 config = Config(train=TrainConfig(max_steps=20), eval=EvalConfig(every=6))
-display = Display(True, config, make_plan(config, 1))
+display = Display(True, config.log.level, make_plan(config, 1))
 def show(step, **more):
     figures = {"train/loss": 4.0 / step, "train/lr": 1e-3, "perf/tokens_per_second": 1234.5}
     figures |= {"step": step, "tokens": 100 * step, "time": step, **more}
@@ -44,7 +44,7 @@ def show(step, **more):
 def make(active: bool = True, level: str = "info") -> Display:
     log = LogConfig(level=level)  # type: ignore[arg-type]
     config = Config(train=TrainConfig(max_steps=20), log=log)
-    return Display(active, config, make_plan(config, 1))
+    return Display(active, config.log.level, make_plan(config, 1))
 
 
 def drawn(display: Display, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

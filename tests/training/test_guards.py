@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.values import to_flat
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
 from accel_gpt.training import machine, ranks
 from accel_gpt.training.ranks import RankError, all_ranks, peers, require_same
@@ -95,24 +96,24 @@ def test_ranks_compare_config_code_and_versions(
 ) -> None:
     """They do not compare where each machine has its data."""
     config = Config()
-    own = machine.rank_identity(config)
+    own = machine.rank_identity(to_flat(config))
     elsewhere = DataConfig(train="/scratch/a", cache_dir="/scratch/b")
-    assert machine.rank_identity(replace(config, data=elsewhere)) == own
-    assert machine.rank_identity(replace(config, seed=2))["seed"] == 2
+    assert machine.rank_identity(to_flat(replace(config, data=elsewhere))) == own
+    assert machine.rank_identity(to_flat(replace(config, seed=2)))["seed"] == 2
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # of one machine's accelerate config
-        assert machine.rank_identity(config)["mixed_precision"] == "bf16"
+        assert machine.rank_identity(to_flat(config))["mixed_precision"] == "bf16"
     package = Path(machine.__file__).parents[1]
     copy = tmp_path / "accel_gpt"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(machine, "__file__", str(copy / "run" / "machine.py"))
-    assert machine.rank_identity(config) == own
+    assert machine.rank_identity(to_flat(config)) == own
     with (copy / "model" / "loss.py").open("a") as file:
         file.write("\n")
     versions = dict(machine.package_versions()) | {"torch": "2.0", "accelerate": "1.0"}
     monkeypatch.setattr(machine, "package_versions", lambda: versions)
     monkeypatch.setattr(machine.platform, "python_version_tuple", lambda: ("3", "9", "1"))
-    changed = machine.rank_identity(config)
+    changed = machine.rank_identity(to_flat(config))
     names = {"the code of accel_gpt (SHA-256)", "Python", "torch", "accelerate"}
     assert {key for key in own if own[key] != changed[key]} == names
 

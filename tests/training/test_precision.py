@@ -294,7 +294,7 @@ def test_cuda_graphs_need_one_gpu_and_one_micro_step(
 def test_a_run_with_cuda_graphs_stays_compiled_with_auto(
     cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "earlier_choice", lambda config, key: ("graphs", "file"))
+    monkeypatch.setattr(compilation, "earlier_choice", lambda *_: ("graphs", "file"))
     assert compilation.choose_compile(Config(), SimpleNamespace()) == (True, "as in file")  # type: ignore[arg-type]
 
 

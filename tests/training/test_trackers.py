@@ -23,7 +23,6 @@ from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from tensorboard.summary.writer import event_file_writer
 
 from accel_gpt import train
-from accel_gpt.config.experiment import Config
 from accel_gpt.training import metrics, support
 from accel_gpt.training.trackers import Trackers
 from tests.conftest import launch
@@ -212,7 +211,7 @@ def test_wandb_offline(small_run: Arguments, tmp_path: Path) -> None:
     assert all(folder.name.endswith(name) for folder in folders)  # wandb sync joins them
 
 
-def test_trackers_are_closed_once_also_after_an_error() -> None:
+def test_trackers_are_closed_once_also_after_an_error(tmp_path: Path) -> None:
     """The end of the process group closes the trackers that Accelerate still holds."""
 
     def full() -> None:
@@ -220,5 +219,5 @@ def test_trackers_are_closed_once_also_after_an_error() -> None:
 
     accelerator: Any = SimpleNamespace(trackers=[SimpleNamespace(finish=full)])
     with pytest.raises(OSError, match="full"):
-        Trackers(accelerator, Config(), has_mfu=False).finish()
+        Trackers(accelerator, (), tmp_path, has_mfu=False).finish()
     assert accelerator.trackers == []

@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_in_the_same_one(
     assert [v["train/loss"] for _, v in told] == [line["train/loss"] for line in lines]
     samples = [(step, values["samples"]) for step, values in stub.told if "samples" in values]
     assert [step for step, _ in samples] == [6, 8, 12]
-    kept = (tmp_path / "run" / "samples" / "step_00000012.txt").read_text()
+    kept = (tmp_path / "run" / "samples" / "step_00000012.txt").read_bytes().decode()
     assert samples[-1][1] + "\n" == kept
     curves = sorted((tmp_path / "run" / "tensorboard").rglob("events.*"))
     assert [tags(path).count(LAYOUT) for path in curves] == [1, 1]  # the layout of related curves

@@ -52,8 +52,10 @@ class Launch:
         """Print lines above `display` inside the block."""
         self.display = display
         self.stop.announce = display.acknowledge
-        yield
-        self.display = None
+        try:
+            yield
+        finally:
+            self.display = None
 
 
 @contextlib.contextmanager

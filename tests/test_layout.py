@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "accel_gpt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # from the bottom up; a module imports its own level and those below
-LEVELS = [
+TRAINER = [
     ["errors"],
     ["console", "launcher"],
     ["files"],
@@ -28,22 +28,19 @@ LEVELS = [
     ["data"],
     ["training"],
     ["evals"],
+    ["train"],
+]
+TOOLS = [
     ["cost"],
     ["prepare"],
     ["report"],
     ["transformers_io"],
     ["publish"],
-    ["train"],
     ["commands"],
     ["api"],
     ["cli"],
 ]
-# what `import accel_gpt.train` may load
-INNER = {
-    *("train", "errors", "console", "files", "launcher", "records"),
-    *("config", "cost", "model", "optim", "data", "training", "evals", "prepare"),
-    *("transformers_io", "publish"),
-}
+LEVELS = TRAINER + TOOLS
 # Libraries that only functions import, since not every command needs them. CPU seconds of the
 # import after torch and accelerate, best of three on an AMD EPYC, one process each:
 # torch._dynamo 1.0, datasets 0.6, torch.distributed.fsdp 0.5, transformers 0.4, matplotlib 0.3,
@@ -93,15 +90,6 @@ def loaded_by(code: str, *arguments: str) -> dict[str, str]:
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def test_training_loads_the_inner_ring_alone() -> None:
-    modules = loaded_by("import accel_gpt.train")
-    assert not HEAVY & modules.keys()
-    loaded = [path for path in map(Path, modules.values()) if PACKAGE in path.parents]
-    names = {path.relative_to(PACKAGE).as_posix() for path in loaded if path.name != "__init__.py"}
-    outside = {n for n in names if n.partition("/")[0].removesuffix(".py") not in INNER}
-    assert not outside
 
 
 @pytest.mark.slow
@@ -157,18 +145,6 @@ def own_imports(node: ast.AST) -> set[str]:
     return found - {"accel_gpt"}
 
 
-# modules whose imports inside functions still hide circles
-NOT_YET = {
-    "accel_gpt.cost.planning",
-    "accel_gpt.data.foreign",
-    "accel_gpt.data.hf_tokenizer",
-    "accel_gpt.data.sources",
-    "accel_gpt.data.tokenizer",
-    "accel_gpt.training.resume",
-    "accel_gpt.training.state",
-}
-
-
 def as_module(path: Path) -> ast.Module:
     """Return the statements of a file that run when it is imported: not what a script runs."""
     body = [node for node in tree(path).body if ast.unparse(node)[:21] != "if __name__ == '__mai"]
@@ -179,14 +155,24 @@ def room_of(module: str) -> str:
     return module.split(".")[1]
 
 
+def test_importing_the_trainer_reaches_no_tool() -> None:
+    reached: set[str] = set()
+    new = {"accel_gpt.train"}
+    while new:
+        reached |= new
+        new = set().union(*(own_imports(as_module(MODULES[module])) for module in new)) - reached
+    assert {room_of(module) for module in reached} == {room for rooms in TRAINER for room in rooms}
+    assert not HEAVY & loaded_by("import accel_gpt.train").keys()
+
+
 def test_imports_point_down() -> None:
+    """Also inside functions. So a room of the trainer imports no tool."""
     found = []
     for module, path in MODULES.items():
         if module == "accel_gpt":  # it loads the Python interface on first use
             continue
-        above = [
-            m for m in own_imports(as_module(path)) if level(room_of(m)) > level(room_of(module))
-        ]
+        own = own_imports(as_module(path))
+        above = [other for other in own if level(room_of(other)) > level(room_of(module))]
         found += named(path, *(f"imports {other}, which is above it" for other in above))
     assert not found
 
@@ -199,7 +185,7 @@ def test_no_imports_go_round_in_a_circle() -> None:
         if not ends:
             break
         circles = {module: own - ends for module, own in circles.items() if module not in ends}
-    assert circles.keys() <= NOT_YET
+    assert not circles
 
 
 def test_the_package_is_imported_at_the_top_of_a_module() -> None:
@@ -208,7 +194,7 @@ def test_the_package_is_imported_at_the_top_of_a_module() -> None:
     for path in FILES:
         functions = (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef))
         inside = {module for function in functions for module in own_imports(function)}
-        if path.relative_to(PACKAGE) != Path("cli.py") and module_name(path) not in NOT_YET:
+        if path.relative_to(PACKAGE) != Path("cli.py"):
             found += named(path, *(f"imports {module} inside a function" for module in inside))
     assert not found
 

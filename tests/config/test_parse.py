@@ -21,9 +21,7 @@ from accel_gpt.commands.options import (
 )
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.config.options import all_options
-from accel_gpt.config.values import leaves, to_flat, to_yaml
+from accel_gpt.config.values import leaves, to_yaml
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
 
@@ -53,12 +51,16 @@ def test_command_line_beats_yaml_beats_preset_beats_default(config_file: str) ->
     assert config.model.norm == "rmsnorm"  # from the preset
     assert config.model.bias is True  # overrides the preset
     assert config.optim.beta1 == 0.9
+    assert config.train.max_steps == 1000  # 1e3
 
 
-def test_scientific_notation_is_a_number(config_file: str) -> None:
-    config = load(config_file)
-    assert config.train.max_steps == 1000
-    assert config.optim.lr == 3e-4
+def test_words_of_yaml_and_of_a_flag(config_file: str, tmp_path: Path) -> None:
+    config = load(config_file, "--train.compile", "--eval.tokens", "null", "--hub.dtype", "fp32")
+    assert (config.train.compile, config.eval.tokens, config.hub.dtype) == (True, None, "fp32")
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {mixed_precision: no, max_steps: 1}")
+    assert load(str(path)).train.mixed_precision == "no"
+    assert load(str(path), "--train.mixed_precision", "fp32").train.mixed_precision == "no"
 
 
 def test_resolved_config_reads_back_equal(config_file: str, tmp_path: Path) -> None:
@@ -67,12 +69,6 @@ def test_resolved_config_reads_back_equal(config_file: str, tmp_path: Path) -> N
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(config))
     assert load(str(again)) == config
-
-
-def test_flag_without_value_is_true_and_null_is_none(config_file: str) -> None:
-    config = load(config_file, "--train.compile", "--eval.tokens", "null")
-    assert config.train.compile is True
-    assert config.eval.tokens is None
 
 
 PROMPT = "Hello, I'm a language model,"
@@ -123,25 +119,14 @@ def test_an_emoji_that_yaml_escapes_is_text_and_a_single_surrogate_is_not(tmp_pa
         load_config([str(path)], "test")
 
 
-def test_unquoted_no_in_yaml_is_the_precision_no(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("train: {mixed_precision: no, max_steps: 1}")
-    assert load(str(path)).train.mixed_precision == "no"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--optim.bta1", "1"], "did you mean optim.beta1?"),
-        (["--n_layer", "3"], "did you mean model.n_layer?"),
         (["--optim.learning_rate", "1"], "did you mean optim.lr?"),
-        (["--train.max_steps", "1.5"], "train.max_steps is '1.5'; expected a whole number"),
         (["--train.compile", "maybe"], "train.compile is 'maybe'; expected true or false"),
         (["--data.shuffle", "x"], "expected one of global, groups, shards, none, replacement"),
-        (["--optim.lr", "-1"], "optim.lr is -1.0; it must be above 0"),
         (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
-        (["--data.prepare.source", "stdlib", "--data.prepare.path", "x"], "source to text"),
-        (["--data.prepare.source", "text"], "data.prepare.path is empty"),
         (["--sample.prompts", "[INST] a"], "begins with [ needs quotes in a list: ['[a] b']"),
         (["stray"], "unexpected argument 'stray'; options are written --key value"),
         (["-b", "4"], "unexpected argument '-b'; did you mean train.micro_batch_size?"),
@@ -212,16 +197,6 @@ def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None
         load(str(path), "--train.max_steps", "2", "--train.max_tokens", "9")
 
 
-def test_help_shows_the_essential_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load_config(["--help"], "train.py")
-    essential = {key for key, one in all_options(Config).items() if one.essential}
-    shown = re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE)
-    assert shown[:2] == ["help-all", "dump_config"]
-    assert set(shown[2:]) == essential
-    assert shown.index("model.n_layer") < shown.index("data.prepare.source")
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_three_examples_that_parse(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -237,67 +212,21 @@ def test_help_has_three_examples_that_parse(
         COMMANDS[command].parse(shlex.split(example.partition(" > ")[0]))
 
 
-# what users of other trainers type first, and a part of the answer
-FOREIGN = [
-    ("adam_beta1", "optim.beta1"),
-    ("global_batch_size", "train.tokens_per_step"),
-    ("bf16", "train.mixed_precision to bf16"),
-    ("deepspeed", "FSDP"),
-    ("dtype", "train.mixed_precision"),
-    ("eval_steps", "eval.every"),
-    ("gradient_checkpointing", "train.activation_checkpointing to blocks"),
-    ("hub_model_id", "hub.repo_id"),
-    ("logging_steps", "log.every"),
-    ("lr_scheduler_type", "schedule.name"),
-    ("max_grad_norm", "optim.grad_clip"),
-    ("model_name_or_path", "model.init_from"),
-    ("num_train_epochs", "train.max_tokens"),
-    ("push_to_hub", "hub.push"),
-    ("report_to", "log.trackers"),
-    ("resume_from_checkpoint", "checkpoint.resume"),
-    ("save_steps", "checkpoint.every"),
-    ("save_total_limit", "checkpoint.keep_last"),
-    ("total_batch_size", "train.tokens_per_step"),
-    ("train_file", "data.text"),
-    ("wandb_project", "log.trackers"),
-    ("optimizer", "optim"),
-    ("trainer", "train"),
-    ("no_such_option_anywhere", "--help-all shows all keys"),
-]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("plan quickstart --gpuz 8", "unknown option --gpuz; did you mean --gpu or --gpus?"),
-        ("plan quickstart --n_layer 8", "unknown option --n_layer; did you mean model.n_layer?"),
-        ("plan quickstart --optim.lrr 8", "unknown option --optim.lrr; did you mean optim.lr?"),
         ("plan quickstart --global_batch_size 8", "--global_batch_size; set train.tokens_per_step"),
-        ("bench quickstart --step 8", "unknown option --step; did you mean --steps?"),
-        ("verify-resume quickstart --process 8", "--process; did you mean --processes?"),
-        ("sample runs/x --n 3", "unknown option --n; did you mean --num?"),
         ("sample runs/x --temp=3", "unknown option --temp; did you mean --temperature?"),
-        ("sample runs/x --zzz", "unknown option --zzz; accel-gpt sample --help shows all options"),
-        ("report runs/x --output a.html", "unknown option --output; did you mean --out?"),
-        ("prepare a.txt --tokeniser bpe", "unknown option --tokeniser; did you mean --tokenizer?"),
         ("train", "no config file given; try accel-gpt train quickstart"),
         ("bench --steps 3", "CONFIG missing; try accel-gpt bench quickstart"),
         ("prepare b.txt", "there is no file b.txt; did you mean a.txt?"),
-        ("prepare openwebtxt", "there is no file openwebtxt; did you mean openwebtext?"),
         ("prepare other/b.txt", "there is no file other/b.txt; give the path of a text, or a rec"),
         ("train quickstart --model.n_layer None", "n_layer is None, but it cannot be null; expec"),
-        (
-            "train quickstart --out_dir None",
-            "out_dir is None, but it cannot be null; expected text",
-        ),
         ("train quickstart --train.max_steps x", "is 'x'; expected a whole number or null"),
         ("sample runs/x --num null", "--num is null, but it cannot be null; expected a whole"),
-        ("plan quickstart --gpus eight", "--gpus is 'eight'; expected a whole number"),
         ("sample runs/x --top_k few", "--top_k is 'few'; expected a whole number"),
-        ("export runs/x --to y --dtype int8", "--dtype is 'int8'; expected one of"),
-        ("bench quickstart --steps=x", "--steps is 'x'; expected a whole number"),
         ("evaluate https://a:b@c.d/e", "RUN is a URL with a user and password; remove"),
-        ("prepare stdlib.yaml --workers x", "--workers is 'x'; expected a whole number"),
     ],
 )
 def test_a_mistake_in_an_option_is_answered_by_the_options_of_the_command(
@@ -309,7 +238,6 @@ def test_a_mistake_in_an_option_is_answered_by_the_options_of_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("text")
-    Path("stdlib.yaml").write_text("source: stdlib")
     assert run_main(dispatch, line.split()) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert message in sentence
@@ -328,7 +256,15 @@ def test_none_of_python_is_null(config_file: str, tmp_path: Path) -> None:
     assert SampleCommand.parse(["runs/x", "--top_k", "None", "--prompt", "None"]).prompt == "None"
 
 
-@pytest.mark.parametrize(("name", "words"), FOREIGN)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adam_beta1", "optim.beta1"),
+        ("bf16", "train.mixed_precision to bf16"),
+        ("optimizer", "optim"),
+        ("no_such_option_anywhere", "--help-all shows all keys"),
+    ],
+)
 def test_the_name_of_another_trainer_is_answered_in_one_line(
     name: str, words: str, config_file: str, tmp_path: Path
 ) -> None:
@@ -350,11 +286,6 @@ def test_a_section_given_as_an_option_names_its_keys(config_file: str) -> None:
             load(config_file, f"--{section}", "3")
 
 
-def test_preset_fields_exist() -> None:
-    known = to_flat(ModelConfig())
-    assert all(key in known for preset in PRESETS.values() for key in preset)
-
-
 IMPORTED = """
 import sys
 from accel_gpt import cli, console
@@ -368,9 +299,7 @@ sys.exit(code)
     ("options", "code"),
     [
         (["--help"], 0),
-        (["train", "quickstart", "--modl.n_layer", "3"], 2),
         (["train", "quickstart", "--optim.lr", "fast"], 2),
-        (["sample", "runs/x", "--top_k", "few"], 2),
     ],
 )
 def test_help_and_a_mistake_import_no_large_library(options: list[str], code: int) -> None:
@@ -389,7 +318,7 @@ WHOLE = (
 )
 
 
-@pytest.mark.parametrize("value", [LONG, f"-{LONG}", "1e400", "nan", "\u00b2", "9" * 5000])
+@pytest.mark.parametrize("value", [LONG, "1e400", "nan", "\u00b2", "9" * 5000])
 def test_no_number_is_beyond_what_can_be_counted(config_file: str, value: str) -> None:
     assert len(NUMBERS) > 60
     for key in NUMBERS:
@@ -421,8 +350,3 @@ def test_what_the_machine_refuses_is_one_sentence(
 
     assert run_main(fail, []) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence}")
-
-
-def test_fp32_is_another_word_for_no(config_file: str) -> None:
-    assert load(config_file, "--train.mixed_precision", "fp32").train.mixed_precision == "no"
-    assert load(config_file, "--hub.dtype", "fp32").hub.dtype == "fp32"

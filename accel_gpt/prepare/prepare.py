@@ -186,14 +186,23 @@ def settings(config: PrepareConfig) -> dict[str, Any]:
     return found
 
 
-def differing_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> str:
-    """Describe the settings that differ; `vocab_size` counts only for a bpe."""
+def differing_settings(
+    made: Mapping[str, Any], requested: Mapping[str, Any], tokenizer_fingerprint: str
+) -> str:
+    """Describe the settings that differ from `made`, whose tokenizer has this fingerprint.
+
+    `vocab_size` counts only for a bpe. The same tokenizer.json at another place is no difference.
+    """
     found = []
     for key, value in requested.items():
         if key == FINGERPRINT or (key == "vocab_size" and requested["tokenizer"] != "bpe"):
             continue
-        if made.get(key) != value:
-            found.append(f"{key}: {made.get(key)}, requested {value}")
+        if made.get(key) == value:
+            continue
+        is_given = key == "tokenizer" and value not in TOKENIZER_NAMES
+        if is_given and named_tokenizer(value).fingerprint == tokenizer_fingerprint:
+            continue
+        found.append(f"{key}: {made.get(key)}, requested {value}")
     return "; ".join(found)
 
 
@@ -210,12 +219,13 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
         raise UserError(
             f"{out} exists and has no {INDEX}, so it is not a data folder; choose another folder"
         )
-    made = read_index(out).prepared
+    index = read_index(out)
+    made = index.prepared
     if config.source is None:
         return True
     if config.source == "auto":
         config = replace(config, source=made.get("source", "auto"))
-    if differ := differing_settings(made, settings(config)):
+    if differ := differing_settings(made, settings(config), index.tokenizer.fingerprint):
         raise UserError(
             f"data folder {out} was prepared with other settings ({differ}); delete it, or choose "
             "another folder"
@@ -361,7 +371,7 @@ def resume(
     try:
         journal = read_json(folder / JOURNAL)
         begun = journal["settings"] | {"path": requested["path"]}  # the fingerprint decides
-        differ = differing_settings(begun, requested)
+        differ = differing_settings(begun, requested, journal["tokenizer"])
         if begun[FINGERPRINT] != requested[FINGERPRINT]:
             differ = "other text: names or sizes of the files have changed"
         if differ:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.conftest import THOROUGH, text_of
-from tests.data.test_tokenizer_files import other
+from tests.data.test_tokenizer import other
 from tests.faults.attack import pickled
 from tests.faults.harness import Server, Tiny, finish, records
 

@@ -48,7 +48,7 @@ class TrainState:
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
     train_loss: float | None = None  # of this step
     # metrics of this step, to be published with its evaluation; None: no evaluation is due
-    awaits_evaluation: dict[str, float | None] | None = None
+    awaits_evaluation: dict[str, int | float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
     format: Count = FORMAT  # of trainer_state.json
 

@@ -23,6 +23,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.memory import clear_device_cache
 
+from accel_gpt.children import launch_child
 from accel_gpt.commands.evaluate import evaluate_named
 from accel_gpt.commands.export import export_model
 from accel_gpt.commands.options import (
@@ -39,7 +40,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import sections
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step, launch_child
+from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step
 from accel_gpt.model.gpt import GPT
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs

@@ -1,69 +1,27 @@
-"""Read the variables that launchers set, and start this package as a child process.
+"""Read the variables that launchers set.
 
 `accelerate launch`, `torchrun` and `srun` put variables into the environment of each process.
 Under `srun`, `join_slurm_step` sets the variables that torchrun would set.
 """
 
-import contextlib
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal
 
 import psutil
 
-from accel_gpt.errors import PeerError, UserError, first_line, require
+from accel_gpt.errors import UserError, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 # that stop a run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STOP_WITH_PARENT = "ACCEL_GPT_STOP_WITH_PARENT"  # a run with this variable stops if we are killed
 PRECISIONS = ("no", "bf16", "fp16", "fp8")  # that training supports; no: float32
-PREFIXES = (  # of the variables that launchers set
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "ACCELERATE_",
-    "TORCHELASTIC_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
-    "PET_",
-    STOP_WITH_PARENT,
-    "SLURM_STEP",  # without them a process is no task of srun
-)
-LONGEST_WAIT = timedelta(days=1)  # for rank 0, without train.init_timeout; assumption
-HEARD = timedelta(seconds=5)  # for the other ranks to hear of an error; assumption
-LOW_PRIORITY = 10  # niceness; assumption
 FIRST_PORT = 20000  # below the ports that Linux gives to clients, from 32,768 on
 PORTS = 10000
 # slurm.h: a batch script, the shell of salloc and others have numbers close to 2**32
 FIRST_SPECIAL_STEP = 2**32 - 16
-# torchrun ends with exit code 1; this ends with the code of the first process that failed
-TORCHRUN = """
-import sys
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-try:
-    main()
-except ChildFailedError as error:
-    sys.exit(error.get_first_failure()[1].exitcode)
-"""
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -175,95 +133,6 @@ def stops_with_parent() -> bool:
     return started_by_launcher() or STOP_WITH_PARENT in os.environ
 
 
-def environment_without_launcher() -> dict[str, str]:
-    """Copy the environment for processes that do not belong to this process group.
-
-    ACCELERATE_USE_CPU stays: the user may have set it, and the children use the same device.
-    """
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES)
-    }
-
-
-# --------------------------------------------------------------------------- before ranks join
-
-
-def answer_of_main(question: Callable[[], Any], seconds: float | None) -> Any:
-    """Return the answer of rank 0, a JSON value, before the ranks have joined; a collective.
-
-    If rank 0 raises an error, the other ranks exit with its code, and rank 0 prints it. Raises
-    `PeerError` if a rank does not come within `seconds` (None: `LONGEST_WAIT`). Ctrl-C ends a
-    process that waits.
-    """
-    if world_size() == 1:
-        return question()
-    from torch.distributed import DistError  # torch takes seconds
-
-    timeout = timedelta(seconds=seconds) if seconds else LONGEST_WAIT
-    try:
-        with ended_by_ctrl_c():
-            store = meeting_store(timeout)
-        return exchange_answer(store, question)
-    except DistError as error:
-        raise PeerError(
-            f"another process of the run has ended or does not answer ({first_line(error)}); see "
-            "its own error message"
-        ) from None
-
-
-@contextlib.contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process while native code waits, where Python calls no handler.
-
-    Another handler than Python's own stays.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@cache
-def meeting_store(timeout: timedelta) -> Any:
-    """Return the store in which ranks meet; rank 0 may serve it, so it is kept."""
-    import torch.distributed as dist  # torch takes seconds
-
-    distributed: Any = dist  # not all of its functions have types
-    store, _, _ = next(distributed.rendezvous("env://", timeout=timeout))
-    return store
-
-
-def exchange_answer(store: Any, question: Callable[[], Any]) -> Any:
-    """Set the answer or the error of rank 0 in the store, or wait for it on another rank."""
-    key = f"accel_gpt/answer_{store.add(f'accel_gpt/asked_by_{rank()}', 1)}"
-    if not is_main():
-        with ended_by_ctrl_c():
-            found = json.loads(store.get(key))
-        store.set(f"{key}/heard_by_{rank()}", "")
-        if "exit_code" in found:
-            sys.exit(found["exit_code"])
-        return found["answer"]
-    try:
-        text = json.dumps({"answer": question()})
-    except BaseException as error:
-        exit_code = getattr(error, "exit_code", PeerError.exit_code)
-        store.set(key, json.dumps({"exit_code": exit_code}))
-        others = [f"{key}/heard_by_{other}" for other in range(1, world_size())]
-        # a late rank learns that rank 0 has ended
-        with contextlib.suppress(RuntimeError), ended_by_ctrl_c():
-            store.wait(others, HEARD)
-        raise
-    store.set(key, text)
-    return json.loads(text)["answer"]
-
-
 # --------------------------------------------------------------------------- Slurm
 
 
@@ -359,94 +228,3 @@ def first_host(hosts: str) -> str:
     """Return the first of the hosts that Slurm writes as `node[01-03,7],other`."""
     with_first_numbers = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts)
     return with_first_numbers.partition(",")[0]
-
-
-# --------------------------------------------------------------------------- child processes
-
-
-def launch_child(
-    argv: Sequence[str],
-    *,
-    module: str = "accel_gpt.cli",
-    processes: int = 1,
-    environment: Mapping[str, str] | None = None,
-    secret: str | None = None,
-    stdout: int | IO[bytes] | IO[str] | None = None,
-    stderr: int | IO[bytes] | IO[str] | None = None,
-    own_group: bool = False,
-    priority: Literal["normal", "low", "idle"] = "normal",
-) -> subprocess.Popen[str]:
-    """Start `python -m MODULE ARGV ...`, by default `accel-gpt ARGV ...`.
-
-    The child gets this environment without the variables of a launcher, and `environment` on top.
-    `processes`: torchrun starts more than one. `secret`: text that the child reads from the file
-    that its last argument names, a pipe; every user of a machine can read command lines.
-    `own_group`: a Ctrl-C does not reach the child.
-    """
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-c", TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
-    command += ["-m", module, *argv]
-    pass_fds: list[int] = []
-    with contextlib.ExitStack() as files:
-        if secret is not None:
-            reading, writing = os.pipe()
-            reader = files.enter_context(open(reading, "rb"))
-            writer = files.enter_context(open(writing, "wb", buffering=0))
-            command.append(f"/dev/fd/{reading}")
-            pass_fds = [reading]
-        child = subprocess.Popen(
-            command,
-            env={**environment_without_launcher(), **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            encoding="utf-8",
-            errors="replace",
-            process_group=0 if own_group else None,
-            pass_fds=pass_fds,
-        )
-        set_priority(child.pid, priority)
-        if secret is not None:
-            reader.close()
-            with contextlib.suppress(BrokenPipeError):  # the child ended early
-                writer.write(secret.encode("utf-8", "surrogateescape"))
-    return child
-
-
-def set_priority(pid: int, priority: str) -> None:
-    """Lower the priority of a process: `low` shares busy cores a little, `idle` takes idle ones."""
-    with contextlib.suppress(OSError):  # the process may have ended already
-        if priority == "idle" and hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-        elif priority != "normal":
-            os.setpriority(os.PRIO_PROCESS, pid, LOW_PRIORITY)
-
-
-def run_child(
-    argv: Sequence[str],
-    *,
-    module: str = "accel_gpt.cli",
-    environment: Mapping[str, str] | None = None,
-    capture: bool = False,
-) -> subprocess.CompletedProcess[str]:
-    """Run a child as `launch_child` starts it, and wait for its end.
-
-    Kills the child if the wait is interrupted.
-    """
-    output = subprocess.PIPE if capture else None
-    child = launch_child(argv, module=module, environment=environment, stdout=output, stderr=output)
-    with child:
-        try:
-            printed, errors = child.communicate()
-        except BaseException:
-            child.kill()
-            child.wait()
-            raise
-    return subprocess.CompletedProcess(child.args, child.returncode, printed, errors)
-
-
-def child_error(text: str, code: int | None) -> str:
-    """Return the error of a child, the last line of what it printed, or else its exit code."""
-    lines = text.strip().splitlines() or [f"exit code {code}"]
-    return lines[-1].removeprefix("error: ")

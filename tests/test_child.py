@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_gpt.launcher import child_error, launch_child, run_child
+from accel_gpt.children import child_error, launch_child, run_child
 from tests.faults.launches import until
 
 PROBE = """
@@ -55,7 +55,7 @@ def test_a_child_is_not_part_of_the_group_of_its_launcher(
 
 def test_a_secret_is_not_on_the_command_line(module: str) -> None:
     child = launch_child(
-        [], module=module, secret=SECRET, stdout=subprocess.PIPE, own_group=True, priority="low"
+        [], module=module, piped=SECRET, stdout=subprocess.PIPE, own_group=True, priority="low"
     )
     with child:
         assert child.stdout
@@ -66,7 +66,7 @@ def test_a_secret_is_not_on_the_command_line(module: str) -> None:
 
 
 def test_a_child_that_does_not_read_its_secret_is_no_error() -> None:
-    with launch_child(["--version"], secret="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
+    with launch_child(["--version"], piped="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
         assert child.wait() == 0
 
 

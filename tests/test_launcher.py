@@ -13,16 +13,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from accel_gpt import launcher
+from accel_gpt import launcher, meeting
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.launcher import (
-    answer_of_main,
-    first_host,
-    join_slurm_step,
-    shared_cores,
-    tasks_per_node,
-    world_size,
-)
+from accel_gpt.launcher import first_host, join_slurm_step, shared_cores, tasks_per_node, world_size
+from accel_gpt.meeting import answer_of_main
 from accel_gpt.transformers_io import pretrained
 from tests.faults.launches import free_port
 from tests.helpers.terminals import Terminal
@@ -163,8 +157,8 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make this process rank 0 or 1 of two that meet in one store."""
     store = HashStore()
-    monkeypatch.setattr(launcher, "meeting_store", lambda timeout: store)
-    monkeypatch.setattr(launcher, "HEARD", timedelta(milliseconds=1))
+    monkeypatch.setattr(meeting, "meeting_store", lambda timeout: store)
+    monkeypatch.setattr(meeting, "HEARD", timedelta(milliseconds=1))
 
     def become(rank: int) -> None:
         one = {
@@ -203,7 +197,7 @@ def test_ctrl_c_ends_a_rank_at_once_only_while_it_waits(as_rank: Callable[[int],
     as_rank(0)
     handler = answer_of_main(lambda: signal.getsignal(signal.SIGINT).__name__, seconds=1)
     assert handler == signal.default_int_handler.__name__
-    with launcher.ended_by_ctrl_c():
+    with meeting.ended_by_ctrl_c():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -31,6 +31,7 @@ TRAINER = [
     ["train"],
 ]
 TOOLS = [
+    ["children", "meeting"],
     ["cost"],
     ["prepare"],
     ["report"],

@@ -30,7 +30,8 @@ from accel_gpt.cost.forecast import evaluation_hours
 from accel_gpt.cost.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
-from accel_gpt.launcher import answer_of_main, is_main, world_size
+from accel_gpt.launcher import is_main, world_size
+from accel_gpt.meeting import answer_of_main
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from accel_gpt.children import child_error, launch_child
 from accel_gpt.config.compare import Differences, differences, option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan, plural
@@ -29,13 +30,7 @@ from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import write_err
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.launcher import (
-    PREEMPTED,
-    STOP_WITH_PARENT,
-    child_error,
-    launch_child,
-    stop_signals,
-)
+from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT, stop_signals
 from accel_gpt.training.display import Progress
 from accel_gpt.training.run_folder import RunFolder
 

@@ -20,7 +20,8 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run, to_flat
 from accel_gpt.console import write_err
-from accel_gpt.launcher import PREEMPTED, answer_of_main, is_main, join_slurm_step, world_size
+from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
+from accel_gpt.meeting import answer_of_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.publish.copies import restore_newest_copy

@@ -24,13 +24,13 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from accel_gpt.children import launch_child
 from accel_gpt.commands.options import VerifyResumeCommand
 from accel_gpt.config.plan import make_plan, plural, shared_micro_batch, shorten, with_size
 from accel_gpt.config.values import to_yaml
 from accel_gpt.console import install_exit_handlers, table, write_err
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
-from accel_gpt.launcher import launch_child
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.training.checkpoint import find_checkpoint
 from accel_gpt.training.run_folder import RunFolder

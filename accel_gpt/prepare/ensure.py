@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from accel_gpt.children import launch_child
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
@@ -17,7 +18,7 @@ from accel_gpt.data.index import INDEX, check_folder
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import PREEMPTED, is_main, launch_child, local_rank, rank
+from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select
 from accel_gpt.training.ranks import all_gather, all_ranks, end_group, sees_main, wait_for_file
@@ -130,7 +131,7 @@ def start_prepare(settings: dict[str, object]) -> subprocess.Popen[str]:
     return launch_child(
         ["prepare"],
         environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
-        secret=json.dumps(settings, ensure_ascii=False),
+        piped=json.dumps(settings, ensure_ascii=False),
         own_group=True,  # only this process receives Ctrl-C
     )
 

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from accel_gpt.children import child_error, launch_child
 from accel_gpt.config.experiment import Config
 from accel_gpt.files import link_tree
-from accel_gpt.launcher import STOP_WITH_PARENT, child_error, launch_child
+from accel_gpt.launcher import STOP_WITH_PARENT
 from accel_gpt.training.run_folder import RunFolder
 
 PREEMPTED_SECONDS = 60.0  # for a copy if the machine is about to be taken away; assumption

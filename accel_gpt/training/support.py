@@ -15,12 +15,7 @@ from accelerate.utils import DistributedType, LoggerType, parse_flag_from_env
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import install_extra, require
-from accel_gpt.launcher import (
-    PRECISIONS,
-    launcher_precision,
-    local_world_size,
-    started_by_launcher,
-)
+from accel_gpt.launcher import PRECISIONS, launcher_precision, local_world_size, started_by_launcher
 from accel_gpt.training.precision import requested_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

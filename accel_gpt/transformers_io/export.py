@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
+from accel_gpt.children import child_error, run_child
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.loader import check_tokens
@@ -34,7 +35,6 @@ from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.launcher import child_error, run_child
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3

@@ -22,7 +22,7 @@ from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import is_local, nearest_folder
-from accel_gpt.launcher import answer_of_main
+from accel_gpt.meeting import answer_of_main
 from accel_gpt.records import read_object
 from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
 from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_missing

@@ -9,10 +9,10 @@ import pytest
 from accelerate.commands import launch
 from accelerate.utils import launch as environments
 
+from accel_gpt.children import PREFIXES
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
-from accel_gpt.launcher import PREFIXES
 from accel_gpt.training.support import check_accelerate_config
 from tests.test_launch import ACCELERATE, TRAIN, Arguments, finish
 

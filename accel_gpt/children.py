@@ -1,0 +1,142 @@
+"""Start this package as a child process."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Literal
+
+from accel_gpt.launcher import STOP_WITH_PARENT
+
+PREFIXES = (  # of the variables that launchers set
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "PET_",
+    STOP_WITH_PARENT,
+    "SLURM_STEP",  # without them a process is no task of srun
+)
+LOW_PRIORITY = 10  # niceness; assumption
+# torchrun ends with exit code 1; this ends with the code of the first process that failed
+TORCHRUN = """
+import sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except ChildFailedError as error:
+    sys.exit(error.get_first_failure()[1].exitcode)
+"""
+
+
+def environment_without_launcher() -> dict[str, str]:
+    """Copy the environment for processes that do not belong to this process group.
+
+    ACCELERATE_USE_CPU stays: the user may have set it, and the children use the same device.
+    """
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES)
+    }
+
+
+def launch_child(
+    argv: Sequence[str],
+    *,
+    module: str = "accel_gpt.cli",
+    processes: int = 1,
+    environment: Mapping[str, str] | None = None,
+    piped: str | None = None,
+    stdout: int | IO[bytes] | IO[str] | None = None,
+    stderr: int | IO[bytes] | IO[str] | None = None,
+    own_group: bool = False,
+    priority: Literal["normal", "low", "idle"] = "normal",
+) -> subprocess.Popen[str]:
+    """Start `python -m MODULE ARGV ...`, by default `accel-gpt ARGV ...`.
+
+    The child gets this environment without the variables of a launcher, and `environment` on top.
+    `processes`: torchrun starts more than one. `piped`: text that the child reads from the file
+    that its last argument names, a pipe; every user of a machine can read command lines.
+    `own_group`: a Ctrl-C does not reach the child.
+    """
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-c", TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
+    command += ["-m", module, *argv]
+    pass_fds: list[int] = []
+    with contextlib.ExitStack() as files:
+        if piped is not None:
+            reading, writing = os.pipe()
+            reader = files.enter_context(open(reading, "rb"))
+            writer = files.enter_context(open(writing, "wb", buffering=0))
+            command.append(f"/dev/fd/{reading}")
+            pass_fds = [reading]
+        child = subprocess.Popen(
+            command,
+            env={**environment_without_launcher(), **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            encoding="utf-8",
+            errors="replace",
+            process_group=0 if own_group else None,
+            pass_fds=pass_fds,
+        )
+        set_priority(child.pid, priority)
+        if piped is not None:
+            reader.close()
+            with contextlib.suppress(BrokenPipeError):  # the child ended early
+                writer.write(piped.encode("utf-8", "surrogateescape"))
+    return child
+
+
+def set_priority(pid: int, priority: str) -> None:
+    """Lower the priority of a process: `low` shares busy cores a little, `idle` takes idle ones."""
+    with contextlib.suppress(OSError):  # the process may have ended already
+        if priority == "idle" and hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        elif priority != "normal":
+            os.setpriority(os.PRIO_PROCESS, pid, LOW_PRIORITY)
+
+
+def run_child(
+    argv: Sequence[str],
+    *,
+    module: str = "accel_gpt.cli",
+    environment: Mapping[str, str] | None = None,
+    capture: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a child as `launch_child` starts it, and wait for its end.
+
+    Kills the child if the wait is interrupted.
+    """
+    output = subprocess.PIPE if capture else None
+    child = launch_child(argv, module=module, environment=environment, stdout=output, stderr=output)
+    with child:
+        try:
+            printed, errors = child.communicate()
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, printed, errors)
+
+
+def child_error(text: str, code: int | None) -> str:
+    """Return the error of a child, the last line of what it printed, or else its exit code."""
+    lines = text.strip().splitlines() or [f"exit code {code}"]
+    return lines[-1].removeprefix("error: ")

@@ -6,7 +6,6 @@ Needs no root, only a Linux that lets a process make a user namespace.
 import ctypes
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from accel_gpt.errors import AccelGPTError
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # unshare(2)
 MS_RDONLY, MS_REMOUNT = 1, 32  # mount(2)
-WATCH_SECONDS = 0.001
 
 
 class NoDiskError(AccelGPTError):
@@ -34,12 +32,11 @@ class Disk:
     before: str | None = None  # a folder to copy onto the disk at the start
     after: str | None = None  # the folder to which the disk is copied at the end
     free: int | None = None  # bytes; a file `filler` takes the rest
-    until: str | None = None  # text in the output at which the filler is removed
     read_only: bool = False
 
     @contextmanager
-    def mounted(self, output: Path) -> Iterator[None]:
-        """Mount the disk around a process whose output goes to the file `output`."""
+    def mounted(self) -> Iterator[None]:
+        """Mount the disk around a launch."""
         folder = Path(self.folder)
         own_namespace()
         mount(folder, f"size={self.size}")
@@ -47,8 +44,6 @@ class Disk:
             copy(Path(self.before), folder)
         if self.free is not None:
             fill(folder / "filler", self.free)
-        if self.until:
-            make_room_when(output, self.until, folder / "filler")
         if self.read_only:
             mount(folder, "", MS_REMOUNT | MS_RDONLY)
         try:
@@ -89,18 +84,3 @@ def fill(path: Path, free: int) -> None:
     """Fill the disk except `free` bytes."""
     disk = os.statvfs(path.parent)
     path.write_bytes(bytes(max(0, disk.f_bavail * disk.f_frsize - free)))
-
-
-def make_room_when(output: Path, phrase: str, filler: Path) -> None:
-    """Remove `filler` once `output` holds `phrase`; another process runs this."""
-    trainer = os.getpid()
-    if os.fork():
-        return
-    try:
-        while os.getppid() == trainer:
-            if phrase in output.read_text():
-                filler.unlink()
-                break
-            time.sleep(WATCH_SECONDS)
-    finally:
-        os._exit(0)

@@ -150,7 +150,7 @@ def launch(request: Request, output: Path) -> int:
     if request.clock:
         right = time.time
         time.time = lambda: right() + request.clock
-    disk = Disk(**request.disk).mounted(output) if request.disk else contextlib.nullcontext()
+    disk = Disk(**request.disk).mounted() if request.disk else contextlib.nullcontext()
 
     def on_disk(arguments: Any) -> int:
         with disk:

@@ -117,10 +117,3 @@ def test_cut_link_ends_both_and_harms_no_checkpoint(
     assert checkpoints
     for path in checkpoints:
         verify(path)
-
-
-def test_host_name_of_the_loopback_interface(nodes: Nodes, prepared: Path, tmp_path: Path) -> None:
-    argv = [str(config(tmp_path, prepared / "corpus", steps=12))]
-    nodes.launch(tmp_path, [*argv, "--train.init_timeout", "10s"], interface=False)
-    assert 0 not in nodes.wait(120)
-    assert any("has not met the others at 10.77.0.1:29500" in text for text in shown(tmp_path))

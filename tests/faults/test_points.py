@@ -10,9 +10,7 @@ from tests.conftest import THOROUGH
 from tests.faults.harness import FSDP, KILLED, Server, Tiny, assert_same, finish
 
 STEPS = 6  # three checkpoints; two and the best are kept
-TRIALS = 8
 OPTIONS = ["--train.max_steps", str(STEPS)]
-SHARDED = ["sharded_0", "sharded_1", "sharded_copied_0", "sharded_copied_1"]
 # how the launch may end: done, one sentence of error, no checkpoint, killed
 ENDS = {
     "kill": {KILLED},
@@ -22,9 +20,7 @@ ENDS = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("saved_0", marks=pytest.mark.slow), "copied_0"]
-)
+@pytest.fixture(scope="module", params=["copied_0"])
 def short(
     request: pytest.FixtureRequest,
     server: Server,
@@ -90,17 +86,18 @@ def fail_at(
         shutil.rmtree(run)
 
 
-def spread(short: Path) -> range:
-    """Return the numbers of some points, as many as there is time for."""
-    numbers = range(1, len(points(short)) + 1)
-    return numbers[:: max(1, len(numbers) // TRIALS)]
+def each_name(short: Path) -> list[int]:
+    """Return the number of the last point of each name; of all points if thorough."""
+    names = points(short)
+    last = {name: number for number, name in enumerate(names, 1)}
+    return sorted(last.values()) if not THOROUGH else list(range(1, len(names) + 1))
 
 
 def test_kill_at_some_points(server: Server, tiny: Tiny, short: Path, tmp_path: Path) -> None:
     """Alternate between an intact and a half-written current file."""
-    chosen = spread(short)[::2]
-    fail_at(chosen[::2], "kill", server, tiny, short, tmp_path)
-    fail_at(chosen[1::2], "half", server, tiny, short, tmp_path)
+    numbers = range(1, len(points(short)) + 1)[:: max(1, len(points(short)) // 4)]
+    fail_at(numbers[::2], "kill", server, tiny, short, tmp_path)
+    fail_at(numbers[1::2], "half", server, tiny, short, tmp_path)
 
 
 def test_kill_between_a_save_and_the_end_of_its_evaluation(
@@ -118,24 +115,10 @@ def test_kill_between_a_save_and_the_end_of_its_evaluation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("short", SHARDED, indirect=True)
-def test_failure_of_one_of_two_that_fsdp_shards(
-    server: Server, tiny: Tiny, short: Path, tmp_path: Path
-) -> None:
-    chosen = spread(short)[1::3]
-    for action, numbers in zip(ENDS, [chosen, chosen[:1], chosen[1:2], chosen[2:3]], strict=True):
-        fail_at(numbers, action, server, tiny, short, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("short", ["saved_0", "copied_0", *SHARDED], indirect=True)
-@pytest.mark.parametrize("action", ["kill", "half"])
-def test_kill_at_every_point(
-    action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path
-) -> None:
-    """Try every point if thorough, else every fifth."""
-    step = 1 if THOROUGH else 5
-    fail_at(range(1, len(points(short)) + 1, step), action, server, tiny, short, tmp_path)
+@pytest.mark.parametrize("short", ["saved_0", "copied_0"], indirect=True)
+def test_kill_at_every_point(server: Server, tiny: Tiny, short: Path, tmp_path: Path) -> None:
+    fail_at(each_name(short), "kill", server, tiny, short, tmp_path)
+    fail_at(each_name(short)[::2], "half", server, tiny, short, tmp_path)
 
 
 @pytest.mark.slow
@@ -143,4 +126,14 @@ def test_kill_at_every_point(
 def test_error_of_the_disk_at_some_points(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:
-    fail_at(spread(short), action, server, tiny, short, tmp_path)
+    fail_at(each_name(short)[::2], action, server, tiny, short, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("short", ["sharded_0", "sharded_copied_1"], indirect=True)
+def test_failure_of_one_of_two_that_fsdp_shards(
+    server: Server, tiny: Tiny, short: Path, tmp_path: Path
+) -> None:
+    chosen = each_name(short)
+    fail_at(chosen if THOROUGH else chosen[::3], "kill", server, tiny, short, tmp_path)
+    fail_at(chosen[1:2], "enospc", server, tiny, short, tmp_path)

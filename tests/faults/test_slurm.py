@@ -143,10 +143,3 @@ def test_a_sharded_job_sets_the_variables_of_accelerate_launch(
     assert set_by_job.items() <= launched.items()
     assert set_by_job["ACCELERATE_USE_FSDP"] == "true"
     assert ("PARALLELISM_CONFIG_DP_SHARD_SIZE" in set_by_job) == (distribution == "hsdp")
-
-
-def test_an_unknown_distribution_is_an_error(tmp_path: Path) -> None:
-    job = Slurm(tmp_path).submit("quickstart", DISTRIBUTION="zero")
-    shown, _ = job.communicate(timeout=60)
-    assert job.returncode == 2
-    assert "DISTRIBUTION is zero; set it to ddp, fsdp or hsdp" in shown

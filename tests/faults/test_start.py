@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,21 +34,6 @@ def test_out_dir_that_is_not_shared(server: Server, argv: list[str], tmp_path: P
     assert launch.shown().count("\n") == 1
     assert not launch.shown(1)
     assert not list((tmp_path / "run").iterdir())
-
-
-def test_folder_in_use_ends_all(server: Server, argv: list[str], tmp_path: Path) -> None:
-    other = ["--train.max_steps", "100000", "--checkpoint.every", "0"]
-    group = {0: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}}
-    first = Direct(server, tmp_path, [*argv, *other], processes=1, environment=group)
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert not first.poll(), first.shown()
-        time.sleep(0.05)
-    second = Direct(server, tmp_path, argv)
-    assert second.wait() == [6, 6]
-    assert "is in use by" in second.shown()
-    assert not second.shown(1)
-    first.send(15, 0)
-    assert first.wait() == [75]
 
 
 def preparing(text: Path, folder: Path) -> list[str]:

@@ -26,8 +26,6 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.gradients import ExactGradients, Gradients, micro_batches
 from tests.conftest import QUIET, launch, reseal, tiny
-from tests.test_launch import TORCHRUN, TRAIN, finish
-from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
 EOT = 64
@@ -241,67 +239,3 @@ def test_what_decides_the_bits_is_held(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` sets it
     assert launch(small_run(*exact, *longer, *allow)) == 2
     assert "train.mixed_precision was no, is bf16" in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------- real processes
-
-FOUR = ["--train.micro_batch_size", "2", "--sample.every", "0"]  # micro-batches per step
-EXACT = [*FOUR, "--train.reproducible", "--train.cpu_threads", "null"]
-
-
-@pytest.fixture
-def masked(tmp_path: Path) -> list[str]:
-    """Return options for documents that end within the windows."""
-    draw = np.random.default_rng(0)
-    for split, size in (("train", 8000), ("val", 1000)):
-        tokens = draw.integers(0, 30, size).astype(np.uint16)
-        tokens[draw.random(size) < 0.1] = 256
-        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
-    options = ["--data.train", str(tmp_path), "--data.tokenizer", "bytes"]
-    return [*options, "--data.document_mask"]
-
-
-def torchrun(processes: int, folder: Path, arguments: list[str]) -> None:
-    launcher = [*TORCHRUN, "--nproc_per_node", str(processes)]
-    finish([*launcher, TRAIN, *arguments], folder, timeout=300)
-
-
-def optimizer_state(run: Path, step: int = 12) -> dict[str, Tensor]:
-    path = run / "checkpoints" / f"step_{step:08d}" / "optimizer.bin"
-    state = torch.load(path, weights_only=True)["state"]
-    return {f"{i}.{name}": value for i, entry in state.items() for name, value in entry.items()}
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert records(a) == records(b)  # train and validation losses, to the last bit
-    assert_same_weights(weights(a), weights(b))
-    assert_same_weights(optimizer_state(a), optimizer_state(b))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "documents",
-    [pytest.param(False, id="whole"), pytest.param(True, id="documents")],
-)
-def test_one_two_and_four_processes_give_the_same_bits(
-    documents: bool, small_run: Arguments, masked: list[str], tmp_path: Path
-) -> None:
-    options = EXACT + (masked if documents else [])
-    assert launch(small_run(*options, "--out_dir", str(tmp_path / "1"))) == 0
-    for world in (2, 4):
-        torchrun(world, tmp_path, small_run(*options, "--out_dir", str(tmp_path / str(world))))
-    assert_same_run(tmp_path / "1", tmp_path / "2")
-    assert_same_run(tmp_path / "1", tmp_path / "4")
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_at_every_restart_equals_never_stopping(
-    small_run: Arguments, masked: list[str], tmp_path: Path
-) -> None:
-    alike = [*EXACT, *masked, "--eval.every", "3", "--checkpoint.every", "3"]
-    alike += ["--schedule.decay_steps", "10", "--checkpoint.allow_change", "train.max_steps"]
-    assert launch(small_run(*alike, "--out_dir", str(tmp_path / "whole"))) == 0
-    moved = small_run(*alike, "--out_dir", str(tmp_path / "moved"))
-    for world, last in ((1, 3), (4, 6), (2, 9), (1, 12)):
-        torchrun(world, tmp_path, [*moved, "--train.max_steps", str(last)])
-    assert_same_run(tmp_path / "whole", tmp_path / "moved")

@@ -40,7 +40,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import sections
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, join_slurm_step
+from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, use_slurm_variables
 from accel_gpt.model.gpt import GPT
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
@@ -123,7 +123,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
     )
-    join_slurm_step()
+    use_slurm_variables()
     arguments = [str(config), *to_arguments(flatten_sections(options or {}))]
     parsed = load_config(arguments, "accel_gpt.run")
     trained = Run(Path(parsed.out_dir))

@@ -9,12 +9,12 @@ from accel_gpt import __version__
 from accel_gpt.commands.options import COMMANDS
 from accel_gpt.console import run_main, write_out
 from accel_gpt.errors import UserError
-from accel_gpt.launcher import join_slurm_step
+from accel_gpt.launcher import use_slurm_variables
 
 
 def dispatch(argv: Sequence[str]) -> int:
     """Run the command that `argv` names; returns its exit code."""
-    join_slurm_step()
+    use_slurm_variables()
     if argv and argv[0] in ("-V", "--version"):
         write_out(f"accel-gpt {__version__}\n")
         return 0

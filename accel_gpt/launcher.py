@@ -1,7 +1,7 @@
 """Read the variables that launchers set.
 
 `accelerate launch`, `torchrun` and `srun` put variables into the environment of each process.
-Under `srun`, `join_slurm_step` sets the variables that torchrun would set.
+Under `srun`, `use_slurm_variables` sets the variables that torchrun would set.
 """
 
 import os
@@ -136,7 +136,7 @@ def stops_with_parent() -> bool:
 # --------------------------------------------------------------------------- Slurm
 
 
-def join_slurm_step() -> None:
+def use_slurm_variables() -> None:
     """Set torchrun's variables from Slurm's variables, if `srun` started this process.
 
     Called before anything reads them. Changes nothing if a launcher or the user has set RANK.

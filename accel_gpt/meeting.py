@@ -17,7 +17,7 @@ LONGEST_WAIT = timedelta(days=1)  # for rank 0, without train.init_timeout; assu
 HEARD = timedelta(seconds=5)  # for the other ranks to hear of an error; assumption
 
 
-def answer_of_main(question: Callable[[], Any], seconds: float | None) -> Any:
+def on_main_before_join(question: Callable[[], Any], seconds: float | None) -> Any:
     """Return the answer of rank 0, a JSON value, before the ranks have joined; a collective.
 
     If rank 0 raises an error, the other ranks exit with its code, and rank 0 prints it. Raises

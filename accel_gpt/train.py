@@ -38,10 +38,10 @@ from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.training.accelerator import build_model, host_group, start_accelerator
-from accel_gpt.training.anomalies import StepGuard, check_weights
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
+from accel_gpt.training.divergence import StepGuard, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
 from accel_gpt.training.metrics import Record
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_same
@@ -51,13 +51,13 @@ from accel_gpt.training.saving import CheckpointWriter, describe_newest
 from accel_gpt.training.setup import (
     Launch,
     check_data,
-    do_not_check,
     new_state,
+    nothing_to_check,
     pin_data,
 )
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import (
-    INIT,
+    INIT_TIMEOUT,
     StopRequested,
     StopSignal,
     Watchdog,
@@ -103,14 +103,14 @@ def train(
     config = pin_data(config)
     plan = make_plan(config, world_size())
     init_timeout = config.train.init_timeout
-    with Watchdog(init_timeout, INIT, "has not started the device"):
+    with Watchdog(init_timeout, INIT_TIMEOUT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
         group = host_group(config, accelerator)
-        stop.join(config.train.time_limit, group)
+        stop.connect_ranks(config.train.time_limit, group)
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
     with open_display(config, plan, accelerator) as display, launch.showing(display):
-        with Watchdog(init_timeout, INIT, "has not opened data, model and checkpoint"):
+        with Watchdog(init_timeout, INIT_TIMEOUT, "has not opened data, model and checkpoint"):
             run = set_up(
                 config=config,
                 plan=plan,
@@ -148,7 +148,7 @@ def set_up(
     display: Display,
     initialize: Callable[[GPT], None] = GPT.init_weights,
     on_checkpoint: Callable[[Path], None] | None = None,
-    check_folder: Callable[[], None] = do_not_check,
+    check_folder: Callable[[], None] = nothing_to_check,
 ) -> Training:
     """Build the model, optimizer, data and reporter; resume if the run has a checkpoint.
 
@@ -307,7 +307,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             fraction = fraction_at(state.step - 1, config.schedule, peak, run.plan)
             record["train/lr"] = peak * fraction
             record |= reporter.step_metrics(state.step, run.loader)
-    with reporter.watch.pause() if pausing else contextlib.nullcontext():
+    with reporter.stopwatch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
             # the checkpoint of this step stores the record, so that a resumed run can publish it
             state.awaits_evaluation = dict(record)
@@ -435,8 +435,8 @@ def save(run: Training, must_succeed: bool) -> None:
     """
     state = run.state
     check_weights(run.gpt, run.accelerator, state.step)
-    state.seconds = run.reporter.watch.elapsed()
-    state.collect(run.guard.state_dict() | run.corpus.state_dict())
+    state.seconds = run.reporter.stopwatch.elapsed()
+    state.set_fields(run.guard.state_dict() | run.corpus.state_dict())
     if must_succeed:
         run.writer.save_last(state, run.gpt, run.optimizer)
     else:

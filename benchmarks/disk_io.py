@@ -60,7 +60,7 @@ from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.accelerator import keep_freed_memory
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.checkpoint import verify_checkpoint
 from accel_gpt.training.run_folder import checkpoint_steps, step_name
 from accel_gpt.training.saving import CheckpointWriter
 from accel_gpt.training.state import TrainState
@@ -284,7 +284,7 @@ def measure_verification(path: Path, rounds: int) -> list[float]:
         for one in files:
             with one.open("rb") as file:  # drop it from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        seconds.append(timed(lambda: verify(path)))
+        seconds.append(timed(lambda: verify_checkpoint(path)))
     gigabytes = sum(file.stat().st_size for file in files) / 1e9
     print(f"verification of {gigabytes:.2f} GB: {statistics.median(seconds):.2f} s")
     return seconds

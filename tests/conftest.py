@@ -212,9 +212,9 @@ def reseal(path: Path) -> None:
         if p.name != "manifest.json"
     }
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-    from accel_gpt.training.checkpoint import verify
+    from accel_gpt.training.checkpoint import verify_checkpoint
 
-    verify(path)
+    verify_checkpoint(path)
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands import options, resolve
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.names import HF_TRAINER, LLM_C, NANOGPT
+from accel_gpt.config.foreign_names import HF_TRAINER, LLM_C, NANOGPT
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import leaves
 from accel_gpt.console import format_hours
@@ -58,7 +58,7 @@ READING_ORDER = (
     *("model/gpt", "model/layers", "model/documents", "model/loss"),
     *("optim/schedule", "optim/groups", "optim/adamw"),
     *("data/shards", "data/order", "data/mixture", "data/loader", "data/corpus"),
-    *("training/accelerator", "training/precision", "training/gradients", "training/anomalies"),
+    *("training/accelerator", "training/precision", "training/gradients", "training/divergence"),
     *("training/ranks", "training/checkpoint", "training/saving", "training/resume"),
     *("evals/validation", "evals/evaluation"),
 )

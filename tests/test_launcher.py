@@ -15,8 +15,14 @@ from torch.distributed import HashStore
 
 from accel_gpt import launcher, meeting
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.launcher import first_host, join_slurm_step, shared_cores, tasks_per_node, world_size
-from accel_gpt.meeting import answer_of_main
+from accel_gpt.launcher import (
+    first_host,
+    shared_cores,
+    tasks_per_node,
+    use_slurm_variables,
+    world_size,
+)
+from accel_gpt.meeting import on_main_before_join
 from accel_gpt.transformers_io import pretrained
 from tests.faults.launches import free_port
 from tests.helpers.terminals import Terminal
@@ -45,7 +51,7 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], dict[
     def joined(variables: Mapping[str, str]) -> dict[str, str]:
         environment = {k: v for k, v in PLAIN.items() if not k.startswith("SLURM_")} | variables
         monkeypatch.setattr("os.environ", environment)
-        join_slurm_step()
+        use_slurm_variables()
         return {name: environment[name] for name in TORCH if name in environment}
 
     return joined
@@ -186,16 +192,16 @@ def test_any_error_of_rank_0_ends_the_other_ranks(
 
     as_rank(0)
     with pytest.raises(type(error)):
-        answer_of_main(question, seconds=1)
+        on_main_before_join(question, seconds=1)
     as_rank(1)
     with pytest.raises(SystemExit) as ended:
-        answer_of_main(question, seconds=1)
+        on_main_before_join(question, seconds=1)
     assert ended.value.code == code
 
 
 def test_ctrl_c_ends_a_rank_at_once_only_while_it_waits(as_rank: Callable[[int], None]) -> None:
     as_rank(0)
-    handler = answer_of_main(lambda: signal.getsignal(signal.SIGINT).__name__, seconds=1)
+    handler = on_main_before_join(lambda: signal.getsignal(signal.SIGINT).__name__, seconds=1)
     assert handler == signal.default_int_handler.__name__
     with meeting.ended_by_ctrl_c():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL

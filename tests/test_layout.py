@@ -22,7 +22,7 @@ TRAINER = [
     ["console", "launcher"],
     ["files"],
     ["config"],
-    ["records"],
+    ["json_files"],
     ["model"],
     ["optim"],
     ["data"],

@@ -25,7 +25,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training import accelerator as environment
-from accel_gpt.training.support import FP8_CAPABILITY
+from accel_gpt.training.unsupported import FP8_CAPABILITY
 from accel_gpt.transformers_io.export import export
 from tests.conftest import THOROUGH, launch
 from tests.test_launch import TRAIN

@@ -26,12 +26,12 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
+from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size
 from accel_gpt.cost.forecast import evaluation_hours
-from accel_gpt.cost.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.launcher import is_main, world_size
-from accel_gpt.meeting import answer_of_main
+from accel_gpt.meeting import on_main_before_join
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
@@ -39,9 +39,14 @@ from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.machine import describe_machine, memory_gb
-from accel_gpt.training.ranks import peers
+from accel_gpt.training.ranks import explain_lost_rank
 from accel_gpt.training.setup import meeting_ranks
-from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
+from accel_gpt.training.stopping import (
+    INIT_TIMEOUT,
+    Watchdog,
+    die_with_launcher,
+    exiting_on_signals,
+)
 
 PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 RANDOM_TOKENS = 2**22  # of a split, read again and again; 2 or 4 bytes each
@@ -67,12 +72,12 @@ def bench(options: BenchCommand) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
     config = options.loaded
     die_with_launcher()
-    seconds = duration(INIT, config.train.init_timeout)
-    vocab_size, source = answer_of_main(lambda: vocabulary_size(config, None), seconds)
+    seconds = duration(INIT_TIMEOUT, config.train.init_timeout)
+    vocab_size, source = on_main_before_join(lambda: vocabulary_size(config, None), seconds)
     measured = steps_only(config)
     run_steps = make_plan(measured, 1).max_steps
     steps = max(run_steps, options.warmup + options.steps + options.parts)
-    with peers(world_size()), tempfile.TemporaryDirectory() as out:
+    with explain_lost_rank(world_size()), tempfile.TemporaryDirectory() as out:
         measured = replace(
             measured,
             out_dir=out,
@@ -82,13 +87,13 @@ def bench(options: BenchCommand) -> Report | None:
         plan = make_plan(measured, world_size())
         with meeting_ranks(measured):
             join_ranks(measured)
-        with Watchdog(config.train.init_timeout, INIT, "has not started the device"):
+        with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not started the device"):
             measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
         measured = resolve_compile(measured, plan)
         with (
             Display(False, measured.log.level, plan) as display,
-            Watchdog(config.train.init_timeout, INIT, "has not opened data and model"),
+            Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
         ):
             training = train.set_up(measured, plan, accelerator, display)
         with (

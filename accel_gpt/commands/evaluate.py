@@ -27,7 +27,7 @@ from accel_gpt.data.sources import open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_hellaswag, open_losses
-from accel_gpt.evals.validation import OnProgress, evaluate_source
+from accel_gpt.evals.validation import OnProgress, score_source
 from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
@@ -35,10 +35,15 @@ from accel_gpt.training.accelerator import join_ranks, keep_freed_memory
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.display import Progress
 from accel_gpt.training.precision import requested_precision, resolve_precision
-from accel_gpt.training.ranks import peers, require_all
+from accel_gpt.training.ranks import explain_lost_rank, require_all
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.setup import meeting_ranks, pin_data
-from accel_gpt.training.stopping import INIT, Watchdog, die_with_launcher, exiting_on_signals
+from accel_gpt.training.stopping import (
+    INIT_TIMEOUT,
+    Watchdog,
+    die_with_launcher,
+    exiting_on_signals,
+)
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
 from accel_gpt.transformers_io.load import load_pretrained
@@ -131,13 +136,13 @@ def run(options: EvaluateCommand) -> int:
 
 def evaluate_named(options: EvaluateCommand) -> Report:
     """Find, load and evaluate the model that the options name; all ranks must call it."""
-    with peers(world_size()):
+    with explain_lost_rank(world_size()):
         source = find_on_main(options.run, options.checkpoint)
         run = run_of(source)
         config = evaluated_config(options, source, run)
         accelerator = start_evaluation(config, run)
         name = str(source.folder) if source.is_checkpoint else options.run
-        with Watchdog(config.train.init_timeout, INIT, "has not opened the model"):
+        with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened the model"):
             model, tokenizer = load_pretrained(name, device=accelerator.device)
         tasks = open_tasks_of(options, model, tokenizer)
         metrics = evaluate_model(options, config, model, tokenizer, accelerator)
@@ -275,7 +280,7 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Compute the losses and the benchmark scores of a model; a collective."""
     model.bf16_residual = config.train.bf16_residual  # as in the run
-    with Watchdog(config.train.init_timeout, INIT, "has not opened data and model"):
+    with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"):
         model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
         evaluations = open_all(options, config, model, tokenizer)
     with (
@@ -329,7 +334,7 @@ def evaluate_named_split(
     document_end: int | None,
 ) -> dict[str, float]:
     """Compute the metrics of one split, with its name in their keys; a collective."""
-    score = evaluate_source(
+    score = score_source(
         model=model,
         source=split,
         accelerator=accelerator,

@@ -32,7 +32,7 @@ from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_evaluated,
     read_shape,
-    verify,
+    verify_checkpoint,
 )
 from accel_gpt.training.display import Progress
 from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, step_name
@@ -265,7 +265,7 @@ def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str
     try:
         if not quick:
             sys.stderr.write(f"verifying {path}\n")
-            verify(path)
+            verify_checkpoint(path)
             entry["intact"] = True
         state = read_evaluated(path)
         model, vocab_size = read_shape(path)

@@ -16,10 +16,10 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import format_hours, table, write_out
+from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at
 from accel_gpt.cost.memory import Machine, footprint, largest_size
-from accel_gpt.cost.planning import evaluation_tokens, vocabulary_size
 from accel_gpt.errors import UserError, require
 from accel_gpt.model.sizes import mfu
 from accel_gpt.training.devices import (

@@ -20,8 +20,8 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run, to_flat
 from accel_gpt.console import write_err
-from accel_gpt.launcher import PREEMPTED, is_main, join_slurm_step, world_size
-from accel_gpt.meeting import answer_of_main
+from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables, world_size
+from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.publish.copies import restore_newest_copy
@@ -36,7 +36,7 @@ from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 
 def main(argv: Sequence[str]) -> int:
     """Train with the config and options in `argv`, for `train.py`; return the exit code."""
-    join_slurm_step()
+    use_slurm_variables()
     keep_freed_memory()
     return train_config(load_config(argv, "train.py"), argv[0])
 
@@ -101,7 +101,7 @@ def find_initial_weights(config: Config) -> Callable[[GPT], None]:
     if config.model.init_from == "scratch":
         return GPT.init_weights
     seconds = duration("train.init_timeout", config.train.init_timeout)
-    answer_of_main(lambda: check_initial_tokenizer(config), seconds)
+    on_main_before_join(lambda: check_initial_tokenizer(config), seconds)
     return partial(load_initial_weights, config)
 
 

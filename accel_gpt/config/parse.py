@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.foreign_names import FOREIGN_NAMES
 from accel_gpt.config.help import format_help
-from accel_gpt.config.names import NAMES
 from accel_gpt.config.options import all_options, field_types, own_options
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.config.values import (
@@ -233,7 +233,7 @@ def advice_on_key(cls: type, key: str) -> str:
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
     if near:
         return f"did you mean {names[near[0]]}?"
-    foreign = [name for name in NAMES if answer_of_names(cls, name)]
+    foreign = [name for name in FOREIGN_NAMES if answer_of_names(cls, name)]
     near = difflib.get_close_matches(last, foreign, n=1, cutoff=0.8)
     if near:
         return answer_of_names(cls, near[0])
@@ -284,7 +284,7 @@ def shown(cls: type, key: str) -> str:
 
 def answer_of_names(cls: type, name: str) -> str:
     """Return advice on an option of another trainer; "" if the tables do not have it."""
-    answer = NAMES.get(name, "")
+    answer = FOREIGN_NAMES.get(name, "")
     if answer in leaves(cls) or answer in sections(cls):
         return f"did you mean {answer}?"
     return answer if cls is Config else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
-LENGTH = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
+LENGTH_KEYS = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
 LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch to suggest or try; assumption
 # Share of all steps; assumption, within the 10 to 20% of Hägele et al. 2024, figure 5
 WSD_DECAY_SHARE = 0.2

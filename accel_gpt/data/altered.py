@@ -16,9 +16,9 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.shards import Shard, Split
 from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, write_file
-from accel_gpt.records import Count, load_record_or_none
+from accel_gpt.json_files import Count, load_json_or_none
 
-RECORD = "data_files.json"
+FILE_TIMES = "data_files.json"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def check_unaltered(
     Records the size and time of all files. A run that is not `resuming` has trained on no file yet.
     `accept_changes`: accept other files of other projects.
     """
-    listed = load_record_or_none(list[FileTime], run / RECORD) or []
+    listed = load_json_or_none(list[FileTime], run / FILE_TIMES) or []
     recorded = {file.path: file for file in listed}
     seen = []
     rewritten = []  # shards to hash
@@ -70,7 +70,7 @@ def check_unaltered(
     check_hashes(rewritten, log)
     if seen != listed:
         content = json.dumps([asdict(file) for file in seen], indent=1)
-        write_file(run / RECORD, [content.encode()])
+        write_file(run / FILE_TIMES, [content.encode()])
 
 
 def local_files(splits: Sequence[Split]) -> dict[Path, Shard]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import describe_path, nearest_folder
-from accel_gpt.records import Count, Size, parse_record, read_object
+from accel_gpt.json_files import Count, Size, convert_json, read_json_object
 
 INDEX = "dataset.json"
 ENDINGS = (".bin", ".npy", ".ds")  # of token files, ours and those of other projects
@@ -69,9 +69,9 @@ def read_index(folder: Path) -> Index:
         raise DataError(
             f"{folder} has no {INDEX}, so it is not a prepared data folder; run accel-gpt prepare"
         )
-    content = read_object(where, DataError, ADVICE)
+    content = read_json_object(where, DataError, ADVICE)
     check_version(where, content)
-    index = parse_record(Index, content, where, DataError, ADVICE)
+    index = convert_json(Index, content, where, DataError, ADVICE)
     for shards in index.splits.values():
         for shard in shards:
             check_shard_name(where, shard.name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.records import read_object
+from accel_gpt.json_files import read_json_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
@@ -71,10 +71,10 @@ def read_file(where: Path) -> dict[str, Any]:
     `UserError` if there is no tokenizer, `DataError` if the file is damaged.
     """
     if where.exists():
-        return read_object(where, DataError)
+        return read_json_object(where, DataError)
     vocabulary, merges = where.with_name("vocab.json"), where.with_name("merges.txt")
     if where.name == FILE and vocabulary.is_file() and merges.is_file():
-        vocab = read_object(vocabulary, DataError)
+        vocab = read_json_object(vocabulary, DataError)
         content = gpt2_content(vocab, merges.read_text(encoding="utf-8"))
         if kind_of(content) == "gpt2":  # the files of others do not say how to split text
             return content
@@ -93,7 +93,7 @@ def read_config(where: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     path = where.with_name(CONFIG)
     if path.is_file():
-        content = read_object(path, DataError, "repair or remove it")
+        content = read_json_object(path, DataError, "repair or remove it")
         config = {key: value for key, value in content.items() if key not in LEFT_OUT}
     template = where.with_name(TEMPLATE)
     if template.is_file():

@@ -13,7 +13,7 @@ from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.evals.hellaswag import read_questions, score_questions
-from accel_gpt.evals.validation import OnProgress, check_evaluated, evaluate_splits, ignore_progress
+from accel_gpt.evals.validation import OnProgress, check_evaluated, ignore_progress, score_splits
 from accel_gpt.model.gpt import GPT
 
 
@@ -63,7 +63,7 @@ def open_losses(config: Config, corpus: Corpus) -> list[Evaluation]:
     """Open the losses of both splits, and at the end of the whole val split if the config asks."""
     check_evaluated(corpus, config.model.block_size)
     batch_size = config.train.micro_batch_sequences
-    losses = partial(evaluate_splits, corpus=corpus, batch_size=batch_size)
+    losses = partial(score_splits, corpus=corpus, batch_size=batch_size)
     if not config.eval.whole_at_end:
         return [Evaluation(losses)]
     val = val_paths(config.data) or train_paths(config.data)
@@ -74,7 +74,7 @@ def open_losses(config: Config, corpus: Corpus) -> list[Evaluation]:
     )
     parts = tuple(replace(part, tokens=None) for part in corpus.evaluated["val"])
     whole = replace(corpus, evaluated={"whole_val": parts})
-    of_whole = partial(evaluate_splits, corpus=whole, batch_size=batch_size)
+    of_whole = partial(score_splits, corpus=whole, batch_size=batch_size)
     return [Evaluation(losses), Evaluation(of_whole, last_step_only=True)]
 
 

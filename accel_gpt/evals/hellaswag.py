@@ -58,12 +58,12 @@ def read_questions(
     """Read the questions of a JSONL file or a Hub data set, at most the first `limit`.
 
     Reads the validation split of a data set. `vocab_size`: tokens of the model. Raises `DataError`
-    naming the line if a record is not a question or does not fit the model.
+    naming the line if an entry is not a question or does not fit the model.
     """
     found = []
-    for where, record in islice(read_records(path), limit):
+    for where, entry in islice(read_entries(path), limit):
         try:
-            query, endings, label = parse_question(record)
+            query, endings, label = parse_question(entry)
             question = encode_question(query, endings, label, tokenizer, block_size)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
@@ -74,7 +74,7 @@ def read_questions(
     return tuple(found)
 
 
-def read_records(path: str) -> Iterator[tuple[str, Any]]:
+def read_entries(path: str) -> Iterator[tuple[str, Any]]:
     """Yield each line as (name, JSON text), or each row as (name, object)."""
     file = Path(path).expanduser()
     if file.exists() or path.endswith((".jsonl", ".json")) or is_local(path):
@@ -106,18 +106,18 @@ def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name} row {number}", row
 
 
-def parse_question(record: Any) -> tuple[str, list[str], int]:
+def parse_question(entry: Any) -> tuple[str, list[str], int]:
     """Return text, endings and label of a question, cleaned as lm-evaluation-harness does.
 
     If ctx_a, ctx_b or activity_label is missing, reads the text from ctx. Raises `ValueError` if
-    the record is not a question.
+    the entry is not a question.
     """
-    if isinstance(record, bytes):
-        record = json.loads(record)
+    if isinstance(entry, bytes):
+        entry = json.loads(entry)
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        query = remove_artifacts(question_text(record))
-        endings = record["endings"]
-        label = int(str(record["label"]))
+        query = remove_artifacts(question_text(entry))
+        endings = entry["endings"]
+        label = int(str(entry["label"]))
         has_endings = isinstance(endings, list) and len(endings) > 1 and all(endings)
         if has_endings and query.strip() and 0 <= label < len(endings):
             return query, [remove_artifacts(ending) for ending in endings], label
@@ -127,14 +127,14 @@ def parse_question(record: Any) -> tuple[str, list[str], int]:
     )
 
 
-def question_text(record: Mapping[str, Any]) -> str:
+def question_text(entry: Mapping[str, Any]) -> str:
     """Return the text before the endings: activity_label, ctx_a and ctx_b, or else ctx."""
-    activity = record.get("activity_label")
-    first = record.get("ctx_a")
-    second = record.get("ctx_b")
+    activity = entry.get("activity_label")
+    first = entry.get("ctx_a")
+    second = entry.get("ctx_b")
     if isinstance(activity, str) and isinstance(first, str) and isinstance(second, str):
         return f"{activity}: {first} {second.capitalize()}"
-    text: str = record["ctx"]
+    text: str = entry["ctx"]
     return text
 
 

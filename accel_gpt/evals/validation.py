@@ -72,7 +72,7 @@ class Score:
         return {f"eval/{split}_{name}{suffix}": value for name, value in known.items()}
 
 
-def evaluate_splits(
+def score_splits(
     model: GPT,
     corpus: Corpus,
     accelerator: Accelerator,
@@ -90,7 +90,7 @@ def evaluate_splits(
     for split, sources in corpus.evaluated.items():
         scores = []
         for source in sources:
-            score = evaluate_source(
+            score = score_source(
                 model=model,
                 source=source,
                 accelerator=accelerator,
@@ -125,7 +125,7 @@ def weighted_mean(scores: Sequence[Score], shares: Sequence[float]) -> Score:
     )
 
 
-def evaluate_source(
+def score_source(
     model: GPT,
     source: EvalSplit,
     accelerator: Accelerator,

@@ -23,7 +23,7 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, PATTERN, bpe_content
 from accel_gpt.errors import require
-from accel_gpt.prepare.cuts import pieces
+from accel_gpt.prepare.pieces import pieces
 from accel_gpt.training.display import Progress
 
 PIECE_CHARACTERS = 65_536  # characters; small enough to use all cores

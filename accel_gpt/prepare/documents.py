@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.prepare.cuts import FindCut, pieces
+from accel_gpt.prepare.pieces import FindCut, pieces
 from accel_gpt.prepare.readers import (
     COMPRESSIONS,
     Row,

@@ -21,7 +21,13 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select
-from accel_gpt.training.ranks import all_gather, all_ranks, end_group, sees_main, wait_for_file
+from accel_gpt.training.ranks import (
+    all_gather,
+    all_ranks,
+    end_group,
+    shared_with_ranks,
+    wait_for_file,
+)
 from accel_gpt.training.stopping import exiting_on_signals
 
 
@@ -41,7 +47,7 @@ def ensure_data(config: Config) -> None:
         return
     prepares = missing and local_rank() == 0
     if missing_on_ranks[0]:  # rank 0 prepares for all ranks that share its folder
-        shared = sees_main(folder.parent)
+        shared = shared_with_ranks(folder.parent)
         prepares = prepares and (is_main() or not shared[rank()])
     settings: dict[str, object] | None = None
     with all_ranks():

@@ -7,7 +7,7 @@ a shard is full. With it, the same command resumes after any interruption and wr
 Memory, with w workers: this process holds at most 2w + 1 batches of about 1 MB of text, and each
 worker holds one. The interpreter, its libraries and the vocabulary take 100 to 150 MB per process,
 partly shared. A process that streams a data set takes about 250 MB. A `tokenizer.json` that allows
-no cut (`cuts.py`) also needs about a hundred times the longest document. A bpe is trained before,
+no cut (`pieces.py`) also needs about a hundred times the longest document. A bpe is trained before,
 on at most `BPE_BYTES`; its memory depends on them.
 """
 
@@ -34,7 +34,6 @@ from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
-from accel_gpt.prepare.cuts import find_cut_of
 from accel_gpt.prepare.documents import (
     SPLITS,
     Position,
@@ -43,7 +42,8 @@ from accel_gpt.prepare.documents import (
     sample_texts,
     split_pieces,
 )
-from accel_gpt.prepare.lost import LostText
+from accel_gpt.prepare.lost_text import LostText
+from accel_gpt.prepare.pieces import cut_finder
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.prepare.sources import select, source_fingerprint
 from accel_gpt.prepare.workers import child_processes, encode_all, worker_count
@@ -289,7 +289,7 @@ class Preparation:
         total = expected_bytes(self.config, self.files)
         done = sum(writer.total_bytes for writer in self.writers.values())
         start = Position(*self.journal["position"])
-        pieces = split_pieces(self.config, self.files, find_cut_of(self.tokenizer), start)
+        pieces = split_pieces(self.config, self.files, cut_finder(self.tokenizer), start)
         workers = worker_count(self.config.workers, total)
         with (
             closing(encode_all(pieces, self.folder, workers)) as batches,

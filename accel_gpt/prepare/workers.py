@@ -20,9 +20,9 @@ import numpy as np
 from accel_gpt.data.shards import Tokens, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.prepare.cuts import continuation, prepends_space
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, Piece
-from accel_gpt.prepare.lost import LostText, find_lost_text
+from accel_gpt.prepare.lost_text import LostText, find_lost_text
+from accel_gpt.prepare.pieces import continuation, prepends_space
 
 # Overhead of a piece between processes, in characters. Assumption: with it, a batch of one-letter
 # documents holds 10,000 pieces instead of a million.

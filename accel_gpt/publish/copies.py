@@ -15,7 +15,7 @@ from typing import Any
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.checkpoint import verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
 
 MANIFEST = "manifest.json"
@@ -143,7 +143,7 @@ class CopyStore:
             self.system.get_file(entry, str(file))
             sync(file)
         try:
-            verify(temporary)
+            verify_checkpoint(temporary)
         except CheckpointError as error:
             log(f"WARNING: {error}; falling back to an earlier copy")
             shutil.rmtree(temporary)

@@ -3,8 +3,8 @@
     accel-gpt export RUN --gguf model.gguf
 
 Writes the file, and beside it a Modelfile for `ollama create`. If llama.cpp is installed (the extra
-gguf), `verify_gguf.py` opens the file in float32 in a new process, and must compute the same. For a
-smaller type it then measures the difference.
+gguf), `compare_gguf.py` opens the file in float32 in a new process, and must compute the same.
+For a smaller type it then measures the difference.
 """
 
 import importlib.util

@@ -76,7 +76,7 @@ def prove_equal_gguf(
         "plain_token": plain_token(tokenizer),
         "tolerance": tolerance,
     }
-    report = compare_gguf(file, reference, settings)
+    report = run_comparison(file, reference, settings)
     return Compared(
         reference=reference,
         settings=settings,
@@ -90,28 +90,28 @@ def prove_equal_gguf(
 
 def measure_difference(file: Path, compared: Compared) -> float:
     """Open a file of a smaller type with llama.cpp; return the largest difference of a logit."""
-    report = compare_gguf(file, compared.reference, {**compared.settings, "tolerance": None})
+    report = run_comparison(file, compared.reference, {**compared.settings, "tolerance": None})
     difference: float = report["difference"]
     return difference
 
 
-def compare_gguf(
+def run_comparison(
     file: Path, reference: dict[str, Tensor], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run `verify_gguf.py` in a new process; return its report."""
+    """Run `compare_gguf.py` in a new process; return its report."""
     return compare_in_child(
         exported=file,
         name=file.name,
         reference=reference,
         metadata={"settings": json.dumps(settings)},
-        module="accel_gpt.publish.verify_gguf",
+        module="accel_gpt.publish.compare_gguf",
         program="llama.cpp",
     )
 
 
 @torch.no_grad()
 def gguf_reference(model: GPT, tokens: Tensor, tolerance: float) -> dict[str, Tensor]:
-    """Return the values that `verify_gguf.py` compares.
+    """Return the values that `compare_gguf.py` compares.
 
     They are `tokens` (T,), `lengths` (N,) of the beginnings after which the next token is
     predicted, `log_probabilities` (N, V), and the `greedy` tokens after `greedy_prompt`, the first

@@ -21,7 +21,7 @@ from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_repo
 from accel_gpt.errors import UserError, require
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.public import write_logs
-from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify
+from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.load import load_pretrained
@@ -64,7 +64,7 @@ def push(
     )
     named = re.fullmatch("step-([0-9]{1,18})", revision or "")
     path = find_checkpoint(Path(run), checkpoint or (named[1] if named else "last"))
-    verify(path)
+    verify_checkpoint(path)
     step = read_state(path).step
     with_retries(partial(create_repo, repo, private, revision), repo)  # the Hub may reject it
     if if_missing:

@@ -51,7 +51,7 @@ from accel_gpt.training.devices import bf16_instructions
 from accel_gpt.training.machine import rank_identity
 from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.ranks import keep_group, require_same
-from accel_gpt.training.support import (
+from accel_gpt.training.unsupported import (
     REPLICATED,
     check_accelerate_config,
     check_devices,

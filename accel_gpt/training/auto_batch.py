@@ -22,7 +22,7 @@ from accel_gpt.training.accelerator import set_up_model
 from accel_gpt.training.checkpoint import earlier_choice
 from accel_gpt.training.display import print_line
 from accel_gpt.training.ranks import all_gather, on_main
-from accel_gpt.training.support import REPLICATED
+from accel_gpt.training.unsupported import REPLICATED
 
 CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption
 CPU_TOKENS = 8192  # assumption: on a CPU, larger micro-batches only take more memory

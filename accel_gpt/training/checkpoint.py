@@ -35,8 +35,8 @@ from accel_gpt.errors import (
     require,
 )
 from accel_gpt.files import describe_path, sha256, strict_json, write_file
+from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
 from accel_gpt.launcher import PRECISIONS
-from accel_gpt.records import Count, Size, parse_record, read_object, unknown_key_message
 from accel_gpt.training.run_folder import (
     CHECKPOINT,
     RunFolder,
@@ -127,7 +127,7 @@ class SavedModel:
     vocab_size: Size
 
 
-def verify(path: Path, model_only: bool = False) -> None:
+def verify_checkpoint(path: Path, model_only: bool = False) -> None:
     """Raise `CheckpointError` unless the files of a checkpoint match its manifest.
 
     The step in the state must be the step in the folder's name. Raises `NewerFormatError` if
@@ -211,7 +211,7 @@ def intact_hint(path: Path) -> str:
     earlier = [step for step in others if step < int(named[1])]
     for step in reversed(earlier):
         with contextlib.suppress(AccelGPTError):
-            verify(others[step], model_only=True)
+            verify_checkpoint(others[step], model_only=True)
             return f"; step {step:,} of the run is intact; set --checkpoint {step}"
     return ""
 
@@ -249,9 +249,9 @@ def read_saved(kind: type[T], path: Path) -> T:
 
     Raises `CheckpointError` if it is damaged, `NewerFormatError` if a later version wrote it.
     """
-    content = read_object(path, CheckpointError)
+    content = read_json_object(path, CheckpointError)
     check_format(path.parent, content)
-    return parse_record(kind, content, path, CheckpointError, newer=NewerFormatError)
+    return convert_json(kind, content, path, CheckpointError, newer=NewerFormatError)
 
 
 def read_state(path: Path) -> TrainState:
@@ -325,7 +325,7 @@ def read_states(out_dir: Path) -> dict[int, TrainState]:
 def read_shape(path: Path) -> tuple[ModelConfig, int]:
     """Read the config of a checkpoint's model, and its vocabulary size; see `read_model_fields`."""
     fields, vocab_size = read_model_fields(path)
-    return parse_record(ModelConfig, fields, path / "model.json", CheckpointError), vocab_size
+    return convert_json(ModelConfig, fields, path / "model.json", CheckpointError), vocab_size
 
 
 def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accel_gpt.errors import AccelGPTError, PeerError, UserError
 
 APPEARS_SECONDS = 2.0  # how long a rank waits for a file of another rank; assumption
-SHOWN = 4  # most differences that an error lists
+MOST_SHOWN = 4  # most differences that an error lists
 BACKENDS = ("gloo", "NCCL", "Connection closed by peer")  # in plain `RuntimeError`s of torch
 _kept_groups: list[dist.ProcessGroup] = []  # see `keep_group`
 
@@ -100,9 +100,9 @@ def require_same(values: Mapping[str, Any], kind: type[AccelGPTError] = UserErro
             value = other.get(key)
             if value != expected:
                 differences.append(f"{key} is {expected} on rank 0 and {value} on rank {rank}")
-    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    more = f" and {len(differences) - MOST_SHOWN} more" if len(differences) > MOST_SHOWN else ""
     text = (
-        f"the processes of this run differ: {', '.join(differences[:SHOWN])}{more}; start all "
+        f"the processes of this run differ: {', '.join(differences[:MOST_SHOWN])}{more}; start all "
         "processes with the same config, data, code and versions"
     )
     require_all(not differences, text, kind)
@@ -131,7 +131,7 @@ def end_group() -> None:
 
 
 def keep_group() -> None:
-    """Keep the process group alive until the block of `peers` has succeeded.
+    """Keep the process group alive until the block of `explain_lost_rank` has succeeded.
 
     DDP's reducer must not be its last owner: it deletes the group without releasing the GIL. The
     process then hangs if a thread of gloo waits for the GIL to free a tensor
@@ -141,8 +141,8 @@ def keep_group() -> None:
         _kept_groups[:] = [dist.group.WORLD]
 
 
-def sees_main(folder: Path) -> list[bool]:
-    """Return for each rank whether it sees a file that rank 0 writes to `folder`; a collective."""
+def shared_with_ranks(folder: Path) -> list[bool]:
+    """Return for each rank whether it finds a file that rank 0 writes to `folder`; a collective."""
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def wait_for_file(path: Path) -> bool:
 
 
 @contextmanager
-def peers(processes: int) -> Iterator[None]:
+def explain_lost_rank(processes: int) -> Iterator[None]:
     """Turn torch's errors about a lost rank into a `PeerError`.
 
     After a `RankError`, exit with its code: another rank prints the error. At the end, release the
@@ -183,11 +183,11 @@ def peers(processes: int) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or any(name in text for name in BACKENDS)
         if processes == 1 or not lost:
             raise
-        raise lost_peer(text) from None
+        raise lost_rank_error(text) from None
     _kept_groups.clear()
 
 
-def lost_peer(text: str) -> PeerError:
+def lost_rank_error(text: str) -> PeerError:
     """Return the error for a lost rank; `text` is torch's message."""
     first = text.strip().partition("\n")[0]
     # without the names of C++ files

@@ -74,7 +74,7 @@ class Reporter:
         )
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # the last write failed
-        self.watch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
+        self.stopwatch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
         self.watchdog: Watchdog | None = None
         self.profile_step: Callable[[], None] | None = None
 
@@ -169,7 +169,7 @@ class Reporter:
                 max_steps=self.plan.max_steps,
             )
             self.display.resume(state.step, self.metrics.losses)
-        self.watch = Stopwatch(
+        self.stopwatch = Stopwatch(
             self.accelerator.device, step=state.step, seconds_before=state.seconds
         )
 
@@ -208,7 +208,7 @@ class Reporter:
 
         A collective if `log.batch_hash` is set.
         """
-        return self.speed.metrics(self.watch.lap(step)) | self.batch_hash(loader)
+        return self.speed.metrics(self.stopwatch.lap(step)) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:
         """Return the hash of the last global batch if `log.batch_hash` is set, by an all-reduce."""
@@ -220,7 +220,7 @@ class Reporter:
 
     def publish(self, state: TrainState, record: Record) -> None:
         """Write the metrics of a step to the files, the trackers and the terminal."""
-        state.seconds = self.watch.elapsed()
+        state.seconds = self.stopwatch.elapsed()
         whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
 
         def write() -> None:
@@ -233,7 +233,7 @@ class Reporter:
 
         self.write_or_warn(write)
         if self.metrics:
-            self.display.show(whole, self.watch.left(state.step, self.plan.max_steps))
+            self.display.show(whole, self.stopwatch.left(state.step, self.plan.max_steps))
 
     def samples_path(self, step: int) -> Path:
         """Return the path of the samples of a step."""

@@ -26,7 +26,7 @@ from accel_gpt.config.compare import (
     resume_kind,
 )
 from accel_gpt.config.experiment import Config, ScheduleConfig
-from accel_gpt.config.plan import LENGTH, Plan, make_plan, plural
+from accel_gpt.config.plan import LENGTH_KEYS, Plan, make_plan, plural
 from accel_gpt.config.values import build, relocated, to_flat
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import (
@@ -37,16 +37,16 @@ from accel_gpt.errors import (
     require,
 )
 from accel_gpt.files import write_file
+from accel_gpt.json_files import unknown_key_message
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import fraction_at, state_names
-from accel_gpt.records import unknown_key_message
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_evaluated,
     set_aside,
-    verify,
+    verify_checkpoint,
 )
 from accel_gpt.training.ranks import all_ranks, on_main
 from accel_gpt.training.run_folder import RunFolder
@@ -138,7 +138,7 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     for step in range(saved.step):
         if fraction_in(step, config, plan) != fraction_in(step, before, plan_before):
             return ()
-    return LENGTH
+    return LENGTH_KEYS
 
 
 def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
@@ -214,12 +214,12 @@ def find_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> Path 
                 f"checkpoint.resume {resume} is not a folder of a checkpoint; set auto, never or "
                 "the folder of a checkpoint"
             )
-        verify(Path(resume))
+        verify_checkpoint(Path(resume))
         return Path(resume)
     damaged = []
     for path in reversed(own.values()):
         try:
-            verify(path)
+            verify_checkpoint(path)
         except CheckpointError as error:
             log(f"WARNING: {error}; falling back to the checkpoint before it")
             damaged.append(path)

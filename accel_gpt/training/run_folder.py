@@ -35,7 +35,7 @@ import numpy.typing as npt
 from accel_gpt.config.values import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
 from accel_gpt.files import is_at, load_yaml, lock, locked_file, nearest_folder
-from accel_gpt.records import load_record_or_none
+from accel_gpt.json_files import load_json_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
 # a run, a checkpoint or a model in transformers format holds one of them
@@ -47,7 +47,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunFile:
     """The content of run.json."""
 
     launches: list[dict[str, Any]]
@@ -72,7 +72,7 @@ class RunFolder:
     @cached_property
     def launches(self) -> tuple[Mapping[str, Any], ...]:
         """Read the launches in run.json, oldest first; none if it is missing or damaged."""
-        record = load_record_or_none(RunRecord, self.path / "run.json")
+        record = load_json_or_none(RunFile, self.path / "run.json")
         return tuple(record.launches) if record else ()
 
     def last_launch(self, *keys: str) -> Any:

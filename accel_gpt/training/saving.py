@@ -42,10 +42,10 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import (
     read_states,
     set_aside,
-    verify,
+    verify_checkpoint,
     write_json,
 )
-from accel_gpt.training.ranks import all_gather, all_ranks, lost_peer
+from accel_gpt.training.ranks import all_gather, all_ranks, lost_rank_error
 from accel_gpt.training.run_folder import RunFolder, step_name
 from accel_gpt.training.state import FORMAT, TrainState
 from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
@@ -111,7 +111,7 @@ class CheckpointWriter:
         """
         self.wait()
         if self.lost:
-            raise lost_peer(self.lost)
+            raise lost_rank_error(self.lost)
         with all_ranks(self.group):
             self.check_folder()
         start = time.monotonic()
@@ -148,7 +148,7 @@ class CheckpointWriter:
             if self.problem is None:
                 return
             if self.lost:
-                raise lost_peer(self.lost)
+                raise lost_rank_error(self.lost)
             time.sleep(LAST_PAUSE_SECONDS if remaining else 0)
         raise CheckpointError(
             f"the checkpoint of step {state.step:,} could not be written: {self.problem}; "
@@ -502,7 +502,7 @@ def publish_checkpoint(
     check_folder()
     if final.exists():
         try:
-            verify(final)
+            verify_checkpoint(final)
             # an earlier save of the step is intact, but its rename may not be on disk yet
             shutil.rmtree(temporary)
             sync(final.parent)
@@ -571,7 +571,7 @@ def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) ->
 def is_intact(path: Path) -> bool:
     """Return whether all files of a checkpoint match its manifest."""
     try:
-        verify(path)
+        verify_checkpoint(path)
     except (AccelGPTError, OSError):
         return False
     return True

@@ -23,11 +23,18 @@ from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.training.display import Display, print_line
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
-from accel_gpt.training.ranks import all_gather, all_ranks, on_main, peers, require_all, sees_main
+from accel_gpt.training.ranks import (
+    all_gather,
+    all_ranks,
+    explain_lost_rank,
+    on_main,
+    require_all,
+    shared_with_ranks,
+)
 from accel_gpt.training.run_folder import FolderLock, locked
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import INIT, StopSignal, Watchdog, die_with_launcher
-from accel_gpt.training.support import check_trackers
+from accel_gpt.training.stopping import INIT_TIMEOUT, StopSignal, Watchdog, die_with_launcher
+from accel_gpt.training.unsupported import check_trackers
 
 
 @dataclass
@@ -73,7 +80,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
     folder = Path(config.out_dir)
     with (
         contextlib.closing(StopSignal(started=started, starting=True)) as stop,
-        peers(world_size()),
+        explain_lost_rank(world_size()),
         contextlib.ExitStack() as held,
     ):
         with meeting_ranks(config):
@@ -83,7 +90,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
                 if is_main():
                     lock = held.enter_context(locked(folder))
             require_shared(folder)
-        yield Launch(config, stop, lock.check if lock else do_not_check)
+        yield Launch(config, stop, lock.check if lock else nothing_to_check)
 
 
 def meeting_ranks(config: Config) -> Watchdog:
@@ -91,7 +98,7 @@ def meeting_ranks(config: Config) -> Watchdog:
     problem = "has not met the others"
     if world_size() > 1:
         problem += f" at {main_address()}"
-    return Watchdog(config.train.init_timeout, INIT, problem)
+    return Watchdog(config.train.init_timeout, INIT_TIMEOUT, problem)
 
 
 def pin_data(config: Config) -> Config:
@@ -114,13 +121,13 @@ def pin_data(config: Config) -> Config:
     return replace(config, data=replace(config.data, commits=on_main(find)))
 
 
-def do_not_check() -> None:
+def nothing_to_check() -> None:
     """Do nothing: the `FolderLock.check` of ranks that hold no lock."""
 
 
 def require_shared(folder: Path) -> None:
     """Raise an error on all ranks unless all share `folder`; a collective."""
-    separate = [rank for rank, seen in enumerate(sees_main(folder)) if not seen]
+    separate = [rank for rank, seen in enumerate(shared_with_ranks(folder)) if not seen]
     names = all_gather(os.uname().nodename)
     first = separate[0] if separate else 0
     require_all(

@@ -13,7 +13,7 @@ import msgspec
 
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.data.sources import TrainedSource
-from accel_gpt.records import Count, Size
+from accel_gpt.json_files import Count, Size
 
 FORMAT = 1  # of the JSON files of a checkpoint
 
@@ -52,7 +52,7 @@ class TrainState:
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
     format: Count = FORMAT  # of trainer_state.json
 
-    def collect(self, fields: Mapping[str, Any]) -> None:
+    def set_fields(self, fields: Mapping[str, Any]) -> None:
         """Set fields from a `state_dict()`, before a save."""
         assert fields.keys() <= vars(self).keys()
         for name, value in fields.items():

@@ -41,7 +41,7 @@ PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LAUNCHER_WORDS = (b"torch", b"accel")  # in a launcher's command line
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
-INIT = "train.init_timeout"
+INIT_TIMEOUT = "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 # Time before the limit that is reserved for ending the processes: the larger of both; assumptions
 RESERVE_SHARE = 0.02  # of the limit
@@ -200,7 +200,7 @@ class StopSignal:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
 
-    def join(self, time_limit: str | None, group: dist.ProcessGroup | None) -> None:
+    def connect_ranks(self, time_limit: str | None, group: dist.ProcessGroup | None) -> None:
         """Set the time limit, such as `2h`, and the gloo group of the ranks."""
         self.time_limit = duration(TIME_LIMIT, time_limit)
         require(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.model.gpt import GPT
+from accel_gpt.transformers_io.compare_export import EXPORT_TOLERANCE, largest_difference
 from accel_gpt.transformers_io.hf_config import matching_preset
-from accel_gpt.transformers_io.verify import EXPORT_TOLERANCE, largest_difference
 
 # C in relu(x)^2 = silu(C x) x / C, which errs by at most 0.5 / C^2. Powers of two need no rounding
 STEEPNESS = 2.0**8

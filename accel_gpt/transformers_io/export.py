@@ -3,7 +3,7 @@
     accel-gpt export RUN --to DIR
 
 Writes config.json, generation_config.json, model.safetensors (in shards above 5 GB) and the
-tokenizer's files. Then `verify.py` opens the folder with transformers in a new process, and
+tokenizer's files. Then `compare_export.py` opens the folder with transformers in a new process, and
 compares the results.
 """
 
@@ -38,11 +38,11 @@ from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
+from accel_gpt.transformers_io.compare_export import DIFFERENT
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config
 from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_preset
 from accel_gpt.transformers_io.load import load_pretrained
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
-from accel_gpt.transformers_io.verify import DIFFERENT
 
 WRITTEN = (
     "config.json",
@@ -302,7 +302,7 @@ def val_path(pretrained: Pretrained) -> str | None:
 
 @torch.no_grad()
 def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the values that `verify.py` compares.
+    """Return the values that `compare_export.py` compares.
 
     They are `tokens` (B, T), `logits` (B, L, V) of the last L tokens, and the hidden states
     (B, T, C) before each block and after the last norm, which are named 0000, 0001, ...
@@ -334,7 +334,7 @@ def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path
         name=str(folder),
         reference={**reference, "ids": torch.tensor(tokenizer.encode_prompt(text))},
         metadata={"text": text},
-        module="accel_gpt.transformers_io.verify",
+        module="accel_gpt.transformers_io.compare_export",
         program="transformers",
         environment={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )

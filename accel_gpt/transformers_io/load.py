@@ -25,7 +25,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import (
     intact_hint,
     read_shape,
-    verify,
+    verify_checkpoint,
     weight_parts,
 )
 from accel_gpt.training.tensor_files import read_weights
@@ -77,7 +77,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> tuple[GPT
     Raises `CheckpointError` if the checkpoint is damaged, and names an intact one of its run.
     """
     try:
-        verify(path, model_only=True)
+        verify_checkpoint(path, model_only=True)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{intact_hint(path)}") from None
     config, vocab_size = read_shape(path)
@@ -91,7 +91,7 @@ def load_initial_weights(config: Config, gpt: GPT) -> None:
     """Load the weights of `model.init_from` into the model of a new run."""
     pretrained = find_pretrained(config.model.init_from)
     if pretrained.is_checkpoint:
-        verify(pretrained.folder, model_only=True)
+        verify_checkpoint(pretrained.folder, model_only=True)
         read_weights(pretrained.folder, gpt)
         return
     tensors = open_transformers(pretrained, config.model, gpt.vocab_size)

@@ -22,8 +22,8 @@ from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import is_local, nearest_folder
-from accel_gpt.meeting import answer_of_main
-from accel_gpt.records import read_object
+from accel_gpt.json_files import read_json_object
+from accel_gpt.meeting import on_main_before_join
 from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
 from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_missing
 from accel_gpt.transformers_io.hf_config import read_hf_config
@@ -69,7 +69,7 @@ class Pretrained:
                 if option.inherited == "never":
                     del fields[name]
             return fields | {"vocab_size": vocab_size}
-        content = read_object(self.folder / "config.json", CheckpointError)
+        content = read_json_object(self.folder / "config.json", CheckpointError)
         return read_hf_config(content, self.name)
 
 
@@ -114,7 +114,7 @@ def find_on_main(name: str, checkpoint: str = "last") -> Pretrained:
         return vars(found) | {"folder": str(found.folder)}
 
     seconds = duration("train.init_timeout", TrainConfig.init_timeout)
-    answer = answer_of_main(find, seconds)
+    answer = on_main_before_join(find, seconds)
     pretrained = Pretrained(**answer | {"folder": Path(answer["folder"])})
     return pretrained if pretrained.folder.exists() else find_pretrained(name, checkpoint)
 
@@ -221,7 +221,7 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     limit = given.get("train.init_timeout", TrainConfig.init_timeout)
     seconds = duration("train.init_timeout", limit)
-    inherited: dict[str, Any] = answer_of_main(lambda: read_inherited(given), seconds)
+    inherited: dict[str, Any] = on_main_before_join(lambda: read_inherited(given), seconds)
     for key in TOKENIZER_KEYS:
         tokenizer = Path(inherited.get(key) or "")
         if tokenizer.is_absolute() and not tokenizer.exists():

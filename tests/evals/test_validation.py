@@ -31,8 +31,8 @@ from accel_gpt.errors import DataError
 from accel_gpt.evals.validation import (
     Score,
     eval_sequences,
-    evaluate_source,
-    evaluate_splits,
+    score_source,
+    score_splits,
     weighted_mean,
 )
 from accel_gpt.model.gpt import GPT
@@ -49,7 +49,7 @@ def score(
     model: GPT, split: Split, accelerator: Any = None, batch: int = 8, **options: Any
 ) -> Score:
     accelerator, part = accelerator or Accelerator(cpu=True), EvalSplit(None, 1.0, split, None)
-    return evaluate_source(model, part, accelerator, batch, BytesTokenizer(), None, **options)
+    return score_source(model, part, accelerator, batch, BytesTokenizer(), None, **options)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_on_a_gpu_only_the_result_is_waited_for(
     tokenizer = BytesTokenizer()
     waits_before: list[int] = []
     with NoGPU() as gpu:
-        found = evaluate_source(
+        found = score_source(
             model,
             part,
             accelerator,
@@ -163,7 +163,7 @@ def test_on_a_gpu_only_the_result_is_waited_for(
     assert gpu.waits == ["cpu"]
     assert waits_before[-1] == 0
     cpu = Accelerator(cpu=True)
-    assert found == evaluate_source(model, part, cpu, 8, tokenizer, document_end)
+    assert found == score_source(model, part, cpu, 8, tokenizer, document_end)
 
 
 def test_metrics_of_a_score() -> None:
@@ -210,7 +210,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     of_text = sum(shard.bytes or 0 for shard in split.shards)
     assert 0.3 * sum(map(len, texts)) < of_text < 0.7 * sum(map(len, texts))
     part = EvalSplit(None, 1.0, split, None)
-    found = evaluate_source(model, part, Accelerator(cpu=True), 8, tokenizer, None)
+    found = score_source(model, part, Accelerator(cpu=True), 8, tokenizer, None)
     assert found.bytes == pytest.approx(of_text, rel=0.01)  # all but the first token
     assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.01)
 
@@ -222,7 +222,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
         held.read(0, 0, held.tokens).tofile(foreign / f"{name}.bin")
     unknown = open_corpus(load_config(small_run("--data.train", str(foreign)), "test"))
     assert "no bits per byte for the val split: the tokenizer" in unknown.lines_on_bytes()[1]
-    metrics = evaluate_splits(model, unknown, Accelerator(cpu=True), 8)
+    metrics = score_splits(model, unknown, Accelerator(cpu=True), 8)
     assert "eval/val_loss" in metrics
     assert not any("bits_per_byte" in key for key in metrics)
 
@@ -258,7 +258,7 @@ def test_every_figure_has_the_same_bits_on_1_2_and_3_processes(
 
     def work(member: Any) -> dict[str, float]:
         own = copies[member.num_processes * (member.num_processes - 1) // 2 + member.process_index]
-        return evaluate_splits(own, shards, member, 16)
+        return score_splits(own, shards, member, 16)
 
     answers = [figures for world in (1, 2, 3) for figures in together(world, work)]
     assert all(figures == answers[0] for figures in answers)

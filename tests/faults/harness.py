@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.checkpoint import verify_checkpoint
 from tests.conftest import text_of
 from tests.faults.server import Answer, Request
 
@@ -158,7 +158,7 @@ def assert_whole(run: Path, steps: int = STEPS) -> None:
     assert debris(run) == []
     assert newest(run).name == f"step_{steps:08d}"
     for name in checkpoint_names(run):
-        verify(run / "checkpoints" / name)
+        verify_checkpoint(run / "checkpoints" / name)
 
 
 def assert_same(run: Path, whole: Path, steps: int = STEPS, same_world: bool = True) -> None:

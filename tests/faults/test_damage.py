@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.errors import AccelGPTError
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.checkpoint import verify_checkpoint
 from tests.faults.harness import Server, Tiny, assert_same, finish, flip, newest, rewound
 
 FLIPS = 150
@@ -26,7 +26,7 @@ def test_flipped_bits_and_cut_files_are_found(whole: Path, tmp_path: Path) -> No
         intact = file.read_bytes()
         where = flip(file, draw)
         try:
-            verify(path)
+            verify_checkpoint(path)
         except AccelGPTError:
             pass
         else:
@@ -39,9 +39,9 @@ def test_flipped_bits_and_cut_files_are_found(whole: Path, tmp_path: Path) -> No
         for size in {0, len(intact) // 2, len(intact) - 1}:
             file.write_bytes(intact[:size])
             with pytest.raises(AccelGPTError):
-                verify(path)
+                verify_checkpoint(path)
         file.write_bytes(intact)
-    verify(path)
+    verify_checkpoint(path)
 
 
 def test_a_cut_file_costs_its_checkpoint_only(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.checkpoint import verify_checkpoint
 from tests.faults.disk import NoDiskError
 from tests.faults.harness import (
     Answer,
@@ -58,7 +58,7 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
         assert answer.outputs[0].count(f"WARNING: the checkpoint of step {step} could") == 1
     assert "step 6 is the newest checkpoint before it; free some disk space" in answer.outputs[0]
     assert checkpoint_names(left) == ["step_00000006"]
-    verify(newest(left))
+    verify_checkpoint(newest(left))
     assert debris(left) == []
     finish(server, tiny.arguments(left))  # with space again
     assert_same(left, whole)

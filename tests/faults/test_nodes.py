@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.checkpoint import verify_checkpoint
 from tests.faults.launches import config, steps_told, until
 from tests.test_launch import ACCELERATE, PLAIN, TRAIN, finish
 from tests.training.test_accelerate_configs import FOLDER
@@ -116,4 +116,4 @@ def test_cut_link_ends_both_and_harms_no_checkpoint(
     checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert checkpoints
     for path in checkpoints:
-        verify(path)
+        verify_checkpoint(path)

@@ -24,7 +24,7 @@ from accel_gpt.training.checkpoint import (
     find_checkpoint,
     read_shape,
     read_state,
-    verify,
+    verify_checkpoint,
 )
 from tests.conftest import launch, run_here
 from tests.faults.attack import fit, pickled, plant, zipped
@@ -208,7 +208,7 @@ def test_nothing_is_unpickled_nor_executed_while_a_run_is_taken_up(
 def test_names_of_a_manifest_stay_in_its_folder(checkpoint: Path, name: str) -> None:
     fit(checkpoint, name, b"x")
     with pytest.raises(CheckpointError, match="but it is not a file name"):
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     assert run_here(cli.dispatch, ["inspect", str(checkpoint)]) == 4
 
 
@@ -218,7 +218,7 @@ def test_wrong_sizes_are_refused(checkpoint: Path, entry: object) -> None:
     manifest["files"]["optimizer.bin"] = entry
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .*files"):
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
 
 
 def test_a_link_out_of_a_checkpoint_is_followed_and_what_it_leads_to_hashed(
@@ -228,14 +228,14 @@ def test_a_link_out_of_a_checkpoint_is_followed_and_what_it_leads_to_hashed(
     file, outside = checkpoint / "optimizer.bin", tmp_path / "outside"
     file.rename(outside)
     file.symlink_to(outside)
-    verify(checkpoint)
+    verify_checkpoint(checkpoint)
     outside.write_bytes(b"x" * outside.stat().st_size)
     with pytest.raises(CheckpointError, match="is damaged"):
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     file.unlink()
     file.symlink_to("/dev/zero")
     with pytest.raises(CheckpointError, match="lacks its file"):
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
 
 
 # --------------------------------------------------------------------------- texts

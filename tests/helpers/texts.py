@@ -6,8 +6,8 @@ from pathlib import Path
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare import documents
-from accel_gpt.prepare.cuts import find_cut
 from accel_gpt.prepare.documents import Piece, Position
+from accel_gpt.prepare.pieces import find_cut
 from accel_gpt.prepare.sources import select
 
 

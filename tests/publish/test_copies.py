@@ -17,7 +17,7 @@ from accel_gpt.commands import train as command
 from accel_gpt.config.experiment import CheckpointConfig, Config
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
-from accel_gpt.training.checkpoint import verify
+from accel_gpt.training.checkpoint import verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import reseal, run_here
 from tests.faults.launches import until
@@ -143,7 +143,7 @@ def test_a_copy_that_is_killed_is_no_copy_and_the_next_launch_makes_it(
     assert not list(place.glob("*/manifest.json"))
     monkeypatch.delenv("ACCEL_GPT_FAULT")
     assert run_here(command.main, own) == 0
-    verify(place / "step_00000012")
+    verify_checkpoint(place / "step_00000012")
     assert not (tmp_path / "run" / ".uploading").exists()
 
 
@@ -164,7 +164,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     assert "truncated; falling back to an earlier copy" in said
     assert "downloaded step 4 from" in said
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
-    verify(place / "step_00000012")
+    verify_checkpoint(place / "step_00000012")
     for checkpoint in place.iterdir():
         file = checkpoint / "optimizer.bin"
         file.write_bytes(file.read_bytes()[:-9])
@@ -313,7 +313,7 @@ def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_
         check=False,
     )
     assert "SIGUSR1: saved at step 6" in done.stderr
-    verify(tmp_path / "other" / "step_00000006")
+    verify_checkpoint(tmp_path / "other" / "step_00000006")
 
 
 def test_a_place_that_cannot_be_written_harms_nothing(

@@ -32,7 +32,7 @@ from gguf import GGUFReader, GGUFWriter
 
 from accel_gpt.publish import gguf as exporting
 from accel_gpt.publish import gguf_proof, gguf_tokenizer
-from accel_gpt.publish.verify_gguf import different_tokens, largest_logit_difference
+from accel_gpt.publish.compare_gguf import different_tokens, largest_logit_difference
 
 Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]

@@ -13,7 +13,7 @@ from accel_gpt.children import PREFIXES
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
-from accel_gpt.training.support import check_accelerate_config
+from accel_gpt.training.unsupported import check_accelerate_config
 from tests.test_launch import ACCELERATE, TRAIN, Arguments, finish
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     read_state,
-    verify,
+    verify_checkpoint,
     write_json,
 )
 from accel_gpt.training.resume import find_resume
@@ -178,13 +178,13 @@ def test_damage_is_named(run: Path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
-        verify(newest)
+        verify_checkpoint(newest)
     file.write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"optimizer\.bin has 1 bytes, not .*: truncated"):
-        verify(newest)
+        verify_checkpoint(newest)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"lacks its file optimizer\.bin"):
-        verify(newest)
+        verify_checkpoint(newest)
 
 
 # the first versions saved no spikes, no sources and no position in text

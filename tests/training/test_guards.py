@@ -18,7 +18,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_flat
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
 from accel_gpt.training import machine, ranks
-from accel_gpt.training.ranks import RankError, all_ranks, peers, require_same
+from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, require_same
 from accel_gpt.training.run_folder import locked
 from tests.conftest import QUIET
 from tests.faults.launches import free_port
@@ -39,14 +39,17 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
         pass
 
 
-def test_lost_peers_are_told_and_other_errors_are_left_alone() -> None:
-    with pytest.raises(PeerError, match=r"has ended or does not answer .*closed by peer"), peers(2):
+def test_lost_ranks_are_told_and_other_errors_are_left_alone() -> None:
+    with (
+        pytest.raises(PeerError, match=r"has ended or does not answer .*closed by peer"),
+        explain_lost_rank(2),
+    ):
         raise RuntimeError("[gloo/pair.cc:5] Connection closed by peer [127.0.0.1]")
-    with pytest.raises(PeerError), peers(2):
+    with pytest.raises(PeerError), explain_lost_rank(2):
         raise dist.DistNetworkError("the store is gone")
-    with pytest.raises(RuntimeError, match="shapes"), peers(2):
+    with pytest.raises(RuntimeError, match="shapes"), explain_lost_rank(2):
         raise RuntimeError("shapes do not match")
-    with pytest.raises(RuntimeError, match="gloo"), peers(1):
+    with pytest.raises(RuntimeError, match="gloo"), explain_lost_rank(1):
         raise RuntimeError("gloo")
     assert PeerError.exit_code == 70
 
@@ -64,7 +67,7 @@ def test_ranks_that_differ_leave_with_one_sentence(monkeypatch: pytest.MonkeyPat
         require_same(every[0], DataError)
     monkeypatch.setattr(ranks, "current_rank", lambda: 1)
     for kind in (UserError, DataError):
-        with pytest.raises(SystemExit) as left, peers(3):
+        with pytest.raises(SystemExit) as left, explain_lost_rank(3):
             require_same(every[0], kind)
         assert left.value.code == kind.exit_code
     every.pop()

@@ -16,12 +16,12 @@ from accel_gpt import train
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
 from accel_gpt.model import generate
-from accel_gpt.training.anomalies import (
+from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.divergence import (
     SPIKE_WINDOW,
     StepGuard,
     check_weights,
 )
-from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch

@@ -20,7 +20,7 @@ from accelerate import Accelerator, PartialState
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError
 from accel_gpt.training.accelerator import join_ranks
-from accel_gpt.training.ranks import RankError, all_ranks, on_main, peers
+from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, on_main
 from tests.conftest import QUIET, launch
 
 Arguments = Callable[..., list[str]]
@@ -28,8 +28,8 @@ fork = multiprocessing.get_context("fork")
 PACKAGE = Path(__file__).resolve().parents[2] / "accel_gpt"
 # files whose constants decide what a model computes, or what a command predicts
 NUMERIC = ("config/depth.py", "cost", "model", "optim", "training/gradients.py")
-NUMERIC += ("training/anomalies.py", "training/accelerator.py", "training/compilation.py")
-NUMERIC += ("training/precision.py", "training/support.py", "data/order.py", "data/mixture.py")
+NUMERIC += ("training/divergence.py", "training/accelerator.py", "training/compilation.py")
+NUMERIC += ("training/precision.py", "training/unsupported.py", "data/order.py", "data/mixture.py")
 MEASURE_FAULTS = """
 import resource, sys
 import torch
@@ -146,7 +146,7 @@ def end_while_gloo_frees_tensors(rank: int, folder: Path) -> None:
     for port in json.loads((folder / "ports").read_text()):
         os.environ["MASTER_PORT"] = str(port)
         PartialState._reset_state()
-        with peers(2):
+        with explain_lost_rank(2):
             join_ranks(Config())
             train()
 

@@ -19,7 +19,7 @@ from accel_gpt import files, train
 from accel_gpt.errors import CheckpointError
 from accel_gpt.files import BESIDE_WRITER, fault_counts
 from accel_gpt.training import saving as writer
-from accel_gpt.training.checkpoint import read_state, verify, write_json
+from accel_gpt.training.checkpoint import read_state, verify_checkpoint, write_json
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.saving import CheckpointWriter, Snapshot, check_visible
 from tests.conftest import QUIET, launch
@@ -270,7 +270,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert f"step {kept[-2]} is the newest checkpoint so far" in said
     assert checkpoint_steps(root) == kept
     for step in kept:
-        verify(root / f"step_{step:08d}")
+        verify_checkpoint(root / f"step_{step:08d}")
     assert not [p.name for p in root.iterdir() if p.name.startswith(".")]
 
 
@@ -405,7 +405,7 @@ def test_an_error_of_training_leaves_the_checkpoint_that_was_under_way(
     fault("manifest.due=sleep")
     with pytest.raises(SystemError):
         launch(small_run(*QUIET))
-    verify(tmp_path / "run" / "checkpoints" / "step_00000004")
+    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
 
 
 def test_a_folder_of_that_name_is_kept_aside_and_never_reused(

@@ -1,6 +1,6 @@
 """Compare a GGUF file, opened with llama.cpp, with what our model computed.
 
-    python -m accel_gpt.publish.verify_gguf MODEL.gguf REFERENCE.safetensors
+    python -m accel_gpt.publish.compare_gguf MODEL.gguf REFERENCE.safetensors
 
 Starts llama.cpp's server in this process and asks it over HTTP. Reads the file and REFERENCE: the
 values of `gguf.gguf_reference`, and settings with texts, their ids and the tolerance. Prints one
@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from accel_gpt.transformers_io.verify import DIFFERENT
+from accel_gpt.transformers_io.compare_export import DIFFERENT
 
 CONTEXT = 4096  # tokens, at most
 

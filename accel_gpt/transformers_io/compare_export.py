@@ -1,6 +1,6 @@
 """Compare an exported folder, opened with transformers, with what our model computed.
 
-    python -m accel_gpt.transformers_io.verify FOLDER REFERENCE.safetensors
+    python -m accel_gpt.transformers_io.compare_export FOLDER REFERENCE.safetensors
 
 Reads the folder and REFERENCE: the values of `export.compute_reference`, and a text with its `ids`,
 which the tokenizer must return with its default arguments.

@@ -1,4 +1,4 @@
-"""Find anomalies: a loss or gradient that is not finite, loss spikes, diverged weights.
+"""Detect divergence: losses or gradients that are not finite, loss spikes, broken weights.
 
 Every rank reads the same all-reduced loss and gradient norm, so all ranks skip the same updates.
 The device decides. Except on MPS, the host waits for the decision only if the step is logged,
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
 from accel_gpt.model.sharding import local_shard
-from accel_gpt.training.support import REPLICATED
+from accel_gpt.training.unsupported import REPLICATED
 
 SPIKE_WINDOW = 128  # steps; as in the trainer of OLMo 2 (2025)
 # Relative difference of the norms of equal float32 weights on two kinds of processors; assumption
 NORM_TOLERANCE = 1e-5
-NAMED = 8  # most warnings of one flush
+MOST_WARNINGS = 8  # most warnings of one flush
 
 
 class StepGuard:
@@ -64,7 +64,7 @@ class StepGuard:
         return skip.float()
 
     def flush(self, log: Callable[[str], None]) -> dict[str, float]:
-        """Count and log the anomalies since the last flush; return the metrics of the last step.
+        """Count and log skipped updates and spikes since the last flush; return the metrics.
 
         Waits for the device. After `train.max_skipped` skipped updates in a row, ignores later
         steps: the run ends.
@@ -75,12 +75,12 @@ class StepGuard:
         warnings = 0
         for (step, sequence), (loss, grad_norm, skip, spike) in zip(steps, rows, strict=True):
             warnings += int(skip or spike)
-            if (skip or spike) and warnings <= NAMED:
-                anomaly = "a spike" if spike else "not finite"
+            if (skip or spike) and warnings <= MOST_WARNINGS:
+                reason = "a spike" if spike else "not finite"
                 skipped = "; its update was skipped" if skip else ""
                 log(
                     f"WARNING: step {step:,}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: "
-                    f"{anomaly}{skipped} (sequences from {sequence:,})"
+                    f"{reason}{skipped} (sequences from {sequence:,})"
                 )
             self.spikes += int(spike)
             self.skipped += int(skip)

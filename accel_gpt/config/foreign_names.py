@@ -345,6 +345,6 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-NAMES: Mapping[str, str] = MappingProxyType(
+FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
     {**SECTIONS, **LITGPT, **HF_TRAINER, **LLM_C, **NANOGPT}
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt.errors import CheckpointError, DataError, NewerFormatError
-from accel_gpt.records import Count, Size, load_record, parse_record
+from accel_gpt.json_files import Count, Size, convert_json, load_json_as
 from accel_gpt.training.run_folder import RunFolder
 
 
@@ -55,10 +55,10 @@ def test_any_value_fits_or_is_one_sentence_with_its_key(
 ) -> None:
     path = tmp_path_factory.mktemp("records") / "whole.json"
     path.write_text(json.dumps(asdict(whole)))
-    assert load_record(Whole, path, DataError) == whole
+    assert load_json_as(Whole, path, DataError) == whole
     path.write_text(json.dumps(asdict(whole) | {key: value}))
     try:
-        load_record(Whole, path, CheckpointError)
+        load_json_as(Whole, path, CheckpointError)
     except CheckpointError as error:
         sentence = str(error)
         assert str(path) in sentence
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, text: str, problem: str) -> 
     path = tmp_path / "whole.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError) as raised:
-        load_record(Whole, path, CheckpointError, "make it again")
+        load_json_as(Whole, path, CheckpointError, "make it again")
     assert str(raised.value).startswith(f"{path} ")
     assert problem in str(raised.value)
     assert str(raised.value).endswith("; make it again")
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, text: str, problem: str) -> 
 )
 def test_an_unknown_key_is_of_another_version(content: dict[str, Any], key: str) -> None:
     with pytest.raises(NewerFormatError) as raised:
-        parse_record(
+        convert_json(
             Whole, content, Path("x.json"), CheckpointError, "make it again", NewerFormatError
         )
     assert str(raised.value) == (
@@ -118,7 +118,7 @@ def test_an_unknown_key_is_of_another_version(content: dict[str, Any], key: str)
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "gone.json", tmp_path):
         with pytest.raises(DataError, match=rf"{path} cannot be read"):
-            load_record(Whole, path, DataError)
+            load_json_as(Whole, path, DataError)
 
 
 def test_run_json_may_hold_more(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 
 from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
 from accel_gpt.prepare.bpe import train_bpe
-from accel_gpt.prepare.cuts import find_cut_of, pieces
+from accel_gpt.prepare.pieces import cut_finder, pieces
 from accel_gpt.prepare.workers import encode_pieces
 
 SCRIPTS = (
@@ -146,9 +146,9 @@ def loaded(tokenizer: Library) -> HFTokenizer:
 def test_a_long_text_is_cut_into_pieces_that_do_not_depend_on_its_chunks(name: str) -> None:
     tokenizer = loaded(MAKERS[name]())
     text = text_of(random.Random(2), 2500)
-    found = list(pieces([text], 3000, find_cut_of(tokenizer)))
+    found = list(pieces([text], 3000, cut_finder(tokenizer)))
     chunks = [text[i : i + 700] for i in range(0, len(text), 700)]
-    assert list(pieces(chunks, 3000, find_cut_of(tokenizer))) == found
+    assert list(pieces(chunks, 3000, cut_finder(tokenizer))) == found
     ids = encode_pieces(tokenizer, [(part, i == 0, False) for i, part in enumerate(found)])
     assert [token for one in ids for token in one.tolist()] == tokenizer.encode(text)
     assert max(map(len, found)) < 3 * 3000

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 import pytest
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.names import HF_TRAINER, LITGPT, LLM_C, NAMES, NANOGPT, SECTIONS
+from accel_gpt.config.foreign_names import (
+    FOREIGN_NAMES,
+    HF_TRAINER,
+    LITGPT,
+    LLM_C,
+    NANOGPT,
+    SECTIONS,
+)
 from accel_gpt.config.values import leaves, sections
 
 KEYS = {*leaves(Config), *sections(Config)}
@@ -23,6 +30,6 @@ def test_every_key_in_an_answer_exists(table: Mapping[str, str]) -> None:
 
 
 def test_an_answer_is_one_short_sentence_for_the_end_of_a_line() -> None:
-    for name, answer in NAMES.items():
+    for name, answer in FOREIGN_NAMES.items():
         assert len(answer.split()) <= 25, name
         assert not answer.endswith("."), name

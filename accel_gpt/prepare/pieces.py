@@ -25,8 +25,8 @@ CUT = re.compile(
     r"\S(?=[\n ]\S)|[A-Za-zぁ-ゖァ-ヺ一-龥](?=[\u3000-\u3002\uff01\uff0c\uff1a\uff1b\uff1f]|\s\s)"
 )
 SPACE = re.compile(r"\S(?= \S)")
-TRIES = 16  # places at which `AskedCuts` tries to cut, in `size` characters
-CONTEXT = 1000  # characters on each side of a place that `AskedCuts` encodes; assumption: enough
+TRIES = 16  # places at which `CutsByEncoding` tries to cut, in `size` characters
+CONTEXT = 1000  # characters that `CutsByEncoding` encodes on each side of a place; assumption
 
 # Return the end of the piece of a text that begins at a place and has about a size; 0: no such end
 FindCut = Callable[[str, int, int], int]
@@ -47,12 +47,12 @@ def find_cut(text: str, start: int, size: int) -> int:
     return found.end()
 
 
-def find_cut_of(tokenizer: Tokenizer) -> FindCut:
+def cut_finder(tokenizer: Tokenizer) -> FindCut:
     """Return the function that finds cuts for a tokenizer."""
-    return AskedCuts(tokenizer).find if tokenizer.kind == "hf" else find_cut
+    return CutsByEncoding(tokenizer).find if tokenizer.kind == "hf" else find_cut
 
 
-class AskedCuts:
+class CutsByEncoding:
     """Find cuts for a tokenizer.json before a line end or a space, by encoding the text around."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -9,7 +9,7 @@
     class Manifest:
         files: dict[str, SavedFile]
 
-    manifest = load_record(Manifest, path, error=CheckpointError)
+    manifest = load_json_as(Manifest, path, error=CheckpointError)
 
 An error names the file, the key and the expected type or bounds. An unknown key is an error too,
 because a later version may have written it and it may change what is computed.
@@ -30,12 +30,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_NUMBER)]
 
 
-def load_record(kind: type[T], path: Path, error: type[AccelGPTError], advice: str = "") -> T:
+def load_json_as(kind: type[T], path: Path, error: type[AccelGPTError], advice: str = "") -> T:
     """Read a JSON file into `kind`; if it does not fit, raise `error` with `advice` at its end."""
-    return parse_record(kind, read_object(path, error, advice), path, error, advice)
+    return convert_json(kind, read_json_object(path, error, advice), path, error, advice)
 
 
-def load_record_or_none(kind: type[T], path: Path) -> T | None:
+def load_json_or_none(kind: type[T], path: Path) -> T | None:
     """Read a JSON file into `kind`, without unknown keys; None if it is missing or damaged."""
     try:
         return msgspec.convert(read_json(path), kind)
@@ -43,7 +43,7 @@ def load_record_or_none(kind: type[T], path: Path) -> T | None:
         return None
 
 
-def read_object(path: Path, error: type[AccelGPTError], advice: str = "") -> dict[str, Any]:
+def read_json_object(path: Path, error: type[AccelGPTError], advice: str = "") -> dict[str, Any]:
     """Read the object in a JSON file; raise `error` if there is none."""
     ending = f"; {advice}" if advice else ""
     try:
@@ -57,7 +57,7 @@ def read_object(path: Path, error: type[AccelGPTError], advice: str = "") -> dic
     return content
 
 
-def parse_record(
+def convert_json(
     kind: type[T],
     content: Mapping[str, Any],
     path: Path,
@@ -65,7 +65,7 @@ def parse_record(
     advice: str = "",
     newer: type[AccelGPTError] | None = None,
 ) -> T:
-    """Convert the `content` of the file `path` to `kind`; see `load_record`.
+    """Convert the `content` of the file `path` to `kind`; see `load_json_as`.
 
     If the only problem is an unknown key, raise `newer` if it is given.
     """

@@ -9,8 +9,8 @@ import yaml
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.resolve import load_config, named_config
+from accel_gpt.config.commented_yaml import commented_yaml
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.manual import commented_yaml
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import field_types, own_options
 from accel_gpt.config.shipped import shipped_configs

@@ -45,28 +45,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tests run side by side
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for child processes
 MOST_WORKERS = 8  # each imports torch; more gain little
 NO_VOCABULARY = "GPT-2's published vocabulary is not available: TIKTOKEN_CACHE_DIR holds none"
-WORDS = [
-    "the",
-    "king",
-    "of",
-    "a",
-    "land",
-    "far",
-    "by",
-    "sea",
-    "went",
-    "to",
-    "war",
-    "with",
-    "his",
-    "men",
-    "and",
-    "lost",
-    "all",
-    "that",
-    "he",
-    "had",
-]
+WORDS = (
+    *("the", "king", "of", "a", "land", "far", "by", "sea", "went", "to"),
+    *("war", "with", "his", "men", "and", "lost", "all", "that", "he", "had"),
+)
 
 
 def text_of(words: int, seed: int = 0) -> str:

@@ -1,6 +1,5 @@
 """The Python interface: functions do what commands do, and leave the process unchanged."""
 
-import base64
 import gc
 import json
 import logging
@@ -66,7 +65,7 @@ def process() -> dict[str, Any]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_leaves_its_process_as_it_was(
-    fails: bool, small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+    fails: bool, small_run: Arguments, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hooks: list[object] = []
     monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
@@ -79,9 +78,13 @@ def test_a_run_leaves_its_process_as_it_was(
         with pytest.raises(DataError):
             accel_gpt.run(*small_run(), options)
     else:
-        for steps in (1, 2):
-            more = {"train.max_steps": steps, "checkpoint.allow_change": ["train.max_steps"]}
-            accel_gpt.run(*small_run(), options | more)
+        accel_gpt.run(*small_run(), options | {"train.max_steps": 1})
+        # sections may be mappings, as in a YAML file; a mapping stays one if it is a value
+        more = {"train": {"max_steps": 2}, "data": {"val": {"a": str(corpus), "b": str(corpus)}}}
+        del options["train.max_steps"]
+        allowed = {"checkpoint.allow_change": ["train.max_steps", "data.val"]}
+        run = accel_gpt.run(*small_run(), options | more | allowed)
+        assert {"eval/val_loss/a", "eval/val_loss/b"} <= set(run.metrics)
     assert process() == before
     assert read_settings() == settings
     assert len(hooks) <= 1
@@ -112,22 +115,6 @@ def test_freed_memory_goes_back_to_the_system_after_a_run(small_run: Arguments) 
     command = [sys.executable, "-c", ALLOCATES, *small_run()]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) > 200  # of 256 MiB
-
-
-def test_sections_may_be_mappings(
-    small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in a YAML file; a mapping stays a mapping if it is a value."""
-    (path,) = small_run()
-    sections = {
-        "train": {"max_steps": 2},
-        "schedule": {"warmup_steps": 0},
-        "data": {"val": {"one": str(corpus), "two": str(corpus)}},
-        "sample.every": 0,
-    }
-    run = accel_gpt.run(path, sections)
-    assert "2 steps, " in capsys.readouterr().err
-    assert {"eval/val_loss/one", "eval/val_loss/two"} <= set(run.metrics)
 
 
 @pytest.mark.slow
@@ -162,8 +149,6 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
     run = accel_gpt.Run(tmp_path / "nowhere")
     with pytest.raises(UserError, match="nowhere does not exist"):
         _ = run.metrics
-    with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
-        accel_gpt.run("quickstart", {"train": {"max_step": 3}})
     with pytest.raises(UserError, match=r"train\.max_steps is given twice; give it once"):
         accel_gpt.run("quickstart", {"train": {"max_steps": 3}, "train.max_steps": 3})
     with pytest.raises(UserError, match=r"train is 3, but it is a section of options"):
@@ -174,11 +159,8 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
         run.evaluate()
     with pytest.raises(UserError, match="expected text"):
         run.sample(["one", "two"])  # type: ignore[arg-type]
-    for processes in (0, 1.5):
-        with pytest.raises(UserError, match="expected a whole number above 0"):
-            accel_gpt.run(*small_run(), processes=processes)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="max_tokens is 'many'; expected a whole number"):
-        accel_gpt.run(*small_run(), {"train.max_tokens": "many"})
+    with pytest.raises(UserError, match="expected a whole number above 0"):
+        accel_gpt.run(*small_run(), processes=0)
 
 
 def test_an_interrupt_saves_and_returns(
@@ -193,15 +175,12 @@ def test_an_interrupt_saves_and_returns(
 
 @pytest.mark.slow
 def test_two_processes_train_beside_one(
-    small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    small_run: Arguments, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = SHORT | {"train.micro_batch_size": 4}
     run = accel_gpt.run(*small_run(), options, processes=2)
     assert "2 processes" in capfd.readouterr().err
     assert list(run.metrics.index) == [1, 2, 3]
-    limit = options | {"train.max_steps": 10**6, "train.time_limit": "2s", "out_dir": str(tmp_path)}
-    run = accel_gpt.run(*small_run(), limit, processes=2)  # saves, and returns
-    assert "train.time_limit: saved at step" in capfd.readouterr().err
     with pytest.raises(PeerError, match="training on 2 processes failed"):
         accel_gpt.run(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)
 
@@ -243,10 +222,6 @@ def test_the_notebook_runs(corpus: Path, tmp_path: Path) -> None:
     assert sample.outputs[0]["text"].count("def ") >= 2
     assert "eval/val_bits_per_byte" in shown(evaluate, "text/plain")[0]
     assert shown(model, "text/plain")
-    if folder := os.environ.get("ACCEL_GPT_PICTURES"):
-        Path(folder, "train.html").write_text(shown(train, "text/html")[0])
-        for name, cell in (("train", train), ("plot", plot)):
-            Path(folder, f"{name}.png").write_bytes(base64.b64decode(shown(cell, "image/png")[0]))
 
 
 @pytest.mark.slow

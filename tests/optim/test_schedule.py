@@ -26,12 +26,6 @@ def test_gpt2_reproduction_table() -> None:
     assert at[95_365] == pytest.approx(MIN)
 
 
-def test_decay_ends_before_the_run_and_stays_at_the_floor() -> None:
-    p = plan(1000, 10, 100)
-    assert lr_fraction(110, "cosine", p, 0.1) == pytest.approx(0.1)
-    assert lr_fraction(999, "linear", p, 0.1) == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_the_floor_is_reached_after_the_last_step_of_the_decay(name: str) -> None:
     p = plan(60, 10, 50)
@@ -73,7 +67,6 @@ def test_muons_momentum_warms_up() -> None:
     assert momentum_at(0, 0.5, 100) == 0.5
 
 
-@pytest.mark.parametrize("step", [0, 50])
-def test_an_unknown_name_is_no_linear_decay(step: int) -> None:
+def test_an_unknown_name_is_no_linear_decay() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'exponential'"):
-        lr_fraction(step, "exponential", plan(100, 10, 90), 0.1)
+        lr_fraction(50, "exponential", plan(100, 10, 90), 0.1)

@@ -72,18 +72,19 @@ def test_a_run_leaves_its_process_as_it_was(
     gc.unfreeze()  # what a run of another test in this process left
     before = process()
     settings = read_settings()
-    options = SHORT | {"train.matmul_precision": "high"}
+    options: dict[str, Any] = SHORT | {"train.matmul_precision": "high"}
+    folder = str(corpus)
     if fails:
         monkeypatch.setattr(train, "update", fail)
         with pytest.raises(DataError):
             accel_gpt.run(*small_run(), options)
     else:
-        accel_gpt.run(*small_run(), options | {"train.max_steps": 1})
-        # sections may be mappings, as in a YAML file; a mapping stays one if it is a value
-        more = {"train": {"max_steps": 2}, "data": {"val": {"a": str(corpus), "b": str(corpus)}}}
         del options["train.max_steps"]
-        allowed = {"checkpoint.allow_change": ["train.max_steps", "data.val"]}
-        run = accel_gpt.run(*small_run(), options | more | allowed)
+        for steps in (1, 2):
+            more = {"checkpoint.allow_change": ["train.max_steps"]}
+            # sections may be mappings, as in a YAML file; a mapping stays one if it is a value
+            more |= {"train": {"max_steps": steps}, "data": {"val": {"a": folder, "b": folder}}}
+            run = accel_gpt.run(*small_run(), options | more)
         assert {"eval/val_loss/a", "eval/val_loss/b"} <= set(run.metrics)
     assert process() == before
     assert read_settings() == settings

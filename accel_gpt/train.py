@@ -37,13 +37,14 @@ from accel_gpt.files import fault_point
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
-from accel_gpt.training.accelerator import build_model, host_group, start_accelerator
+from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.divergence import StepGuard, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
 from accel_gpt.training.metrics import Record
+from accel_gpt.training.process import host_group
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_same
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 from accel_gpt.training.resume import choose_checkpoint, restore

@@ -34,11 +34,12 @@ from accel_gpt.launcher import is_main, world_size
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training
-from accel_gpt.training.accelerator import join_ranks, keep_freed_memory, start_accelerator
+from accel_gpt.training.accelerator import start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.machine import describe_machine, memory_gb
+from accel_gpt.training.process import join_ranks, keep_freed_memory
 from accel_gpt.training.ranks import explain_lost_rank
 from accel_gpt.training.setup import meeting_ranks
 from accel_gpt.training.stopping import (

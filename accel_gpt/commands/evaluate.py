@@ -31,10 +31,10 @@ from accel_gpt.evals.validation import OnProgress, score_source
 from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import join_ranks, keep_freed_memory
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.display import Progress
 from accel_gpt.training.precision import requested_precision, resolve_precision
+from accel_gpt.training.process import join_ranks, keep_freed_memory
 from accel_gpt.training.ranks import explain_lost_rank, require_all
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.setup import meeting_ranks, pin_data

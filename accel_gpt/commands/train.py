@@ -27,7 +27,7 @@ from accel_gpt.prepare.ensure import ensure_data
 from accel_gpt.publish.copies import restore_newest_copy
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.train import train
-from accel_gpt.training.accelerator import keep_freed_memory
+from accel_gpt.training.process import keep_freed_memory
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.setup import Launch, open_launch
 from accel_gpt.transformers_io.load import load_initial_weights

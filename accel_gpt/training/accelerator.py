@@ -1,16 +1,12 @@
-"""Start the ranks, set the device, threads and precision, and wrap the model with Accelerate.
+"""Make the `Accelerator`, and wrap model and optimizer with it.
 
 The accelerate config sets the engine: one process, DDP, FSDP version 2 or HSDP.
 """
 
-import ctypes
 import gc
 import logging
-import os
-import platform
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,30 +27,21 @@ from accelerate.utils import (
 from torch import nn
 
 from accel_gpt.config.experiment import Config, TrainConfig
-from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Plan, plural
-from accel_gpt.config.values import to_flat
+from accel_gpt.config.plan import Plan
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
 from accel_gpt.launcher import (
     is_main,
     local_world_size,
-    requested_threads,
-    shared_cores,
-    starts_on_gpus,
-    world_size,
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.training.compilation import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.devices import bf16_instructions
-from accel_gpt.training.machine import rank_identity
 from accel_gpt.training.precision import requested_precision, resolve_precision
-from accel_gpt.training.ranks import keep_group, require_same
+from accel_gpt.training.process import collective_timeout, join_ranks
 from accel_gpt.training.unsupported import (
     REPLICATED,
-    check_accelerate_config,
-    check_devices,
     check_engine,
     check_fp8,
 )
@@ -62,20 +49,11 @@ from accel_gpt.training.unsupported import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Added to the timeout of a collective, so that it does not expire while a process is paused;
-# assumption
-LONGEST_PAUSE = timedelta(days=1)
 # MiB of gradients in an all-reduce of DDP. A block of GPT-2 124M has 7.1 million parameters, and so
 # 28 MB of gradients. At PyTorch's 25 MiB (26 MB) each block is a bucket: 13 buckets in all. DDP
 # splits a compiled model between them, into 14 graphs. At 100 MiB there are 4 buckets and 5 graphs.
 BUCKET_MIB = 100
 NOISY_LOGGER = "accelerate.utils.other"  # repeats at every save that tied weights are stored once
-M_TRIM_THRESHOLD = -1  # glibc, malloc.h
-M_TOP_PAD = -2  # glibc, malloc.h
-M_MMAP_MAX = -4  # glibc, malloc.h
-
-
-# --------------------------------------------------------------------------- ranks and device
 
 
 def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
@@ -86,126 +64,6 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
     join_ranks(config)
     config = resolve_precision(config)
     return config, make_accelerator(config, plan)
-
-
-def join_ranks(config: Config) -> PartialState:
-    """Join the ranks into one process group; set threads and the precision of float32 products.
-
-    The first call comes before the folder of the run is locked. The second, in
-    `start_accelerator`, changes nothing.
-
-    Raises `UserError` if the engine is not supported, if the processes do not form one group, or
-    if they differ in config, code or versions.
-    """
-    check_accelerate_config()
-    if config.train.reproducible:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        # on CUDA, this also excludes cuDNN's attention and makes the backward passes of flash and
-        # efficient attention deterministic (PyTorch's cuda/sdp_utils.cpp, attention_backward.cu)
-        torch.use_deterministic_algorithms(True)
-    # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
-    cpu = uses_cpu()
-    check_devices(cpu)
-    state = PartialState(cpu=cpu, timeout=group_timeout(config))
-    started = world_size()
-    require(
-        state.num_processes == started,
-        f"the launcher started {plural(started, 'process', 'processes')} but Accelerate finds "
-        f"{state.num_processes}; start with accelerate launch, torchrun or srun",
-    )
-    if state.num_processes > 1:
-        keep_group()
-        require_same(rank_identity(to_flat(config)))
-    set_matmul_precision(config.train, state.device)
-    if state.device.type == "cpu":
-        torch.set_num_threads(cpu_threads(config.train))
-        torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
-    return state
-
-
-def uses_cpu() -> bool:
-    """Return whether this process computes on the CPU."""
-    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-
-
-def set_matmul_precision(train: TrainConfig, device: torch.device) -> None:
-    """Set whether float32 products are computed in TF32."""
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = train.matmul_precision != "highest"
-        return
-    # on a CPU, TF32 makes oneDNN take a slow path for the small products of attention
-    precision = "highest" if train.matmul_precision == "auto" else train.matmul_precision
-    torch.set_float32_matmul_precision(precision)
-
-
-def warn_without_gpu() -> None:
-    """Warn if `accelerate launch` is set up for GPUs but PyTorch finds none."""
-    if parse_flag_from_env("ACCELERATE_USE_CPU") or torch.accelerator.is_available():
-        return
-    if is_main() and starts_on_gpus():
-        write_err(
-            "WARNING: the launcher is set up for GPUs, but PyTorch finds none: this run trains on "
-            "the CPU. Check nvidia-smi and torch.cuda.is_available(). If you want the CPU, set "
-            "ACCELERATE_USE_CPU=true in the environment"
-        )
-
-
-def cpu_threads(train: TrainConfig) -> int:
-    """Return the number of threads of this process on a CPU."""
-    if train.cpu_threads:
-        return train.cpu_threads
-    if train.reproducible:
-        return 1
-    return requested_threads() or shared_cores()
-
-
-def threads_of_environment(train: TrainConfig) -> int | None:
-    """Return the threads that OMP_NUM_THREADS sets for a run on a CPU.
-
-    Returns None if it is not set or the config sets them.
-    """
-    if train.cpu_threads or train.reproducible:
-        return None
-    return requested_threads()
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep freed blocks instead of returning them to the system.
-
-    Each training step frees and allocates the same blocks. Mapping a block again costs a page
-    fault per 4 KiB; benchmarks/RESULTS.md has the measurement. glibc only: mallopt(3). Does nothing
-    if this process computes on a GPU. Only commands call it, since it cannot be undone.
-    """
-    if platform.libc_ver()[0] != "glibc" or not uses_cpu():
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(M_TOP_PAD, 64 * 2**20)
-
-
-def collective_timeout(config: Config) -> timedelta:
-    """Return how long a collective waits for the other ranks.
-
-    The timeout is long, since a collective must survive a paused process. The watchdog ends a run
-    that hangs.
-    """
-    seconds = duration("train.step_timeout", config.train.step_timeout)
-    return timedelta(seconds=seconds or 0) + LONGEST_PAUSE
-
-
-def group_timeout(config: Config) -> timedelta:
-    """Return the timeout of the process group, for collectives before and after the first step."""
-    seconds = duration("train.init_timeout", config.train.init_timeout)
-    return max(collective_timeout(config), timedelta(seconds=seconds or 0))
-
-
-def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """Make a gloo process group for the hosts; return None for one rank. A collective."""
-    if accelerator.num_processes == 1:
-        return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout(config))
-    return group
 
 
 # --------------------------------------------------------------------------- the `Accelerator`

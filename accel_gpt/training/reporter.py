@@ -24,11 +24,11 @@ from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import free_bytes, strict_json, write_file
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.accelerator import threads_of_environment
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.display import Display
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
+from accel_gpt.training.process import threads_of_environment
 from accel_gpt.training.profiling import profile
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState

@@ -18,11 +18,11 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_folder import is_repository
 from accel_gpt.data.sources import newest_commit, train_paths, val_paths
 from accel_gpt.launcher import is_main, main_address, world_size
-from accel_gpt.training.accelerator import join_ranks, warn_without_gpu
 from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.training.display import Display, print_line
 from accel_gpt.training.machine import code_versions
 from accel_gpt.training.precision import requested_precision
+from accel_gpt.training.process import join_ranks, warn_without_gpu
 from accel_gpt.training.ranks import (
     all_gather,
     all_ranks,

@@ -20,7 +20,7 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training import accelerator, compilation, support
+from accel_gpt.training import accelerator, compilation, process, unsupported
 from tests.conftest import QUIET, launch, tiny
 
 Arguments = Callable[..., list[str]]
@@ -54,11 +54,11 @@ def test_what_the_accelerate_config_asks_for_is_refused_by_name(
     with monkeypatch.context() as patch:
         for key, value in {**defaults, "PARALLELISM_CONFIG_TP_SIZE": "1"}.items():
             patch.setenv(key, value)
-        support.check_accelerate_config()
+        unsupported.check_accelerate_config()
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=message):
-        support.check_accelerate_config()
+        unsupported.check_accelerate_config()
 
 
 @pytest.mark.slow
@@ -97,15 +97,15 @@ def test_what_accelerate_started_is_refused_by_name(
             distributed_type=DistributedType(kind), mixed_precision=precision,
             device=torch.device(device),
         )  # fmt: skip
-        support.check_engine(started, Config(train=TrainConfig(reproducible=exact)))
+        unsupported.check_engine(started, Config(train=TrainConfig(reproducible=exact)))
 
     started: Any = SimpleNamespace(
         distributed_type=DistributedType.NO, mixed_precision="no", device=torch.device("mps")
     )
     blocks = TrainConfig(activation_checkpointing="blocks")
-    support.check_engine(started, Config(train=blocks))
+    unsupported.check_engine(started, Config(train=blocks))
     with pytest.raises(UserError, match="blocks but on mps PyTorch recomputes"):
-        support.check_engine(started, Config(train=blocks, model=ModelConfig(dropout=0.1)))
+        unsupported.check_engine(started, Config(train=blocks, model=ModelConfig(dropout=0.1)))
     for fine in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         check(fine, "bf16", "cuda", exact=False)
     check("MULTI_CPU", "bf16", "cpu", exact=True)
@@ -123,11 +123,11 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
         started.append(cpu)
         return PartialState(cpu=True)
 
-    monkeypatch.setattr(accelerator, "PartialState", state)
+    monkeypatch.setattr(process, "PartialState", state)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     for use_cpu in ("false", "true"):
         monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
-        accelerator.join_ranks(Config())
+        process.join_ranks(Config())
     assert started == [False, True]
 
 
@@ -137,7 +137,7 @@ def test_a_bucket_of_ddp_holds_several_blocks() -> None:
     gpt = GPT.allocate(ModelConfig(n_layer=12, n_head=12, n_embd=768), 50257, "meta")
     last_first = list(gpt.parameters())[::-1]
     config = Config(train=TrainConfig(max_steps=1))
-    accelerator.join_ranks(config)
+    process.join_ranks(config)
     ddp = accelerator.make_accelerator(config, make_plan(config, 1)).ddp_handler
     assert ddp is not None
     buckets, _ = dist._compute_bucket_assignment_by_size(last_first, [ddp.bucket_cap_mb * 2**20])
@@ -175,7 +175,7 @@ def test_threads_are_those_of_the_user_but_not_those_of_a_launcher(
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    accelerator.join_ranks(Config(train=train))
+    process.join_ranks(Config(train=train))
     assert torch.get_num_threads() == threads
 
 
@@ -214,7 +214,7 @@ def test_a_launcher_of_gpus_without_a_gpu_is_one_warning(
         monkeypatch.setenv(key, value)
     for key in ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
         monkeypatch.setenv(key, "0")
-    accelerator.warn_without_gpu()
+    process.warn_without_gpu()
     shown = capsys.readouterr().err
     assert shown.count("WARNING") == warns
     assert ("trains on the CPU" in shown) == warns
@@ -224,11 +224,11 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     """Only if a launcher started them; srun may show each process its own device."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
-    support.check_devices(cpu=False)
+    unsupported.check_devices(cpu=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    support.check_devices(cpu=True)
+    unsupported.check_devices(cpu=True)
     with pytest.raises(UserError, match=r"2 processes were started .* has only 1 device;"):
-        support.check_devices(cpu=False)
+        unsupported.check_devices(cpu=False)
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
@@ -287,12 +287,12 @@ def test_what_fp8_lacks_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    monkeypatch.setattr(support, "find_spec", lambda name: object() if torchao else None)
+    monkeypatch.setattr(unsupported, "find_spec", lambda name: object() if torchao else None)
     if message is None:
-        support.check_fp8(FP8)
+        unsupported.check_fp8(FP8)
         return
     with pytest.raises(UserError, match=message):
-        support.check_fp8(FP8)
+        unsupported.check_fp8(FP8)
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,9 @@ def test_what_fp8_lacks_is_named(
 def test_a_missing_tracker_is_named_with_the_command_that_installs_it(
     tracker: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "get_available_trackers", list)
+    monkeypatch.setattr(unsupported, "get_available_trackers", list)
     with pytest.raises(UserError) as raised:
-        support.check_trackers((tracker,))
+        unsupported.check_trackers((tracker,))
     assert str(raised.value) == f"log.trackers has {tracker} but it is not installed; {advice}"
 
 
@@ -345,7 +345,7 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
 def test_reproducible_attention_on_cuda_is_flash_and_not_cudnn(small_run: Arguments) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash attention needs compute capability 8.0")
-    accelerator.join_ranks(load_config(small_run("--train.reproducible"), "test"))
+    process.join_ranks(load_config(small_run("--train.reproducible"), "test"))
     q = torch.empty(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     given = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)  # causal
     assert torch.backends.cuda.can_use_flash_attention(given)

@@ -19,7 +19,7 @@ from accelerate import Accelerator, PartialState
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.errors import BusyError
-from accel_gpt.training.accelerator import join_ranks
+from accel_gpt.training.process import join_ranks
 from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, on_main
 from tests.conftest import QUIET, launch
 
@@ -28,7 +28,12 @@ fork = multiprocessing.get_context("fork")
 PACKAGE = Path(__file__).resolve().parents[2] / "accel_gpt"
 # files whose constants decide what a model computes, or what a command predicts
 NUMERIC = ("config/depth.py", "cost", "model", "optim", "training/gradients.py")
-NUMERIC += ("training/divergence.py", "training/accelerator.py", "training/compilation.py")
+NUMERIC += (
+    "training/divergence.py",
+    "training/accelerator.py",
+    "training/process.py",
+    "training/compilation.py",
+)
 NUMERIC += ("training/precision.py", "training/unsupported.py", "data/order.py", "data/mixture.py")
 MEASURE_FAULTS = """
 import resource, sys

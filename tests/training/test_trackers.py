@@ -23,7 +23,7 @@ from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from tensorboard.summary.writer import event_file_writer
 
 from accel_gpt import train
-from accel_gpt.training import metrics, support
+from accel_gpt.training import metrics, unsupported
 from accel_gpt.training.trackers import Trackers
 from tests.conftest import launch
 from tests.test_train import records
@@ -81,7 +81,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
     monkeypatch.setitem(sys.modules, "trackio", stub)
     available = [LoggerType.TENSORBOARD, LoggerType.TRACKIO]
     monkeypatch.setattr(tracking, "_available_trackers", available)
-    monkeypatch.setattr(support, "get_available_trackers", lambda: available)
+    monkeypatch.setattr(unsupported, "get_available_trackers", lambda: available)
     return stub
 
 

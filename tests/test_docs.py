@@ -1,6 +1,6 @@
 """README.md and docs/: commands run as written, and all names exist.
 
-The tree and the reading order in docs/explanation/architecture.md, the pages of `reference.py`, and
+The tree in docs/explanation/architecture.md, the pages of `reference.py`, and
 the estimates in configs/ are made from the code; `ACCEL_GPT_DOCS=write pytest tests/test_docs.py`
 renews them.
 """
@@ -52,15 +52,6 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
-)
-READING_ORDER = (
-    *("train", "config/options", "config/experiment", "config/plan", "training/state"),
-    *("model/gpt", "model/layers", "model/documents", "model/loss"),
-    *("optim/schedule", "optim/groups", "optim/adamw"),
-    *("data/shards", "data/order", "data/mixture", "data/loader", "data/corpus"),
-    *("training/accelerator", "training/precision", "training/gradients", "training/divergence"),
-    *("training/ranks", "training/checkpoint", "training/saving", "training/resume"),
-    *("evals/validation", "evals/evaluation"),
 )
 FILES = (".py", ".bin", ".json", ".safetensors")  # endings of files that look like keys
 # pages that name files of other projects
@@ -133,12 +124,6 @@ def tree() -> Iterator[str]:
 INDENT = {"initial_indent": " " * 14, "subsequent_indent": " " * 14}
 
 
-def reading_order() -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name in READING_ORDER)
-    yield from textwrap.wrap(f"{names}.", 120)
-    yield ""
-
-
 def table_of_names(trainer: str, names: Mapping[str, str]) -> Iterator[str]:
     """Return a table of another trainer's names and our equivalents, with keys as code."""
     known = sorted(leaves(Config), key=len, reverse=True)
@@ -164,7 +149,6 @@ def check(page: str, made: str, pattern: str = "(.*)") -> None:
 def test_what_is_made_from_the_code_is_up_to_date() -> None:
     page = "docs/explanation/architecture.md"
     check(page, "".join(f"{line}\n" for line in tree()), r"<!-- tree -->\n```\n(.*?)```")
-    check(page, "\n".join(reading_order()), r"<!-- order -->\n(.*?)\n## ")
     for name, lines in reference.PAGES.items():
         check(name, "\n".join(lines()).rstrip() + "\n")
     interface = "\n".join(reference.python_section()).rstrip()

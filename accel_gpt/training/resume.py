@@ -1,9 +1,9 @@
-"""Resume a run: choose a checkpoint, compare its config, restore it on every rank.
+"""Resume a run: choose a checkpoint, and restore it on every rank.
 
-Each option says whether it may change between launches: see `Option.resume`.
+What may change between the checkpoint and the run: see `changes.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accel_gpt.config.compare import (
-    UNKNOWN,
-    Differences,
-    differences,
     option_of,
-    resume_kind,
 )
-from accel_gpt.config.experiment import Config, ScheduleConfig
-from accel_gpt.config.plan import LENGTH_KEYS, Plan, make_plan, plural
-from accel_gpt.config.values import build, relocated, to_flat
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import (
     CheckpointError,
-    NewerFormatError,
     UserError,
     first_line,
     require,
 )
 from accel_gpt.files import write_file
-from accel_gpt.json_files import unknown_key_message
 from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sharding import load_full
-from accel_gpt.optim.groups import fraction_at, state_names
+from accel_gpt.optim.groups import state_names
+from accel_gpt.training.changes import (
+    allowed_changes,
+    check_same_config,
+    check_same_run,
+    config_changes,
+    length_keys,
+)
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
     read_evaluated,
@@ -118,79 +118,6 @@ def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None
     log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is ignored")
 
 
-def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
-    """Return the options for the run's length if they may change without permission, else ().
-
-    They may change if every completed step keeps its learning rate. Raises `UserError` if the run
-    is already longer than the config.
-    """
-    plan = make_plan(config, world_size())
-    require(
-        saved.step <= plan.max_steps,
-        f"{config.out_dir} is at step {saved.step:,} but the config ends at step "
-        f"{plan.max_steps:,}; raise train.max_steps or train.max_tokens, or set another out_dir",
-    )
-    before = with_length_of(saved, config)
-    try:
-        plan_before = make_plan(before, world_size())
-    except UserError:  # the old length does not fit the schedule of `config`, or is unknown
-        return ()
-    for step in range(saved.step):
-        if fraction_in(step, config, plan) != fraction_in(step, before, plan_before):
-            return ()
-    return LENGTH_KEYS
-
-
-def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
-    """Yield a line for each allowed change, and one if the learning rate jumps at the resume."""
-    for key, (was, new) in config_changes(saved.config, now.config).items():
-        yield f"from step {saved.step:,} on {key} is {as_yaml(new)}; it was {as_yaml(was)}"
-    plan = make_plan(config, world_size())
-    try:
-        before = with_schedule_of(saved, config)
-        rate_before = rate_at(saved.step - 1, before)
-    except UserError:  # the saved length does not fit the new schedule
-        return
-    if rate_before != rate_at(saved.step - 1, config) and 0 < saved.step < plan.max_steps:
-        following = rate_at(saved.step, config)
-        verb = "rises" if following > rate_before else "goes"
-        yield (
-            f"the learning rate {verb} from {rate_before:.2e} in step {saved.step:,} to "
-            f"{following:.2e} in step {saved.step + 1:,}"
-        )
-
-
-def rate_at(step: int, config: Config) -> float:
-    """Return the learning rate of the update that follows `step` completed updates."""
-    return config.optim.lr * fraction_in(step, config, make_plan(config, world_size()))
-
-
-def fraction_in(step: int, config: Config, plan: Plan) -> float:
-    """Return the learning rate after `step` completed updates, as a share of its peak."""
-    return fraction_at(step, config.schedule, config.optim.lr, plan)
-
-
-def with_length_of(saved: TrainState, config: Config) -> Config:
-    """Return `config` with the run's length from a checkpoint."""
-    steps = saved.config.get("train.max_steps")
-    tokens = saved.config.get("train.max_tokens")
-    return replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
-
-
-def with_schedule_of(saved: TrainState, config: Config) -> Config:
-    """Return `config` with the run's length and learning rates from a checkpoint."""
-    known = to_flat(Config()) | saved.config
-    schedule = {}
-    for key, value in known.items():
-        if key.startswith("schedule."):
-            schedule[key.removeprefix("schedule.")] = value
-    return replace(
-        with_length_of(saved, config),
-        optim=replace(config.optim, lr=known["optim.lr"]),
-        schedule=build(ScheduleConfig, schedule),
-    )
-
-
 def find_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> Path | None:
     """Find and verify the checkpoint to resume from; None if there is none.
 
@@ -245,103 +172,6 @@ def reset_best(out_dir: Path, saved: TrainState) -> None:
         write_file(out_dir / "best", [f"{saved.best_step}\n".encode()])
     else:
         (out_dir / "best").unlink()
-
-
-# --------------------------------------------------------------------------- what may change
-
-
-def check_same_run(
-    path: Path, saved: TrainState, now: TrainState, allowed: tuple[str, ...]
-) -> None:
-    """Raise an error that lists rejected changes between a checkpoint and the run that resumes it.
-
-    Raises `UserError` if `checkpoint.allow_change` could allow all of them, else `CheckpointError`.
-    Raises `NewerFormatError` if the checkpoint has an option that this version does not know.
-    """
-    check_known_options(path / "trainer_state.json", saved.config, "config.")
-    changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
-    kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
-    rejected = {}
-    for key, change in changes.items():
-        if kinds[key] == "refuse" or key.partition("[")[0] not in allowed:
-            rejected[key] = change
-    if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        rejected["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
-        kinds["tokenizer"] = "refuse"
-    if not rejected:
-        return
-    old_values = "the old value" if len(rejected) == 1 else "the old values"
-    problem = f"{path} was made with another config: {format_changes(rejected)}"
-    if any(kinds[key] == "refuse" for key in rejected):
-        raise CheckpointError(f"{problem}; restore {old_values}, or set another out_dir")
-    hint = allow_hint([key.partition("[")[0] for key in rejected])
-    raise UserError(f"{problem}; restore {old_values}, set another out_dir{hint}")
-
-
-def check_same_config(config: Config) -> None:
-    """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint."""
-    run = RunFolder(config.out_dir)
-    before = run.read_config()
-    check_known_options(run.path / "config.yaml", before)
-    now = to_flat(config)
-    changes = config_changes(before, now) if before else {}
-    rejected = {}
-    for key, change in changes.items():
-        if key not in config.checkpoint.allow_change:
-            rejected[key] = change
-    if not rejected:
-        return
-    another_run = any(resume_kind(key, before, now) == "refuse" for key in rejected)
-    hint = "" if another_run else allow_hint(list(rejected))
-    raise UserError(
-        f"out_dir {config.out_dir} holds a run with another config: {format_changes(rejected)}; "
-        f"set another out_dir{hint}"
-    )
-
-
-def check_known_options(file: Path, saved: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise `NewerFormatError` if a saved config has an option that this version does not know.
-
-    `prefix`: where `file` has the options.
-    """
-    unknown = [key for key in saved if option_of(key) is UNKNOWN]
-    if unknown:
-        problem = f"{prefix}{min(unknown)} is an unknown key"
-        raise NewerFormatError(unknown_key_message(file, problem))
-
-
-def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
-    """Return the options that differ and may not change freely.
-
-    If a run moved and `data.val` moved with it, `data.val` does not differ.
-    """
-    out_dirs = (str(before.get("out_dir")), str(now.get("out_dir")))
-    changes = {}
-    for key, (was, new) in differences(before, now).items():
-        if resume_kind(key, before, now) in ("free", "start"):
-            continue
-        if key.startswith("data.val") and relocated(was, *out_dirs) == new:
-            continue
-        changes[key] = (was, new)
-    return changes
-
-
-def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """Format changes as `optim.lr was 0.001, is 0.002, ...`."""
-    return ", ".join(
-        f"{key} was {as_yaml(was)}, is {as_yaml(now)}" for key, (was, now) in changes.items()
-    )
-
-
-def as_yaml(value: Any) -> Any:
-    """Return `value`, or "null" for None."""
-    return "null" if value is None else value
-
-
-def allow_hint(keys: list[str]) -> str:
-    """Return the end of an error message: how to accept changes of these options."""
-    options = [f"--checkpoint.allow_change {key}" for key in dict.fromkeys(keys)]
-    return f", or accept it with {' '.join(options)}" if options else ""
 
 
 # --------------------------------------------------------------------------- restore

@@ -13,13 +13,9 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import leaves, to_flat, to_yaml
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
+from accel_gpt.training.changes import check_same_config, check_same_run, config_changes
 from accel_gpt.training.checkpoint import read_state
-from accel_gpt.training.resume import (
-    check_same_config,
-    check_same_run,
-    config_changes,
-    describe_load_error,
-)
+from accel_gpt.training.resume import describe_load_error
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch, reseal

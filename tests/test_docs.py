@@ -36,8 +36,6 @@ from accel_gpt.config.foreign_names import HF_TRAINER, LLM_C, NANOGPT
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import leaves
 from accel_gpt.console import format_hours
-from accel_gpt.data.hub_folder import HubFolder
-from accel_gpt.data.remote import TRIES
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.training.metrics import COLUMNS
@@ -249,17 +247,6 @@ def test_the_plan_shown_is_the_one_printed(
     )
 
 
-def test_the_first_gpu_run_quotes_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    page = "docs/get-started/first-gpu-run.md"
-    (plan,) = (line for line in commands(page) if line.startswith("accel-gpt plan"))
-    assert dispatch(plan.split()[1:]) == 0
-    printed = capsys.readouterr().out
-    rows = re.findall(r"^\| (?:time|cost).* \| (.*) \|$", (ROOT / page).read_text(), flags=re.M)
-    assert len(rows) == 2
-    for quoted in rows:
-        assert re.search(rf" {re.escape(quoted)}  ", printed), quoted
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors of the headings of a page on GitHub."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
@@ -276,16 +263,6 @@ def pages_of(nav: object) -> Iterator[str]:
     elif isinstance(nav, list):
         for part in nav:
             yield from pages_of(part)
-
-
-def test_numbers_in_the_docs_are_those_of_the_code() -> None:
-    pinned = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned
-    for page, sentence in (
-        ("explanation/data-order", f"{TRIES} attempts (`hf://`: {HubFolder.tries},"),
-        ("get-started/install", f"`pip install {pinned[0]} --index-url URL`"),
-    ):
-        assert sentence in (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def test_every_page_is_in_the_navigation() -> None:

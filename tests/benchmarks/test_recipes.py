@@ -51,15 +51,6 @@ def test_the_command_line_goes_before_the_recipe(recipe: Path, tmp_path: Path) -
     assert open_split(tmp_path / "out", "train").lengths[0] == 70
 
 
-def test_a_wrong_key_in_a_recipe_is_told_with_the_nearest(recipe: Path) -> None:
-    recipe.write_text("tokeniser: bytes\n")
-    with pytest.raises(UserError, match=r"unknown key tokeniser in .*mine.*mean tokenizer\?"):
-        load(recipe)
-    recipe.write_text("- bytes\n")
-    with pytest.raises(UserError, match="holds no keys; write lines"):
-        load(recipe)
-
-
 def test_a_folder_that_is_ready_is_told(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,6 @@
 """YAML and command line: precedence, conversion, and the sentences that users read."""
 
 import errno
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.grid import read_grid
 from accel_gpt.commands.options import (
-    COMMANDS,
     BenchCommand,
     EvaluateCommand,
     SampleCommand,
@@ -168,16 +165,6 @@ def test_a_command_takes_its_options_and_the_keys_of_its_config(config_file: str
     assert BenchCommand.parse(["--steps", "9", config_file]).steps == 9
 
 
-def test_missing_config_file_names_the_nearest(config_file: str) -> None:
-    with pytest.raises(UserError, match=r"does not exist; did you mean .*small\.yaml\?"):
-        load(config_file.replace("small", "smal"))
-    folder = str(Path(config_file).parent)
-    with pytest.raises(
-        UserError, match=f"{folder} is a folder; if it is a run, give {folder}/config.yaml"
-    ):
-        load(folder)
-
-
 def test_every_knob_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         load_config(["--help-all"], "train.py")
@@ -195,21 +182,6 @@ def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None
     assert (schedule.decay_steps, schedule.decay_share) == (1, None)
     with pytest.raises(UserError, match=r"max_steps is 2 and train\.max_tokens is 9; set one"):
         load(str(path), "--train.max_steps", "2", "--train.max_tokens", "9")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_three_examples_that_parse(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit):
-        dispatch([command, "--help"])
-    start = rf"(?:accel-gpt {command}|accelerate launch accel_gpt/train.py)"
-    shown = capsys.readouterr().out
-    examples = re.findall(rf"^  {start} (.*)", shown, re.MULTILINE)
-    assert len(examples) == 3
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    for example in examples:
-        COMMANDS[command].parse(shlex.split(example.partition(" > ")[0]))
 
 
 @pytest.mark.parametrize(
@@ -278,12 +250,6 @@ def test_the_name_of_another_trainer_is_answered_in_one_line(
         assert words in answer
         assert len(answer) < 200
         assert "\n" not in answer
-
-
-def test_a_section_given_as_an_option_names_its_keys(config_file: str) -> None:
-    for section, example in (("train", "train.tokens_per_step"), ("model", "model.preset")):
-        with pytest.raises(UserError, match=rf"unknown key {section} .*{example}"):
-            load(config_file, f"--{section}", "3")
 
 
 IMPORTED = """

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt.model import loss as module
 from accel_gpt.model.gpt import GPT
@@ -318,42 +316,3 @@ def test_whether_a_device_adds_in_float32_is_found_by_trying(
     monkeypatch.setattr(torch, "addmm", addmm)
     assert adds_in_float32(cpu, torch.bfloat16) == (kind == "right")
     adds_in_float32.cache_clear()
-
-
-class Products(TorchDispatchMode):
-    """Notes the rows and the dtype of the result of each matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, torch.dtype]] = []
-
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = op(*args, **(kwargs or {}))
-        if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.seen.append((len(result), result.dtype))
-        return result
-
-
-@caps
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_sizes_of_gpt2_on_an_h100(
-    cap: float | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With tensors that have no storage: the chunks, and the dtype of each product."""
-    monkeypatch.setattr(module, "adds_in_float32", lambda *_: True)
-    monkeypatch.setattr(module, "_chunk_size", lambda *_: 16384)
-    monkeypatch.setattr(module, "_compile", lambda function: function)
-    products = Products()
-    with FakeTensorMode(), products:
-        x = torch.empty(40_000, 768, dtype=torch.bfloat16)
-        weight = torch.empty(50304, 768)
-        targets = torch.empty(40_000, dtype=torch.long)
-        run = module._loss_and_gradients._init_fn
-        total, dx, dw = run(x, weight, targets, 50257, cap or 0.0, compiled)
-    assert (total.dtype, dx.dtype, dw.dtype) == (torch.float32, torch.bfloat16, torch.float32)
-    expected = []
-    for rows in (16384, 16384, 40_000 - 2 * 16384):  # logits, their gradient's, the head's
-        expected += [(rows, torch.bfloat16), (rows, torch.bfloat16), (50304, torch.float32)]
-    assert products.seen == expected

@@ -87,7 +87,9 @@ def test_signal_to_the_launcher_saves_and_the_same_command_continues(
     process.send_signal(signal.SIGTERM)
     _, shown = process.communicate(timeout=60)
     assert "SIGTERM: saved at step" in shown
-    assert not marked("signalled")
+    while marked("signalled"):  # helpers of torch end a moment after the launcher
+        assert time.monotonic() < deadline + 60
+        time.sleep(0.01)
     assert "resuming" in finish(command, tmp_path)
     assert records(tmp_path / "run") == records(tmp_path / "whole")
     assert_same_weights(weights(tmp_path / "run", 400), weights(tmp_path / "whole", 400))

@@ -67,7 +67,7 @@ from accel_gpt.training.stopping import (
 
 @dataclass
 class Training:
-    """All objects of a run during training."""
+    """Hold all objects of a run during training."""
 
     config: Config
     plan: Plan

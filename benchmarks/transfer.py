@@ -50,6 +50,7 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import DivergedError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import fraction_at, make_optimizer, set_rates
+from accel_gpt.report.curves import read_metrics
 from accel_gpt.training.run_folder import RunFolder
 
 Size = tuple[int, int]  # width, depth
@@ -381,7 +382,7 @@ def train(out: Path, configs: Mapping[int, Path], run: Run) -> float:
     if kind.steps not in RunFolder(folder).checkpoints:
         command = [sys.executable, *OURS, "train", configs[kind.steps], *flags(options)]
         run_command(command, accepted=(0, DivergedError.exit_code))
-    loss: float | None = RunFolder(folder).metrics.last("eval/val_loss")
+    loss: float | None = read_metrics(RunFolder(folder).records()).last("eval/val_loss")
     return math.log(VOCABULARY) if loss is None else loss
 
 

@@ -37,7 +37,7 @@ from accel_gpt.training.precision import requested_precision, resolve_precision
 from accel_gpt.training.process import join_ranks, keep_freed_memory
 from accel_gpt.training.ranks import explain_lost_rank, require_all
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.setup import meeting_ranks, pin_data
+from accel_gpt.training.setup import meeting_watchdog, pin_data
 from accel_gpt.training.stopping import (
     INIT_TIMEOUT,
     Watchdog,
@@ -261,7 +261,7 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
         precision = EVALUATED_IN.get(str(RunFolder(run).last_launch("mixed_precision")))
     train = replace(config.train, mixed_precision=precision)
     # train.reproducible sets one thread, which only training needs
-    with meeting_ranks(config):
+    with meeting_watchdog(config):
         state = join_ranks(replace(config, train=replace(train, reproducible=False)))
     config = resolve_precision(replace(config, train=train))
     on_cpu = state.device.type == "cpu"

@@ -31,6 +31,7 @@ from accel_gpt.console import write_err
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT, stop_signals
+from accel_gpt.report.curves import read_metrics
 from accel_gpt.training.display import Progress
 from accel_gpt.training.run_folder import RunFolder
 
@@ -175,7 +176,7 @@ class Series:
     def note_end(self, run: SeriesRun, code: int, seconds: float) -> None:
         """Print how a run ended; keep its error if it has not finished."""
         if code == 0 and run.finished:
-            loss = RunFolder(run.folder).metrics.last("eval/val_loss")
+            loss = read_metrics(RunFolder(run.folder).records()).last("eval/val_loss")
             result = "" if loss is None else f", val loss {loss:.4f}"
             write_err(f"{run.name}: step {run.steps:,}{result} after {seconds:,.0f} s")
             return

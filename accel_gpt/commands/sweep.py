@@ -22,6 +22,7 @@ from accel_gpt.console import table, write_out
 from accel_gpt.errors import require
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.report.curves import read_metrics
 from accel_gpt.training.run_folder import RunFolder, locked
 
 TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")  # change the text or tokens
@@ -172,14 +173,16 @@ def final_loss(run: SeriesRun, metric: str) -> float | None:
     if not run.finished:
         return None
     folder = RunFolder(run.folder)
-    steps, losses = folder.metrics.curve("eval/val_loss")
+    metrics = read_metrics(folder.records())
+    steps, losses = metrics.curve("eval/val_loss")
     at_end = losses[steps == run.steps]
     if not len(at_end) or at_end[-1] > math.log(folder.last_launch("model", "vocab_size")):
         return math.inf
-    return folder.metrics.last(f"eval/{metric}")
+    return metrics.last(f"eval/{metric}")
 
 
 def seconds_per_step(run: SeriesRun) -> float:
     """Return the median seconds of a step of a run: no evaluations, no saves."""
-    times: list[float] = RunFolder(run.folder).metrics.curve("perf/step_ms")[1].tolist()
+    metrics = read_metrics(RunFolder(run.folder).records())
+    times: list[float] = metrics.curve("perf/step_ms")[1].tolist()
     return statistics.median(times[1:] or times) / 1000  # the first step warms up

@@ -1,4 +1,4 @@
-"""Batch and length of a run, derived from the config and the number of processes. No torch."""
+"""Derive batch and length of a run from the config and the number of processes. No torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ WSD_DECAY_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch and length of a run."""
+    """Hold the batch and length of a run."""
 
     world_size: int
     micro_batch_size: int  # sequences; see `micro_batch`
@@ -27,17 +27,17 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """Last step of this launch."""
+        """Return the last step of this launch."""
         return min(self.stop_at or self.max_steps, self.max_steps)
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one optimizer update, over all processes."""
+        """Return the sequences of one optimizer update, over all processes."""
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer update, over all processes."""
+        """Return the tokens of one optimizer update, over all processes."""
         return self.sequences_per_step * self.block_size
 
     def micro_step_starts(self, rank: int, position: int) -> range:

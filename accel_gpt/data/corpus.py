@@ -1,4 +1,4 @@
-"""The data of a run: training sources, evaluation splits, and the position to resume from."""
+"""Open the data of a run: training sources, evaluation splits, and the position to resume from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -44,9 +44,8 @@ class Loader:
         self.chunks = chunks
         self.batch_size = batch_size
         self.device = device
-        self.overlaps = (
-            device.type == "cuda"
-        )  # on other devices the copy must finish before the chunk is freed
+        # on other devices the copy must finish before the chunk is freed
+        self.overlaps = device.type == "cuda"
         self.keep_sequences = False
         self.kept: list[Tensor] = []
         self.batches: Iterator[Tensor] = iter(())
@@ -87,9 +86,8 @@ class Loader:
         cuda = self.device.type == "cuda"
         try:
             if cuda and self.device.index is not None:
-                torch.cuda.set_device(
-                    self.device
-                )  # each thread starts with the first GPU as its current device
+                # each thread starts with the first GPU as its current device
+                torch.cuda.set_device(self.device)
             for chunk in self.chunks:
                 if self.stop.is_set():
                     return

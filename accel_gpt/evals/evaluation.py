@@ -1,4 +1,4 @@
-"""The evaluations of a run: each computes metrics of a model. A new one is a new entry."""
+"""List and make the evaluations of a run: each computes metrics of a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The decoder. `ModelConfig` makes it GPT-2, Llama, Qwen3, NanoChat or a mixture of them.
+"""Define the decoder. `ModelConfig` makes it GPT-2, Llama, Qwen3, NanoChat or a mixture of them.
 
 Shapes: B batch, T tokens, C channels (n_embd), D head size, V vocabulary.
 """

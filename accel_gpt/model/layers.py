@@ -1,4 +1,4 @@
-"""The layers of a decoder: norms, rotary positions, attention with its KV cache, MLP, block.
+"""Define the layers of a decoder: norms, rotary positions, attention with its KV cache, MLP, block.
 
 Shapes: B batch, T tokens, S keys, C channels (n_embd), H query heads, K key and value heads, D head
 size.

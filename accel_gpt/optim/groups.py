@@ -1,4 +1,4 @@
-"""The optimizer and its parameter groups. Each group has its own peak learning rate."""
+"""Build the optimizer and its parameter groups. Each group has its own peak learning rate."""
 
 from typing import TYPE_CHECKING, Any
 

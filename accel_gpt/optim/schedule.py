@@ -1,4 +1,4 @@
-"""Learning rate and momentum as pure functions of the step: no state, the same on all ranks."""
+"""Compute learning rate and momentum from the step: no state, the same on all ranks."""
 
 import math
 

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_gpt.config.plan import plural
+from accel_gpt.report.curves import Floats, Metrics
 from accel_gpt.report.runs import NamedRun
-from accel_gpt.training.run_folder import Floats, Metrics, is_benchmark
+from accel_gpt.training.run_folder import is_benchmark
 
 MOST_POINTS = 1600  # points per curve, for about 1,200 pixels
 MOST_MARKS = 400  # marks per run

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel_gpt.training.run_folder import Floats, read_metrics
+from accel_gpt.report.curves import Floats, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from accel_gpt.errors import UserError
 from accel_gpt.files import describe_path
+from accel_gpt.report.curves import Metrics, read_metrics
 from accel_gpt.training.run_folder import RunFolder, advice_on_missing, is_number
 
 
@@ -18,6 +19,11 @@ class NamedRun(RunFolder):
         self.name = name
         # read before the metrics: if the run ends in between, it counts as running
         self.running = self.in_use
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Read the records of metrics.jsonl as curves."""
+        return read_metrics(self.records())
 
     @cached_property
     def last_step(self) -> int:

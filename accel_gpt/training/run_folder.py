@@ -11,7 +11,7 @@
     best                the step of the best checkpoint
     .lock               locked while a process works in the folder
 
-Skips files and records that are missing, incomplete or malformed. Needs no torch. N: records.
+Skips files and records that are missing, incomplete or malformed. Needs no torch.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +27,6 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
-
-import numpy as np
-import numpy.typing as npt
 
 from accel_gpt.config.values import relocate, to_flat
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
@@ -42,8 +38,6 @@ CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` ret
 RUN_MARKS = ("checkpoints", "run.json", "metrics.jsonl", "manifest.json", "config.json")
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 BLOCK_BYTES = 2**16  # read at once from the end of a file; a record takes about 500 bytes
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ def advice_on_missing(path: str | Path, otherwise: str) -> str:
 class RunFolder:
     """A run, read from its folder. A cached property reads its file once, at the first use.
 
-    If you need both `in_use` and `metrics`, read `in_use` first: if it is False, the metrics are
+    If you need both `in_use` and `records`, read `in_use` first: if it is False, the records are
     complete.
     """
 
@@ -125,11 +119,6 @@ class RunFolder:
         lines = [line.decode(errors="replace") for line in whole_lines(self.path / "metrics.csv")]
         rows = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
         return [row for row in rows if re.fullmatch("[0-9]{1,15}", row.get("step") or "")]
-
-    @cached_property
-    def metrics(self) -> "Metrics":
-        """Read the records of metrics.jsonl as columns, sorted by step."""
-        return read_metrics(self.records())
 
     @property
     def step(self) -> int:
@@ -248,77 +237,6 @@ def locked(folder: Path) -> Iterator[FolderLock]:
         file.write(f"process {os.getpid()} on {os.uname().nodename} since {now}")
         file.flush()
         yield FolderLock(folder, file)
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """The records of a run as columns, sorted by step; `nan` if tokens or seconds are unknown."""
-
-    steps: Floats  # (N,) completed updates, ascending
-    tokens: Floats  # (N,)
-    seconds: Floats  # (N,) since the run's first start
-    # key -> indices of the n records that have it (n,), their values (n,)
-    columns: dict[str, tuple[npt.NDArray[np.int64], Floats]]
-
-    def curve(self, key: str) -> tuple[Floats, Floats]:
-        """Return the steps and values of a key, each (n,); empty if it was never recorded."""
-        rows, values = self.columns.get(key, (np.zeros(0, np.int64), np.zeros(0)))
-        return self.steps[rows], values
-
-    def last(self, key: str) -> float | None:
-        """Return the last value of a key; None if it was never recorded."""
-        values = self.curve(key)[1]
-        return float(values[-1]) if len(values) else None
-
-    def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin with `prefix`, sorted."""
-        return sorted(key for key in self.columns if key.startswith(prefix))
-
-
-def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
-    """Collect the finite numbers in `records` as columns, sorted by step.
-
-    The sort is stable: records of the same step keep their order.
-    """
-    steps = array("d")
-    tokens = array("d")
-    seconds = array("d")
-    columns: dict[str, tuple[array[int], array[float]]] = {}
-    for row, record in enumerate(records):
-        steps.append(number(record.pop("step", None)))
-        tokens.append(number(record.pop("tokens", None)))
-        seconds.append(number(record.pop("time", None)))
-        for key, value in record.items():
-            value = value if type(value) is float else number(value)
-            if not math.isfinite(value):
-                continue
-            if key not in columns:
-                columns[key] = (array("q"), array("d"))
-            rows, values = columns[key]
-            rows.append(row)
-            values.append(value)
-    order = np.argsort(np.array(steps), kind="stable")
-    rank = np.argsort(order, kind="stable")  # record -> its index in the order of steps
-    by_step = {}
-    for key, (rows, values) in columns.items():
-        index = rank[np.array(rows)]
-        ascending = np.argsort(index)
-        by_step[key] = (index[ascending], np.array(values)[ascending])
-    ascending_steps = np.array(steps)[order]
-    return Metrics(
-        steps=ascending_steps,
-        tokens=interpolated(ascending_steps, np.array(tokens)[order]),
-        seconds=interpolated(ascending_steps, np.array(seconds)[order]),
-        columns=by_step,
-    )
-
-
-def interpolated(steps: Floats, clock: Floats) -> Floats:
-    """Fill missing values of `clock` (N,) by interpolation over the steps."""
-    known = np.isfinite(clock)
-    if known.all() or not known.any():
-        return clock
-    return np.interp(steps, steps[known], clock[known])
 
 
 # of the keys of standard errors; tasks of lm-evaluation-harness end theirs with _stderr

@@ -39,7 +39,7 @@ from accel_gpt.training.unsupported import check_trackers
 
 @dataclass
 class Launch:
-    """What a process of a run holds from its start to its end."""
+    """Hold what a process of a run keeps from its start to its end."""
 
     config: Config
     stop: StopSignal
@@ -83,7 +83,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
         explain_lost_rank(world_size()),
         contextlib.ExitStack() as held,
     ):
-        with meeting_ranks(config):
+        with meeting_watchdog(config):
             join_ranks(config)
             warn_without_gpu()
             with all_ranks():
@@ -93,7 +93,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
         yield Launch(config, stop, lock.check if lock else nothing_to_check)
 
 
-def meeting_ranks(config: Config) -> Watchdog:
+def meeting_watchdog(config: Config) -> Watchdog:
     """Return the watchdog of the block in which the ranks meet."""
     problem = "has not met the others"
     if world_size() > 1:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.errors import UserError
+from accel_gpt.report.curves import read_metrics
 from accel_gpt.training import run_folder
 from accel_gpt.training.run_folder import RunFolder
 
@@ -42,7 +43,7 @@ def test_metrics_of_any_origin(tmp_path: Path) -> None:
         '{"step": 8, "trai',  # torn
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    metrics = RunFolder(tmp_path).metrics
+    metrics = read_metrics(RunFolder(tmp_path).records())
     assert metrics.steps.tolist() == [2, 2, 4, 6]
     assert metrics.tokens.tolist() == [20, 20, 40, 60]
     assert [values.tolist() for values in metrics.curve("train/loss")] == [[2, 6], [3, 1]]

@@ -1,0 +1,85 @@
+"""Read the records of a run as curves: steps and values of each metric. N: records."""
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel_gpt.training.run_folder import number
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The records of a run as columns, sorted by step; `nan` if tokens or seconds are unknown."""
+
+    steps: Floats  # (N,) completed updates, ascending
+    tokens: Floats  # (N,)
+    seconds: Floats  # (N,) since the run's first start
+    # key -> indices of the n records that have it (n,), their values (n,)
+    columns: dict[str, tuple[npt.NDArray[np.int64], Floats]]
+
+    def curve(self, key: str) -> tuple[Floats, Floats]:
+        """Return the steps and values of a key, each (n,); empty if it was never recorded."""
+        rows, values = self.columns.get(key, (np.zeros(0, np.int64), np.zeros(0)))
+        return self.steps[rows], values
+
+    def last(self, key: str) -> float | None:
+        """Return the last value of a key; None if it was never recorded."""
+        values = self.curve(key)[1]
+        return float(values[-1]) if len(values) else None
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys that begin with `prefix`, sorted."""
+        return sorted(key for key in self.columns if key.startswith(prefix))
+
+
+def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
+    """Collect the finite numbers in `records` as columns, sorted by step.
+
+    The sort is stable: records of the same step keep their order.
+    """
+    steps = array("d")
+    tokens = array("d")
+    seconds = array("d")
+    columns: dict[str, tuple[array[int], array[float]]] = {}
+    for row, record in enumerate(records):
+        steps.append(number(record.pop("step", None)))
+        tokens.append(number(record.pop("tokens", None)))
+        seconds.append(number(record.pop("time", None)))
+        for key, value in record.items():
+            value = value if type(value) is float else number(value)
+            if not math.isfinite(value):
+                continue
+            if key not in columns:
+                columns[key] = (array("q"), array("d"))
+            rows, values = columns[key]
+            rows.append(row)
+            values.append(value)
+    order = np.argsort(np.array(steps), kind="stable")
+    rank = np.argsort(order, kind="stable")  # record -> its index in the order of steps
+    by_step = {}
+    for key, (rows, values) in columns.items():
+        index = rank[np.array(rows)]
+        ascending = np.argsort(index)
+        by_step[key] = (index[ascending], np.array(values)[ascending])
+    ascending_steps = np.array(steps)[order]
+    return Metrics(
+        steps=ascending_steps,
+        tokens=interpolated(ascending_steps, np.array(tokens)[order]),
+        seconds=interpolated(ascending_steps, np.array(seconds)[order]),
+        columns=by_step,
+    )
+
+
+def interpolated(steps: Floats, clock: Floats) -> Floats:
+    """Fill missing values of `clock` (N,) by interpolation over the steps."""
+    known = np.isfinite(clock)
+    if known.all() or not known.any():
+        return clock
+    return np.interp(steps, steps[known], clock[known])

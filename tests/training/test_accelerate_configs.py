@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.training.unsupported import check_accelerate_config
-from tests.test_launch import ACCELERATE, TRAIN, Arguments, finish
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "accelerate"
@@ -66,11 +64,3 @@ def test_accelerate_launch_and_the_trainer_accept_it(
         monkeypatch.setenv("WORLD_SIZE", "8")
         with pytest.raises(UserError, match=r"over 16 processes .* product is 8,"):
             check_accelerate_config()
-
-
-@pytest.mark.slow
-def test_cpu_2_trains_two_processes(small_run: Arguments, tmp_path: Path) -> None:
-    command = [*ACCELERATE, "--config_file", str(FOLDER / "cpu_2.yaml"), "--main_process_port", "0"]
-    assert command[0] == sys.executable
-    quiet = ["--train.micro_batch_size", "2", "--eval.every", "0", "--sample.every", "0"]
-    assert "x 2 processes" in finish([*command, TRAIN, *small_run(*quiet)], tmp_path)

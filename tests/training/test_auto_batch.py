@@ -23,9 +23,6 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import auto_batch as sizing
-from accel_gpt.training.run_folder import RunFolder
-from tests.conftest import QUIET, launch
-from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
 AUTO = ("--train.micro_batch_size", "auto")
@@ -77,16 +74,6 @@ def test_the_answer_divides_the_step_and_is_kept(
     accelerator.gradient_accumulation_steps = 1
 
 
-def test_auto_trains_as_the_number_that_it_finds(small_run: Arguments, tmp_path: Path) -> None:
-    """A CPU computes it; a resume works with any number."""
-    assert launch(small_run(*QUIET, *AUTO)) == 0
-    assert RunFolder(tmp_path / "run").config["train.micro_batch_size"] == 8  # the whole step
-    other = ("--out_dir", str(tmp_path / "other"), "--train.micro_batch_size", "8")
-    assert launch(small_run(*QUIET, *other)) == 0
-    assert records(tmp_path / "run") == records(tmp_path / "other")
-    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "other"))
-
-
 def test_on_a_cpu_the_tokens_decide(small_run: Arguments) -> None:
     config = load_config(small_run(*AUTO), "test")
     accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
@@ -98,7 +85,6 @@ def test_on_a_cpu_the_tokens_decide(small_run: Arguments) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        (),
         ("--optim.name", "muon", "--data.document_mask", "--train.mixed_precision", "bf16"),
         ("--train.reproducible", "--train.activation_checkpointing", "blocks"),
     ],

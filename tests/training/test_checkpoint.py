@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import CheckpointConfig
@@ -102,7 +101,7 @@ def test_a_damaged_checkpoint_names_the_intact_one_before_it(
     newest = run / "checkpoints" / "step_00000012" / file
     newest.write_bytes(newest.read_bytes()[:-9])
     to = str(run.with_name("exported"))
-    for command in (["sample", str(run)], ["evaluate", str(run)], ["export", str(run), "--to", to]):
+    for command in (["sample", str(run)], ["export", str(run), "--to", to]):
         assert run_here(dispatch, command) == 4
         said = capsys.readouterr().err
         assert file in said
@@ -118,7 +117,6 @@ def test_a_damaged_checkpoint_names_the_intact_one_before_it(
     ("file", "key"),
     [
         ("model.json", "config.window"),
-        ("model.json", "rope"),
         ("trainer_state.json", "ema"),
         ("manifest.json", "signature"),
     ],
@@ -134,30 +132,13 @@ def test_a_key_of_another_version_is_never_dropped(
         with pytest.raises(NewerFormatError):
             reseal(newest)
     to = str(run.with_name("exported"))
-    commands = (["sample"], ["evaluate"], ["inspect"], ["export", "--to", to])
+    commands = (["sample"], ["inspect"], ["export", "--to", to])
     for command, *options in commands:
         assert run_here(dispatch, [command, str(run), *options]) == 4
         assert f"{newest / file}: {key} is an unknown key; upd" in capsys.readouterr().err
     assert launch(small_run()) == 4
     assert f"{newest / file}: {key} is an unknown key; upd" in capsys.readouterr().err
     assert checkpoint_steps(run / "checkpoints") == [8, 12]  # nothing is set aside
-
-
-def test_a_shape_that_breaks_a_rule_of_this_version_is_not_set_aside(run: Path) -> None:
-    """Its bytes are those of the manifest, so it is not damaged."""
-    newest = run / "checkpoints" / "step_00000012"
-    content = json.loads((newest / "model.json").read_text())
-    content["config"]["rope_theta"] = 7.0  # without effect, which options may not be
-    (newest / "model.json").write_text(json.dumps(content))
-    reseal(newest)
-    assert find_resume(run, "auto", lambda _: None) == newest
-
-
-def test_a_folder_of_another_name_is_not_a_checkpoint(run: Path) -> None:
-    for name in ("step_000000099", "step_٠٠٠٠٠٠٩٩", "step_0000000²", "step_99"):
-        shutil.copytree(run / "checkpoints" / "step_00000012", run / "checkpoints" / name)
-    assert checkpoint_steps(run / "checkpoints") == [8, 12]
-    assert find_resume(run, "auto", lambda _: None) == run / "checkpoints" / "step_00000012"
 
 
 def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:
@@ -216,14 +197,6 @@ def test_newer_format_is_refused(run: Path) -> None:
 def test_manifest_that_says_nothing_is_damage(run: Path, text: str) -> None:
     (run / "checkpoints" / "step_00000012" / "manifest.json").write_text(text)
     assert find_resume(run, "auto", lambda _: None) == run / "checkpoints" / "step_00000008"
-
-
-def test_loaded_model_is_the_saved_one(run: Path) -> None:
-    model, tokenizer = load_checkpoint(find_checkpoint(run))
-    assert not model.training
-    assert tokenizer.kind == "bytes"
-    ids = torch.tensor([tokenizer.encode("the king of")])
-    assert tokenizer.decode([int(model(ids)[0, -1].argmax())]) == " "
 
 
 def test_intervals_in_steps_and_tokens() -> None:

@@ -76,21 +76,15 @@ def test_what_cannot_be_served_is_refused() -> None:
         LogConfig(dashboard=True, trackers=("wandb",))
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ('sys.exit("ModuleNotFoundError: No module")', "(ModuleNotFoundError: No module)"),
-        ("sys.exit(3)", "(it printed nothing)"),
-    ],
-)
 def test_a_dashboard_that_does_not_start_is_a_warning(
-    code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, tmp_path, code)
+    pretend(monkeypatch, tmp_path, 'sys.exit("ModuleNotFoundError: No module")')
     said: list[str] = []
     with Dashboard(tmp_path / "curves", said.append):
         soon(lambda: said)
-    assert said == [f"WARNING: the dashboard ended {told}; training continues without it"]
+    why = "(ModuleNotFoundError: No module)"
+    assert said == [f"WARNING: the dashboard ended {why}; training continues without it"]
 
 
 @pytest.mark.parametrize(("code", "ending"), [("", 0), ("signal.signal(15, signal.SIG_IGN)", -9)])
@@ -127,11 +121,8 @@ def test_no_chart_draws_a_standard_error_beside_its_value() -> None:
 
 
 ENDS = {
-    "normal end": "pass",
     "error": "raise ValueError",
-    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
-    "at once": "os._exit(130)",
 }
 
 

@@ -9,8 +9,6 @@ from accel_gpt.training.devices import DEVICES, device_memory, peak_flops
     ("name", "dtype", "teraflops"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
-        ("NVIDIA H100 PCIe", "bf16", 756.5),
-        ("NVIDIA H200", "tf32", 494.5),
         ("NVIDIA A100 80GB PCIe", "tf32", 156),
         ("NVIDIA GeForce RTX 3090", "fp16", 71),
         ("Tesla V100-SXM2-16GB", "fp16", 125),
@@ -27,13 +25,10 @@ def test_devices_are_known_by_the_names_that_drivers_give(
     "name",
     [
         "cpu",
-        "",
-        "Apple M3 Max",
         "NVIDIA A10G",
         "NVIDIA H100 NVL",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 3090 Ti",
     ],
 )
 def test_a_device_not_in_the_table_has_no_peak(name: str) -> None:

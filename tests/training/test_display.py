@@ -2,7 +2,6 @@
 
 import io
 import re
-import signal
 import sys
 import termios
 import time
@@ -18,9 +17,6 @@ from accel_gpt.config.experiment import Config, LogConfig, TrainConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.training import display as displays
 from accel_gpt.training.display import CURVE_ROWS, Display, Progress, loss_curve
-from accel_gpt.training.reporter import summarize_run
-from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import SAME_PRESS_SECONDS
 from tests.helpers.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -55,7 +51,7 @@ def drawn(display: Display, width: int, monkeypatch: pytest.MonkeyPatch) -> list
     return file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("width", [200, 100, 80, 60, 20, 1])
+@pytest.mark.parametrize("width", [200, 100, 60, 1])
 def test_the_panel_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     display = make()
     for step in range(1, 16):
@@ -93,14 +89,6 @@ def test_a_curve_fits_its_width_and_its_labels_are_its_ends(
     assert max(map(len, lines)) <= 9 + width
     assert min(losses) - 1e-3 <= float(lines[-1].split()[0]) <= float(lines[0].split()[0])
     assert float(lines[0].split()[0]) <= max(losses) + 1e-3
-
-
-def test_a_curve_falls_from_top_to_bottom_and_knows_no_nan() -> None:
-    display = make()
-    display.resume(3, [8.0, float("nan"), 4.0, float("inf"), 2.0])
-    assert [line.plain[9:] for line in loss_curve(display.losses, 80)] == ["█  ", "█▅ ", "██▁"]
-    assert [line.plain[9:] for line in loss_curve([1.0, 1.0], 80)] == ["  ", "  ", "▁▁"]
-    assert loss_curve([1.0], 80) == []
 
 
 def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +144,7 @@ def test_messages_of_libraries_stay_above_a_panel_that_is_whole() -> None:
     play = """
 with display:
     display.log("hello")
-    for step in range(1, 5):
+    for step in range(1, 3):
         show(step)
         time.sleep(0.6)
         warnings.warn(f"from warnings {step}")
@@ -168,14 +156,14 @@ with display:
         assert shell.finish() == 0
         lines = shell.lines()
         cursor = shell.screen().cursor
-    for step in range(1, 5):
+    for step in range(1, 3):
         assert lines.count(f"from print {step}") == 1
         assert lines.count(f"[red]:car: {step}") == 1
         assert sum(line.endswith(f"UserWarning: from warnings {step}") for line in lines) == 1
     assert lines[0] == "hello"
     assert lines[-7].startswith("step 12/20 | loss 0.3333")  # an evaluation stays
     assert [line.split()[0] for line in lines[-6:]] == [
-        *("4.000", "██▆▃", "0.333"), "step", "loss", "1,234"
+        *("4.000", "██", "0.333"), "step", "loss", "1,234"
     ]  # fmt: skip
     assert sum("━" in line for line in lines) == 1
     assert not cursor.hidden
@@ -232,26 +220,6 @@ def test_a_closed_terminal_saves(small_run: Arguments, tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
 
 
-@pytest.mark.slow
-def test_a_second_ctrl_c_leaves_the_terminal_as_it_was() -> None:
-    play = """
-from accel_gpt.training.stopping import StopSignal
-with display:
-    stop = StopSignal()
-    show(3)
-    print("now")
-    time.sleep(60)
-"""
-    with Terminal(in_python(SCENE + play)) as shell:
-        shell.wait_for("now")
-        shell.press(b"\x03")
-        time.sleep(SAME_PRESS_SECONDS + 0.3)
-        shell.press(b"\x03")
-        assert shell.finish() == 128 + signal.SIGINT
-        assert termios.tcgetattr(shell.master) == shell.modes
-    assert shell.written.rindex(SHOWN) > shell.written.rindex(HIDDEN)
-
-
 def test_progress_is_a_line_every_ten_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,12 +238,11 @@ def test_progress_is_a_line_every_ten_seconds(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("total", ["4_000_000", "None"])
-def test_progress_is_a_bar_on_a_terminal(total: str) -> None:
-    play = f"""
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    play = """
 import time
 from accel_gpt.training.display import Progress
-with Progress("tokenizing", "bytes", total={total}) as progress:
+with Progress("tokenizing", "bytes", total=4_000_000) as progress:
     for _ in range(3):
         time.sleep(0.25)
         progress.advance(1_000_000)
@@ -314,17 +281,3 @@ def test_an_evaluation_tells_the_time_left(
     now = 1020.0
     display.show_evaluation(60, 64)
     assert capsys.readouterr().err == ""
-
-
-def test_the_summary_of_a_run_can_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("runs/my text/samples").mkdir(parents=True)
-    for hidden in (".lock", ".tmp_metrics"):
-        Path("runs/my text", hidden).touch()
-    config = Config(out_dir="runs/my text", train=TrainConfig(max_steps=2))
-    words = summarize_run(config, make_plan(config, 1), TrainState(step=2), None)
-    assert "accel-gpt sample 'runs/my text' --prompt" in words
-    assert "accel-gpt report 'runs/my text'" in words
-    assert "run         'runs/my text' (samples)" in words

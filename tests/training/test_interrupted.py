@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from accel_gpt import cli, train
@@ -18,7 +17,6 @@ from accel_gpt.errors import DataError
 from accel_gpt.evals import validation
 from accel_gpt.model import generate
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.stopping import StopSignal
 from tests.conftest import launch, run_here
 from tests.test_train import assert_same_weights, records, weights
 
@@ -70,8 +68,7 @@ def assert_same_run(run: Path, whole: Path) -> None:
         assert (run / "samples" / name).read_text() == (whole / "samples" / name).read_text()
 
 
-@pytest.mark.parametrize("options", [(), BEST, RARELY])
-@pytest.mark.parametrize("evaluation", [1, 3])
+@pytest.mark.parametrize(("options", "evaluation"), [((), 3), (BEST, 1), (RARELY, 3)])
 def test_a_signal_during_an_evaluation_saves_at_once(
     options: tuple[str, ...],
     evaluation: int,
@@ -116,27 +113,7 @@ def test_a_signal_during_samples_saves_at_once(
     assert_same_run(run, whole)
 
 
-def test_a_time_limit_ends_an_evaluation_that_does_not_fit(
-    small_run: Arguments,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def end_of_time() -> None:
-        monkeypatch.setattr(StopSignal, "is_out_of_time", lambda *_: True)
-
-    calls = call_before(monkeypatch, validation, "collate", 2, end_of_time)
-    assert launch(small_run("--train.time_limit", "1h")) == 75
-    assert len(calls) == 2
-    assert "train.time_limit: saved at step 4 " in capsys.readouterr().err
-    monkeypatch.undo()
-    assert launch(small_run()) == 0
-    assert_same_run(tmp_path / "run", trained(to="whole"))
-
-
-@pytest.mark.parametrize("options", [BEST, RARELY])
-@pytest.mark.parametrize("evaluation", [1, 3])
+@pytest.mark.parametrize(("options", "evaluation"), [(BEST, 3), (RARELY, 1)])
 def test_an_evaluation_that_fails_costs_no_step(
     options: tuple[str, ...],
     evaluation: int,
@@ -195,15 +172,6 @@ def test_a_signal_is_acknowledged_at_once(
     assert "SIGINT: saved at step 3 " in "".join(shown)
 
 
-def test_a_signal_other_than_ctrl_c_asks_for_no_press(
-    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call_before(monkeypatch, train, "update", 3, send(signal.SIGTERM))
-    assert launch(small_run("--log.level", "warning")) == 75
-    line = "SIGTERM: saving after this step; send it again to abandon it\n"
-    assert capsys.readouterr().err.count(line) == 1
-
-
 STARTS = """
 import ctypes, sys
 from accel_gpt import train
@@ -221,8 +189,9 @@ sys.exit(run_main(command.main, sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("name", ["start_accelerator", "open_corpus", "restore"])
+@pytest.mark.parametrize(
+    ("name", "number"), [("open_corpus", signal.SIGTERM), ("restore", signal.SIGINT)]
+)
 def test_a_signal_before_the_first_step_leaves_what_there_is(
     name: str, number: signal.Signals, small_run: Arguments, trained: Trained, tmp_path: Path
 ) -> None:
@@ -240,25 +209,6 @@ def test_a_signal_before_the_first_step_leaves_what_there_is(
     assert shown.decode().endswith(text)
     assert {path: path.read_bytes() for path in before} == before
     assert launch(small_run()) == 0
-
-
-@pytest.mark.slow
-def test_a_signal_during_the_preparation_ends_it_too(small_run: Arguments, tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text("the king of the sea\n" * 2_000_000)
-    asked = ["--data.prepare.source", "text", "--data.prepare.path", str(tmp_path / "long.txt")]
-    asked += ["--data.prepare.tokenizer", "bpe", "--data.train", str(tmp_path / "made")]
-    command = [sys.executable, "-m", "accel_gpt.cli", "train", *small_run(*asked)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        end = time.monotonic() + 120
-        while not (children := psutil.Process(process.pid).children()):
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        time.sleep(1)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_the_clock_of_a_run_counts_the_evaluation_after_a_save(

@@ -15,7 +15,6 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
-from accel_gpt.errors import UserError
 from accel_gpt.model import layers
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training import metrics
@@ -121,17 +120,6 @@ def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
     assert (steps, rows) == ([1, 2, 3], ["step", "1", "2", "3"])
 
 
-def test_losses_of_the_run_so_far(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0, 0, 10)
-    log.write({"step": 1, "tokens": 8, "train/loss": 3.0})
-    log.write({"step": 2, "tokens": 16, "eval/val_loss": 9.0})
-    log.write({"step": 3, "tokens": 24, "train/loss": float("nan")})
-    log.write({"step": 4, "tokens": 32, "train/loss": 2.0})
-    with log.jsonl.open("a") as file:  # an edit by a user
-        file.write('{"step": 5, "train/loss": "2"}\n{"step": 6, "train/loss": [1]}\n')
-    assert MetricsLog(tmp_path, 6, 0, 10).losses == [3.0, 2.0]
-
-
 def refuse(name: str) -> float:
     raise AssertionError(f"{name} is not JSON")
 
@@ -145,9 +133,3 @@ def test_a_nan_of_an_earlier_version_becomes_null(tmp_path: Path) -> None:
     found = [json.loads(line, parse_constant=refuse) for line in lines]
     assert [record.get("train/loss", 0) for record in found] == [None, 0, None]
     assert found[1]["eval/val_loss"] is None
-
-
-def test_a_folder_in_the_place_of_the_metrics_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").mkdir()
-    with pytest.raises(UserError, match="is a folder, not a file"):
-        MetricsLog(tmp_path, 0, 0, 10)

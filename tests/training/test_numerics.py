@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_gpt import train
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
-from accel_gpt.model import generate
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.divergence import (
     SPIKE_WINDOW,
@@ -27,7 +25,6 @@ from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch
 from tests.helpers.processes import together
 from tests.test_train import assert_same_weights, records, signal_after, weights
-from tests.training.test_interrupted import call_before, send
 
 Arguments = Callable[..., list[str]]
 
@@ -104,17 +101,6 @@ def test_too_many_in_a_row_end_the_run_without_saving(
     allowed += ["--checkpoint.allow_change", "train.max_skipped"]
     assert launch([*own, *path, *other, *allowed]) == 0
     assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path / "other").values())
-
-
-def test_skips_before_a_step_that_is_sampled_only_are_in_its_checkpoint(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal during samples saves a step after which only samples are due."""
-    poison(monkeypatch, lambda state: state.step == 2)
-    call_before(monkeypatch, generate, "sample_token", 3, send(signal.SIGINT))
-    silent = ["--eval.every", "0", "--log.every", "100", "--checkpoint.every", "0"]
-    assert launch(small_run(*silent, "--sample.every", "4")) == 75
-    assert read_state(tmp_path / "run" / "checkpoints" / "step_00000004").skipped == 1
 
 
 def test_stopped_between_skipped_steps_equals_never_stopped(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt import train
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, records, weights
 
@@ -46,41 +45,6 @@ def test_a_profile_on_cuda_has_a_snapshot_of_the_memory(
         snapshot = pickle.load(file)
     assert snapshot["segments"]
     assert any(snapshot["device_traces"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("steps", "recorded"), [(3, 0), (5, 2)])
-def test_a_launch_too_short_for_its_profile(
-    small_run: Arguments, tmp_path: Path, steps: int, recorded: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    assert launch(small_run(*QUIET, "--train.max_steps", str(steps), "--train.profile", "9")) == 0
-    folder = tmp_path / "run" / "profile"
-    assert folder.exists() == bool(recorded)
-    assert not recorded or count(folder, STEP) == recorded
-    short = "WARNING: train.profile is 9, but this launch made only 3 steps; the first 3"
-    assert (short in capsys.readouterr().err) == (not recorded)
-
-
-@pytest.mark.slow
-def test_an_error_ends_the_recording(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next launch can record again, since a process has only one profiler."""
-    update = train.update
-
-    def failing(run: train.Training) -> None:
-        if run.state.step == 4:
-            raise RuntimeError("broken")
-        update(run)
-
-    monkeypatch.setattr(train, "update", failing)
-    with pytest.raises(RuntimeError, match="broken"):
-        launch(small_run(*QUIET, "--train.profile", "4"))
-    monkeypatch.setattr(train, "update", update)
-    again = ("--out_dir", str(tmp_path / "again"), "--train.profile", "1")
-    assert launch(small_run(*QUIET, *again)) == 0
-    assert count(tmp_path / "again" / "profile", "aten::embedding") == 1
 
 
 def test_a_profile_without_room_does_not_end_the_run(

@@ -24,7 +24,6 @@ from tensorboard.summary.writer import event_file_writer
 
 from accel_gpt import train
 from accel_gpt.training import metrics, unsupported
-from accel_gpt.training.trackers import Trackers
 from tests.conftest import launch
 from tests.test_train import records
 
@@ -124,9 +123,7 @@ def test_a_tracker_that_does_not_start_is_one_sentence(
     assert told.startswith("error: a tracker of log.trackers (trackio) did not start: 'no key'; ")
 
 
-@pytest.mark.parametrize("metrics_too", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
-    metrics_too: bool,
     small_run: Arguments,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -154,10 +151,9 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
     write = partialmethod(lambda self, *given: refuse(plain_write, self, *given))
     plain_write = LocalFileSystem._write
     monkeypatch.setattr(LocalFileSystem, "_write", write)
-    if metrics_too:
-        monkeypatch.setattr(
-            metrics, "append_all_or_nothing", partial(refuse, metrics.append_all_or_nothing)
-        )
+    monkeypatch.setattr(
+        metrics, "append_all_or_nothing", partial(refuse, metrics.append_all_or_nothing)
+    )
     bare = ("--sample.every", "0", "--checkpoint.every", "0")
     assert launch(small_run("--log.trackers", "tensorboard", *bare)) == 0
     said = capsys.readouterr().err
@@ -209,15 +205,3 @@ def test_wandb_offline(small_run: Arguments, tmp_path: Path) -> None:
     assert len(folders) == 2
     name = run_name(tmp_path / "run")
     assert all(folder.name.endswith(name) for folder in folders)  # wandb sync joins them
-
-
-def test_trackers_are_closed_once_also_after_an_error(tmp_path: Path) -> None:
-    """The end of the process group closes the trackers that Accelerate still holds."""
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    accelerator: Any = SimpleNamespace(trackers=[SimpleNamespace(finish=full)])
-    with pytest.raises(OSError, match="full"):
-        Trackers(accelerator, (), tmp_path, has_mfu=False).finish()
-    assert accelerator.trackers == []

@@ -1,10 +1,8 @@
 """Writing of checkpoints: in the background, in order, and after failures."""
 
-import io
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from accel_gpt import files, train
 from accel_gpt.errors import CheckpointError
@@ -83,23 +80,6 @@ def test_a_copy_in_memory_is_that_of_nested_tensors_and_takes_no_more_bytes(
         assert sizes[1] == sizes[0]
 
 
-def test_a_copy_in_memory_lies_in_one_buffer_and_uses_it_again() -> None:
-    snapshot = Snapshot()
-
-    def addresses(scale: int) -> list[int]:
-        copied = snapshot.copy(nested("cpu", scale))
-        tensors = [leaf for leaf in tree_leaves(copied) if torch.is_tensor(leaf) and leaf.numel()]
-        starts = [tensor.data_ptr() for tensor in tensors]
-        ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
-        for end, following in zip(ends, starts[1:], strict=False):
-            assert end <= following < end + 64
-        return starts
-
-    first = addresses(2)
-    assert addresses(2) == first
-    assert addresses(1)[0] == first[0]
-
-
 @pytest.mark.gpu
 def test_a_copy_in_memory_is_pinned_and_that_of_the_gpu() -> None:
     snapshot = Snapshot()
@@ -146,32 +126,6 @@ def test_training_does_not_wait_for_the_disk(
     assert launch(small_run(*QUIET)) == 0
     assert seen == {"trained meanwhile": True, "the next save waits": True}
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8, 12]
-
-
-def test_training_does_not_wait_for_the_disk_to_name_the_best(
-    small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
-) -> None:
-    """The checkpoint of step 4, the best so far, hangs until step 5 is done."""
-    freed = threading.Event()
-    seen: list[bool] = []
-
-    def update(run: train.Training) -> None:
-        plain_update(run)
-        if run.state.step == 5:
-            freed.set()
-
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
-    monkeypatch.setattr(files, "fail", lambda *_: seen.append(freed.wait(20)))
-    fault("manifest.due=sleep")
-    best = ["--eval.every", "4", "--sample.every", "0", "--checkpoint.keep_best", "true"]
-    best += ["--checkpoint.async_save", "true", "--train.stop_at", "6", "--checkpoint.every", "4"]
-    assert launch(small_run(*best)) == 0
-    assert seen == [True]
-    losses = {
-        r["step"]: r["eval/val_loss"] for r in records(tmp_path / "run") if "eval/val_loss" in r
-    }
-    assert (tmp_path / "run" / "best").read_text() == f"{min(losses, key=losses.__getitem__)}\n"
 
 
 def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
@@ -321,7 +275,7 @@ def test_a_disk_without_room_for_all_that_keep_last_asks_for_keeps_fewer(
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [6, 10, 12]
 
 
-@pytest.mark.parametrize("damaged", [[], [9], [6, 9]])
+@pytest.mark.parametrize("damaged", [[], [9]])
 def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     damaged: list[int],
     small_run: Arguments,
@@ -349,27 +303,9 @@ def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     fault("manifest.due:4+=enospc")
     own = ("--checkpoint.every", "3", "--checkpoint.keep_last", "9")
     assert launch(small_run(*QUIET, *own)) == 4
-    kept = {0: [3, 9], 1: [3, 6, 9], 2: [3, 6, 9]}[len(damaged)]
-    assert checkpoint_steps(root) == kept
+    assert checkpoint_steps(root) == ([3, 6, 9] if damaged else [3, 9])
     said = capsys.readouterr().err
     assert ("removed step 6 to make room" in said) == (not damaged)
-
-
-def test_every_save_that_fails_is_told(
-    small_run: Arguments,
-    fault: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
-    fault("manifest.due:1+=enospc")
-    assert launch(small_run(*QUIET)) == 4
-    said = capsys.readouterr().err
-    for step in (4, 8, 12):
-        assert said.count(f"WARNING: the checkpoint of step {step} could not be written") == 1
-    assert "training continues and will retry; the run has no checkpoint so far" in said
-    assert "the run has no checkpoint before it; free some disk space and launch again" in said
-    assert "intact" not in said
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
@@ -389,23 +325,6 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
         "step 8 is the newest checkpoint before it; free some disk space and launch again" in said
     )
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
-
-
-@pytest.mark.slow
-def test_an_error_of_training_leaves_the_checkpoint_that_was_under_way(
-    small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
-) -> None:
-    def update(run: train.Training) -> None:
-        if run.state.step == 5:
-            raise SystemError
-        plain_update(run)
-
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
-    fault("manifest.due=sleep")
-    with pytest.raises(SystemError):
-        launch(small_run(*QUIET))
-    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
 
 
 def test_a_folder_of_that_name_is_kept_aside_and_never_reused(
@@ -471,27 +390,6 @@ def test_a_checkpoint_that_has_its_name_already_is_accepted(
     assert launch(small_run(*QUIET)) == 0
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"step_00000008", "step_00000012"}  # nothing set aside
-
-
-def test_a_warning_that_cannot_be_written_hides_no_failure(
-    small_run: Arguments,
-    tmp_path: Path,
-    fault: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The log of the job is on the same full disk."""
-
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
-    fault("manifest.due:3+=enospc")
-    options = small_run(*QUIET)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", Full())
-        assert launch(options) == CheckpointError.exit_code  # no space for the message either
-    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
 
 
 @pytest.mark.parametrize("main", [True, False])

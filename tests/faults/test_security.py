@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from accel_gpt import cli
-from accel_gpt.commands import train as command
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.files import load_yaml
@@ -107,38 +106,6 @@ def checkpoint_of(content: bytes, folder: Path) -> Path:
     return folder / "x.bin"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fitting", [False, True], ids=["manifest_left", "manifest_fits"])
-def test_planted_pickles_are_never_executed_by_a_command(
-    checkpoint: Path,
-    fitting: bool,
-    small_run: Arguments,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    same = {"difference": 0.0, "transformers": "5"}
-    monkeypatch.setattr("accel_gpt.transformers_io.export.prove_equal", lambda *_: same)
-    canary, files = tmp_path / "executed", {p: p.read_bytes() for p in checkpoint.iterdir()}
-    place, elsewhere = str(checkpoint.parents[1]), ["--out_dir", str(tmp_path / "other")]
-    commands: list[tuple[Any, list[str]]] = [
-        (cli.dispatch, ["sample", place, "--max_new_tokens", "1"]),
-        (cli.dispatch, ["inspect", place]),
-        (cli.dispatch, ["export", place, "--to", str(tmp_path / "out"), "--overwrite"]),
-        (command.main, small_run(*SHORT, *elsewhere, "--model.init_from", place)),
-        (command.main, small_run(*SHORT, *elsewhere, "--checkpoint.resume", str(checkpoint))),
-    ]
-    for name in (*OURS, *TEXTS, *FOREIGN, *UNREAD):
-        for main, words in commands:
-            plant(checkpoint, name, pickled(canary), fitting)
-            attack(lambda main=main, words=words: run_here(main, words), name, capsys, False)
-            assert not canary.exists(), (name, words)
-            (checkpoint / name).unlink()
-            for path, before in files.items():
-                path.write_bytes(before)
-            shutil.rmtree(tmp_path / "other", ignore_errors=True)
-
-
 # --------------------------------------------------------------------------- the runtime guard
 
 GUARDED = """
@@ -198,12 +165,7 @@ def test_nothing_is_unpickled_nor_executed_while_a_run_is_taken_up(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "../../x",
-        "/etc/passwd",
-        "sub/x",
-        ".hidden",
-    ],
+    ["../../x", "/etc/passwd", ".hidden"],
 )
 def test_names_of_a_manifest_stay_in_its_folder(checkpoint: Path, name: str) -> None:
     fit(checkpoint, name, b"x")
@@ -221,32 +183,14 @@ def test_wrong_sizes_are_refused(checkpoint: Path, entry: object) -> None:
         verify_checkpoint(checkpoint)
 
 
-def test_a_link_out_of_a_checkpoint_is_followed_and_what_it_leads_to_hashed(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """The Hub's cache consists of links; the hash finds a link to other content."""
-    file, outside = checkpoint / "optimizer.bin", tmp_path / "outside"
-    file.rename(outside)
-    file.symlink_to(outside)
-    verify_checkpoint(checkpoint)
-    outside.write_bytes(b"x" * outside.stat().st_size)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        verify_checkpoint(checkpoint)
-    file.unlink()
-    file.symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match="lacks its file"):
-        verify_checkpoint(checkpoint)
-
-
 # --------------------------------------------------------------------------- texts
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        *('{"format": 1, "step": ', '{"format": 1, "step": -1}'),
-        *('{"format": 1, "step": "x"}', '{"format": 1, "step": true}'),
-        *('{"format": 1, "config": []}', '{"format": 1, "step": Infinity}', "\ud800", "null"),
+        *('{"format": 1, "step": ', '{"format": 1, "step": -1}', '{"format": 1, "config": []}'),
+        *("\ud800", "null"),
     ],
 )
 def test_a_damaged_state_is_one_sentence(checkpoint: Path, content: str) -> None:
@@ -259,8 +203,8 @@ def test_a_damaged_state_is_one_sentence(checkpoint: Path, content: str) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        *({"n_layer": 10**9}, {"n_embd": 2**40}, {"n_layer": 2.5}, {"n_layer": "x"}),
-        *({"norm": "__import__('os')"}, {"n_layer": float("inf")}, {"n_head": 0}),
+        *({"n_layer": 10**9}, {"n_embd": 2**40}, {"n_layer": 2.5}),
+        {"norm": "__import__('os')"},
     ],
 )
 def test_a_damaged_shape_is_one_sentence_and_takes_no_memory(
@@ -277,7 +221,7 @@ def test_a_damaged_shape_is_one_sentence_and_takes_no_memory(
         read_shape(checkpoint)
 
 
-@pytest.mark.parametrize("content", [b"../../etc", b"\xff\xfe", "\u00b2".encode()])
+@pytest.mark.parametrize("content", [b"../../etc", b"\xff\xfe"])
 def test_a_damaged_best_leads_nowhere(
     checkpoint: Path, content: bytes, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,32 +233,14 @@ def test_a_damaged_best_leads_nowhere(
     assert (run / "best").read_text() == "2\n"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"\xff\xfe", b"[]", b'{"launches": 3}', b'{"step": []}\n'],
-)
-def test_damaged_records_of_a_run_are_passed_over(
-    checkpoint: Path, content: bytes, small_run: Arguments
-) -> None:
-    run = checkpoint.parents[1]
-    for name in ("run.json", "metrics.jsonl", "metrics.csv", "config.yaml"):
-        (run / name).write_bytes(content + b"\n")
-    (run / ".uploading").write_bytes(content)
-    assert launch(small_run(*SHORT)) == 0
-    assert len(json.loads((run / "run.json").read_text())["launches"]) == 1
-
-
 # --------------------------------------------------------------------------- configs
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        "!!python/object/apply:os.system ['touch executed']",
-        "out_dir: !!python/object/new:os.system ['touch executed']",
-        "out_dir: !!python/name:os.system",
-        "seed: [",
-        *("out_dir: 2026-13-45", "out_dir: !!timestamp x", "seed: !!int x", "seed: !!bool x"),
+        "out_dir: !!python/object/apply:os.system ['touch executed']",
+        *("seed: [", "out_dir: 2026-13-45", "seed: !!bool x"),
     ],
     ids=lambda text: text[:40],
 )

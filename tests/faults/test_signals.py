@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 STEPS = 40
 # without a launcher, a rank that waits for a new group learns from a timeout that the other is gone
 PATIENCE = ["--train.step_timeout", "15s", "--train.init_timeout", "30s"]
-DIRECT = 20 * THOROUGH or 3  # signals of each kind to two processes
+DIRECT = 100 * THOROUGH or 5  # signals of all kinds to two processes
 LAUNCHES = 20 * THOROUGH or 1  # and to each launcher
 
 
@@ -89,18 +89,14 @@ def until_steps_change(run: Path) -> None:
     until(lambda: steps_told(run) != before, 120)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
 def test_signals_at_random_moments(
-    number: int,
-    server: Server,
-    whole: Path,
-    argv: list[str],
-    tmp_path: Path,
+    server: Server, whole: Path, argv: list[str], tmp_path: Path
 ) -> None:
-    draw = random.Random(number)
+    draw = random.Random(7)
     seconds, training = float((whole / "seconds").read_text()), seconds_of_training(whole)
     run = tmp_path / "run0"
     for sent in range(DIRECT):
+        number = SIGNALS[sent % len(SIGNALS)]
         if finished(run):
             assert_same_run(run, whole)
             run = tmp_path / f"run{sent}"
@@ -126,7 +122,7 @@ def test_signals_at_random_moments(
     assert_same_run(run, whole)
 
 
-@pytest.mark.parametrize("point", ["save.begun", "manifest.due", "published"])
+@pytest.mark.parametrize("point", ["save.begun", "published"])
 def test_signal_in_the_middle_of_a_save(
     point: str, server: Server, whole: Path, argv: list[str], tmp_path: Path
 ) -> None:
@@ -141,8 +137,9 @@ def test_signal_in_the_middle_of_a_save(
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # all have one handler
-@pytest.mark.parametrize("launcher", TWO)
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("accelerate", signal.SIGTERM), ("torchrun", signal.SIGINT)]
+)
 def test_launchers_get_signals_at_random_moments(
     launcher: str,
     number: int,
@@ -187,7 +184,6 @@ def test_launchers_get_signals_at_random_moments(
 @pytest.mark.parametrize(
     ("launcher", "number", "code"),
     [
-        (TWO["torchrun"], signal.SIGUSR1, -signal.SIGUSR1),  # has no handler for it
         (TWO["torchrun"], signal.SIGKILL, -signal.SIGKILL),
         ([*ACCELERATE, "--cpu", "--num_processes", "1"], signal.SIGTERM, -signal.SIGTERM),
     ],
@@ -204,16 +200,6 @@ def test_dead_launcher_leaves_a_checkpoint_and_no_process(
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     # the next launch writes the record of a step whose evaluation was stopped
     assert read_state(saved).reported_step == steps_told(tmp_path / "run")
-
-
-def test_launcher_that_dies_while_its_processes_start_leaves_none(
-    argv: list[str], tmp_path: Path
-) -> None:
-    launch = Launched(TWO["torchrun"], tmp_path, argv)
-    until(lambda: len(launch.workers()) == 2, 120)
-    launch.process.kill()  # the workers are importing torch
-    launch.wait()
-    assert not (tmp_path / "run").exists()
 
 
 def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
@@ -233,21 +219,6 @@ def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(
     until(lambda: launch.poll() or launch.codes[0] is not None)
     assert launch.wait() == [128 + number, 70]
     assert "another process of the run has ended" in launch.shown(1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_after_the_save_leave_the_exit_code(
-    number: int, server: Server, argv: list[str], tmp_path: Path
-) -> None:
-    """An interpreter that exits removes its handlers first, and then takes some seconds."""
-    launch = Direct(server, tmp_path, [*argv, "--train.max_steps", "100000"])
-    until(lambda: steps_told(tmp_path / "run") > 3)
-    launch.send(number, 0)
-    until(lambda: "saved at step" in launch.shown())
-    while not launch.poll():
-        launch.send(number, 0, 1)
-        time.sleep(0.01)
-    assert launch.wait() == [75, 75]
 
 
 def test_second_signal_ends_a_process_that_waits_for_another(
@@ -314,8 +285,6 @@ class Ranks:
     ("command", "number"),
     [
         ("evaluate", signal.SIGTERM),
-        ("evaluate", signal.SIGINT),
-        ("bench", signal.SIGHUP),
         ("bench", signal.SIGINT),
     ],
 )
@@ -379,7 +348,7 @@ def kept(server: Server, prepared: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("where", "rank"),
-    [("evaluation:3=sleep", 1), ("evaluation:36=sleep", 0), ("sample:3=sleep", 1)],
+    [("evaluation:3=sleep", 1), ("sample:3=sleep", 0)],
 )
 def test_a_signal_to_one_process_during_an_evaluation_stops_all(
     where: str, rank: int, server: Server, kept: Path, argv: list[str], tmp_path: Path
@@ -388,8 +357,7 @@ def test_a_signal_to_one_process_during_an_evaluation_stops_all(
     own = [*argv, *SAMPLED]
     slow = {one: {"ACCEL_GPT_FAULT": where} for one in (0, 1)}
     launch = Direct(server, tmp_path, own, environment=slow)
-    step = 15 if "36" in where else 5
-    until(lambda: steps_told(tmp_path / "run") == step - (not where.startswith("sample")))
+    until(lambda: steps_told(tmp_path / "run") == 5 - (not where.startswith("sample")))
     time.sleep(1)
     launch.send(signal.SIGTERM, rank)
     assert launch.wait() == [75, 75], launch.shown(0) + launch.shown(1)
@@ -403,10 +371,10 @@ def test_a_signal_to_one_process_during_an_evaluation_stops_all(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_hang_ends_all_and_names_the_place(
-    rank: int, server: Server, argv: list[str], tmp_path: Path
+    server: Server, argv: list[str], tmp_path: Path
 ) -> None:
+    rank = 1
     stuck = {rank: {"ACCEL_GPT_FAULT": "step:5=hang"}}
     launch = Direct(server, tmp_path, [*argv, "--train.step_timeout", "4s"], environment=stuck)
     until(lambda: steps_told(tmp_path / "run") == 4)
@@ -419,9 +387,9 @@ def test_a_hang_ends_all_and_names_the_place(
 
 
 @pytest.mark.parametrize(
-    ("fault", "code"), [("step:5=eio", 1), ("step:5=kill", -9), ("file.synced=kill", -9)]
+    ("fault", "code", "rank"),
+    [("step:5=eio", 1, 0), ("step:5=kill", -9, 1), ("file.synced=kill", -9, 0)],
 )
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_fails_takes_the_other_along(
     fault: str, code: int, rank: int, server: Server, argv: list[str], tmp_path: Path
 ) -> None:

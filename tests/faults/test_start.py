@@ -102,4 +102,4 @@ def test_hang_before_the_first_step_ends(argv: list[str], tmp_path: Path) -> Non
     )
     assert done.returncode == 70, done.stderr
     assert "(train.init_timeout)" in done.stderr
-    assert "in launch" in done.stderr  # the stacks
+    assert "in set_up" in done.stderr  # the stacks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.model.gpt import GPT, evaluating
-from accel_gpt.model.layers import KVCache, dot_product_attention
+from accel_gpt.model.layers import KVCache, dot_product_attention, rotary_table, rotate
 from tests.conftest import tiny
 
 VOCAB = 65  # padded to 128
@@ -100,6 +100,18 @@ def test_a_model_from_the_meta_device_is_completed_by_init_weights(preset: str) 
         assert (model.head.weight is model.wte.weight) == (preset == "gpt2")
         assert not any("rotary" in name for name in model.state_dict())
     assert torch.equal(direct(draw()), late(draw()))
+
+
+def test_a_pair_of_channels_turns_by_its_position_as_a_complex_number() -> None:
+    config = tiny("llama")
+    D, T = config.head_size, config.block_size
+    frequencies = config.rope_theta ** -(torch.arange(0, D, 2) / D)
+    angles = torch.outer(torch.arange(T), frequencies)
+    x = torch.randn(T, D)
+    turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones(T, D // 2), angles)
+    found = rotate(x[None, :, None], rotary_table(config, torch.device("cpu")))
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    torch.testing.assert_close(found[0, :, 0], expected)
 
 
 def test_dropout_falls_on_embedding_attention_and_both_residuals(

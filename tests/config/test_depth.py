@@ -74,14 +74,6 @@ def test_a_number_below_its_bound_is_refused_by_name(load: Load, key: str) -> No
         load(*words)
 
 
-@pytest.mark.parametrize(("tokens", "sequences"), [(6144, 8), (5120, 4), (256, 1), (65_536, 16)])
-def test_the_micro_batch_divides_a_batch_that_the_config_sets(
-    load: Load, tokens: int, sequences: int
-) -> None:
-    shape = ("--model.vocab_size", 257, "--model.depth", 2, "--model.block_size", 256)
-    assert load(*shape, "--train.tokens_per_step", tokens).train.micro_batch_size == sequences
-
-
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_rates_follow_from_width_depth_batch_and_length(load: Load, optimizer: str) -> None:
     def optim(*options: object) -> OptimConfig:

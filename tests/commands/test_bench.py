@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +91,6 @@ def test_the_hours_of_the_whole_run_count_its_evaluations(
     ("options", "tokens"),
     [
         (["--data.prepare.tokenizer", "chars"], 96),
-        (["--data.prepare.tokenizer", "bpe", "--data.prepare.vocab_size", "70000"], 70_000),
         (["--model.vocab_size", "300", "--data.document_mask", "true"], 300),
         (["--data.prepare.tokenizer", "gpt2", "--data.prepare.dataset", "no/such"], 50_257),
     ],
@@ -109,21 +105,3 @@ def test_no_data_is_prepared_or_read(
     assert call(*small_run(*SHORT, "--parts", "0", *words, *options)) == 0
     assert f"random, of {tokens:,} (" in capsys.readouterr().out
     assert not (tmp_path / "missing").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_tell_one_table(small_run: Arguments, tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = ["-m", "accel_gpt.cli", "bench", *small_run(*SHORT, "--json")]
-    command += ["--train.micro_batch_size", "4"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, *launcher, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["processes"], report["plan"]["accumulation_steps"]) == (2, 1)

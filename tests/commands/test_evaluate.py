@@ -203,12 +203,11 @@ def test_table_and_json() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
 def test_real_processes_give_the_same_bits(
-    processes: int, trained: Path, tmp_path: Path, evaluate: Callable[..., Any]
+    trained: Path, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
     words = [str(trained), "--tokens", "null", "--hellaswag", str(short(tmp_path / "h.jsonl"))]
-    launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", str(processes)]
+    launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", "2"]
     launcher += ["--main_process_port", "0", "-m", "accel_gpt.cli", "evaluate"]
     done = subprocess.run(
         [*launcher, *words, "--json"],

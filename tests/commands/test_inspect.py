@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -172,25 +170,6 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     assert "token 300, expected less than vocab_size 257" in problem
 
 
-def test_data_behind_a_url(data: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(data.parent / "cache"))
-    here, there = reported(capsys, data), reported(capsys, data.as_uri())
-    assert there | {"path": str(data)} == here
-
-
-def test_help_and_data_need_no_torch(data: Path) -> None:
-    code = (
-        "import sys\nfrom accel_gpt.cli import dispatch\n"
-        "assert dispatch(sys.argv[1:]) == 0\n"
-        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
-    )
-    words = ["inspect", str(data)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 # --------------------------------------------------------------------------- runs
 
 
@@ -268,9 +247,3 @@ def test_a_best_checkpoint_that_is_gone_is_named(run: Path, capsys: Printed) -> 
     report = reported(capsys, run, code=4)
     assert (report["best"], len(report["checkpoints"])) == ("step_00000009", 2)
     assert report["problems"] == ["the best checkpoint, step_00000009, is missing"]
-
-
-def test_a_run_without_checkpoints(tmp_path: Path, capsys: Printed) -> None:
-    (tmp_path / "run.json").write_text('{"launches": []}')
-    assert call("inspect", tmp_path) == 2
-    assert "holds no checkpoint" in capsys.readouterr().err

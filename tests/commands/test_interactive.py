@@ -145,14 +145,6 @@ def test_pieces_make_up_the_text_and_show_no_part_of_a_character(
 
 
 @settings(max_examples=300)
-@given(data=st.binary(max_size=80) | st.text("é👍a\ufffd").map(str.encode))
-def test_pieces_make_up_any_bytes(data: bytes) -> None:
-    tokenizer = BytesTokenizer()
-    pieces = pieces_of(tokenizer, [*data, 256, 65], b"before")
-    assert "".join(pieces) == data.decode("utf-8", "replace")
-
-
-@settings(max_examples=300)
 @given(tokens=st.lists(st.integers(0, 298), max_size=80), prompt=st.text(max_size=8))
 @example(tokens=[0, 65, 195], prompt="a\ufffd")
 def test_pieces_make_up_the_text_of_any_tokens(
@@ -171,27 +163,6 @@ def test_a_text_keeps_the_space_after_its_prompt(tokenizers: dict[str, Tokenizer
     ids = tokenizer.encode("a bad hen")
     assert "".join(pieces_of(tokenizer, ids, [])) == "a bad hen"
     assert "".join(pieces_of(tokenizer, ids, tokenizer.encode("one"))) == " a bad hen"
-
-
-def test_a_long_run_of_bytes_is_cut_at_characters_alone(tokenizers: dict[str, Tokenizer]) -> None:
-    """Characters of three bytes, one token per byte: 16 tokens back is inside a character."""
-    tokenizer, text = tokenizers["sentencepiece"], "a " + "東京" * 30
-    ids = tokenizer.encode(text)
-    assert "".join(pieces_of(tokenizer, ids, [])) == text
-
-
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_the_work_grows_with_the_tokens_not_with_their_square(
-    tokenizers: dict[str, Tokenizer], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, decoded = tokenizers[kind], []
-    decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
-    text = "ab é 👍👍👍👍👍👍 de " * 200
-    ids = tokenizer.encode(text)
-    assert len(ids) > 2000
-    assert "".join(pieces_of(tokenizer, ids, [])) == text
-    assert sum(decoded) < 50 * len(ids)
 
 
 def test_a_terminal_shows_continuations_alone_and_whole_characters(

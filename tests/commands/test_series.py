@@ -118,7 +118,7 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_series_goes_on(
     number: signal.Signals, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

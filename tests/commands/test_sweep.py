@@ -128,17 +128,6 @@ def test_equal_settings_use_all_seeds(
     assert len(Trained.launched) == 10
 
 
-def test_one_seed_gives_no_verdict(
-    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert made("--optim.lr", "1e-3,3e-3", "--seed", "2") == 0
-    (line,) = verdicts(capsys)
-    assert line.startswith(
-        "no verdict from fewer than 3 seeds between optim.lr=3e-3 and optim.lr=1e-3: "
-    )
-    assert line.endswith(" in val loss over 1 seed")
-
-
 def test_added_seeds_and_values_keep_the_runs_that_exist(
     made: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -162,22 +151,6 @@ def test_a_setting_that_always_diverges_needs_three_seeds(
     assert out.splitlines()[-1] == f"optim.lr={lr} diverged with 3 of 3 seeds: 3, 4, 5"
     assert re.search(rf"^optim.lr={lr} +diverged ", out, re.MULTILINE)
     assert f"optim.lr={lr},seed=6" not in Trained.launched
-
-
-def test_a_baseline_that_always_diverges_ends_the_sweep(
-    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert made("--optim.lr", "1,1e-3,3e-3", FIVE) == 0
-    out = capsys.readouterr().out
-    assert out.endswith("sweep.json\n\noptim.lr=1 diverged with 3 of 3 seeds: 1, 2, 3\n")
-    assert re.search(r"^optim.lr=3e-3 +\S+ +baseline diverged ", out, re.MULTILINE)
-    assert len(Trained.launched) == 9
-
-
-def test_a_diverged_run_is_not_trained_again(made: Callable[..., int]) -> None:
-    for _ in range(2):
-        assert made("--optim.lr", "1e-3,1", "--seed=1") == 0
-    assert Trained.launched == ["optim.lr=1e-3,seed=1", "optim.lr=1,seed=1"]
 
 
 def test_a_run_that_fails_for_another_reason_is_no_verdict(
@@ -273,7 +246,7 @@ def test_killed_and_started_again_gives_the_same_losses(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     def start(name: str) -> subprocess.Popen[bytes]:
-        words = ["--optim.lr", "1e-3,1e-2", "--seed=1,2", "--out_dir", str(tmp_path / name)]
+        words = ["--optim.lr", "1e-3,1e-2", "--seed=1", "--out_dir", str(tmp_path / name)]
         command = [sys.executable, "-m", "accel_gpt.cli", "sweep", *small_run(), *words]
         return subprocess.Popen(command, env={**os.environ, "ACCEL_GPT_FAULT": "step:5=sleep"})
 

@@ -8,27 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from accelerate import Accelerator
-from safetensors.torch import save_file
 
 from accel_gpt import cli
 from accel_gpt.commands import tasks as module
-from accel_gpt.commands.tasks import metrics_of, open_tasks, score_tasks
-from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.commands.tasks import metrics_of, open_tasks
 from accel_gpt.errors import UserError
-from accel_gpt.evals.hellaswag import ending_losses, read_questions
-from accel_gpt.model.gpt import GPT
-from accel_gpt.prepare.bpe import train_bpe
-from accel_gpt.transformers_io.export import export_tokenizer
-from accel_gpt.transformers_io.hf_config import write_hf_config
-from accel_gpt.transformers_io.hf_weights import export_tensors
-from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here, text_of, tiny
+from tests.conftest import launch, run_here
 from tests.helpers.harness_tasks import write_tasks
 from tests.test_train import records
-
-BLOCK_SIZE = 40  # shorter than some questions
 
 # importing lm_eval sets environment variables
 pytestmark = pytest.mark.usefixtures("settings_kept")
@@ -37,21 +24,6 @@ needs_lm_eval = pytest.mark.skipif(
 )
 # of lm_eval and of transformers
 ignore_warnings = pytest.mark.filterwarnings("ignore")
-
-
-def export(folder: Path, tokenizer: Tokenizer) -> Path:
-    """Write a folder for transformers; its random weights are large, so that answers differ."""
-    torch.manual_seed(0)
-    model = GPT(tiny(block_size=BLOCK_SIZE), tokenizer.vocab_size).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(6 if weight.ndim > 1 else 1)
-    folder.mkdir()
-    shape = write_hf_config(model.config, model.vocab_size, tokenizer.eot_id, "float32")
-    (folder / "config.json").write_text(json.dumps(shape))
-    save_file(export_tensors(model, "gpt2", torch.float32), folder / "model.safetensors")
-    export_tokenizer(tokenizer, folder, BLOCK_SIZE)
-    return folder
 
 
 @pytest.fixture
@@ -69,56 +41,35 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_lm_eval
 @ignore_warnings
 @pytest.mark.slow
-def test_hellaswag_agrees_with_the_harness(tasks: Path, tmp_path: Path) -> None:
-    """Ours needs no other package; the harness uses the exported model."""
-    tokenizer, name = train_bpe([text_of(2000)], 300), "local_hellaswag"
-    exported = export(tmp_path / "exported", tokenizer)
-    found = score_tasks(
-        folder=exported,
-        tasks=open_tasks([name], str(tasks)),
-        limit=None,
-        batch_size=4,
-        device="cpu",
-        precision="no",
-    )
-
-    questions = read_questions(
-        str(tasks / f"{name}.jsonl"), tokenizer, BLOCK_SIZE, tokenizer.vocab_size
-    )
-    assert max(len(tokens) for q in questions for tokens, _ in q.sequences) == BLOCK_SIZE + 1
-    model, _ = load_pretrained(str(exported))
-    losses = ending_losses(model, questions, Accelerator(cpu=True), 4).reshape(-1, 4)
-    labels = np.array([question.label for question in questions])
-    lengths = np.array([question.lengths for question in questions])
-    acc = (losses.argmin(-1) == labels).mean()
-    assert 0 < acc < 1
-    assert found[f"eval/{name}_acc"] == pytest.approx(acc)
-    acc_norm = ((losses / lengths).argmin(-1) == labels).mean()
-    assert found[f"eval/{name}_acc_norm"] == pytest.approx(acc_norm)
-
-
-@needs_lm_eval
-@ignore_warnings
-@pytest.mark.slow
 def test_the_command_prints_the_metrics_of_tasks(
     small_run: Callable[..., list[str]],
     tasks: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert launch(small_run("--train.max_steps", "4", "--sample.every", "0")) == 0
+    """HellaSwag is scored twice: by us, and by the harness on the exported model."""
+    options = ["--train.max_steps", "4", "--sample.every", "0", "--train.micro_batch_size", "2"]
+    assert launch(small_run(*options, "--model.block_size", "128")) == 0
     run = tmp_path / "run"
     command = ["evaluate", str(run), "--tasks_path", str(tasks), "--json", "--tasks"]
     before = records(run)
     capfd.readouterr()
-    assert run_here(cli.dispatch, [*command, "[local_piqa, local_lambada, local_answers]"]) == 0
+    names = "[local_piqa, local_lambada, local_answers, local_hellaswag]"
+    ours = ["--hellaswag", str(tasks / "local_hellaswag.jsonl")]
+    assert run_here(cli.dispatch, [*command, names, *ours]) == 0
     printed = json.loads(capfd.readouterr().out)  # nothing else on standard output
+    metrics = printed["metrics"]
+    for name in ("acc", "acc_norm"):
+        expected = metrics.pop(f"eval/hellaswag_{name}")
+        assert metrics.pop(f"eval/local_hellaswag_{name}") == pytest.approx(expected)
+        error = metrics.pop(f"eval/hellaswag_{name}_se")
+        assert metrics.pop(f"eval/local_hellaswag_{name}_stderr") == pytest.approx(error)
     own = {key: value for key, value in before[-1].items() if key.startswith("eval/")}
     assert own.items() < printed["metrics"].items()
     new = printed["metrics"].keys() - own.keys()
-    names = {"piqa_acc", "piqa_acc_norm", "lambada_acc", "lambada_perplexity"}
-    names |= {"answers_exact_match"}
-    assert new == {f"eval/local_{name}{end}" for name in names for end in ("", "_stderr")}
+    others = {"piqa_acc", "piqa_acc_norm", "lambada_acc", "lambada_perplexity"}
+    others |= {"answers_exact_match"}
+    assert new == {f"eval/local_{name}{end}" for name in others for end in ("", "_stderr")}
     assert run_here(cli.dispatch, [*command, "local_piqa", "--tasks_limit", "3"]) == 0
     accuracy = json.loads(capfd.readouterr().out)["metrics"]["eval/local_piqa_acc"]
     assert accuracy * 3 == pytest.approx(round(accuracy * 3))

@@ -42,9 +42,6 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-# --------------------------------------------------------------------------- its options
-
-
 # --------------------------------------------------------------------------- the comparison
 
 
@@ -262,15 +259,3 @@ def test_training_killed_twice_equals_never_stopped(
     assert "none there" not in shown
     lines = (next(rooms.iterdir()) / "undisturbed" / "metrics.jsonl").read_text().splitlines()
     assert len({json.loads(line)["data/batch_hash"] for line in lines}) == 8
-
-
-@pytest.mark.slow
-def test_training_killed_on_changing_numbers_of_processes(
-    small_run: Arguments, rooms: Path, capsys: Printed
-) -> None:
-    options = ["--steps", "6", "--kills", "2", "--processes", "1,2"]
-    assert call(*small_run(*options, "--train.micro_batch_size", "2")) == 0
-    shown = capsys.readouterr()
-    assert "on 2 processes" in shown.err
-    assert "within 0.001; set train.reproducible to true" in shown.out
-    assert not list(rooms.iterdir())

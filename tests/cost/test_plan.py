@@ -1,12 +1,9 @@
 """`accel-gpt plan`: every shipped config, the arithmetic, one sentence for a mistake."""
 
 import json
-import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -193,27 +190,6 @@ def options_without(words: list[str], names: dict[str, str]) -> list[str]:
     return [word for name, value in pairs if name not in names for word in (name, value)]
 
 
-def test_a_run_that_no_settings_make_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(dispatch, ["plan", "gpt2_1558m", "--gpu", "rtx_4090"]) == 1
-    told = capsys.readouterr().out.splitlines()[-1]
-    settings = "--train.activation_checkpointing blocks --train.micro_batch_size 1"
-    assert f"no settings make it fit; {settings}" in told
-
-
-@pytest.mark.parametrize(
-    ("words", "machine"),
-    [
-        ("--gpu t4", "1 x t4, fp16"),
-        ("--gpu v100 --gpus 8 --distribution fsdp", "8 x v100, fsdp, float32"),
-        ("--gpu a100 --gpus 2", "2 x a100, ddp, bf16"),
-    ],
-)
-def test_auto_plans_with_the_precision_that_the_gpu_has(
-    words: str, machine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan(capsys, GPT2, *words.split())["machine"] == machine
-
-
 @pytest.mark.parametrize(("flags", "shown"), [((), "float32"), (("amx_bf16",), "bf16")])
 def test_auto_is_the_precision_of_this_cpu(
     flags: tuple[str, ...],
@@ -269,21 +245,6 @@ def test_the_vocabulary_is_that_of_data_tokenizer_or_option(
     assert plan(capsys, path, *away, "--data.tokenizer", file)["vocabulary"]["tokens"] == 5
 
 
-def test_the_vocabulary_of_another_projects_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """nanoGPT's: raw ids, and the characters in meta.pkl."""
-    folder, path = tmp_path / "chars", tmp_path / "config.yaml"
-    folder.mkdir()
-    for name in ("train.bin", "val.bin"):
-        np.arange(60, dtype="<u2").tofile(folder / name)
-    chars = {chr(65 + i): i for i in range(60)}
-    meta = {"vocab_size": 60, "stoi": chars, "itos": {i: c for c, i in chars.items()}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    path.write_text(f"data: {{train: {folder}}}\ntrain: {{max_steps: 9, tokens_per_step: 16384}}\n")
-    assert plan(capsys, path)["vocabulary"] == {"tokens": 60, "source": str(folder)}
-
-
 def test_every_split_that_is_evaluated_takes_its_time(corpus: Path, tmp_path: Path) -> None:
     """Each named val set has its own budget, and the last step may read all of it."""
     path = tmp_path / "config.yaml"
@@ -306,12 +267,3 @@ def test_every_split_that_is_evaluated_takes_its_time(corpus: Path, tmp_path: Pa
 def test_times_are_written_as_people_do() -> None:
     given = (0.01, 0.4, 1.995, 2.17, 80.0)
     assert [*map(format_hours, given)] == ["36 s", "24 min", "2 h 0 min", "2 h 10 min", "3.3 days"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_flops_of_every_config_equal_those_of_its_model(path: Path) -> None:
-    config = load_config([str(path)], "test", offline=True).model
-    config = replace(config, n_layer=min(config.n_layer, 3))  # all layers are alike
-    model = GPT.allocate(config, 50257, "meta")
-    assert flops_per_token(config, 50257) == model.flops_per_token()

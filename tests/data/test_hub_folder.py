@@ -1,8 +1,6 @@
 """Shards in a repository of the Hub: the Hub's cache, its limit, one commit, HF_HUB_OFFLINE."""
 
 import json
-import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +11,9 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands import inspect
 from accel_gpt.commands import train as command
-from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.data import remote
-from accel_gpt.data.hub_folder import HubFolder
 from accel_gpt.data.shards import Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
@@ -26,7 +21,7 @@ from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.readers import hub_rows
 from accel_gpt.training.checkpoint import read_state
 from tests.conftest import run_here, text_of
-from tests.helpers.hub_server import HubServer, environment, no_waiting, point_at
+from tests.helpers.hub_server import HubServer, no_waiting, point_at
 
 REPO = "tester/shards"
 URL = f"hf://datasets/{REPO}"
@@ -84,26 +79,6 @@ def test_shards_are_read_at_one_commit(hub: HubServer, shards: Path, inside: str
     assert (read(split) == read(local)).all()
     assert split.fingerprint == local.fingerprint
     assert fetched(hub) == dict.fromkeys([shard.name for shard in local.shards], 1)
-
-
-def test_several_splits_of_a_url_are_listed_and_opened_once(hub: HubServer) -> None:
-    inspect.inspect_data(URL, DataConfig(), quick=True)
-    indexes = [path for method, path in hub.requests if path.endswith("/dataset.json")]
-    assert len([path for path in indexes if "/resolve/" in path]) <= 2  # HEAD, then GET
-    assert InspectCommand.parse([URL])
-
-
-def test_the_limit_of_the_cache_holds(hub: HubServer, shards: Path) -> None:
-    limit = 2.5 * max(path.stat().st_size for path in shards.glob("train_*.npy")) / 1e9
-    split = opened(cache_gb=limit)
-    folder = split.remote
-    assert isinstance(folder, HubFolder)
-    for number in range(len(split.shards)):
-        split.prefetch([number])
-        split.read(number, 0, 10)
-        cached = [path for path in folder.cache.root.rglob("*.npy*") if path.suffix != ".metadata"]
-        assert sum(path.stat().st_size for path in cached) <= limit * 1e9
-    folder.close()
 
 
 def test_what_hf_download_downloaded_is_read_in_place(hub: HubServer, shards: Path) -> None:
@@ -227,18 +202,3 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     assert run_here(command.main, [*own, "--out_dir", str(tmp_path / "new")]) == 0
     (path,) = list((tmp_path / "new" / "checkpoints").glob("*12"))
     assert read_state(path).data_commits[URL] == hub.repos[REPO].find("main")
-
-
-@pytest.mark.slow
-def test_shards_that_hf_upload_sent_are_trained_on(
-    hub: HubServer, shards: Path, small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    """By the command of docs/how-to/data.md."""
-    words = ["hf", "upload", "--repo-type", "dataset", "tester/uploaded", str(shards), "."]
-    variables = os.environ | environment(hub, tmp_path / "home")
-    subprocess.run(words, env=variables, check=True, timeout=120)
-    assert hub.files("tester/uploaded") == hub.files(REPO)
-    url = "hf://datasets/tester/uploaded"
-    own = small_run("--data.train", url, "--eval.tokens", "64", "--data.shuffle", "groups")
-    assert run_here(command.main, own) == 0
-    assert opened(url).fingerprint == opened(str(shards)).fingerprint

@@ -27,7 +27,7 @@ from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
 from accel_gpt.data.remote import Cache, Missing, Refused, RemoteFolder
-from accel_gpt.data.shards import HEADER, Split, open_split, resident
+from accel_gpt.data.shards import HEADER, Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.prepare import prepare
@@ -462,19 +462,6 @@ def test_an_order_that_needs_more_than_the_cache_is_refused(
         UserError, match=r"data.shuffle global needs all .* set data.shuffle to groups"
     ):
         open_corpus(many("global", 4))
-
-
-def test_what_was_read_into_memory_is_not_held(
-    served: Server, corpus: Path, opened: Opener
-) -> None:
-    folder = opened()
-    folder.fetch("dataset.json")
-    split = open_split(folder.folder, "val", folder)
-    for _ in range(2):
-        kept = resident(split, 10)
-        assert kept.read(0, 0, 10).tolist() == open_split(corpus, "val").read(0, 0, 10).tolist()
-        assert not folder.wanted
-        assert not split.opened
 
 
 def test_changed_index_is_fetched_anew(server: Server, opened: Opener) -> None:

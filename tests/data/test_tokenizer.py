@@ -26,7 +26,6 @@ from accel_gpt.data.tokenizer import (
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.bpe import make_tokenizer, train_bpe
 from accel_gpt.transformers_io.export import export_tokenizer
-from tests.conftest import text_of
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
 
 BLOCK_SIZE = 100_000
@@ -180,15 +179,6 @@ def test_chars_are_sorted_and_an_unknown_one_is_named() -> None:
         with pytest.raises(UserError, match="chars tokenizer has no token for character") as error:
             tokenizer.encode(f"hello {unknown}")
         assert repr(unknown) in str(error.value)
-
-
-def test_training_on_a_blob_and_on_little_text(capsys: pytest.CaptureFixture[str]) -> None:
-    blob = "".join(chr(97 + i * i % 23) for i in range(300_000))
-    assert train_bpe([text_of(500), blob], 300).vocab_size == 300
-    assert train_bpe(["abc abc"], 5000).vocab_size == 259
-    assert "too small for data.prepare.vocab_size 5,000; the bpe has 259" in capsys.readouterr().err
-    with pytest.raises(UserError, match="text is empty"):
-        make_tokenizer("chars", 0, lambda: iter([""]))
 
 
 # --------------------------------------------------------------------------- files

@@ -270,6 +270,3 @@ def test_questions_in_the_loop_leave_no_trace(small_run: Arguments, tmp_path: Pa
     assert told[-1]["eval/hellaswag_acc_norm"] in (0, 0.25, 0.5, 0.75, 1)
     for a, b in zip(records(with_it), records(without), strict=True):
         assert a["train/loss"] == b["train/loss"]
-
-
-# --------------------------------------------------------------------------- slow

@@ -1,7 +1,6 @@
 """Samples: prompts beyond the context, and when they end."""
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,16 +59,6 @@ def test_a_cut_prompt_is_said_once_in_training(
     assert capsys.readouterr().err == f"{NOTE} 32: the model sees only the last 29 tokens\n"
     assert run_here(cli.dispatch, ["sample", str(tmp_path / "run"), "--prompt", LONG[:32]]) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_only_what_is_sampled_is_said() -> None:
-    said: list[str] = []
-    config = SampleConfig(prompts=(LONG, "x", ""))
-    check_prompts(dataclasses.replace(config, every=0), BytesTokenizer(), 257, 16, said.append)
-    check_prompts(config, BytesTokenizer(), 257, 45, said.append)
-    assert said == []
-    check_prompts(config, BytesTokenizer(), 257, 44, said.append)
-    assert said == [f"{NOTE} 44: the model sees only the last 23 tokens"]
 
 
 def test_a_prompt_with_a_token_beyond_the_model_starts_a_document() -> None:

@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from tokenizers import decoders, models, pre_tokenizers
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
@@ -39,7 +36,6 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import WORDS, launch, text_of
 from tests.helpers.processes import Member, together
-from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, dropout=0.5)
@@ -106,64 +102,6 @@ def test_budget_takes_sequences_spread_over_the_split(corpus: Path) -> None:
     assert {0, len(split.lengths) - 1} <= set(some[:, 0].tolist())
     every = {tuple(w) for w in eval_sequences(split, 32, None).tolist()}
     assert {tuple(w) for w in some.tolist()} <= every
-
-
-class NoGPU(TorchFunctionMode):
-    """Keep the tensors of the device cuda on the CPU, and note each call that would wait for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pinned: list[Tensor] = []
-        self.waits: list[str] = []
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = function.__name__
-        if name == "pin_memory":
-            self.pinned.append(args[0].clone())
-            return self.pinned[-1]
-        if name == "to" and torch.device("cuda") in args:
-            pinned = any(args[0] is tensor for tensor in self.pinned)
-            if not (pinned and kwargs.get("non_blocking")):
-                self.waits.append(name)
-            return args[0].clone()
-        if name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__"):
-            self.waits.append(name)
-        if kwargs.get("device") == torch.device("cuda"):
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("document_end", [None, 256])
-def test_on_a_gpu_only_the_result_is_waited_for(
-    document_end: int | None, corpus: Path, model: GPT
-) -> None:
-    accelerator: Any = SimpleNamespace(
-        device=torch.device("cuda"),
-        num_processes=1,
-        process_index=0,
-        distributed_type=DistributedType.NO,
-    )
-    part = EvalSplit(None, 1.0, open_split(corpus, "val"), None)
-    tokenizer = BytesTokenizer()
-    waits_before: list[int] = []
-    with NoGPU() as gpu:
-        found = score_source(
-            model,
-            part,
-            accelerator,
-            8,
-            tokenizer,
-            document_end,
-            on_progress=lambda *_: waits_before.append(len(gpu.waits)),
-        )
-    assert len(waits_before) > 4
-    assert gpu.waits == ["cpu"]
-    assert waits_before[-1] == 0
-    cpu = Accelerator(cpu=True)
-    assert found == score_source(model, part, cpu, 8, tokenizer, document_end)
 
 
 def test_metrics_of_a_score() -> None:
@@ -268,28 +206,6 @@ def test_every_figure_has_the_same_bits_on_1_2_and_3_processes(
     )
     assert {"eval/val_bits_per_byte/web", "eval/val_loss_se/code"} <= first.keys()
     assert {"eval/train_loss_se", "eval/val_loss_se", "eval/train_bits_per_byte"} <= first.keys()
-
-
-def test_named_sets_in_a_run_that_is_resumed(
-    small_run: Arguments,
-    corpus: Path,
-    other: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = small_run("--data.val", f"{{web: {corpus}, code: {other}}}", "--sample.every", "0")
-    short = ["--train.max_steps", "4", "--schedule.decay_steps", "10"]
-    assert launch([*options, *short]) == 0
-    allow = ["--checkpoint.allow_change", "train.max_steps", "--schedule.decay_steps", "10"]
-    assert launch([*options, "--train.max_steps", "8", *allow]) == 0
-    evaluated = [line for line in records(tmp_path / "run") if "eval/val_loss/code" in line]
-    assert [line["step"] for line in evaluated] == [4, 8]
-    changed = small_run("--data.val", f"{{web: {other}}}", "--train.max_steps", "8", *allow)
-    assert launch(changed) == 2
-    recipe = PrepareConfig(source="text", path=str(tmp_path / "text.txt"), tokenizer="chars")
-    prepare(recipe, tmp_path / "chars")
-    assert launch(small_run("--data.val", f"{{web: {corpus}, code: {tmp_path / 'chars'}}}")) == 3
-    assert "chars has a different tokenizer (chars" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

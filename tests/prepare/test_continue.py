@@ -159,7 +159,6 @@ def check_nothing_half(out: Path) -> None:
     ("count", "tokenizer"),
     [
         (3, "bytes"),
-        pytest.param(1, "bpe", marks=pytest.mark.slow),
         pytest.param(3, "bpe", marks=pytest.mark.slow),
     ],
 )
@@ -203,7 +202,7 @@ def test_a_kill_at_any_write_does_no_harm(
     process.join(30)
     number, continued = int(writes.value), 0
     capsys.readouterr()
-    for after in (*range(1, 9, 2), *range(9, number - 12, 29), *range(number, number - 13, -2)):
+    for after in (1, 5, *range(9, number - 12, 40), *range(number, number - 13, -3)):
         assert run_and_kill(config, out, after)
         if after == number:  # all but the sync of the parent folder
             assert_undisturbed(config, out)
@@ -213,7 +212,7 @@ def test_a_kill_at_any_write_does_no_harm(
         assert_undisturbed(config, out)
         continued += "resuming from" in capsys.readouterr().err
         shutil.rmtree(out)
-    assert continued > 8
+    assert continued > 5
 
 
 @pytest.mark.parametrize("number", [3, 41])
@@ -399,22 +398,6 @@ def test_a_complete_partial_folder_is_renamed(config: PrepareConfig, out: Path) 
     prepare(config, out)
     assert not partial(out).exists()
     assert content(out) == before
-
-
-def test_ctrl_c_ends_the_training_of_a_tokenizer(
-    config: PrepareConfig,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(build, "make_tokenizer", stop)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config, out)
-    assert "is kept" not in capsys.readouterr().err
-    assert not partial(out).exists()
 
 
 def test_a_strange_file_is_never_removed(stopped: PrepareConfig, out: Path) -> None:

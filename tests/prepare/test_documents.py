@@ -175,15 +175,6 @@ def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
     assert all(split_by_hash(key_of(text), 0.5) == "val" for text in more)
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.3])
-def test_the_share_held_out_is_that_asked_for(fraction: float) -> None:
-    """Within five standard deviations of the binomial, without rounding to 1/256."""
-    texts = 50_000
-    found = sum(split_by_hash(key_of(f"document {i}"), fraction) == "val" for i in range(texts))
-    deviation = (texts * fraction * (1 - fraction)) ** 0.5
-    assert abs(found - texts * fraction) < 5 * deviation
-
-
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
 def test_a_sample_is_spread_over_the_source(tmp_path: Path, source: SourceKind) -> None:
     words = [f"{number:05d} " + "word " * 40 for number in range(2000)]

@@ -42,15 +42,6 @@ def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> Non
     assert (data.train, data.prepare.source) == ("runs/z/data", "text")
 
 
-def test_what_a_config_says_of_another_text_is_dropped(tmp_path: Path) -> None:
-    prepare = load_config(["gpt2_124m", "--data.text", "a.txt"], "test").data.prepare
-    assert (prepare.source, prepare.path, prepare.dataset_config) == ("auto", "a.txt", None)
-    assert prepare.val_fraction == 0.002  # says how to prepare any text
-    words = ("--data.text", "a.txt", "--data.tokenizer", "gpt2")
-    prepare = load_config(["quickstart", *words], "test").data.prepare
-    assert prepare.tokenizer == "gpt2"  # in place of the bpe of quickstart
-
-
 def test_data_are_named_once(tmp_path: Path) -> None:
     for key in ("data.train", "data.prepare.path"):
         with pytest.raises(UserError, match=rf"data.text is a.txt and {key} is b; set one"):
@@ -124,10 +115,7 @@ def test_a_shipped_config_trains_on_a_data_folder_as_it_is(
     ("typed", "nearest"),
     [
         ("data/nanno", "data/nano"),
-        ("dta/nano", "data/nano"),
-        ("nano", "data/nano"),
         ("data/other", ""),  # it holds no tokens
-        ("nowhere", ""),
     ],
 )
 def test_a_data_folder_that_does_not_exist_is_told_with_the_nearest(
@@ -173,14 +161,6 @@ def test_a_text_that_cannot_be_read_is_told_with_the_key_that_named_it(
     assert message.replace("data.text", "data.prepare.path") in capfd.readouterr().err
 
 
-def test_a_text_in_the_place_of_a_data_folder_is_told(tmp_path: Path) -> None:
-    (tmp_path / "input.txt").write_text("text")
-    with pytest.raises(
-        UserError, match=r"a file, but must be a folder .* use --data.text .*input.txt"
-    ):
-        load(tmp_path, "--data.train", str(tmp_path / "input.txt"))
-
-
 @pytest.mark.slow
 def test_a_run_on_a_text_resumes_when_the_text_is_gone(
     small_run: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -199,7 +179,7 @@ def test_a_run_on_a_text_resumes_when_the_text_is_gone(
     assert launch([str(tmp_path / "run" / "config.yaml")]) == 0  # as recorded in the run
 
 
-@pytest.mark.parametrize("rows", range(1, 6))
+@pytest.mark.parametrize("rows", [1, 2, 5])
 def test_few_documents_have_both_splits(tmp_path: Path, rows: int) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(rows)))

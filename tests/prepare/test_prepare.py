@@ -156,18 +156,6 @@ def test_too_little_text_is_one_clear_error(tmp_path: Path, out: Path) -> None:
     assert not os.listdir(out.parent)
 
 
-def test_a_disk_full_from_the_start_leaves_nothing(
-    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"could not be written.*No space left"):
-        prepare(config, out)
-    assert not os.listdir(out.parent)
-
-
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -168,14 +168,6 @@ def test_bad_input_is_named(
         read(path)
 
 
-def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"text_field is 'text', but .* of its columns: body, n"):
-        read(tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"data\.prepare\.source is not set"):
-        read_texts(PrepareConfig())
-
-
 # --------------------------------------------------------------------------- network
 
 

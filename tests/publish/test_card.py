@@ -21,7 +21,7 @@ from accel_gpt.data.sources import TrainedSource
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.publish import model_card
 from accel_gpt.publish.model_card import usable_prompt, write_card
-from accel_gpt.publish.public import public_name, public_source, write_logs
+from accel_gpt.publish.public import public_source, write_logs
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny
@@ -292,41 +292,6 @@ def test_the_header_names_languages_and_all_data_sets(
     header = ModelCard(write(make(settings), tmp_path / "card", language="en, de")).data
     assert header.datasets == ["user/shards", "user/text"]
     assert header.language == ["en", "de"]
-
-
-def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:
-    sources = [{"path": f"/data/{name}", "weight": w} for name, w in (("books", 3), ("code", 1))]
-    checkpoint = make({"data.train": sources})
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    recorded = [{"name": "books", "weight": 3}, {"name": "code", "weight": 1}]
-    state["data_sources"] = [{**one, "fingerprint": "unknown"} for one in recorded]
-    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-    text = write(checkpoint, tmp_path / "card")
-    assert "**books + code**" in text
-    assert "| Source 1 | `books`, 75.0% of the sequences |" in text
-    assert yaml.safe_load(config_in(text))["data"]["train"] == [
-        {"path": "books", "weight": 3},
-        {"path": "code", "weight": 1},
-    ]
-
-
-def test_names_of_paths() -> None:
-    shown = {
-        "gelu_erf": "gelu_erf",
-        "data/stories/": "stories",
-        "notes/**/*.md": "*.md",
-        "user/name": "name",
-        "alice@host:/x/y": "y",
-        "https://h/a/b.jsonl?sig=1#x": "b.jsonl",
-        "s3://bucket/books": "books",
-    }
-    assert {path: public_name(path) for path in shown} == shown
-    private = (r"C:\Users\alice", "/home/alice/", "~", "~alice", "..", "alice@host", "", "/")
-    private += ("s3://bucket/", "https://host", "a/key=secret", "user/name@alice")
-    assert [public_name(path) for path in private] == ["data"] * len(private)
-    sources = [public_source(f"/home/{who}/corpus") for who in ("ann", "bob")]
-    assert sources[0] != sources[1]
-    assert all(re.fullmatch(r"corpus-[0-9a-f]{4}", source) for source in sources)
 
 
 def test_the_prompt_is_one_that_the_tokenizer_knows() -> None:

@@ -1,6 +1,5 @@
 """Copy checkpoints while a run trains, and restore a run that lost its checkpoints."""
 
-import json
 import shutil
 import subprocess
 import threading
@@ -19,7 +18,7 @@ from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
-from tests.conftest import reseal, run_here
+from tests.conftest import run_here
 from tests.faults.launches import until
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
 from tests.test_launch import PLAIN, TORCHRUN
@@ -171,56 +170,6 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     shutil.rmtree(tmp_path / "run")
     assert run_here(command.main, own) == 4
     assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("uploads_here")
-def test_a_lost_run_that_began_with_a_path_goes_on_from_the_copy(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It does not restart from the path. Its best checkpoint is lost, so a later one is best."""
-    first = small_run(*EVERY, "--out_dir", str(tmp_path / "first"), "--train.stop_at", "4")
-    assert run_here(command.main, first) == 0
-    path = str(tmp_path / "first" / "checkpoints" / "step_00000004")
-    own = small_run("--eval.every", "2", "--checkpoint.every", "50", "--checkpoint.keep_last", "1")
-    own += ["--checkpoint.resume", path, "--checkpoint.copy_to", str(tmp_path / "other")]
-    own += ["--checkpoint.keep_best", "true"]
-    assert run_here(command.main, [*own, "--train.stop_at", "7"]) == 0
-    state = tmp_path / "other" / "step_00000007" / "trainer_state.json"
-    content = json.loads(state.read_text()) | {"best_val_loss": 0.1, "best_step": 6}
-    state.write_text(json.dumps(content))
-    reseal(state.parent)
-    shutil.rmtree(tmp_path / "run")
-    assert run_here(command.main, [*own, "--train.stop_at", "9"]) == 0
-    assert "resuming" in capsys.readouterr().err.partition("from step 7 (")[0]
-    assert (tmp_path / "run" / "best").read_text() == "9\n"
-
-
-@pytest.mark.usefixtures("uploads_here")
-def test_a_checkpoint_that_was_not_copied_is_copied_by_the_next_launch(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    place = tmp_path / "other"
-    place.write_text("a file")
-    own = small_run(*EVERY)
-    assert run_here(command.main, own) == 0
-    place.unlink()
-    own += ["--checkpoint.copy_to", str(place)]
-    assert run_here(command.main, own) == 0
-    assert steps(str(place)) == ["step_00000012"]
-    written = (place / "step_00000012" / "manifest.json").stat().st_mtime_ns
-    assert run_here(command.main, own) == 0
-    assert (place / "step_00000012" / "manifest.json").stat().st_mtime_ns == written
-
-
-@pytest.mark.usefixtures("uploads_here")
-def test_a_copy_that_broke_off_is_pruned(small_run: Arguments, tmp_path: Path) -> None:
-    for step in (1, 20):
-        (tmp_path / "other" / f"step_{step:08d}").mkdir(parents=True)
-    assert (
-        run_here(command.main, small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other")))
-        == 0
-    )
-    assert steps(str(tmp_path / "other")) == ["step_00000012"]
 
 
 def open_copies(tmp_path: Path, place: str) -> Uploader:

@@ -141,24 +141,11 @@ def test_llama_cpp_computes_every_shape(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("kind", ["chars", "bpe", "hub_gpt2", "hub_qwen"])
-@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
-def test_every_preset_with_every_tokenizer(
-    preset: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """llama.cpp gives 10,000 texts the same ids, and computes the same."""
-    monkeypatch.setattr(gguf_proof, "COMPARED_TEXTS", 10_000 if preset == "llama" else 500)
+def test_every_tokenizer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp gives 10,000 texts the same ids; the vocabulary of the model is larger."""
+    monkeypatch.setattr(gguf_proof, "COMPARED_TEXTS", 10_000)
     tokenizer = tokenizer_of(kind)
-    prove(model_of(preset, tokenizer.vocab_size), tokenizer, tmp_path)
-
-
-@pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("kind", ["chars", "bpe"])
-def test_ids_of_texts_are_the_same(kind: str, tmp_path: Path) -> None:
-    """The vocabulary of the model may be larger than the tokenizer's."""
-    tokenizer = tokenizer_of(kind)
-    texts = 500 if kind == "chars" else 501  # one for end-of-text
-    compared = prove(model_of("llama", tokenizer.vocab_size + 7), tokenizer, tmp_path)
-    assert f"{texts} texts" in compared.description
+    prove(model_of("llama", tokenizer.vocab_size + 7), tokenizer, tmp_path)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -225,16 +212,6 @@ def test_an_added_token_is_recognized_in_text(
         prove(model, tokenizer, tmp_path)
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_accents_of_two_characters_are_not_compared_after_nfc(tmp_path: Path) -> None:
-    known = tokenizer_of("hub_qwen")
-    content = json.loads(known.file_text) | {"normalizer": {"type": "NFC"}}
-    tokenizer = HFTokenizer(content, Path("tokenizer.json"), {})
-    ids = known.encode("cafe\u0301 " * 40)
-    assert "e\u0301" in tokenizer.decode(ids)
-    prove(model_of("qwen3", tokenizer.vocab_size), tokenizer, tmp_path, ids=ids)
-
-
 def test_weights_that_overflow_float16(tmp_path: Path) -> None:
     model = model_of("llama", 257)
     with torch.no_grad():
@@ -261,13 +238,6 @@ def test_a_constant_of_a_token_is_no_difference() -> None:
     assert largest_logit_difference(ours, theirs) == pytest.approx(0.01, rel=1e-2)
     theirs[1, 7] = float("nan")
     assert largest_logit_difference(ours, theirs) == float("inf")
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_a_text_without_ascii_is_exported(tmp_path: Path) -> None:
-    tokenizer = CharsTokenizer("\n。中国學生語言")
-    ids = tokenizer.encode("中国學生。\n語言。")
-    prove(model_of("llama", tokenizer.vocab_size), tokenizer, tmp_path, ids=4 * ids)
 
 
 def test_a_tokenizer_that_splits_otherwise_is_found(

@@ -18,9 +18,8 @@ from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.console import run_main
 from accel_gpt.files import lock
 from accel_gpt.report.payload import MOST_POINTS, all_marks, thin
-from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
-from tests.helpers.runs import LAUNCH, make_run, png_size, record
+from tests.helpers.runs import LAUNCH, make_run, record
 
 EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;{{ version }}"
 
@@ -224,14 +223,6 @@ def test_a_file_of_a_run_is_not_overwritten(
     assert (run / "metrics.jsonl").read_text() == before
 
 
-def test_the_png_of_the_model_card(tmp_path: Path) -> None:
-    long = [record(step) | {"train/loss": 11.0 if step < 9 else 3.0} for step in range(1, 400)]
-    short = [{"step": 1, "train/loss": 2.0}, {"step": 2, "eval/val_loss": None}]
-    for records in (long, short, []):
-        loss_curves(records, tmp_path / "loss.png")
-        assert png_size(tmp_path / "loss.png") == (1200, 700)
-
-
 def test_mistakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,15 +259,3 @@ def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
     longer = run("bpe_longer", "b" * 64, loss=4.5, bits=1.95)
     assert marked(chars, bpe) == {"2.16"}
     assert marked(bpe, longer) == {"4.5000"}
-
-
-def test_a_run_saved_beyond_its_last_record_stopped_where_it_was_saved(tmp_path: Path) -> None:
-    run = make_run(
-        tmp_path / "run", [record(90), record(95)], [{**LAUNCH, "plan": {"max_steps": 120}}]
-    )
-    (run / "checkpoints" / "step_00000060").mkdir(parents=True)
-    assert "stopped at step 95 of 120" in page(run)
-    (run / "checkpoints" / "step_00000097").mkdir()
-    text = page(run)
-    assert "stopped at step 97 of 120" in text
-    assert "<b>97</b><span>steps" in text

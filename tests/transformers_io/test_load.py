@@ -156,21 +156,6 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(
     assert not (tmp_path / "run").exists()
 
 
-def test_prepared_data_whose_tokenizer_is_too_large_is_refused_with_the_remedy(
-    folder: Path, small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The same model without a tokenizer, and data of 300 characters."""
-    (folder / "tokenizer.json").unlink()
-    text = tmp_path / "many.txt"
-    text.write_text("".join(map(chr, range(1000, 1300))) * 9)
-    made = str(tmp_path / "made")
-    words = ["prepare", str(text), "--tokenizer", "chars", "--out", made]
-    assert run_here(cli.dispatch, words) == 0
-    assert launch(small_run("--model.init_from", str(folder), "--data.train", made)) == 2
-    message = f"copy has 257 tokens but the tokenizer of data folder {made} has 300; "
-    assert f"{message}{folder} has no tokenizer.json: put" in capfd.readouterr().err
-
-
 @pytest.mark.usefixtures("in_this_process")
 def test_a_token_that_was_added_beyond_the_weights(
     folder: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -203,15 +188,6 @@ def test_ids_without_a_spelling_are_never_written(
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
     assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
     assert set(capsys.readouterr().out) <= set("abc\n")
-
-
-def test_a_prompt_that_the_model_has_no_rows_for_is_one_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    many = CharsTokenizer("".join(map(chr, range(1000, 1300))))
-    export_tokenizer(many, folder, 64)
-    assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", chr(1290)]) == 2
-    assert "token 290" in capsys.readouterr().err
 
 
 def test_no_context_is_longer_than_that_of_the_weights(
@@ -424,13 +400,11 @@ sys.exit(run_main(main, sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", [True, False])
 def test_one_of_several_ranks_asks_the_hub(
-    known: bool, folder: Path, small_run: Arguments, tmp_path: Path
+    folder: Path, small_run: Arguments, tmp_path: Path
 ) -> None:
     with HubServer() as hub:
-        if known:
-            hub.add("user/model", {path.name: path.read_bytes() for path in folder.iterdir()})
+        hub.add("user/model", {path.name: path.read_bytes() for path in folder.iterdir()})
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
         group |= environment(hub, tmp_path / "home") | {"ACCELERATE_USE_CPU": "true"}
         ranks = [
@@ -444,9 +418,8 @@ def test_one_of_several_ranks_asks_the_hub(
         shown = [rank.communicate(timeout=120) for rank in ranks]
         asked = [path for _, path in hub.requests if "/revision/" in path]
     assert len(asked) == 1
-    assert [rank.returncode for rank in ranks] == [0 if known else 2] * 3, shown
-    assert shown[1:] == [(shown[0][0] if known else "", "")] * 2
-    assert known or "user/model is neither a local folder nor a repository" in shown[0][1]
+    assert [rank.returncode for rank in ranks] == [0] * 3, shown
+    assert shown[1:] == [(shown[0][0], "")] * 2
 
 
 # --------------------------------------------------------------------------- a path with a mistake
@@ -498,15 +471,11 @@ def test_a_path_with_a_mistake_is_answered_with_the_nearest(
     ("name", "is_path"),
     [
         ("gpt2", False),
-        ("user/name", False),
         ("user/name@v1", False),
         ("hf://runs/x", False),
         ("runs/x", True),
-        ("data/x", True),
-        ("data/notes/x", True),
         ("~/x", True),
         ("../x", True),
-        ("/x/y", True),
     ],
 )
 def test_the_hub_is_not_asked_for_a_path(name: str, is_path: bool) -> None:
@@ -518,28 +487,3 @@ def test_the_hub_is_not_asked_for_a_path(name: str, is_path: bool) -> None:
         with pytest.raises(UserError) as error:
             named_tokenizer(name)
         assert ("the Hub was asked" in str(error.value)) == (not is_path)
-
-
-@pytest.mark.usefixtures("places")
-@pytest.mark.parametrize("name", ["quickstart", "rums/quickstart"])
-def test_a_name_that_the_hub_does_not_have_is_answered_with_the_nearest_folder(name: str) -> None:
-    with pytest.raises(UserError, match=r"or did you mean the folder runs/quickstart\?"):
-        pretrained.find_pretrained(name)
-
-
-@pytest.mark.parametrize(
-    ("typed", "advice"),
-    [
-        ("beste", "did you mean best?"),
-        ("lst", "did you mean last?"),
-        ("step_00000012", "did you mean 12?"),
-        ("7", "choose last or one of 8, 12"),
-    ],
-)
-def test_a_checkpoint_with_a_mistake_is_answered_with_the_nearest(
-    trained: Callable[..., Path], typed: str, advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = trained()
-    capsys.readouterr()
-    assert run_here(cli.dispatch, ["sample", str(run), "--checkpoint", typed]) == 2
-    assert f"{run} has no checkpoint {typed!r}; {advice}" in capsys.readouterr().err

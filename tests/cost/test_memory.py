@@ -128,7 +128,8 @@ CASES: dict[
 
 
 QUICK = [("plain", "gpt2", True), *((case, "gpt2", False) for case in CASES)]
-ALL = list(itertools.product(CASES, PRESETS, (False, True)))
+MORE = itertools.product(("plain", "recomputed"), PRESETS, (False, True))
+ALL = dict.fromkeys([*QUICK, *MORE])  # each once
 
 
 @pytest.mark.parametrize(

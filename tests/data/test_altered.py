@@ -1,7 +1,6 @@
 """Data files that were altered between two launches of a run."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,12 +99,3 @@ def test_a_shard_that_was_only_touched_goes_on_and_is_not_hashed_again(
     assert "comparing 1 data files" in capsys.readouterr().err
     assert launch(small_run("--train.max_steps", "20", *LONGER[2:])) == 0
     assert "comparing" not in capsys.readouterr().err
-
-
-def test_a_run_without_a_checkpoint_takes_any_file(
-    foreign_run: Arguments, foreign: Path, tmp_path: Path
-) -> None:
-    assert launch(foreign_run()) == 0
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    token_file(foreign / "val.bin", 4000)
-    assert launch(foreign_run()) == 0

@@ -207,19 +207,6 @@ def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(
     assert b"SIGINT: saved at step" in shell.written.splitlines()[-1]  # below the panel
 
 
-@pytest.mark.slow
-def test_a_closed_terminal_saves(small_run: Arguments, tmp_path: Path) -> None:
-    """The kernel sends SIGHUP, and every write fails from then on."""
-    train = [sys.executable, "-m", "accel_gpt.cli", "train"]
-    long = ["--train.max_steps", "100000", "--eval.every", "0", "--sample.every", "0"]
-    long += ["--checkpoint.every", "0"]
-    with Terminal([*train, *small_run(*long)], cwd=tmp_path) as shell:
-        shell.wait_for("tok/s")
-        shell.hang_up()
-        assert shell.process.wait(60) == 75
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
-
-
 def test_progress_is_a_line_every_ten_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

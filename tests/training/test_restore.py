@@ -11,6 +11,7 @@ import torch
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import all_options
 from accel_gpt.config.values import leaves, to_flat, to_yaml
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.training.changes import check_same_config, check_same_run
@@ -151,57 +152,16 @@ def test_metrics_are_cut_back_to_the_step_that_is_resumed(
 
 # --------------------------------------------------------------------------- what may change
 
-IDENTITY = {
-    *(key for key in leaves(Config) if key.startswith("model.")),
-    "optim.name",
-    "seed",
-    "data.shuffle",
-    "data.shuffle_group",
-    "train.tokens_per_step",
-    "optim.embedding_lr",
-    "optim.head_lr",
-    "optim.residual_lr_factor",  # these three may not change between set and null
-} - {"model.init_from"}
-FREE = {
-    "out_dir",
-    "data.train",
-    "data.tokenizer",
-    "data.dtype",
-    "data.cache_dir",
-    "data.cache_gb",
-    "model.init_from",
-    "train.micro_batch_size",
-    "train.mixed_precision",
-    "train.bf16_residual",
-    "train.matmul_precision",
-    "train.compile",
-    "train.cpu_threads",
-    "train.time_limit",
-    "train.step_timeout",
-    "train.init_timeout",
-    "train.profile",
-    "model.depth",
-    "optim.lr_factor",
-    "model.zero_init",
-    "train.activation_checkpointing",
-    "train.sync_each_batch",
-    "eval.every",
-    "eval.hellaswag",
-    "eval.hellaswag_limit",
-    "train.stop_at",
-    *(key for key in leaves(Config) if key.startswith(("sample.", "checkpoint.", "log.", "hub."))),
-    *(key for key in leaves(Config) if key.startswith("data.prepare.")),
-}
-
 
 def test_every_key_is_of_one_class() -> None:
-    """Identity keys are rejected with code 4, free keys may change, others can be allowed."""
+    """The class of each key stands in docs/reference/keys.md."""
     now, path = TrainState(config=to_flat(Config())), Path("step")
+    options = all_options(Config)
     for key in leaves(Config):
         before = TrainState(config={**now.config, key: "other"})
-        if key in FREE:
+        if options[key].resume in ("free", "start"):
             check_same_run(path, before, now, ())
-        elif key in IDENTITY:
+        elif options[key].resume == "refuse" or options[key].null_is_another_run:
             with pytest.raises(CheckpointError, match=f"{key} was other, is "):
                 check_same_run(path, before, now, (key,))
         else:

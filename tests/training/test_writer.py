@@ -249,32 +249,6 @@ def test_a_failed_save_is_tried_again_before_the_next_is_due(
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [9, 12]
 
 
-def test_a_disk_without_room_for_all_that_keep_last_asks_for_keeps_fewer(
-    small_run: Arguments,
-    tmp_path: Path,
-    fault: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The disk is full at step 9, with checkpoints at 3 and 6."""
-    usage = SimpleNamespace(total=10**6, used=10**6 - 100, free=100)
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage)
-
-    def update(run: train.Training) -> None:
-        run.writer.thread and run.writer.thread.join()  # so that the failure is known
-        plain_update(run)
-
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
-    fault("manifest.due:3=enospc")
-    own = ("--checkpoint.every", "3", "--checkpoint.keep_last", "9")
-    assert launch(small_run(*QUIET, *own)) == 0
-    said = capsys.readouterr().err
-    assert "WARNING: the checkpoint of step 9 could not be written in" in said
-    assert "100 are free); removed step 3 to make room; the next step will be saved" in said
-    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [6, 10, 12]
-
-
 @pytest.mark.parametrize("damaged", [[], [9]])
 def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     damaged: list[int],

@@ -218,22 +218,15 @@ def test_a_comma_of_a_list_separates_no_values() -> None:
         assert len(split_values(key, text)) == count
 
 
-@pytest.mark.parametrize("key", ["optim.beta1=0.5", "data.train=elsewhere"])
 def test_the_runs_of_another_sweep_are_not_taken(
-    key: str,
     made: Callable[..., int],
-    corpus: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(corpus, "elsewhere")
     assert made("--optim.lr", "1e-3,3e-3") == 0
-    assert made("--optim.lr", "1e-3,3e-3", f"--{key}") == 2
-    name, _, value = key.partition("=")
-    assert re.search(rf"was trained with {name} .*, but now has {value}; ", capsys.readouterr().err)
-    capsys.readouterr()
+    assert made("--optim.lr", "1e-3,3e-3", "--optim.beta1=0.5") == 2
+    told = r"was trained with optim.beta1 .*, but now has 0.5; "
+    assert re.search(told, capsys.readouterr().err)
     assert made("--optim.lr", "1e-3,3e-3", "--train.stop_at=5") == 2
     assert "was trained to step 12, but now ends at step 5; " in capsys.readouterr().err
     (tmp_path / "sweep/run.json").touch()

@@ -156,12 +156,10 @@ def test_shards_are_ordered_by_their_numbers(tmp_path: Path) -> None:
     [
         ("train.bin val.bin", "train.bin", "val.bin"),
         ("fineweb_train_000001.bin fineweb_val_000000.bin", "fineweb_train_000001.bin", "f val"),
-        ("TinyStories_train.bin TinyStories_val.bin", "TinyStories_train.bin", "T val"),
         ("a-Validation-1.npy a.valid2.npy b_train.npy", "b_train.npy", "a-V a.v"),
         ("interval.npy constrain.npy", "interval.npy constrain.npy", ""),
         ("x_train_0.npy other.npy", "x_train_0.npy", ""),
         ("x_val_0.npy other.npy", "", "x_val_0.npy"),
-        ("x_test_0.npy", "", ""),
         ("0_doc.ds 1_doc.ds 2_val.ds 3_test.ds", "0_doc.ds 1_doc.ds", "2_val 3_test"),
         ("0_doc.ds 1_train.ds", "1_train.ds", ""),
     ],

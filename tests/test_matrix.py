@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,10 +23,8 @@ import torch.nn.functional as F
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.training import accelerator as environment
 from accel_gpt.training.unsupported import FP8_CAPABILITY
-from accel_gpt.transformers_io.export import export
-from tests.conftest import THOROUGH, launch
+from tests.conftest import THOROUGH
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights
 from tests.training.test_accelerate_configs import FOLDER, environment_of
@@ -53,7 +50,6 @@ PORT = ("--main_process_port", "0")
 FSDP2 = (str(FOLDER / "fsdp2_8.yaml"), "--num_processes", "2", *PORT)
 ACCELERATE_CONFIGS = {
     "fsdp2": (*FSDP2, TRAIN),
-    "fsdp2_gathered": (*FSDP2, "--fsdp_reshard_after_forward", "false", TRAIN),
     "hsdp": (
         *(str(FOLDER / "hsdp_2x8.yaml"), "--num_processes", "4", "--num_machines", "1"),
         *("--parallelism_config_dp_shard_size", "2", *PORT, TRAIN),
@@ -199,23 +195,23 @@ def collectives(engine: str, optimizer: str, micro_steps: int, synced: bool) -> 
 
     DDP all-reduces one bucket of gradients at the last micro-step, or `synced` at each; FSDP2
     reduces those of four groups, and all-reduces the norm. Each micro-step gathers the groups, and
-    unless they stay gathered the two blocks again, and the head if it is not the embedding. For
-    each of Muon's four stacks DDP gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
+    the two blocks again, and the head if it is not the embedding. For each of Muon's four stacks
+    DDP gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
     """
     muon, reductions = optimizer == "muon", micro_steps if synced else 1
     if engine == "ddp":
         return {"reduce": 1 + reductions, **({"gather": 4} if muon else {})}
-    again = 0 if engine == "fsdp2_gathered" else 2 + muon
+    again = 2 + muon
     scatter, gather = 4 * reductions, (4 + again) * micro_steps + 8 * muon
     return {"reduce": 2, "scatter": scatter, "gather": gather}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2_gathered"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_losses_are_those_of_one_process_and_collectives_are_counted(
     engine: str, small_run: Arguments, tmp_path: Path
 ) -> None:
-    sequences, steps = 16, 50 if THOROUGH else 10
+    sequences, steps = 16, 50 if THOROUGH else 5
 
     def task(
         world: int, optimizer: str, micro_steps: int, synced: bool = False
@@ -233,8 +229,7 @@ def test_losses_are_those_of_one_process_and_collectives_are_counted(
     single = {name: task(1, name, 1) for name in DIMENSIONS["optimizer"]}
     work("one", 1, [words for _, words in single.values()], tmp_path)
     for world in (2, 4) if THOROUGH else (2,):
-        cases = [(*case, False) for case in itertools.product(DIMENSIONS["optimizer"], (1, 4))]
-        cases.append(("adamw", 4, True))
+        cases = [("adamw", 1, False), ("muon", 4, False), ("adamw", 4, True)]
         shared = [task(world, *case) for case in cases]
         work(engine, world, [words for _, words in shared], tmp_path)
         for (optimizer, *case), (out, _) in zip(cases, shared, strict=True):
@@ -250,16 +245,6 @@ def gpu_cases(engine: str, fp8: bool) -> list[Case]:
     """Choose cases of an engine that cover every pair of values that GPUs support."""
     precisions = ["no", "bf16", *(["fp16"] * (engine != "fsdp2")), *(["fp8"] * fp8)]
     return pairwise(all_cases({**DIMENSIONS, "engine": [engine], "precision": precisions}))
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("engine", ["one", "ddp", "fsdp2"])
-def test_a_test_on_gpus_compiles_few_cases(engine: str, fp8: bool) -> None:
-    """Compiling takes most of the time there, 20 s for the first step (benchmarks/RESULTS.md)."""
-    compiled = [case for case in gpu_cases(engine, fp8) if case["compiled"] == "true"]
-    counts = Counter(case["precision"] for case in compiled)
-    assert set(counts) >= {"no", "bf16"}
-    assert max(counts.values()) <= (1 if engine != "fsdp2" or fp8 else 2)
 
 
 @pytest.mark.gpu
@@ -320,7 +305,6 @@ def check(case: Case, folder: Path, device: str) -> None:
     sys.stdout.write(f"{name(case)}: {error:.1e}\n")
     assert kept["loss"].dtype == torch.float32
     assert error < BOUNDS[case["precision"]] * (1 if device == "cpu" else 10), name(case)
-    export(str(whole), folder / f"{name(case)}.export")
 
 
 @pytest.mark.slow
@@ -333,30 +317,13 @@ def test_fsdp2_in_bf16_sums_the_gradients_of_many_micro_batches_in_float32(
         case = dict(zip(DIMENSIONS, values, strict=True))
         own = [*options(case), "--out_dir", str(tmp_path / engine)]
         own += ["--train.micro_batch_size", "1", "--train.tokens_per_step", str(2 * 64 * 32)]
+        own += ["--train.max_steps", "3"]
         kept = tmp_path / f"{engine}.pt"
         work(engine, 2, [[engine, small_run(*own), 0, str(kept)]], tmp_path)
-        shape = tmp_path / engine / "checkpoints" / "step_00000005" / "model.json"
+        shape = tmp_path / engine / "checkpoints" / "step_00000003" / "model.json"
         found = torch.load(kept, weights_only=True)
         assert len(found["batches"]) == 2 * 64
         errors[engine] = gradient_error(found, json.loads(shape.read_text()))
     sys.stdout.write(f"{errors}\n")
     # the weights are bf16 here, and cast by autocast under DDP: measured 1.1 times the error
     assert errors["fsdp2"] < 1.5 * errors["ddp"]
-
-
-@pytest.mark.parametrize("precision", ["no", "fp8"])
-def test_what_does_not_combine_is_refused_by_name(
-    precision: str,
-    small_run: Arguments,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if precision == "fp8":
-        pytest.importorskip("torchao", reason="fp8 needs torchao")
-        monkeypatch.setattr(environment, "check_fp8", lambda _: None)
-    values = ("elastic", precision, "adamw", "true" if precision == "no" else "false", "none")
-    case = dict(zip(DIMENSIONS, (*values, "false"), strict=True))
-    assert launch(small_run(*options(case))) == 2
-    message = refused(case)
-    assert message
-    assert message in capsys.readouterr().err

@@ -36,7 +36,7 @@ from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import gradients, precision
 
-FSDP = ("fsdp2", "fsdp2_gathered", "hsdp")
+FSDP = ("fsdp2", "hsdp")
 
 
 def emulate_fp8() -> None:

@@ -37,6 +37,7 @@ from accel_gpt.prepare.prepare import prepare
 THREADS = int(os.environ.get("ACCEL_GPT_TEST_THREADS", "1"))
 # 0: as many cases as `.ci/run` has time for; 1 and more: as many as `.ci/release` runs
 THOROUGH = int(os.environ.get("ACCEL_GPT_THOROUGH", "0"))
+RECORDS = ("config.yaml", "run.json", "data_files.json")  # files of a run with paths
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 # compiled code goes where torch puts it, not into the user's cache
 PLACE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
@@ -222,7 +223,7 @@ def trained(train_once: Callable[..., Path], corpus: Path) -> Callable[..., Path
         shutil.copytree(source / "run", run)
         checkpoints = sorted(run.glob("checkpoints/step_*"))
         states = [path / "trainer_state.json" for path in checkpoints]
-        for path in (run / "config.yaml", run / "run.json", *states):
+        for path in (*(run / name for name in RECORDS), *states):
             text = path.read_text().replace(str(source / "run"), str(run))
             path.write_text(text.replace(str(source), str(corpus.parent)))
         for path in checkpoints:

@@ -54,9 +54,7 @@ def train_config(config: Config, source: str) -> int:
     """
     initialize = find_initial_weights(config)
     with open_launch(config) as launch:
-        if is_main():
-            report_moved_run(config, source)
-            copy_shipped(source, Path(config.out_dir))
+        on_main(lambda: note_source(config, source))
         ensure_data(config)
         url = config.checkpoint.copy_to
         if url:
@@ -79,8 +77,9 @@ def train_config(config: Config, source: str) -> int:
     return PREEMPTED if stopped or unfinished else 0
 
 
-def report_moved_run(config: Config, source: str) -> None:
-    """Print a line if `source` is the config of a run whose folder was moved or copied."""
+def note_source(config: Config, source: str) -> None:
+    """Copy a shipped config into the run's folder; print a line if a moved run's config is used."""
+    copy_shipped(source, Path(config.out_dir))
     path = Path(source)
     if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
         return

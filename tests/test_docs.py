@@ -573,7 +573,7 @@ def test_every_command_runs(
 
 @pytest.mark.slow
 def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
-    """Export, push, sample and resume from the Hub: a server on this machine."""
+    """Export, push and sample from the Hub: a server on this machine."""
     folder = tmp_path / "folder"
     shutil.copytree(world, folder)
     with HubServer() as hub:
@@ -582,11 +582,9 @@ def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
         for command in commands("docs/how-to/push.md"):
             if not command.startswith("hf "):
                 mine = command.replace("user/", "tester/").replace("step-840", "step-12")
-                mine = mine.replace("max_steps 1200", "max_steps 14")
                 shown.append(run(f"export {known}; {mine}", folder))
-        push, sample, resume, train = shown
+        push, sample, train = shown
         assert "step 12 is at" in push
         assert sample.count("def read(") >= 2
-        assert "resuming runs/moved from step 12" in resume
         assert "is finished" in train
         assert {"README.md", "loss.png", "config.json"} <= set(hub.files("tester/quickstart"))

@@ -295,7 +295,7 @@ def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path)
         read = Counter(path.rpartition("/")[2] for _, path in hub.requests)
         assert read["train-0.parquet"] < read["train-1.parquet"]  # only for the columns
         offline = start("other", HF_HUB_OFFLINE="1")
-        assert "HF_HUB_OFFLINE is set" in offline.communicate()[1]
+        assert "unset HF_HUB_OFFLINE" in offline.communicate()[1]
         assert offline.returncode == 2
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes()

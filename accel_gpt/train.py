@@ -14,7 +14,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from accel_gpt.console import exit_while_importing, run_main
@@ -27,14 +27,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan, plural
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.launcher import world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.training.accelerator import build_model, start_accelerator
@@ -81,8 +80,8 @@ class Training:
     reporter: Reporter
     writer: CheckpointWriter
     evaluations: list[Evaluation]
-    loader: Loader = field(init=False)
-    guard: StepGuard = field(init=False)
+    loader: Loader
+    guard: StepGuard
 
 
 # --------------------------------------------------------------------------- start
@@ -101,8 +100,8 @@ def train(
     each new checkpoint, before older ones are pruned.
     """
     stop = launch.stop
+    plan = launch.plan
     config = pin_data(config)
-    plan = make_plan(config, world_size())
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT_TIMEOUT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
@@ -204,6 +203,17 @@ def set_up(
         on_checkpoint=on_checkpoint,
         check_folder=check_folder,
     )
+    corpus.load_state_dict(vars(state))
+    loader = corpus.loader(
+        plan=plan,
+        rank=accelerator.process_index,
+        device=accelerator.device,
+        position=state.sequences,
+    )
+    loader.keep_sequences = config.log.batch_hash
+    guard = StepGuard(config.train, accelerator.device)
+    guard.load_state_dict(vars(state))
+    configure(optimizer, config.optim)  # overrides the options from a checkpoint
     run = Training(
         config=config,
         plan=plan,
@@ -217,27 +227,12 @@ def set_up(
         reporter=reporter,
         writer=writer,
         evaluations=evaluations,
+        loader=loader,
+        guard=guard,
     )
-    start_from_state(run)
     reporter.start(run.corpus, state)
     model.train()  # evaluation and sampling restore this mode
     return run
-
-
-def start_from_state(run: Training) -> None:
-    """Start corpus, loader and step guard at `run.state`; set the options of the optimizer."""
-    run.corpus.load_state_dict(vars(run.state))
-    device = run.accelerator.device
-    run.loader = run.corpus.loader(
-        plan=run.plan,
-        rank=run.accelerator.process_index,
-        device=device,
-        position=run.state.sequences,
-    )
-    run.loader.keep_sequences = run.config.log.batch_hash
-    run.guard = StepGuard(run.config.train, device)
-    run.guard.load_state_dict(vars(run.state))
-    configure(run.optimizer, run.config.optim)  # overrides the options from a checkpoint
 
 
 # --------------------------------------------------------------------------- the step

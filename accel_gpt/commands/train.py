@@ -16,11 +16,10 @@ from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.parse import read_yaml
-from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run, to_flat
 from accel_gpt.console import write_err
-from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables, world_size
+from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.ensure import ensure_data
@@ -63,8 +62,7 @@ def train_config(config: Config, source: str) -> int:
             on_main(lambda: restore_newest_copy(url, folder, resume, launch.log))
         uploader = None
         if is_main():
-            last_step = make_plan(config, world_size()).max_steps
-            uploader = open_uploader(config, last_step, launch.log)
+            uploader = open_uploader(config, launch.plan.max_steps, launch.log)
         for line in describe_depth(to_flat(config)):
             launch.log(line)
         stopped = train(

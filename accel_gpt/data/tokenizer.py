@@ -276,7 +276,7 @@ class HFTokenizer(Tokenizer):
         self.file_text = to_json(content)
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(self.file_text)
-        except Exception as error:  # the library has no class of its own
+        except Exception as error:  # tokenizers raises no class of its own
             raise DataError(f"{where} is not a valid tokenizer.json: {error}") from None
         self.tokenizer.encode_special_tokens = True
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
@@ -307,7 +307,7 @@ class HFTokenizer(Tokenizer):
         """Encode with the normalizer, the pre-tokenizer and the model of the tokenizer.json."""
         try:
             (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # the library has no class of its own
+        except Exception as error:  # tokenizers raises no class of its own
             raise DataError(f"the tokenizer of {self.where} failed: {error}") from None
         return np.array(found.ids, np.uint32)
 

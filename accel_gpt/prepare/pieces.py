@@ -75,7 +75,7 @@ class CutsByEncoding:
         return 0
 
     def keeps_ids(self, left: str, right: str) -> bool:
-        """Return whether the tokens of `left` and `right` are those of the text that they make."""
+        """Return whether `left` and `right` have the same tokens apart as joined."""
         after = continuation(right) if self.prepends else right
         ids = [self.tokenizer.encode(text) for text in (left, after, left + right)]
         return ids[0] + ids[1] == ids[2]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 # colors of page.css in light mode
 COLORS = ("#2f63b8", "#d1432f", "#1b8a6b", "#8a4fbe", "#b8860b", "#0f8aa8", "#b83a7a", "#667085")
 INK = "#1c2024"
-GREY = "#9a9a94"
 NEIGHBORS = 60  # smoothing averages 1 / 60 of the points on each side, the page's default
 MARGIN = 0.06  # space above and below the curves, as a share of their range
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import check_unaltered
 from accel_gpt.data.corpus import Corpus
@@ -42,6 +42,7 @@ class Launch:
     """Hold what a process of a run keeps from its start to its end."""
 
     config: Config
+    plan: Plan
     stop: StopSignal
     check_folder: Callable[[], None]
     """Raise `BusyError` on rank 0 if the run has lost its folder."""
@@ -74,7 +75,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
     """
     die_with_launcher()
     started = time.monotonic()
-    make_plan(config, world_size())
+    plan = make_plan(config, world_size())
     check_trackers(config.log.trackers)
     lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
@@ -90,7 +91,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
                 if is_main():
                     lock = held.enter_context(locked(folder))
             require_shared(folder)
-        yield Launch(config, stop, lock.check if lock else nothing_to_check)
+        yield Launch(config, plan, stop, lock.check if lock else nothing_to_check)
 
 
 def meeting_watchdog(config: Config) -> Watchdog:

@@ -298,7 +298,8 @@ def block_bytes(config: Config, tokens: int, machine: Machine) -> int:
       compiled model, in a LayerNorm on a CPU, or in a norm without weights on a CPU,
     - queries, keys and values, twice if they are rotated or normalized,
     - the result of attention, and one float32 per head,
-    - the input of the activation function, and its output unless the backward pass recomputes it.
+    - the input of the activation function, and its output unless the backward pass recomputes it,
+      which it never does in a compiled model; there only the product of a gated MLP counts.
 
     On a CPU, attention runs in float32 and has no fused kernel for dropout. In bf16 autograd
     therefore saves float32 copies, and with dropout three T x T weights per head.
@@ -324,7 +325,8 @@ def block_bytes(config: Config, tokens: int, machine: Machine) -> int:
         kept_bytes = number_bytes
     qkv = (H + 2 * model.kv_heads) * D
     attention = copies * kept_bytes * qkv + number_bytes * H * D + FLOAT_BYTES * H
-    if not cpu and model.qk_norm and number_bytes < FLOAT_BYTES:  # normalized in float32
+    copied = not cpu and not config.train.compiled and number_bytes < FLOAT_BYTES
+    if model.qk_norm and copied:  # normalized in float32
         attention += FLOAT_BYTES * (H + model.kv_heads) * D
     if cpu and model.dropout:
         attention += 3 * FLOAT_BYTES * H * model.block_size
@@ -332,7 +334,9 @@ def block_bytes(config: Config, tokens: int, machine: Machine) -> int:
         attention += FLOAT_BYTES * model.block_size
     values = mlp_values(model)
     mlp = number_bytes * values
-    if not activates_twice(tokens * values):
+    if config.train.compiled:
+        mlp += number_bytes * model.hidden_size
+    elif not activates_twice(tokens * values):
         mlp += number_bytes * values
     dropout = 0
     if model.dropout:

@@ -1,6 +1,7 @@
 """The forecast of memory against torch's allocations and a training process."""
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -157,21 +158,26 @@ def test_the_forecast_is_near_the_tensors_that_are_alive_at_once(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.compile
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_cuda_allocates_what_is_planned(preset: str, half: bool) -> None:
+def test_cuda_allocates_what_is_planned(preset: str, half: bool, compiled: bool) -> None:
     shape = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256}
     model = ModelConfig(**{**shape, **PRESETS[preset]})
-    train = TrainConfig(16 * 256, micro_batch_size=16, max_steps=1)
+    train = TrainConfig(32 * 256, micro_batch_size=32, max_steps=1, compile=compiled)
     machine = Machine(1, "h100", None, False, "bf16" if half else "no")
-    planned = footprint(Config(model=model, train=train), 8192, machine)
+    planned = footprint(Config(model=model, train=train), 2048, machine)
     torch.ones(16, 16, device="cuda", requires_grad=True).mm(torch.ones(16, 16, device="cuda"))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()  # with the workspaces of cuBLAS
-    gpt = GPT(model, 8192).cuda().train()
+    gpt = GPT(model, 2048).cuda().train()
     gpt.bf16_residual = True
+    if compiled:
+        for block in gpt.blocks:
+            block.compile()
     optimizer = make_optimizer(gpt, OptimConfig())
-    tokens = torch.randint(0, 8192, (16, 256), device="cuda")
+    tokens = torch.randint(0, 2048, (32, 256), device="cuda")
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", torch.bfloat16, enabled=half):
@@ -180,4 +186,6 @@ def test_cuda_allocates_what_is_planned(preset: str, half: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
     expected = planned.total - planned.parts["libraries"]
-    assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.15)
+    found = torch.cuda.max_memory_allocated() - before
+    sys.stdout.write(f"{preset}: planned over found {expected / found:.3f}\n")
+    assert found == pytest.approx(expected, rel=0.15)

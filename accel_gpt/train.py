@@ -105,7 +105,7 @@ def train(
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT_TIMEOUT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
-        group = host_group(config, accelerator)
+        group = host_group(config.train, accelerator.num_processes)
         stop.connect_ranks(config.train.time_limit, group)
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
@@ -196,7 +196,7 @@ def set_up(
         accelerator=accelerator,
         config=config.checkpoint,
         out_dir=Path(config.out_dir),
-        group=host_group(config, accelerator),
+        group=host_group(config.train, accelerator.num_processes),
         tokenizer=corpus.tokenizer,
         log=log,
         before_publish=reporter.sync,

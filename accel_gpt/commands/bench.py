@@ -87,7 +87,7 @@ def bench(options: BenchCommand) -> Report | None:
         measured = with_random_tokens(measured, vocab_size, Path(out, "data"))
         plan = make_plan(measured, world_size())
         with meeting_watchdog(measured):
-            join_ranks(measured)
+            join_ranks(measured.train)
         with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not started the device"):
             measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)

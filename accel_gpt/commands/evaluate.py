@@ -31,9 +31,10 @@ from accel_gpt.evals.validation import OnProgress, score_source
 from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
+from accel_gpt.training.accelerator import resolve_precision
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.display import Progress
-from accel_gpt.training.precision import requested_precision, resolve_precision
+from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.process import join_ranks, keep_freed_memory
 from accel_gpt.training.ranks import explain_lost_rank, require_all
 from accel_gpt.training.run_folder import RunFolder
@@ -262,10 +263,10 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     train = replace(config.train, mixed_precision=precision)
     # train.reproducible sets one thread, which only training needs
     with meeting_watchdog(config):
-        state = join_ranks(replace(config, train=replace(train, reproducible=False)))
+        state = join_ranks(replace(train, reproducible=False))
     config = resolve_precision(replace(config, train=train))
     on_cpu = state.device.type == "cpu"
-    evaluated_in = EVALUATED_IN.get(requested_precision(config))
+    evaluated_in = EVALUATED_IN.get(requested_precision(config.train))
     if on_cpu and evaluated_in == "fp16":
         evaluated_in = "no"
     return Accelerator(cpu=on_cpu, mixed_precision=evaluated_in)

@@ -62,7 +62,13 @@ def train_config(config: Config, source: str) -> int:
             on_main(lambda: restore_newest_copy(url, folder, resume, launch.log))
         uploader = None
         if is_main():
-            uploader = open_uploader(config, launch.plan.max_steps, launch.log)
+            uploader = open_uploader(
+                checkpoint=config.checkpoint,
+                hub=config.hub,
+                run=Path(config.out_dir),
+                final_step=launch.plan.max_steps,
+                log=launch.log,
+            )
         for line in describe_depth(to_flat(config)):
             launch.log(line)
         stopped = train(

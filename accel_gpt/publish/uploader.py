@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_gpt.children import child_error, launch_child
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.files import link_tree
 from accel_gpt.launcher import STOP_WITH_PARENT
 from accel_gpt.training.run_folder import RunFolder
@@ -47,22 +47,21 @@ class Target:
     by_hand: str = ""  # the command that uploads what is left
 
 
-def targets_of(config: Config) -> list[Target]:
-    """Return the targets of a config; copies come first, since they save work."""
+def targets_of(checkpoint: CheckpointConfig, hub: HubConfig, run: Path) -> list[Target]:
+    """Return the targets of the run in `run`; copies come first, since they save work."""
     targets = []
-    if config.checkpoint.copy_to:
+    if checkpoint.copy_to:
         targets.append(
             Target(
                 kind="copy",
-                label=config.checkpoint.copy_to,
+                label=checkpoint.copy_to,
                 settings={
-                    "url": config.checkpoint.copy_to,
-                    "keep_last": config.checkpoint.keep_last,
+                    "url": checkpoint.copy_to,
+                    "keep_last": checkpoint.keep_last,
                 },
                 priority="low",
             )
         )
-    hub = config.hub
     if hub.push != "never":
         targets.append(
             Target(
@@ -75,33 +74,46 @@ def targets_of(config: Config) -> list[Target]:
                     "license": hub.license,
                 },
                 priority="idle",
-                by_hand=f", or run accel-gpt push {shlex.quote(config.out_dir)} "
-                f"--repo {hub.repo_id}",
+                by_hand=f", or run accel-gpt push {shlex.quote(str(run))} --repo {hub.repo_id}",
             )
         )
     return targets
 
 
-def open_uploader(config: Config, final_step: int, log: Callable[[str], None]) -> "Uploader | None":
-    """Start the uploader of a config, on rank 0; None if the config uploads nothing.
+def open_uploader(
+    checkpoint: CheckpointConfig,
+    hub: HubConfig,
+    run: Path,
+    final_step: int,
+    log: Callable[[str], None],
+) -> "Uploader | None":
+    """Start the uploader of the run in `run`, on rank 0; None if it uploads nothing.
 
     `final_step`: the step that `hub.push: end` uploads.
     """
-    targets = targets_of(config)
-    return Uploader(config, targets, final_step, log) if targets else None
+    targets = targets_of(checkpoint, hub, run)
+    if not targets:
+        return None
+    push_all = hub.push == "every_checkpoint"
+    return Uploader(run, targets, push_all, final_step, log)
 
 
 class Uploader:
     """Uploads the newest checkpoint of a run to its targets, one after the other."""
 
     def __init__(
-        self, config: Config, targets: list[Target], final_step: int, log: Callable[[str], None]
+        self,
+        run: Path,
+        targets: list[Target],
+        push_all: bool,
+        final_step: int,
+        log: Callable[[str], None],
     ) -> None:
         self.targets = targets
+        self.push_all = push_all
         self.final_step = final_step
-        self.push_all = config.hub.push == "every_checkpoint"
         self.log = log
-        self.folder = Path(config.out_dir) / ".uploading"
+        self.folder = run / ".uploading"
         self.changing = threading.Lock()  # held while `newest` and `missing` change together
         self.wake = threading.Event()
         self.newest: Path | None = None
@@ -114,7 +126,7 @@ class Uploader:
         self.child: subprocess.Popen[str] | None = None
         self.current: Target | None = None
         shutil.rmtree(self.folder, ignore_errors=True)  # of a launch that was killed
-        own = RunFolder(config.out_dir).checkpoints
+        own = RunFolder(run).checkpoints
         if own:
             self.on_checkpoint(own[max(own)])
             self.resumed = True

@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,13 @@ from accel_gpt.launcher import (
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.training.checkpoint import earlier_precision
 from accel_gpt.training.compilation import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.devices import bf16_instructions
-from accel_gpt.training.precision import requested_precision, resolve_precision
+from accel_gpt.training.display import print_line
+from accel_gpt.training.precision import choose_precision, requested_precision
 from accel_gpt.training.process import collective_timeout, join_ranks
+from accel_gpt.training.ranks import on_main
 from accel_gpt.training.unsupported import (
     REPLICATED,
     check_engine,
@@ -61,7 +65,7 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
 
     Returns `config` with the chosen precision.
     """
-    join_ranks(config)
+    join_ranks(config.train)
     config = resolve_precision(config)
     return config, make_accelerator(config, plan)
 
@@ -69,12 +73,30 @@ def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
 # --------------------------------------------------------------------------- the `Accelerator`
 
 
+def resolve_precision(config: Config) -> Config:
+    """Replace `train.mixed_precision: auto` by the chosen precision; a collective.
+
+    A resumed run keeps its precision.
+    """
+    if config.train.mixed_precision != "auto":
+        return config
+
+    def choose() -> tuple[str, str]:
+        earlier = earlier_precision(config.out_dir, config.checkpoint.resume)
+        return choose_precision(earlier, config.train.reproducible)
+
+    precision, reason = on_main(choose)
+    name = "fp32" if precision == "no" else precision
+    print_line(config.log.level, f"auto     precision {name}: {reason}")
+    return replace(config, train=replace(config.train, mixed_precision=precision))
+
+
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     """Make the `Accelerator` of a run. Call `join_ranks` and `resolve_precision` first.
 
     Raises `UserError` if the engine or precision is not supported.
     """
-    check_fp8(config)
+    check_fp8(requested_precision(config.train))
     logging.getLogger(NOISY_LOGGER).setLevel(logging.ERROR)
     # Accelerate would search all of sys.path for this optimizer twice a step: 0.25 ms
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]  # None blocks the import
@@ -106,7 +128,7 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
                 *fp8_recipe(config),
             ],
         )
-    check_engine(accelerator, config)
+    check_engine(accelerator, config.train, config.model.dropout)
     if accelerator.distributed_type == DistributedType.FSDP:
         set_up_fsdp(accelerator)
     bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
@@ -150,7 +172,7 @@ def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
 
     All-gathers stay out of fp8: they would replace the parameters that the optimizer holds.
     """
-    if requested_precision(config) != "fp8":
+    if requested_precision(config.train) != "fp8":
         return []
     return [AORecipeKwargs(enable_fsdp_float8_all_gather=False)]
 
@@ -222,7 +244,7 @@ def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None
     from torch.distributed.device_mesh import DeviceMesh
 
     new_subgroups: Any = dist.new_subgroups
-    group, _ = new_subgroups(ranks, timeout=collective_timeout(config))
+    group, _ = new_subgroups(ranks, timeout=collective_timeout(config.train))
     return DeviceMesh.from_group(group, accelerator.device.type)
 
 

@@ -110,7 +110,7 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
 
 def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool, str]:
     """Return whether compiling saves more time than it takes, and the reason."""
-    matrix_units = requested_precision(config) != "no" and bf16_instructions() == MATRIX_UNITS
+    matrix_units = requested_precision(config.train) != "no" and bf16_instructions() == MATRIX_UNITS
     if device == "cpu" and not matrix_units:
         return False, "compiling saves little on a CPU without matrix units for bf16"
     gain = COMPILE_GAIN[device]
@@ -131,7 +131,7 @@ def estimated_seconds(config: Config, plan: Plan) -> float:
     flops = tokens_per_rank * gpt.flops_per_token()
     if device.type == "cpu":
         return flops / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
-    if requested_precision(config) != "no":
+    if requested_precision(config.train) != "no":
         kind = "bf16"
     elif config.train.matmul_precision != "highest":
         kind = "tf32"

@@ -1,73 +1,59 @@
 """Choose the mixed precision, for `train.mixed_precision: auto`.
 
 A resumed run keeps its precision. Otherwise, a precision that the launcher sets is used. If there
-is none, the device and the flags of the processor decide. Rank 0 decides for all ranks.
+is none, the device and the flags of the processor decide. `resolve_precision` in `accelerator.py`
+asks on rank 0, for all ranks.
 """
-
-from dataclasses import replace
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.launcher import launcher_precision
-from accel_gpt.training.checkpoint import earlier_precision
 from accel_gpt.training.devices import FAST_BF16, bf16_instructions, fp16_problem, half_precision
-from accel_gpt.training.display import print_line
 from accel_gpt.training.machine import device_name
-from accel_gpt.training.ranks import on_main
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
 
 
-def requested_precision(config: Config) -> str:
+def requested_precision(train: TrainConfig) -> str:
     """Return the mixed precision of the config; if it is not set, of the launcher, default no."""
-    return config.train.mixed_precision or launcher_precision()
+    return train.mixed_precision or launcher_precision()
 
 
-def resolve_precision(config: Config) -> Config:
-    """Replace `train.mixed_precision: auto` by the chosen precision; a collective."""
-    if config.train.mixed_precision != "auto":
-        return config
-    precision, reason = on_main(lambda: choose_precision(config))
-    name = "fp32" if precision == "no" else precision
-    print_line(config.log.level, f"auto     precision {name}: {reason}")
-    return replace(config, train=replace(config.train, mixed_precision=precision))
-
-
-def choose_precision(config: Config) -> tuple[str, str]:
+def choose_precision(earlier: tuple[str, str] | None, reproducible: bool) -> tuple[str, str]:
     """Return the chosen mixed precision, and the reason.
 
-    If a run resumes in float32 on a device that is faster in another precision, the reason says how
-    to switch.
+    `earlier`: the precision of the run that is resumed, and the file that records it. If a run
+    resumes in float32 on a device that is faster in another precision, the reason says how to
+    switch.
     """
-    earlier = earlier_precision(config.out_dir, config.checkpoint.resume)
     if earlier is None:
-        return choose_new_precision(config)
+        return choose_new_precision(reproducible)
     precision, file = earlier
     reason = f"as in {file}"
-    if precision == "no" and not config.train.reproducible:
-        best, why = choose_new_precision(config)
+    if precision == "no" and not reproducible:
+        best, why = choose_new_precision(reproducible)
         if best != "no":
             reason += f"; to use {best} ({why}), add --train.mixed_precision {best}"
     return precision, reason
 
 
-def choose_new_precision(config: Config) -> tuple[str, str]:
+def choose_new_precision(reproducible: bool) -> tuple[str, str]:
     """Return the mixed precision of a run that starts on this device, and the reason."""
     launcher = launcher_precision()
     if launcher != "no":
         return launcher, "set by accelerate launch"
     device = PartialState().device
     if device.type == "cuda":
-        return choose_precision_on_gpu(device, config)
+        return choose_precision_on_gpu(device, reproducible)
     if device.type == "cpu":
         return choose_precision_on_cpu()
     return "no", f"bf16 on {device.type} has not been measured"
 
 
-def choose_precision_on_gpu(device: torch.device, config: Config) -> tuple[str, str]:
+def choose_precision_on_gpu(device: torch.device, reproducible: bool) -> tuple[str, str]:
     """Choose bf16 if the GPU has matrix units for it, else fp16 if it has them for that."""
     name = device_name(device)
     nvidia = torch.version.hip is None
@@ -75,7 +61,7 @@ def choose_precision_on_gpu(device: torch.device, config: Config) -> tuple[str, 
     precision = "bf16" if capable else half_precision(name)
     if precision is None:
         return "no", f"{name} is not known to have matrix units for bf16 or fp16"
-    problem = fp16_problem(parse_flag_from_env("ACCELERATE_USE_FSDP"), config.train.reproducible)
+    problem = fp16_problem(parse_flag_from_env("ACCELERATE_USE_FSDP"), reproducible)
     if precision == "fp16" and problem:
         return "no", f"{name} has no matrix units for bf16, and {problem}"
     return precision, f"{name} has matrix units for it"

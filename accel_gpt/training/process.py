@@ -7,13 +7,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
-from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import plural
-from accel_gpt.config.values import to_flat
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
 from accel_gpt.launcher import (
@@ -23,8 +22,7 @@ from accel_gpt.launcher import (
     starts_on_gpus,
     world_size,
 )
-from accel_gpt.training.machine import rank_identity
-from accel_gpt.training.ranks import keep_group, require_same
+from accel_gpt.training.ranks import keep_group
 from accel_gpt.training.unsupported import check_accelerate_config, check_devices
 
 # Added to the timeout of a collective, so that it does not expire while a process is paused;
@@ -35,17 +33,16 @@ M_TOP_PAD = -2  # glibc, malloc.h
 M_MMAP_MAX = -4  # glibc, malloc.h
 
 
-def join_ranks(config: Config) -> PartialState:
+def join_ranks(train: TrainConfig) -> PartialState:
     """Join the ranks into one process group; set threads and the precision of float32 products.
 
     The first call comes before the folder of the run is locked. The second, in
     `start_accelerator`, changes nothing.
 
-    Raises `UserError` if the engine is not supported, if the processes do not form one group, or
-    if they differ in config, code or versions.
+    Raises `UserError` if the engine is not supported, or if the processes do not form one group.
     """
     check_accelerate_config()
-    if config.train.reproducible:
+    if train.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         # on CUDA, this also excludes cuDNN's attention and makes the backward passes of flash and
         # efficient attention deterministic (PyTorch's cuda/sdp_utils.cpp, attention_backward.cu)
@@ -53,7 +50,7 @@ def join_ranks(config: Config) -> PartialState:
     # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
     cpu = uses_cpu()
     check_devices(cpu)
-    state = PartialState(cpu=cpu, timeout=group_timeout(config))
+    state = PartialState(cpu=cpu, timeout=group_timeout(train))
     started = world_size()
     require(
         state.num_processes == started,
@@ -62,10 +59,9 @@ def join_ranks(config: Config) -> PartialState:
     )
     if state.num_processes > 1:
         keep_group()
-        require_same(rank_identity(to_flat(config)))
-    set_matmul_precision(config.train, state.device)
+    set_matmul_precision(train, state.device)
     if state.device.type == "cpu":
-        torch.set_num_threads(cpu_threads(config.train))
+        torch.set_num_threads(cpu_threads(train))
         torch.set_flush_denormal(True)  # Adam moments of unseen tokens decay into denormals
     return state
 
@@ -131,25 +127,25 @@ def keep_freed_memory() -> None:
     mallopt(M_TOP_PAD, 64 * 2**20)
 
 
-def collective_timeout(config: Config) -> timedelta:
+def collective_timeout(train: TrainConfig) -> timedelta:
     """Return how long a collective waits for the other ranks.
 
     The timeout is long, since a collective must survive a paused process. The watchdog ends a run
     that hangs.
     """
-    seconds = duration("train.step_timeout", config.train.step_timeout)
+    seconds = duration("train.step_timeout", train.step_timeout)
     return timedelta(seconds=seconds or 0) + LONGEST_PAUSE
 
 
-def group_timeout(config: Config) -> timedelta:
+def group_timeout(train: TrainConfig) -> timedelta:
     """Return the timeout of the process group, for collectives before and after the first step."""
-    seconds = duration("train.init_timeout", config.train.init_timeout)
-    return max(collective_timeout(config), timedelta(seconds=seconds or 0))
+    seconds = duration("train.init_timeout", train.init_timeout)
+    return max(collective_timeout(train), timedelta(seconds=seconds or 0))
 
 
-def host_group(config: Config, accelerator: Accelerator) -> dist.ProcessGroup | None:
+def host_group(train: TrainConfig, processes: int) -> dist.ProcessGroup | None:
     """Make a gloo process group for the hosts; return None for one rank. A collective."""
-    if accelerator.num_processes == 1:
+    if processes == 1:
         return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout(config))
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout(train))
     return group

@@ -20,7 +20,7 @@ from accel_gpt.data.sources import newest_commit, train_paths, val_paths
 from accel_gpt.launcher import is_main, main_address, world_size
 from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.training.display import Display, print_line
-from accel_gpt.training.machine import code_versions
+from accel_gpt.training.machine import code_versions, rank_identity
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.process import join_ranks, warn_without_gpu
 from accel_gpt.training.ranks import (
@@ -29,6 +29,7 @@ from accel_gpt.training.ranks import (
     explain_lost_rank,
     on_main,
     require_all,
+    require_same,
     shared_with_ranks,
 )
 from accel_gpt.training.run_folder import FolderLock, locked
@@ -85,7 +86,9 @@ def open_launch(config: Config) -> Iterator[Launch]:
         contextlib.ExitStack() as held,
     ):
         with meeting_watchdog(config):
-            join_ranks(config)
+            join_ranks(config.train)
+            if world_size() > 1:
+                require_same(rank_identity(to_flat(config)))
             warn_without_gpu()
             with all_ranks():
                 if is_main():
@@ -155,7 +158,7 @@ def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
     """Return the state of a run before its first step."""
     flat = to_flat(config)
     if config.train.reproducible:  # otherwise the precision may change at a resume
-        flat["train.mixed_precision"] = requested_precision(config)
+        flat["train.mixed_precision"] = requested_precision(config.train)
     return TrainState(
         world_size=world_size,
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,

@@ -12,11 +12,10 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, LoggerType, parse_flag_from_env
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import install_extra, require
 from accel_gpt.launcher import PRECISIONS, launcher_precision, local_world_size, started_by_launcher
-from accel_gpt.training.precision import requested_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 FP8_CAPABILITY = (8, 9)  # Ada, the first with fp8 products: lists of torchao and NVIDIA
@@ -103,7 +102,7 @@ def check_devices(cpu: bool) -> None:
     )
 
 
-def check_engine(accelerator: Accelerator, config: Config) -> None:
+def check_engine(accelerator: Accelerator, train: TrainConfig, dropout: float) -> None:
     """Raise `UserError` unless the engine that Accelerate started is supported."""
     kind = accelerator.distributed_type
     device = accelerator.device.type
@@ -128,7 +127,7 @@ def check_engine(accelerator: Accelerator, config: Config) -> None:
         "mixed_precision is fp16 but under FSDP a resume cannot restore the loss scale; "
         f"{other_precision}",
     )
-    if config.train.reproducible:
+    if train.reproducible:
         require(
             not fsdp,
             "train.reproducible is true but FSDP sums gradients in float32; use plain processes "
@@ -143,21 +142,21 @@ def check_engine(accelerator: Accelerator, config: Config) -> None:
             device != "mps",
             "train.reproducible is true but the device mps has no float64; use a CPU",
         )
-    recomputes = config.train.activation_checkpointing == "blocks"
+    recomputes = train.activation_checkpointing == "blocks"
     require(
-        not (device == "mps" and recomputes and config.model.dropout > 0),
+        not (device == "mps" and recomputes and dropout > 0),
         "train.activation_checkpointing is blocks but on mps PyTorch recomputes with another "
         "dropout mask; set train.activation_checkpointing to none, or model.dropout to 0",
     )
 
 
-def check_fp8(config: Config) -> None:
-    """Raise `UserError` if fp8 is requested but its GPU, package or backend is missing.
+def check_fp8(precision: str) -> None:
+    """Raise `UserError` if the precision is fp8 but its GPU, package or backend is missing.
 
     On older devices Accelerate would warn and compute in fp16. torchao is the only backend of
     Accelerate that keeps the weights and their names.
     """
-    if requested_precision(config) != "fp8":
+    if precision != "fp8":
         return
     problems = []
     if not torch.cuda.is_available():

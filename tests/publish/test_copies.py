@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt.commands import train as command
-from accel_gpt.config.experiment import CheckpointConfig, Config
+from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import verify_checkpoint
@@ -174,7 +174,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
 
 def open_copies(tmp_path: Path, place: str) -> Uploader:
     kept = CheckpointConfig(copy_to=place, keep_last=2)
-    copies = open_uploader(Config(out_dir=str(tmp_path / "run"), checkpoint=kept), 9, print)
+    copies = open_uploader(kept, HubConfig(), tmp_path / "run", 9, print)
     assert copies
     return copies
 

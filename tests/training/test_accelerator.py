@@ -25,7 +25,6 @@ from tests.conftest import QUIET, launch, tiny
 
 Arguments = Callable[..., list[str]]
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-FP8 = Config(train=TrainConfig(mixed_precision="fp8"))
 
 
 @pytest.mark.parametrize(
@@ -97,15 +96,15 @@ def test_what_accelerate_started_is_refused_by_name(
             distributed_type=DistributedType(kind), mixed_precision=precision,
             device=torch.device(device),
         )  # fmt: skip
-        unsupported.check_engine(started, Config(train=TrainConfig(reproducible=exact)))
+        unsupported.check_engine(started, TrainConfig(reproducible=exact), dropout=0.0)
 
     started: Any = SimpleNamespace(
         distributed_type=DistributedType.NO, mixed_precision="no", device=torch.device("mps")
     )
     blocks = TrainConfig(activation_checkpointing="blocks")
-    unsupported.check_engine(started, Config(train=blocks))
+    unsupported.check_engine(started, blocks, dropout=0.0)
     with pytest.raises(UserError, match="blocks but on mps PyTorch recomputes"):
-        unsupported.check_engine(started, Config(train=blocks, model=ModelConfig(dropout=0.1)))
+        unsupported.check_engine(started, blocks, dropout=0.1)
     for fine in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         check(fine, "bf16", "cuda", exact=False)
     check("MULTI_CPU", "bf16", "cpu", exact=True)
@@ -127,7 +126,7 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     for use_cpu in ("false", "true"):
         monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
-        process.join_ranks(Config())
+        process.join_ranks(TrainConfig())
     assert started == [False, True]
 
 
@@ -137,7 +136,7 @@ def test_a_bucket_of_ddp_holds_several_blocks() -> None:
     gpt = GPT.allocate(ModelConfig(n_layer=12, n_head=12, n_embd=768), 50257, "meta")
     last_first = list(gpt.parameters())[::-1]
     config = Config(train=TrainConfig(max_steps=1))
-    process.join_ranks(config)
+    process.join_ranks(config.train)
     ddp = accelerator.make_accelerator(config, make_plan(config, 1)).ddp_handler
     assert ddp is not None
     buckets, _ = dist._compute_bucket_assignment_by_size(last_first, [ddp.bucket_cap_mb * 2**20])
@@ -172,7 +171,7 @@ def test_threads_are_those_of_the_user_but_not_those_of_a_launcher(
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    process.join_ranks(Config(train=train))
+    process.join_ranks(train)
     assert torch.get_num_threads() == threads
 
 
@@ -260,10 +259,10 @@ def test_what_fp8_lacks_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     monkeypatch.setattr(unsupported, "find_spec", lambda name: object() if torchao else None)
     if message is None:
-        unsupported.check_fp8(FP8)
+        unsupported.check_fp8("fp8")
         return
     with pytest.raises(UserError, match=message):
-        unsupported.check_fp8(FP8)
+        unsupported.check_fp8("fp8")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +314,7 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
 def test_reproducible_attention_on_cuda_is_flash_and_not_cudnn(small_run: Arguments) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash attention needs compute capability 8.0")
-    process.join_ranks(load_config(small_run("--train.reproducible"), "test"))
+    process.join_ranks(load_config(small_run("--train.reproducible"), "test").train)
     q = torch.empty(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     given = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)  # causal
     assert torch.backends.cuda.can_use_flash_attention(given)

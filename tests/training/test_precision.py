@@ -15,7 +15,6 @@ import yaml
 from safetensors.torch import load_file
 
 from accel_gpt import train
-from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.training import compilation, devices, precision
 from tests.conftest import QUIET, launch
@@ -107,7 +106,7 @@ def test_the_cpu_decides_and_the_reason_is_printed(
 )
 def test_a_gpu_decides_unless_the_launcher_does(
     gpu: str, capability: tuple[int, int], launcher: str | None, expected: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     state = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(precision, "PartialState", lambda: state)
@@ -116,7 +115,7 @@ def test_a_gpu_decides_unless_the_launcher_does(
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if launcher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    assert precision.choose_precision(Config(out_dir=str(tmp_path)))[0] == expected
+    assert precision.choose_precision(None, reproducible=False)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -133,8 +132,7 @@ def test_a_run_that_cannot_use_fp16_gets_float32_on_a_gpu_without_bf16(
     monkeypatch.setattr(precision, "device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(fsdp))
-    config = Config(train=TrainConfig(reproducible=reproducible))
-    chosen, reason = precision.choose_precision_on_gpu(torch.device("cuda"), config)
+    chosen, reason = precision.choose_precision_on_gpu(torch.device("cuda"), reproducible)
     assert (chosen, reason[: len(expected[1])]) == expected
 
 

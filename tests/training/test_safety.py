@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import BusyError
 from accel_gpt.training.process import join_ranks
 from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, on_main
@@ -152,7 +152,7 @@ def end_while_gloo_frees_tensors(rank: int, folder: Path) -> None:
         os.environ["MASTER_PORT"] = str(port)
         PartialState._reset_state()
         with explain_lost_rank(2):
-            join_ranks(Config())
+            join_ranks(TrainConfig())
             train()
 
 

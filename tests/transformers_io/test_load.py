@@ -390,7 +390,7 @@ from accel_gpt.training.process import join_ranks
 
 def main(argv):
     config = load_config(argv, "test")
-    join_ranks(config)
+    join_ranks(config.train)
     print(json.dumps([config.model.n_embd, config.model.vocab_size, config.data.tokenizer]))
     PartialState().destroy_process_group()  # a rank aborts if its peers leave the group unannounced
     return 0

@@ -43,7 +43,7 @@ from accel_gpt.training.display import Display
 from accel_gpt.training.divergence import StepGuard, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
 from accel_gpt.training.metrics import Record
-from accel_gpt.training.process import host_group
+from accel_gpt.training.process import make_host_group
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_same
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 from accel_gpt.training.resume import choose_checkpoint, restore
@@ -105,7 +105,7 @@ def train(
     init_timeout = config.train.init_timeout
     with Watchdog(init_timeout, INIT_TIMEOUT, "has not started the device"):
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
-        group = host_group(config.train, accelerator.num_processes)
+        group = make_host_group(config.train, accelerator.num_processes)
         stop.connect_ranks(config.train.time_limit, group)
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
@@ -196,7 +196,7 @@ def set_up(
         accelerator=accelerator,
         config=config.checkpoint,
         out_dir=Path(config.out_dir),
-        group=host_group(config.train, accelerator.num_processes),
+        group=make_host_group(config.train, accelerator.num_processes),
         tokenizer=corpus.tokenizer,
         log=log,
         before_publish=reporter.sync,
@@ -306,7 +306,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     with reporter.stopwatch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
             # the checkpoint of this step stores the record, so that a resumed run can publish it
-            state.awaits_evaluation = dict(record)
+            state.pending_record = dict(record)
         elif record:
             reporter.publish(state, record)
         if saving:
@@ -364,7 +364,7 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
     writer = run.writer
     is_best = False
     try:
-        if state.awaits_evaluation is not None:
+        if state.pending_record is not None:
             is_best = evaluate_step(run, stop) and run.config.checkpoint.keep_best
             if is_best and saved:
                 writer.name_best(state)
@@ -396,7 +396,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
 
     record: Record = {}
     # a checkpoint's JSON stores null for a number that is not finite
-    for key, value in (state.awaits_evaluation or {}).items():
+    for key, value in (state.pending_record or {}).items():
         record[key] = math.nan if value is None else value
     record |= evaluate(run.evaluations, run.gpt, run.accelerator, on_progress, last_step=last)
     is_best = state.note_evaluation(record["eval/val_loss"])

@@ -1,9 +1,9 @@
-"""Find token files that were altered since the first launch of a run.
+"""Find token files that were altered since the previous launch of a run.
 
 Reads and writes data_files.json in the run's folder: size and modification time of each local token
-file. At a resume, a file with another size is altered. A file with another time is hashed and must
-have the SHA-256 in its dataset.json. Files of other projects have no SHA-256. The caches compare
-shards at the download (`remote.py`, `hub_folder.py`).
+file. At a resume, a file with another size or time is hashed and must have the SHA-256 in its
+dataset.json. Files of other projects have no SHA-256: a new size is an error, a new time a warning.
+The caches compare shards at the download (`remote.py`, `hub_folder.py`).
 """
 
 import json
@@ -37,7 +37,7 @@ def check_unaltered(
     accept_changes: bool,
     log: Callable[[str], None],
 ) -> None:
-    """Raise `DataError` if a local file of `splits` was altered since the first launch of `run`.
+    """Raise `DataError` if a local file of `splits` was altered since the previous launch of `run`.
 
     Records the size and time of all files. A run that is not `resuming` has trained on no file yet.
     `accept_changes`: accept other files of other projects.

@@ -265,10 +265,10 @@ def read_evaluated(path: Path) -> TrainState:
     Reads the evaluation from the run's metrics.jsonl. If it has no record, the evaluation is due.
     """
     state = read_state(path)
-    if state.awaits_evaluation is None:
+    if state.pending_record is None:
         return state
     for record in RunFolder(path.parent.parent).records():
-        complete = state.awaits_evaluation.keys() <= record.keys()
+        complete = state.pending_record.keys() <= record.keys()
         if record["step"] == state.step and complete and "eval/val_loss" in record:
             state.note_evaluation(number(record["eval/val_loss"]))
             published = number(record.get("time"))

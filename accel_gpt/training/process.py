@@ -143,7 +143,7 @@ def group_timeout(train: TrainConfig) -> timedelta:
     return max(collective_timeout(train), timedelta(seconds=seconds or 0))
 
 
-def host_group(train: TrainConfig, processes: int) -> dist.ProcessGroup | None:
+def make_host_group(train: TrainConfig, processes: int) -> dist.ProcessGroup | None:
     """Make a gloo process group for the hosts; return None for one rank. A collective."""
     if processes == 1:
         return None

@@ -48,7 +48,7 @@ class TrainState:
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
     train_loss: float | None = None  # of this step
     # metrics of this step, to be published with its evaluation; None: no evaluation is due
-    awaits_evaluation: dict[str, int | float | None] | None = None
+    pending_record: dict[str, int | float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
     format: Count = FORMAT  # of trainer_state.json
 
@@ -61,11 +61,11 @@ class TrainState:
     @property
     def reported_step(self) -> int:
         """Return the last step with a complete record: `step - 1` if an evaluation is due."""
-        return self.step if self.awaits_evaluation is None else self.step - 1
+        return self.step if self.pending_record is None else self.step - 1
 
     def note_evaluation(self, val_loss: float) -> bool:
         """Set the val loss of this step; return whether it is the lowest so far."""
-        self.awaits_evaluation = None
+        self.pending_record = None
         self.val_loss = val_loss
         best = math.inf if self.best_val_loss is None else self.best_val_loss
         is_best = val_loss < best  # False for NaN

@@ -185,8 +185,8 @@ def content(path: Path) -> Any:
         return load_file(path)
     if path.suffix == ".json":
         found = {k: v for k, v in json.loads(path.read_text()).items() if k not in LAUNCH_STATE}
-        waiting = found.get("awaits_evaluation") or {}
-        return found | {"awaits_evaluation": {k: v for k, v in waiting.items() if not by_clock(k)}}
+        waiting = found.get("pending_record") or {}
+        return found | {"pending_record": {k: v for k, v in waiting.items() if not by_clock(k)}}
     return torch.load(path, weights_only=not path.name.startswith("random_states"))
 
 

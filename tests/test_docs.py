@@ -573,7 +573,7 @@ def test_every_command_runs(
 
 @pytest.mark.slow
 def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
-    """Export, push and sample from the Hub: a server on this machine."""
+    """Export, push and sample from the Hub, in a shell and in Python: a server on this machine."""
     folder = tmp_path / "folder"
     shutil.copytree(world, folder)
     with HubServer() as hub:
@@ -588,3 +588,10 @@ def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
         assert sample.count("def read(") >= 2
         assert "is finished" in train
         assert {"README.md", "loss.png", "config.json"} <= set(hub.files("tester/quickstart"))
+        page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+        code = page.partition("```python\n")[2].partition("```")[0]
+        code = code.replace("user/quickstart", "tester/python").replace(": 100", ": 4")
+        shutil.rmtree(folder / "exported")
+        run(f"export {known}; python -c {shlex.quote(code)}", folder)
+        assert "model.safetensors" in hub.files("tester/python")
+        assert (folder / "exported/model.safetensors").is_file()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from accel_gpt.commands.bench import PARTS
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.shards import open_split
 from tests.conftest import run_here
+from tests.test_launch import PLAIN, TORCHRUN
 
 Arguments = Callable[..., list[str]]
 SHORT = ("--warmup", "1", "--steps", "3", "--parts", "2")
@@ -105,3 +107,17 @@ def test_no_data_is_prepared_or_read(
     assert call(*small_run(*SHORT, "--parts", "0", *words, *options)) == 0
     assert f"random, of {tokens:,} (" in capsys.readouterr().out
     assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_print_one_report(small_run: Arguments, tmp_path: Path) -> None:
+    words = ["bench", *small_run(*SHORT, "--json", "--train.micro_batch_size", "4")]
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc_per_node", "2", "-m", "accel_gpt.cli", *words],
+        cwd=tmp_path,
+        env=PLAIN,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    report = json.loads(done.stdout)
+    assert (report["processes"], report["plan"]["accumulation_steps"]) == (2, 1)

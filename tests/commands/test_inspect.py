@@ -94,6 +94,7 @@ def change_index(folder: Path, **changes: object) -> None:
 
 def test_report_on_data(data: Path, capsys: Printed) -> None:
     report = reported(capsys, data)
+    assert reported(capsys, data.as_uri()) == report | {"path": data.as_uri()}
     split = open_split(data, "train")
     assert (report["vocab_size"], report["eot_id"], report["dtype"]) == (257, EOT, "uint16")
     assert report["tokenizer"]["kind"] == "bytes"

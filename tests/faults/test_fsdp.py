@@ -23,6 +23,7 @@ from accel_gpt.evals.samples import write_text
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_pretrained
+from tests.faults import test_fsdp
 from tests.faults.harness import FSDP, Server, Tiny, finish
 from tests.test_train import assert_same_weights, records, weights
 
@@ -54,6 +55,13 @@ def batches(*arguments):
     for *rest, weight in micro_batches(*arguments):
         yield *rest, weight * float("nan") if bad else weight
 train.update, train.micro_batches = faulty, batches
+"""
+EAGER = """
+from torch import nn
+from accel_gpt.training import compilation
+compilation.compiler_error = lambda device: None
+compile_module = nn.Module.compile
+nn.Module.compile = lambda module, **_: compile_module(module, backend="eager")
 """
 
 
@@ -150,14 +158,16 @@ def test_any_number_of_processes_takes_up_the_shards_of_any_other(
 
 
 @pytest.mark.slow
-def test_sharded_processes_write_what_each_would_write_alone(
-    server: Server, tiny: Tiny, tmp_path: Path
+def test_sharded_processes_of_a_compiled_model_write_what_each_would_write_alone(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The model is traced; no kernel is compiled."""
+    monkeypatch.setattr(test_fsdp, "FAULTY", f"{FAULTY}\n{EAGER}")
     run, prompts = tmp_path / "run", ("a", "b", "")
     writing = ["--sample.every", "3", "--sample.num", "2", "--sample.prompts", json.dumps(prompts)]
     writing += ["--sample.max_new_tokens", "50", "--sample.temperature", "1.5"]
-    own = tiny.arguments(run, "--train.max_steps", "3", *writing)
-    finish(server, own, 2, environment=[FSDP] * 2)
+    writing += ["--train.max_steps", "3", "--train.compile", "true"]
+    launch(2, tmp_path, tiny.arguments(run, *writing))
     told = (run / "samples" / "step_00000003.txt").read_bytes().decode()
     model, tokenizer = load_pretrained(str(run), "3", torch.device("cpu"))
     config, expected = SampleConfig(num=2, max_new_tokens=50, temperature=1.5), []

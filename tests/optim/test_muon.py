@@ -176,6 +176,17 @@ def test_the_blocks_are_muons_and_all_else_is_adamws() -> None:
         OptimConfig(muon_lr=0.1)
 
 
+def test_frozen_weights_and_those_without_a_gradient_stay() -> None:
+    net = model()
+    net.blocks[0].requires_grad_(False)
+    gradients(net, 0)
+    net.blocks[1].mlp.up.weight.grad = None
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    make_optimizer(net, OptimConfig("muon")).step()
+    same = {name for name, p in net.named_parameters() if torch.equal(p, before[name])}
+    assert same == {n for n in before if n.startswith("blocks.0")} | {"blocks.1.mlp.up.weight"}
+
+
 def test_cautious_decay_spares_what_grows() -> None:
     """The update is the plain one if a weight shrinks, without decay if it grows."""
     plain, cautious, none = model(), model(), model()
@@ -270,7 +281,8 @@ def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
     small_run: Arguments, tmp_path: Path
 ) -> None:
     """FSDP2 on three processes; the rows do not divide evenly."""
-    alike = [*MUON, "--model.dropout", "0", "--train.tokens_per_step", "288"]
+    alike = [*MUON, "--optim.muon_momentum_warmup", "8", "--model.dropout", "0"]
+    alike += ["--train.tokens_per_step", "288"]
     alike += ["--train.micro_batch_size", "1", "--train.max_steps", "4", "--sample.every", "0"]
     alike += ["--checkpoint.every", "1", "--checkpoint.keep_last", "9", "--eval.every", "0"]
     launch_sharded(3, tmp_path, small_run(*alike, "--out_dir", "whole"), POISON_AT=2)

@@ -294,6 +294,22 @@ def test_the_header_names_languages_and_all_data_sets(
     assert header.language == ["en", "de"]
 
 
+def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:
+    shares = {"books": 3, "code": 1}
+    sources = [{"path": f"/data/{name}", "weight": weight} for name, weight in shares.items()]
+    checkpoint = make({"data.train": sources})
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state["data_sources"] = [
+        {"name": name, "weight": weight, "fingerprint": "unknown"}
+        for name, weight in shares.items()
+    ]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    text = write(checkpoint, tmp_path / "card")
+    assert "**books + code**" in text
+    assert "| Source 1 | `books`, 75.0% of the sequences |" in text
+    assert "| Source 2 | `code`, 25.0% of the sequences |" in text
+
+
 def test_the_prompt_is_one_that_the_tokenizer_knows() -> None:
     assert [usable_prompt(CharsTokenizer(chars)) for chars in ("Teh", "!ab", "!?")] == [
         *("The", "a", "!"),

@@ -15,7 +15,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
 from accelerate.utils.other import load
-from safetensors.torch import load_file
 from torch import Tensor
 
 from accel_gpt.config.compare import (
@@ -239,7 +238,7 @@ def load_on_this_rank(
             accelerator.load_state(str(path))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
         raise CheckpointError(
-            f"{first_unreadable_file(path)} does not fit this run: {describe_load_error(error)}"
+            f"{path} does not fit this run: {describe_load_error(error)}"
         ) from None
     finally:
         accelerator.scaler = scaler
@@ -334,19 +333,6 @@ def check_random_states(path: Path) -> None:
         ) from None
     if not restored:
         raise CheckpointError(f"the random states in {path} could not be restored")
-
-
-def first_unreadable_file(path: Path) -> Path:
-    """Return the first file of a checkpoint that cannot be loaded, or the folder if all can."""
-    for file in sorted(path.iterdir()):
-        try:
-            if file.suffix == ".safetensors":
-                load_file(file)
-            elif file.suffix in (".bin", ".pkl", ".pt"):
-                load(file, map_location="cpu")
-        except Exception:  # as in `restore`
-            return file
-    return path
 
 
 def describe_load_error(error: Exception) -> str:

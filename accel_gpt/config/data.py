@@ -179,18 +179,10 @@ class DataConfig(Section, prefix="data.", published=True):
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = option(
         "global",
         "Order of the sequences. global: a new permutation of all sequences each epoch. groups: "
-        "shards in random order, with the sequences of every shuffle_group shards permuted "
+        "shards in random order, with the sequences of every 8 shards permuted "
         "together. shards: shards in random order, each read in order. none: all in order. "
         "replacement: random crops, as in nanoGPT.",
         resume="refuse",
-    )
-    shuffle_group: int = option(
-        8,
-        "Number of shards in a group if shuffle is groups. If data.train is a URL, the cache needs "
-        "room for two groups.",
-        above=0,
-        resume="refuse",
-        used_with=("shuffle", ("groups",)),
     )
     document_mask: bool = option(
         False,

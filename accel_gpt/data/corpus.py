@@ -34,6 +34,7 @@ CHECKED_AT_ONCE = 1 << 20  # tokens
 # Repeated text is almost as good as new text up to 4 epochs, and of little worth after 16:
 # Muennighoff et al. 2023, arXiv 2305.16264.
 MOST_EPOCHS = 16
+GROUP_SHARDS = 8  # shards whose sequences are permuted together if data.shuffle is groups
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def open_corpus(config: Config) -> Corpus:
         sources=tuple(sources),
         block_size=config.model.block_size,
         shuffle=data.shuffle,
-        group=data.shuffle_group,
+        group=GROUP_SHARDS,
         seed=config.seed,
     )
     val = open_sources(
@@ -373,9 +374,9 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
     together = "all"
     advice = "set data.shuffle to groups"
     if data.shuffle == "groups":
-        count = 2 * data.shuffle_group
+        count = 2 * GROUP_SHARDS
         together = "two groups of"
-        advice = "lower data.shuffle_group"
+        advice = "set data.shuffle to shards"
     needed = 0
     for source in sources:
         if source.split.remote is not None:

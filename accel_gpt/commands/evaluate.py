@@ -200,11 +200,7 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
     evals = config.eval
     if options.tokens != "run":
         evals = replace(evals, tokens=options.tokens, whole_at_end=False)
-    evals = replace(
-        evals,
-        hellaswag=options.hellaswag or evals.hellaswag,
-        hellaswag_limit=options.hellaswag_limit or evals.hellaswag_limit,
-    )
+    evals = replace(evals, hellaswag=options.hellaswag or evals.hellaswag)
     batch_size = options.batch_size or (config.train.micro_batch_size if run else BATCH_SIZE)
     if batch_size == "auto":
         batch_size = BATCH_SIZE
@@ -320,7 +316,9 @@ def open_all(
     if config.eval.hellaswag is not None:
         block_size = model.config.block_size
         evaluations.append(
-            open_hellaswag(config, tokenizer, block_size, vocab_size=model.vocab_size)
+            open_hellaswag(
+                config, tokenizer, block_size, model.vocab_size, limit=options.hellaswag_limit
+            )
         )
     return evaluations
 

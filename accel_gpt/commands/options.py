@@ -295,8 +295,7 @@ class EvaluateCommand(Command):
     )
     hellaswag_limit: int | None = option(
         None,
-        "Number of HellaSwag questions, from the first. null: the run's eval.hellaswag_limit, else "
-        "all.",
+        "Number of HellaSwag questions, from the first. null: all.",
         above=0,
     )
     tasks: tuple[str, ...] = option(

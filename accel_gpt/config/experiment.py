@@ -278,12 +278,6 @@ class EvalConfig(Section, prefix="eval.", published=True):
         per_machine=True,
         published="name",
     )
-    hellaswag_limit: int | None = option(
-        None,
-        "Number of HellaSwag questions to use, from the start of the data set. null: all.",
-        above=0,
-        resume="free",
-    )
 
     @property
     def train_tokens(self) -> int | None:

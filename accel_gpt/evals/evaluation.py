@@ -79,15 +79,22 @@ def open_losses(config: Config, corpus: Corpus) -> list[Evaluation]:
 
 
 def open_hellaswag(
-    config: Config, tokenizer: Tokenizer, block_size: int, vocab_size: int
+    config: Config,
+    tokenizer: Tokenizer,
+    block_size: int,
+    vocab_size: int,
+    limit: int | None = None,
 ) -> Evaluation:
-    """Read the questions of `eval.hellaswag` for a model with this context and vocabulary."""
+    """Read the questions of `eval.hellaswag` for a model with this context and vocabulary.
+
+    `limit`: read only the first questions; None: all.
+    """
     assert config.eval.hellaswag is not None
     questions = read_questions(
         path=config.eval.hellaswag,
         tokenizer=tokenizer,
         block_size=block_size,
-        limit=config.eval.hellaswag_limit,
+        limit=limit,
         vocab_size=vocab_size,
     )
     batch_size = config.train.micro_batch_sequences

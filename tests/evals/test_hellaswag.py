@@ -258,7 +258,7 @@ def short(path: Path) -> Path:
 
 
 def test_questions_in_the_loop_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
-    asked = ["--eval.hellaswag", str(short(tmp_path / "h.jsonl")), "--eval.hellaswag_limit", "4"]
+    asked = ["--eval.hellaswag", str(short(tmp_path / "h.jsonl"))]
     alike = ["--train.max_steps", "6", "--sample.every", "0"]
     with_it, without = tmp_path / "with", tmp_path / "without"
     often = ["--out_dir", str(with_it), "--eval.every", "2", *asked]
@@ -267,6 +267,6 @@ def test_questions_in_the_loop_leave_no_trace(small_run: Arguments, tmp_path: Pa
     assert_same_weights(weights(with_it, 6), weights(without, 6))
     told = [line for line in records(with_it) if "eval/hellaswag_acc" in line]
     assert [line["step"] for line in told] == [2, 4, 6]
-    assert told[-1]["eval/hellaswag_acc_norm"] in (0, 0.25, 0.5, 0.75, 1)
+    assert told[-1]["eval/hellaswag_acc_norm"] in (0, 0.2, 0.4, 0.6, 0.8, 1)
     for a, b in zip(records(with_it), records(without), strict=True):
         assert a["train/loss"] == b["train/loss"]

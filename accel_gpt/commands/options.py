@@ -418,7 +418,10 @@ class PushCommand(Command):
         "Branch to upload to. It is created if it is missing. null: main, with a tag step-N.",
     )
     private: bool = same_option(HubConfig, "private")
-    dtype: Literal["fp32", "bf16", "fp16"] = same_option(HubConfig, "dtype")
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Data type of the exported weights.",
+    )
     license: str | None = same_option(HubConfig, "license")
     language: str | None = option(
         None,

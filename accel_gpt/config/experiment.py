@@ -443,10 +443,6 @@ class HubConfig(Section, prefix="hub.", resume="free"):
         False,
         "Create the repository as private.",
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32",
-        "Data type of the exported weights.",
-    )
     license: str | None = option(
         None,
         "Licence of the weights, as an identifier of the Hub: apache-2.0, mit, cc-by-4.0, ...",

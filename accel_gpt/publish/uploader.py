@@ -70,7 +70,6 @@ def targets_of(checkpoint: CheckpointConfig, hub: HubConfig, run: Path) -> list[
                 settings={
                     "repo": hub.repo_id,
                     "private": hub.private,
-                    "dtype": hub.dtype,
                     "license": hub.license,
                 },
                 priority="idle",

@@ -409,14 +409,7 @@ class PushCommand(Command):
         "",
         "Repository as user/name. It is created if it is missing.",
     )
-    checkpoint: str | None = option(
-        None,
-        "Checkpoint: last, best, or a step. null: the step in --revision step-N, else last.",
-    )
-    revision: str | None = option(
-        None,
-        "Branch to upload to. It is created if it is missing. null: main, with a tag step-N.",
-    )
+    checkpoint: str = same_option(SampleCommand, "checkpoint")
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

@@ -19,7 +19,6 @@ def push_model(options: PushCommand) -> tuple[int, str]:
         run=options.run,
         repo=options.repo,
         checkpoint=options.checkpoint,
-        revision=options.revision,
         private=options.private,
         dtype=options.dtype,
         license=options.license,

@@ -3,10 +3,9 @@
     accel-gpt push RUN --repo user/name
 
 A repository holds the exported model, README.md and loss.png, metrics.csv, metrics.jsonl and
-tensorboard/. Each push is one commit: on main with a tag step-N, or on the branch `revision`.
+tensorboard/. Each push is one commit with a tag step-N.
 """
 
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,8 +42,7 @@ def push(
     run: str,
     repo: str,
     *,
-    checkpoint: str | None = None,
-    revision: str | None = None,
+    checkpoint: str = "last",
     private: bool = False,
     dtype: str = "fp32",
     license: str | None = None,  # noqa: A002 - as the Hub names it
@@ -62,11 +60,10 @@ def push(
         is_repo(repo) and "/" in repo,
         f"{repo!r} is not a valid repository name; expected user/name",
     )
-    named = re.fullmatch("step-([0-9]{1,18})", revision or "")
-    path = find_checkpoint(Path(run), checkpoint or (named[1] if named else "last"))
+    path = find_checkpoint(Path(run), checkpoint)
     verify_checkpoint(path)
     step = read_state(path).step
-    with_retries(partial(create_repo, repo, private, revision), repo)  # the Hub may reject it
+    with_retries(partial(create_repo, repo, private), repo)  # the Hub may reject it
     if if_missing:
         known = with_retries(partial(find_step, repo, step), repo)
         if known is not None:
@@ -92,7 +89,7 @@ def push(
                 language=language,
             )
             write_logs(run_folder, folder)
-            url = with_retries(partial(upload, folder, repo, revision, step), repo)
+            url = with_retries(partial(upload, folder, repo, step), repo)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{run} cannot be prepared for the push: {error}") from None
     return step, url
@@ -110,14 +107,11 @@ def with_retries(call: Callable[[], T], repo: str) -> T:
         return call()
 
 
-def create_repo(repo: str, private: bool, branch: str | None) -> None:
-    """Create the repository and the branch, unless they exist."""
+def create_repo(repo: str, private: bool) -> None:
+    """Create the repository, unless it exists."""
     from huggingface_hub import HfApi
 
-    api = HfApi()
-    api.create_repo(repo, private=private, exist_ok=True)
-    if branch:
-        api.create_branch(repo, branch=branch, exist_ok=True)
+    HfApi().create_repo(repo, private=private, exist_ok=True)
 
 
 def find_step(repo: str, step: int) -> str | None:
@@ -129,8 +123,8 @@ def find_step(repo: str, step: int) -> str | None:
     return f"{api.endpoint}/{repo}/tree/step-{step}" if f"step-{step}" in tags else None
 
 
-def upload(folder: Path, repo: str, branch: str | None, step: int) -> str:
-    """Commit the files of `folder` to `branch`, or to main with a tag; return their address.
+def upload(folder: Path, repo: str, step: int) -> str:
+    """Commit the files of `folder` with the tag of the step; return their address.
 
     One commit holds all files; `upload_folder` may make several. Unchanged files are not sent
     again. Files of an earlier push that this one lacks, such as shards of the weights, are removed.
@@ -143,13 +137,11 @@ def upload(folder: Path, repo: str, branch: str | None, step: int) -> str:
     operations: list[CommitOperationAdd | CommitOperationDelete] = []
     for name, path in sorted(files.items()):
         operations.append(CommitOperationAdd(name, path))
-    for name in sorted(api.list_repo_files(repo, revision=branch)):
+    for name in sorted(api.list_repo_files(repo)):
         replaced = any(fnmatch(name, pattern) for pattern in REPLACED)
         if replaced and name not in files:
             operations.append(CommitOperationDelete(name))
-    commit = api.create_commit(repo, operations, commit_message=f"step {step:,}", revision=branch)
-    if branch:
-        return f"{api.endpoint}/{repo}/tree/{branch}"
+    commit = api.create_commit(repo, operations, commit_message=f"step {step:,}")
     tag = f"step-{step}"
     tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo).tags}
     if tag in tags and tags[tag] != commit.oid:

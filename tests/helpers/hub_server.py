@@ -39,7 +39,6 @@ ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need th
     ("POST", "/api/repos/create", "create_repo"),
     ("POST", rf"{API}/preupload/{REVISION}", "preupload"),
     ("POST", rf"{API}/commit/{REVISION}", "commit"),
-    ("POST", rf"{API}/branch/(?P<ref>[^/]+)", "create_branch"),
     ("POST", rf"{API}/tag/{REVISION}", "create_tag"),
     ("DELETE", rf"{API}/tag/(?P<ref>[^/]+)", "delete_tag"),
     ("POST", r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
@@ -433,16 +432,11 @@ class Handler(BaseHTTPRequestHandler):
         url = f"{self.server.hub.url}/{self.name}/commit/{made}"
         return 200, {"success": True, "commitOid": made, "commitUrl": url}, {}
 
-    def create_branch(self, ref: str) -> Reply:
-        return self.point(self.repo.branches, ref, "main")
-
     def create_tag(self, revision: str) -> Reply:
-        return self.point(self.repo.tags, self.given["tag"], revision)
-
-    def point(self, names: dict[str, str], ref: str, revision: str) -> Reply:
-        if ref in names:
-            raise Refusal(409, f"Reference already exists: {ref}")
-        names[ref] = self.repo.find(revision)
+        tag = self.given["tag"]
+        if tag in self.repo.tags:
+            raise Refusal(409, f"Reference already exists: {tag}")
+        self.repo.tags[tag] = self.repo.find(revision)
         return 200, {}, {}
 
     def delete_tag(self, ref: str) -> Reply:

@@ -129,6 +129,15 @@ def test_the_thread_pins_memory_for_the_device_of_its_process(
     loader = Loader(iter([np.zeros((1, 3), dtype=np.uint16)] * 2), 1, device)
     loader.thread.join()
     assert pinned == [device, device]
+    copies: list[tuple[torch.device, bool]] = []
+
+    def copy(rows: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        copies.append((device, non_blocking))
+        return rows
+
+    monkeypatch.setattr(Tensor, "to", copy)
+    next(loader)
+    assert copies == [(device, True)]  # training does not wait for the copy
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,15 @@ def test_counts_are_those_of_the_sequences_before(weights: list[float], k: int) 
 def test_weights_that_never_repeat_are_refused() -> None:
     with pytest.raises(UserError, match=r"0\.3333333, 0\.71.* repeat only after .* sequences"):
         Pattern((0.3333333, 0.71)).shares  # noqa: B018
+    with pytest.raises(UserError, match=r"after 100,001 sequences; the limit is 100,000"):
+        Pattern((1.0, 100_000.0)).shares  # noqa: B018
+    assert Pattern((1.0, 99_999.0)).shares == (1, 99_999)
+
+
+def test_sources_alternate_as_evenly_as_their_weights_allow() -> None:
+    source, index = Pattern((3.0, 1.0)).locate(np.arange(8))
+    assert source.tolist() == [0, 0, 1, 0] * 2
+    assert index.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
 
 
 def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixture:

@@ -102,7 +102,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RemoteFolder, "tries", 4)
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
 
 
@@ -188,9 +187,9 @@ def test_bytes_arrive_right_under_every_fault(
 def test_a_server_that_fails_is_given_up_and_can_be_tried_again(
     server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.statuses = [503] * 4
+    server.statuses = [503] * 6
     folder = opened()
-    with pytest.raises(DataError, match=r"train_000000.npy could not be fetched in 4 tries: 503"):
+    with pytest.raises(DataError, match=r"train_000000.npy could not be fetched in 6 tries: 503"):
         folder.fetch(NAMES[0])
     folder.prefetch(NAMES[:2])
     assert right(server, folder.fetch(NAMES[0]))
@@ -209,11 +208,11 @@ def test_file_that_is_always_corrupt_never_appears(server: Server, opened: Opene
     server.corrupt = 100
     folder = opened()
     with pytest.raises(
-        DataError, match=r"train_000000.* 4 tries: it came with .*expected.*[0-9a-f]{64}"
+        DataError, match=r"train_000000.* 6 tries: it came with .*expected.*[0-9a-f]{64}"
     ):
         folder.fetch(NAMES[0])
     assert used(folder) == 0
-    assert server.requests[NAMES[0]] == 4
+    assert server.requests[NAMES[0]] == 6
 
 
 @pytest.mark.parametrize(("status", "kind"), [(404, Missing), (403, Refused), (401, UserError)])

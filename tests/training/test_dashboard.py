@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from accel_gpt import train
 from accel_gpt.config.experiment import LogConfig
 from accel_gpt.errors import UserError
 from accel_gpt.evals.validation import Score
 from accel_gpt.training import dashboard
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.trackers import chart_groups
+from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -102,6 +104,29 @@ def test_its_address_is_printed_and_it_ends_in_silence(
         assert board.process.poll() is None
     assert printed == ["dashboard  http://localhost:77"]
     assert board.process.poll() == ending
+
+
+def test_a_run_has_a_dashboard_while_it_trains(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    address = "TensorBoard 2 at http://localhost:77/ (Press\n"
+    serve = f"sys.stderr.write({address!r})\nsys.stderr.flush()\ntime.sleep(60)"
+    pretend(monkeypatch, tmp_path, serve)
+    shown: list[str] = []
+
+    def see(run: train.Training) -> None:
+        if run.state.step == 1:
+            soon(lambda: shown.append(capsys.readouterr().err) or ADDRESS.search("".join(shown)))
+        update(run)
+
+    update = train.update
+    monkeypatch.setattr(train, "update", see)
+    words = ["--train.max_steps", "3", "--log.trackers", "tensorboard", "--log.dashboard", "true"]
+    assert launch(small_run(*QUIET[:4], *words)) == 0
+    assert "".join(shown).count("dashboard  http://localhost:77\n") == 1
 
 
 def test_no_chart_draws_a_standard_error_beside_its_value() -> None:

@@ -49,6 +49,7 @@ PACKAGE = ROOT / "accel_gpt"
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
+    "tests/GUARDS.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 FILES = (".py", ".bin", ".json", ".safetensors")  # endings of files that look like keys

@@ -64,6 +64,11 @@ def test_sources_alternate_as_evenly_as_their_weights_allow() -> None:
     source, index = Pattern((3.0, 1.0)).locate(np.arange(8))
     assert source.tolist() == [0, 0, 1, 0] * 2
     assert index.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
+    shares = np.array([7, 5, 3, 1])
+    source, _ = Pattern(tuple(map(float, shares))).locate(np.arange(16))
+    given = np.cumsum(source[:, None] == np.arange(4), axis=0)
+    due = np.arange(1, 17)[:, None] * shares / 16
+    assert (np.abs(given - due) < 1).all()
 
 
 def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixture:

@@ -1,4 +1,4 @@
-"""Guards that no other test covers of properties that a rebuild must keep; see GUARDS.md."""
+"""Guards that no other test covers of properties that a change must keep; see GUARDS.md."""
 
 import ast
 import json

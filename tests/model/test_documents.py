@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.model import documents, gpt, layers
+from accel_gpt.model import documents, gpt
 from accel_gpt.model.documents import (
-    attend,
     attention_mask,
     block_mask,
     dense_mask,
@@ -23,7 +22,6 @@ from accel_gpt.model.documents import (
     separate,
 )
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import IGNORE
 from tests.conftest import tiny
 from tests.model.test_gpt import VOCAB, make
@@ -96,24 +94,6 @@ def test_logits_equal_those_of_each_document_alone(config: ModelConfig) -> None:
             torch.testing.assert_close(logits[row, a:b], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_rotation_begins_anew_in_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotary positions are relative, so logits show it only by rounding of large angles."""
-    model, (tokens, targets) = make(tiny("llama")), draw()
-    _, numbers = separate(tokens, targets, EOT)
-    seen: list[Tensor] = []
-    rotate = layers.rotate
-
-    def spy(x: Tensor, rotary: Tensor) -> Tensor:
-        seen.append(rotary)
-        return rotate(x, rotary)
-
-    monkeypatch.setattr(layers, "rotate", spy)
-    model(tokens, documents=numbers)
-    assert len(seen) == 2
-    for row, a, b in every_document(tokens):
-        assert all(torch.equal(table[:, row, a:b], model.rotary[:, : b - a]) for table in seen)
-
-
 @configs
 def test_loss_and_gradients_are_those_of_documents_alone_weighted_by_targets(
     config: ModelConfig,
@@ -135,14 +115,6 @@ def test_loss_and_gradients_are_those_of_documents_alone_weighted_by_targets(
     assert_same(gradients(model, loss), gradients(model, expected))
 
 
-def test_documents_and_a_cache_are_refused() -> None:
-    config = tiny()
-    tokens, targets = draw()
-    _, numbers = separate(tokens, targets, EOT)
-    with pytest.raises(ValueError, match="documents and a cache; give it one"):
-        make(config)(tokens, cache=KVCache(config), documents=numbers)
-
-
 def test_nothing_asks_the_device_for_a_value() -> None:
     """A meta tensor has no values: any read of one raises."""
     model = GPT(CONFIGS["llama grouped"], VOCAB).to("meta")
@@ -150,22 +122,6 @@ def test_nothing_asks_the_device_for_a_value() -> None:
     kept, numbers = separate(tokens, tokens, EOT)
     model(tokens, kept, documents=numbers).backward()
     assert block_mask(numbers).kv_indices.is_meta
-
-
-@pytest.mark.slow
-def test_the_masked_model_compiles_into_one_graph() -> None:
-    model, (tokens, targets) = make(CONFIGS["llama grouped"]).train(), draw()
-
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        kept, numbers = separate(tokens, targets, EOT)
-        loss: Tensor = model(tokens, kept, documents=numbers)
-        return loss
-
-    expected = loss_of(tokens, targets)
-    torch._dynamo.reset()
-    loss = torch.compile(loss_of, backend="aot_eager", fullgraph=True)(tokens, targets)
-    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
-    assert_same(gradients(model, loss), gradients(model, expected))
 
 
 def test_the_mask_of_any_device_is_causal_within_documents() -> None:
@@ -190,46 +146,29 @@ def flex_gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("flex_gradients_on_cpu")
-def test_flex_attention_equals_the_dense_mask() -> None:
-    torch.manual_seed(0)
-    length, H, K = 200, 6, 2
-    flex = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for seed in (1, 2):  # the second mask must not cause a recompile
-        tokens, targets = draw(length, scale=length // 16, seed=seed)
-        _, numbers = separate(tokens.roll(seed, 0), targets, EOT)
-        q, k, v = (torch.randn(5, n, length, 16, requires_grad=True) for n in (H, K, K))
-        dense = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=dense_mask(numbers), enable_gqa=True
-        )
-        with torch._dynamo.config.patch(error_on_recompile=seed > 1):
-            out = flex(q, k, v, block_mask(numbers))
-        torch.testing.assert_close(out, dense, atol=1e-5, rtol=1e-5)
-        weights = torch.randn_like(out)
-        ours, theirs = (torch.autograd.grad(y, (q, k, v), weights) for y in (out, dense))
-        for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
 @traced_mask
 @pytest.mark.usefixtures("flex_gradients_on_cpu")
-def test_a_model_with_flex_attention_equals_the_dense_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (tokens, targets) = make(CONFIGS["llama grouped"]).train(), draw()
-    kept, numbers = separate(tokens, targets, EOT)
-    expected = model(tokens, kept, documents=numbers)
-    calls: list[int] = []
+@pytest.mark.parametrize("mask", [dense_mask, block_mask])
+def test_a_compiled_model_is_one_graph_and_equals_the_dense_one(
+    mask: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(CONFIGS["llama grouped"]).train()
 
-    def flex(numbers: Tensor, *args: float) -> flex_attention.BlockMask:
-        calls.append(1)
-        return block_mask(numbers)
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        kept, numbers = separate(tokens, targets, EOT)
+        loss: Tensor = model(tokens, kept, documents=numbers)
+        return loss
 
-    monkeypatch.setattr(gpt, "attention_mask", flex)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    loss = compiled(tokens, kept, documents=numbers)
-    assert calls == [1]  # once for all layers
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
-    assert_same(gradients(model, loss), gradients(model, expected))
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    for seed in (1, 2):  # the second mask must not cause a recompile
+        tokens, targets = draw(seed=seed)
+        expected = loss_of(tokens, targets)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt, "attention_mask", lambda numbers, *_: mask(numbers))
+            with torch._dynamo.config.patch(error_on_recompile=seed > 1):
+                loss = compiled(tokens, targets)
+        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+        assert_same(gradients(model, loss), gradients(model, expected))
 
 
 @pytest.mark.parametrize(

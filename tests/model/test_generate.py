@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -144,37 +143,6 @@ def test_a_stream_that_is_dropped_leaves_the_model_as_it_was() -> None:
     del started  # as Ctrl-C does
     assert model.blocks[0].attn.training
     assert torch.is_grad_enabled()
-
-
-def test_generation_never_uses_cudnn_attention_and_leaves_the_setting_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """cuDNN would make a plan for each number of keys."""
-    model = make(tiny())
-    attention, allowed = F.scaled_dot_product_attention, list[tuple[bool, ...]]()
-
-    def noted(*args: Tensor, **options: Any) -> Tensor:
-        allowed.append(backends())
-        return attention(*args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    before = backends()
-    for use_cache in (True, False):
-        for _ in stream(model, PROMPT, settings_of(3), seeded(), use_cache=use_cache):
-            assert backends() == before  # also between tokens
-    assert allowed == [(*before[:3], False)] * 12  # two layers, three tokens, twice
-    model(PROMPT)
-    assert allowed[-1] == before
-    with pytest.raises(IndexError):  # an id beyond the vocabulary
-        next(stream(model, PROMPT + 1000, settings_of(3), seeded()))
-    assert backends() == before
-
-
-def backends() -> tuple[bool, ...]:
-    """Return which backends of attention are allowed; cuDNN is the last."""
-    cuda = torch.backends.cuda
-    flash, efficient = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
-    return flash, efficient, cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
 
 
 @settings(max_examples=40)

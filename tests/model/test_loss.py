@@ -13,14 +13,11 @@ from accel_gpt.model import loss as module
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import (
     IGNORE,
-    _losses_and_dlogits,
-    _overwrite_with_dlogits,
     add_product,
-    adds_in_float32,
     chunked_next_token_loss,
     chunked_sequence_losses,
 )
-from accel_gpt.model.sizes import chunk_tokens, logit_work_bytes, padded_vocab_size
+from accel_gpt.model.sizes import padded_vocab_size
 from tests.conftest import THREADS, tiny
 
 VOCAB, ROWS, C = 100, 128, 32
@@ -80,19 +77,6 @@ def test_loss_and_gradients_equal_the_definition(
         torch.testing.assert_close(one, other, **close)
     assert not found[0][0].any()  # ignored
     assert not found[1][VOCAB:].any()  # padded
-
-
-@caps
-@pytest.mark.usefixtures("small_chunks")
-def test_the_operation_keeps_the_contract_of_torch(cap: float | None) -> None:
-    x, weight, targets = draw()
-    rest = (targets.flatten(), VOCAB, cap or 0.0, False)
-    for operation in (module._loss_and_gradients, module._token_losses):
-        inputs = [x.flatten(0, 1).detach(), weight.detach()]
-        if operation is module._loss_and_gradients:
-            inputs = [tensor.requires_grad_() for tensor in inputs]
-        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(operation, (*inputs, *rest), test_utils=tests)
 
 
 @caps
@@ -234,18 +218,6 @@ def test_a_compiled_model_has_one_graph_and_the_same_gradients() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, 15.0), (torch.bfloat16, 0.0)])
-def test_compiled_gradients_overwrite_the_logits(dtype: torch.dtype, softcap: float) -> None:
-    logits, targets = torch.randn(40, 128, dtype=dtype), torch.randint(100, (40,))
-    compiled = torch.compile(_overwrite_with_dlogits, backend="aot_eager", fullgraph=True)
-    losses, dlogits = _losses_and_dlogits(logits.clone(), targets, 100, softcap)
-    found = compiled(logits, targets, 100, softcap)
-    torch.testing.assert_close(found, losses)
-    torch.testing.assert_close(logits, dlogits)
-    assert not logits[:, 100:].any()  # padded
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_activations_computed_again_change_no_bit(dropout: float) -> None:
     model = GPT(tiny(dropout=dropout), VOCAB).train()
@@ -257,20 +229,6 @@ def test_activations_computed_again_change_no_bit(dropout: float) -> None:
 
 
 # --------------------------------------------------------------------------- on a GPU
-
-
-def test_a_gpu_takes_more_tokens_at_a_time_than_a_cpu() -> None:
-    """As many as fill it, in the same share of its memory whether the model is compiled or not."""
-    rows, h100 = padded_vocab_size(50257), 85e9
-    eager = logit_work_bytes(2, capped=False, compiled=False)
-    compiled = logit_work_bytes(2, capped=False, compiled=True)
-    assert chunk_tokens(rows, eager, None) == 1024
-    assert chunk_tokens(rows, eager, h100) == 4096
-    assert chunk_tokens(rows, compiled, h100) == 16384
-    for memory in (8e9, 24e9, h100, 180e9):
-        for work in (eager, compiled):
-            tokens = chunk_tokens(rows, work, memory)
-            assert tokens * rows * work <= memory / 36 < 2 * tokens * rows * work
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -296,23 +254,3 @@ def test_products_in_half_precision_are_added_in_float32(
         errors[exactly] = ((total - exact).norm() / exact.norm()).item()
     assert errors[True] < 1e-6
     assert errors[False] > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["right", "never adds"])
-def test_whether_a_device_adds_in_float32_is_found_by_trying(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu = torch.device("cpu")
-    adds_in_float32.cache_clear()
-    assert not adds_in_float32(cpu, torch.bfloat16)
-    adds_in_float32.cache_clear()
-    plain = torch.addmm
-
-    def addmm(total: Tensor, *factors: Tensor, out_dtype: Any, beta: int, out: Tensor) -> Tensor:
-        beta = {"right": beta, "never adds": 0}[kind]
-        left, right = (factor.to(out_dtype) for factor in factors)
-        return plain(total, left, right, beta=beta, out=out)
-
-    monkeypatch.setattr(torch, "addmm", addmm)
-    assert adds_in_float32(cpu, torch.bfloat16) == (kind == "right")
-    adds_in_float32.cache_clear()

@@ -131,16 +131,20 @@ def test_clipping_in_the_update_equals_clipping_before_it(name: str, limit: floa
     assert (optimizers[0].divisor is not None) == (limit > 0)
 
 
-def test_where_the_kernel_does_not_divide_the_gradients_are_divided_before(
+def test_where_the_kernel_ignores_skip_and_divisor_the_host_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     net = nn.Linear(4, 4)
     optimizer = make_optimizer(net, OptimConfig(lr=0.1))
+    before = net.weight.detach().clone()
     for p in net.parameters():
         p.grad = torch.full_like(p, 8.0)
     optimizer.clip(torch.tensor(4.0), 2.0)
     monkeypatch.setattr(adamw, "UNGUARDED", ("cpu",))
-    optimizer.step()
+    for skip in (1.0, 0.0):
+        optimizer.skip = torch.tensor(skip)
+        optimizer.step()
+        assert torch.equal(net.weight, before) == (skip == 1.0)
     for p in net.parameters():
         assert p.grad is not None
         torch.testing.assert_close(p.grad, torch.full_like(p, 4.0))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim import adamw, muon
-from accel_gpt.optim.adamw import GuardedAdamW
+from accel_gpt.optim import muon
 from accel_gpt.optim.groups import PEAK, make_optimizer, set_lr
 from accel_gpt.optim.muon import MuonAdamW, muon_weights
 from tests.conftest import launch, tiny
@@ -234,19 +233,6 @@ def test_an_update_that_is_left_out_leaves_weights_and_state(
         assert torch.equal(old, after[name]) == left_out, name
 
 
-def test_where_the_kernel_updates_regardless_the_host_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    net, updates = nn.Linear(4, 4), []
-    optimizer = GuardedAdamW(net.parameters(), lr=0.1, fused=True)
-    monkeypatch.setattr(adamw, "UNGUARDED", ("cpu",))
-    monkeypatch.setattr(adamw, "undecorated", lambda _: lambda *_: updates.append(skip))
-    for skip in (1.0, 0.0):
-        optimizer.skip = torch.tensor(skip)
-        optimizer.step()
-    assert updates == [0.0]
-
-
 @pytest.mark.parametrize(("finite", "unscaled"), [(True, True), (True, False), (False, True)])
 def test_a_loss_scaler_is_understood(finite: bool, unscaled: bool) -> None:
     """As with `torch.amp.GradScaler` in fp16: unscale gradients, skip overflows."""
@@ -370,49 +356,6 @@ def test_ranks_share_the_matrices_and_update_as_one(
     ranks = world // 2 if engine == "hsdp" else world
     assert sum(kept["work"]) == elements * world // ranks
     assert max(kept["work"]) < elements * 0.7
-
-
-def test_weights_that_fsdp_holds_and_their_state_are_those_of_a_plain_model() -> None:
-    """In a group of one process; the slow test above uses three."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    plain = model()
-    sharded = copy.deepcopy(plain)
-    tokens = torch.arange(32).view(2, 16)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        for part in (*sharded.blocks, sharded):
-            fully_shard(part, mesh=mesh)
-        nets = (plain, sharded)
-        optimizers = [make_optimizer(net, OptimConfig("muon", lr=0.1)) for net in nets]
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            for _ in range(2):
-                optimizer.zero_grad()
-                net(tokens, tokens).backward()
-                optimizer.step()
-        whole = StateDictOptions(full_state_dict=True)
-        state = get_optimizer_state_dict(sharded, optimizers[1], options=whole)
-        again = make_optimizer(sharded, OptimConfig("muon", lr=0.3))
-        again.zero_grad()
-        set_optimizer_state_dict(sharded, again, state, options=whole)
-        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
-            assert isinstance(q, DTensor)
-            assert torch.equal(p, q.full_tensor())
-            assert again.state[q].keys() == optimizers[0].state[p].keys()
-            for key, value in optimizers[0].state[p].items():
-                found = again.state[q][key]
-                found = found.full_tensor() if isinstance(found, DTensor) else found
-                assert torch.equal(found, value)
-        assert [group["lr"] for group in again.param_groups] == [0.1] * len(again.param_groups)
-    finally:
-        dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------------- what it is for

@@ -23,31 +23,6 @@ def call(*words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["train", "a" * 300],
-        ["prepare", ""],
-        ["prepare", "--path", "", "--tokenizer", "bytes"],
-        ["prepare", "--path", "x.txt", "--dataset", "user/name"],
-        ["prepare", "-", "--path", __file__, "--tokenizer", "bytes"],
-    ],
-)
-def test_a_mistake_is_one_sentence_and_leaves_nothing(
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The golden texts hold the sentences."""
-    monkeypatch.chdir(tmp_path)
-    assert call(*words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("words", "key"),
     [
         (["train", "quickstart", "--out_dir", "runs/PLACE"], "out_dir is runs/"),

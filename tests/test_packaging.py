@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.cli import dispatch
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.shipped import copy_shipped, resolve_config, shipped_folder
-from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,30 +136,6 @@ def test_a_shipped_config_is_known_by_its_name(
     assert resolve_config("quickstart").parent == ROOT / "configs"
     Path("gpt2_124m").write_text("seed: 8")  # a path goes before a name
     assert load_config(["gpt2_124m"], "").seed == 8
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["plan", "gpt2_24m"], "did you mean gpt2_124m or gpt2_774m or gpt2_350m?"),
-        (["prepare", "quickstart"], "or a recipe: fineweb_edu_10bt, openwebtext"),
-        (["train", "mine"], "did you mean mine.yaml?"),
-    ],
-)
-def test_an_unknown_name_is_one_sentence_with_the_nearest(
-    words: list[str],
-    hint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("seed: 7")
-    assert run_main(dispatch, words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(("error: config file ", "error: there is no file "))
-    assert hint in error
-    assert error.count("\n") == 1
 
 
 def test_a_run_by_name_keeps_the_config_as_shipped(tmp_path: Path) -> None:

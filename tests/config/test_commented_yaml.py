@@ -2,10 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import yaml
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.resolve import load_config, named_config
@@ -20,20 +19,6 @@ from accel_gpt.files import load_yaml
 # the configs that take no model from the Hub
 SHIPPED = [n for n, path in shipped_configs().items() if "init_from" not in path.read_text()]
 NAMES = [*SHIPPED, *PRESETS]
-
-
-class Loader(yaml.SafeLoader):
-    """YAML 1.2, as editors read it: 1e-2 is a number, no and 1_000 are texts."""
-
-    yaml_implicit_resolvers: ClassVar = {"n": [("tag:yaml.org,2002:null", re.compile("null$"))]}
-
-
-for tag, pattern, first in (
-    ("bool", "(true|false)$", "tf"),
-    ("int", r"[-+]?\d+$", "-+0123456789"),
-    ("float", r"[-+]?(\d+\.\d*|\.?\d+)([eE][-+]?\d+)?$", "-+.0123456789"),
-):
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])

@@ -15,7 +15,6 @@ from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import to_flat
 from accel_gpt.cost.flops import parameter_counts
-from accel_gpt.errors import UserError
 from tests.conftest import tiny
 
 GPT2 = ("--data.prepare.source", "stdlib", "--data.prepare.tokenizer", "gpt2")
@@ -61,17 +60,6 @@ def test_a_step_has_whole_micro_batches(load: Load, block_size: int) -> None:
         config = load(*shape, *more)
         assert make_plan(config, 1).tokens_per_step == config.train.tokens_per_step
     assert load(*shape, "--train.micro_batch_size", 6).train.tokens_per_step % 6 == 0
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["model.depth", "model.n_embd", "model.vocab_size", "train.tokens_per_step", "train.max_steps"],
-)
-def test_a_number_below_its_bound_is_refused_by_name(load: Load, key: str) -> None:
-    shape = {"--model.vocab_size": 257, "--model.depth": 2, "--model.block_size": 64}
-    words = [word for pair in (shape | {f"--{key}": -5}).items() for word in pair]
-    with pytest.raises(UserError, match=rf"^{key} is -5(\.0)?; it must be above 0"):
-        load(*words)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -125,15 +113,6 @@ def test_weights_are_averaged_over_one_share_of_every_run(load: Load) -> None:
     assert shares == pytest.approx([0.025 * 0.05 * 3250] * 3, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["optim: {lr_factor: 2.0}", "model: {depth: 2, preset: llama}\noptim: {lr_factor: 2.0}"],
-)
-def test_a_factor_that_nothing_follows_is_an_error(load: Load, text: str) -> None:
-    with pytest.raises(UserError, match=r"lr_factor is 2\.0, but no learning rate follows from it"):
-        load(*GPT2, text=text)
-
-
 def test_scaling_parameters_are_those_of_blocks_and_head() -> None:
     for config in (tiny("fast"), tiny("llama", n_kv_head=2), tiny("gpt2", bias=False)):
         counts = parameter_counts(config, 64)
@@ -182,23 +161,6 @@ def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
     assert "muon_lr 0.05" in lines[1]
     assert "x 1 for the batch, x 1 for the length, head x 1 for the width" in lines[-1]
     assert lines[-1].endswith("x 2 by optim.lr_factor")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data.tokenizer", "mine.json"], "tokenizer mine.json is unknown"),
-        ([], "but its size is unknown"),
-        (["--model.init_from", "gpt2"], "the weights of model.init_from gpt2 set the shape"),
-        (
-            ["--model.n_embd", "32"],
-            "model.n_embd is 32, but with model.depth it is a multiple of 64",
-        ),
-    ],
-)
-def test_what_the_dial_cannot_do_is_said(load: Load, options: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load(*options)
 
 
 def test_the_vocabulary_is_that_of_the_prepared_folder(load: Load, corpus: Path) -> None:

@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 
-from accel_gpt.cli import dispatch
 from accel_gpt.commands.grid import read_grid
 from accel_gpt.commands.options import (
     BenchCommand,
@@ -116,46 +115,6 @@ def test_an_emoji_that_yaml_escapes_is_text_and_a_single_surrogate_is_not(tmp_pa
         load_config([str(path)], "test")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--optim.bta1", "1"], "did you mean optim.beta1?"),
-        (["--optim.learning_rate", "1"], "did you mean optim.lr?"),
-        (["--train.compile", "maybe"], "train.compile is 'maybe'; expected true or false"),
-        (["--data.shuffle", "x"], "expected one of global, groups, shards, none, replacement"),
-        (["--model.n_kv_head", "-1"], "model.n_kv_head is -1; it must be above 0"),
-        (["--sample.prompts", "[INST] a"], "begins with [ needs quotes in a list: ['[a] b']"),
-        (["stray"], "unexpected argument 'stray'; options are written --key value"),
-        (["-b", "4"], "unexpected argument '-b'; did you mean train.micro_batch_size?"),
-    ],
-)
-def test_command_line_mistake_is_told_in_one_sentence(
-    config_file: str, options: list[str], message: str
-) -> None:
-    with pytest.raises(UserError) as error:
-        load(config_file, *options)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: {n_layers: 2}", "unknown key model.n_layers in {path}; did you mean model.n_l"),
-        ("model: {n_layer: [2]}", "model.n_layer is [2]; expected a whole number"),
-        ("optim: {lr: true}", "optim.lr is True; expected a number"),
-        ("optim: {lr: 1}\nlog: {}\noptim: {beta1: 0}", "line 3: optim is given twice"),
-    ],
-)
-def test_yaml_mistake_is_told_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError) as error:
-        load(str(path))
-    assert message.format(path=path) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_a_command_takes_its_options_and_the_keys_of_its_config(config_file: str) -> None:
     words = "--steps 9 --optim.lr 1e-3 --parts=2 --train.compile --model.dropout=0 --json"
     options = BenchCommand.parse([config_file, *words.split()])
@@ -184,37 +143,6 @@ def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None
         load(str(path), "--train.max_steps", "2", "--train.max_tokens", "9")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("plan quickstart --gpuz 8", "unknown option --gpuz; did you mean --gpu or --gpus?"),
-        ("plan quickstart --global_batch_size 8", "--global_batch_size; set train.tokens_per_step"),
-        ("sample runs/x --temp=3", "unknown option --temp; did you mean --temperature?"),
-        ("train", "no config file given; try accel-gpt train quickstart"),
-        ("bench --steps 3", "CONFIG missing; try accel-gpt bench quickstart"),
-        ("prepare b.txt", "there is no file b.txt; did you mean a.txt?"),
-        ("prepare other/b.txt", "there is no file other/b.txt; give the path of a text, or a rec"),
-        ("train quickstart --model.n_layer None", "n_layer is None, but it cannot be null; expec"),
-        ("train quickstart --train.max_steps x", "is 'x'; expected a whole number or null"),
-        ("sample runs/x --num null", "--num is null, but it cannot be null; expected a whole"),
-        ("sample runs/x --top_k few", "--top_k is 'few'; expected a whole number"),
-        ("evaluate https://a:b@c.d/e", "RUN is a URL with a user and password; remove"),
-    ],
-)
-def test_a_mistake_in_an_option_is_answered_by_the_options_of_the_command(
-    line: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("text")
-    assert run_main(dispatch, line.split()) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert message in sentence
-
-
 def test_none_of_python_is_null(config_file: str, tmp_path: Path) -> None:
     config = load(config_file, "--eval.tokens", "None", "--train.max_steps=None")
     assert (config.eval.tokens, config.train.max_steps) == (None, None)
@@ -226,30 +154,6 @@ def test_none_of_python_is_null(config_file: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="out_dir is None, but it cannot be null"):
         load(str(path))
     assert SampleCommand.parse(["runs/x", "--top_k", "None", "--prompt", "None"]).prompt == "None"
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("adam_beta1", "optim.beta1"),
-        ("bf16", "train.mixed_precision to bf16"),
-        ("optimizer", "optim"),
-        ("no_such_option_anywhere", "--help-all shows all keys"),
-    ],
-)
-def test_the_name_of_another_trainer_is_answered_in_one_line(
-    name: str, words: str, config_file: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "foreign.yaml"
-    path.write_text(f"train: {{max_steps: 1}}\n{name}: 3\n")
-    dashes = name.replace("_", "-")
-    for argv in ([config_file, f"--{name}", "3"], [config_file, f"--{dashes}"], [str(path)]):
-        with pytest.raises(UserError, match=rf"unknown key {name} ") as error:
-            load(*argv)
-        answer = str(error.value).partition("; ")[2]
-        assert words in answer
-        assert len(answer) < 200
-        assert "\n" not in answer
 
 
 IMPORTED = """

@@ -211,20 +211,6 @@ def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixtu
     assert plan(capsys, *asked, "auto")["length"]["micro_batch_size"] == largest
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--gpu h10", "--gpu h10 is not in the table of devices; did you mean h100?"),
-        ("--mfu 0.4", "the peak FLOP/s of 1 x CPU process"),
-        ("--gpu t4 --train.mixed_precision bf16", "is bf16, but t4 does not support it"),
-        ("--train.mixed_precision fp16", "is fp16, but a CPU does not support it"),
-        ("--model.init_from gpt2-xl", "gpt2-xl, which model.init_from names, has 48"),
-    ],
-)
-def test_mistakes(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told in mistake(capsys, GPT2, *words.split())
-
-
 # --------------------------------------------------------------------------- data
 
 

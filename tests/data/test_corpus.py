@@ -189,35 +189,6 @@ def sources(**weights: float) -> list[TrainedSource]:
     return [TrainedSource(name=n, weight=w, fingerprint=n) for n, w in weights.items()]
 
 
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        ("[{path: DATA1}, {path: DATA1}]", "lists the tokens of .* twice"),
-        ("[{path: DATA1, weight: 0}]", "data.train.weight is 0.0; it must be above 0"),
-        ("[{weight: 1}]", "has no path"),
-        ("[{path: DATA1}, {path: none}]", "none does not exist"),
-        ("[{path: DATA1, weight: 0.1234567}, {path: DATA2}]", "repeat only after"),
-        ("[DATA1, DATA2]", "expected text or a list of {path, weight}"),
-        ("{path: DATA1, weight: 1}", "expected text or a list of {path, weight}"),
-        ("[{path: DATA1, weight: .inf}]", "weight is inf; expected a finite number"),
-        ("[{path: DATA1", "must be valid YAML"),
-    ],
-)
-def test_bad_sources_are_one_sentence(
-    small_run: Arguments,
-    two: tuple[Path, Path],
-    train: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    train = train.replace("DATA1", str(two[0])).replace("DATA2", str(two[1]))
-    assert launch(small_run("--data.train", train)) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: ")
-    assert shown.count("\n") == 1
-    assert re.search(message, shown)
-
-
 # --------------------------------------------------------------------------- documents
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import PEAK, make_optimizer, set_lr
@@ -168,11 +167,6 @@ def test_the_blocks_are_muons_and_all_else_is_adamws() -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.05, 0.15}
     assert OptimConfig("muon", lr=0.003).muon_peak == 0.003  # muon_lr is not set
     assert OptimConfig("muon", lr=0.003, muon_scale="original").muon_peak == 0.02
-    with pytest.raises(
-        UserError,
-        match=r"muon_lr is 0.1, but optim.name adamw does not use it; set optim.muon_lr to null",
-    ):
-        OptimConfig(muon_lr=0.1)
 
 
 def test_frozen_weights_and_those_without_a_gradient_stay() -> None:

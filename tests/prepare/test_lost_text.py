@@ -142,8 +142,3 @@ def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
     assert "WARNING" not in capsys.readouterr().err
     assert sorted(documents_of(tmp_path / "split")) == sorted(STORIES)
     assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)
-
-
-def test_an_empty_separator_is_refused() -> None:
-    with pytest.raises(UserError, match="separator is ; an empty text separates nothing"):
-        PrepareConfig("text", "a.txt", separator="")

@@ -20,7 +20,6 @@ from accel_gpt.data.index import read_index
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
-from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import QUIET, launch, run_here, text_of
@@ -40,14 +39,6 @@ def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> Non
     words = ("--data.text", "x.log", "--data.prepare.source", "text", "--out_dir", "runs/z")
     data = load(tmp_path, *words).data
     assert (data.train, data.prepare.source) == ("runs/z/data", "text")
-
-
-def test_data_are_named_once(tmp_path: Path) -> None:
-    for key in ("data.train", "data.prepare.path"):
-        with pytest.raises(UserError, match=rf"data.text is a.txt and {key} is b; set one"):
-            load(tmp_path, "--data.text", "a.txt", f"--{key}", "b")
-    with pytest.raises(UserError, match=r"data.text is a.txt and data.train is data/y"):
-        load(tmp_path, text=", text: a.txt")
 
 
 @pytest.mark.parametrize("train", ["mine", "hf://datasets/user/text", "[{path: a}, {path: b}]"])
@@ -111,56 +102,6 @@ def test_a_shipped_config_trains_on_a_data_folder_as_it_is(
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("typed", "nearest"),
-    [
-        ("data/nanno", "data/nano"),
-        ("data/other", ""),  # it holds no tokens
-    ],
-)
-def test_a_data_folder_that_does_not_exist_is_told_with_the_nearest(
-    typed: str,
-    nearest: str,
-    nanogpt_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (nanogpt_folder.parent / "others").mkdir()
-    advice = f"did you mean {nearest}?" if nearest else "give an existing folder"
-    for train in (typed, f"[{{path: {typed}}}, {{path: {nanogpt_folder}}}]"):
-        assert run_here(dispatch, ["train", "quickstart", "--data.train", train]) == 2
-        told = capsys.readouterr().err.splitlines()[-1]
-        assert told.startswith(f"error: data folder {typed} does not exist; {advice}")
-    assert not Path(typed).exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nope.txt", "data.text is nope.txt, but it does not exist (looked for /"),
-        ("/dev/null", "data.text is /dev/null, but it is neither a file nor a folder (looked for"),
-        ("*.gone", "data.text is *.gone, but it matches no file"),
-    ],
-)
-def test_a_text_that_cannot_be_read_is_told_with_the_key_that_named_it(
-    small_run: Callable[..., list[str]],
-    tmp_path: Path,
-    text: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = small_run("--out_dir", "x", "--data.text", text)
-    assert launch(words) == 2
-    assert message in capfd.readouterr().err
-    words = ["--data.train", "made", "--data.prepare.source", "auto"]
-    assert launch(small_run(*words, "--data.prepare.path", text)) == 2
-    assert message.replace("data.text", "data.prepare.path") in capfd.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_run_on_a_text_resumes_when_the_text_is_gone(
     small_run: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -216,7 +157,7 @@ def test_line_ends_of_windows_become_those_of_unix(
 
 
 def test_a_text_is_prepared_by_its_name_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "b").mkdir()
@@ -228,6 +169,3 @@ def test_a_text_is_prepared_by_its_name_alone(
         assert run_main(dispatch, ["prepare", word, *options]) == 0
         tokenizer, split = load_tokenizer(f"data/{out}"), open_split(f"data/{out}", "train")
         assert tokenizer.decode(split.read(0, 0, split.tokens).tolist()).partition(EOT)[0]
-    capsys.readouterr()
-    assert run_main(dispatch, ["prepare", "inptu.txt"]) == 2
-    assert "there is no file inptu.txt; did you mean input.txt?" in capsys.readouterr().err

@@ -139,23 +139,6 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     assert content(out) == before
 
 
-def test_a_missing_source_fails_before_anything_is_made(tmp_path: Path, out: Path) -> None:
-    with pytest.raises(UserError, match="but it does not exist"):
-        prepare(PrepareConfig(source="text", path=str(tmp_path / "none")), out)
-    with pytest.raises(UserError, match=r"does not exist.*data\.prepare"):
-        prepare(PrepareConfig(), out)
-    assert not out.parent.exists()
-
-
-def test_too_little_text_is_one_clear_error(tmp_path: Path, out: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("abc")
-    config = PrepareConfig(source="text", path=str(path), tokenizer="chars", val_fraction=0.01)
-    with pytest.raises(UserError, match="too little text"):
-        prepare(config, out)
-    assert not os.listdir(out.parent)
-
-
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -213,32 +213,6 @@ def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> Non
 # --------------------------------------------------------------------------- other outputs
 
 
-def test_a_file_of_a_run_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run", [record(1)])
-    before = (run / "metrics.jsonl").read_text()
-    assert report(run, "--out", run / "metrics.jsonl") == 2
-    assert "metrics.jsonl is a file of a run; give another --out" in capsys.readouterr().err
-    assert (run / "metrics.jsonl").read_text() == before
-
-
-def test_mistakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_run(tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    for words, message in (
-        (["."], "is not a run: it has neither metrics.jsonl nor run.json; give the out_dir of a"),
-        (["nowhere"], "nowhere does not exist; give the out_dir of a run"),
-        (["run", "--out", "nowhere/r.html"], "cannot be written"),
-    ):
-        assert report(*words) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
-
-
 def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
     """Tokens of one byte have a lower loss in nats than longer tokens, so it is no rank."""
 

@@ -443,44 +443,6 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-RUN_COMMANDS: list[list[str]] = [
-    ["sample"],
-    ["evaluate"],
-    ["export", "--to", "exported"],
-    ["export", "--gguf", "model.gguf"],
-    ["push", "--repo", "user/name"],
-    ["inspect"],
-    ["report"],
-]
-
-
-@pytest.mark.usefixtures("places")
-@pytest.mark.parametrize("command", RUN_COMMANDS, ids=" ".join)
-def test_a_path_with_a_mistake_is_answered_with_the_nearest(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, *options = command
-    assert run_here(cli.dispatch, [name, "./runs/quikstart/", *options]) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert "runs/quikstart" in sentence
-    assert " does not exist; did you mean runs/quickstart?" in sentence
-
-
-def test_a_checkpoint_with_a_mistake_is_answered_with_the_nearest(
-    trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = str(trained())
-    for typed, advice, *command in (
-        ("beste", "did you mean best?", "sample"),
-        ("lst", "did you mean last?", "evaluate"),
-        ("step_00000012", "did you mean 12?", "export", "--to", "exported"),
-        ("7", "choose last or one of 8, 12", "sample"),
-    ):
-        name, *options = command
-        assert run_here(cli.dispatch, [name, run, *options, "--checkpoint", typed]) == 2
-        assert f"{run} has no checkpoint {typed!r}; {advice}" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("places")
 @pytest.mark.parametrize(
     ("name", "is_path"),

@@ -64,6 +64,7 @@ def test_another_number_of_processes_goes_on(small_run: Arguments, tmp_path: Pat
     for never, other in zip(records(Path(whole)), records(Path(moved)), strict=True):
         assert never.keys() == other.keys()
         assert list(other.values()) == pytest.approx(list(never.values()), abs=1e-5)
+        assert other["data/batch_hash"] == never["data/batch_hash"]
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ PORT = ("--main_process_port", "0")
 FSDP2 = (str(FOLDER / "fsdp2_8.yaml"), "--num_processes", "2", *PORT)
 ACCELERATE_CONFIGS = {
     "fsdp2": (*FSDP2, TRAIN),
+    "fsdp2_gathered": (*FSDP2, "--fsdp_reshard_after_forward", "false", TRAIN),
     "hsdp": (
         *(str(FOLDER / "hsdp_2x8.yaml"), "--num_processes", "4", "--num_machines", "1"),
         *("--parallelism_config_dp_shard_size", "2", *PORT, TRAIN),
@@ -195,19 +196,19 @@ def collectives(engine: str, optimizer: str, micro_steps: int, synced: bool) -> 
 
     DDP all-reduces one bucket of gradients at the last micro-step, or `synced` at each; FSDP2
     reduces those of four groups, and all-reduces the norm. Each micro-step gathers the groups, and
-    the two blocks again, and the head if it is not the embedding. For each of Muon's four stacks
-    DDP gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
+    unless they stay gathered the two blocks again, and the head if it is not the embedding. For
+    each of Muon's four stacks DDP gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
     """
     muon, reductions = optimizer == "muon", micro_steps if synced else 1
     if engine == "ddp":
         return {"reduce": 1 + reductions, **({"gather": 4} if muon else {})}
-    again = 2 + muon
+    again = 0 if engine == "fsdp2_gathered" else 2 + muon
     scatter, gather = 4 * reductions, (4 + again) * micro_steps + 8 * muon
     return {"reduce": 2, "scatter": scatter, "gather": gather}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2_gathered"])
 def test_losses_are_those_of_one_process_and_collectives_are_counted(
     engine: str, small_run: Arguments, tmp_path: Path
 ) -> None:
@@ -230,6 +231,8 @@ def test_losses_are_those_of_one_process_and_collectives_are_counted(
     work("one", 1, [words for _, words in single.values()], tmp_path)
     for world in (2, 4) if THOROUGH else (2,):
         cases = [("adamw", 1, False), ("muon", 4, False), ("adamw", 4, True)]
+        if engine == "fsdp2_gathered":
+            cases = cases[1:2]
         shared = [task(world, *case) for case in cases]
         work(engine, world, [words for _, words in shared], tmp_path)
         for (optimizer, *case), (out, _) in zip(cases, shared, strict=True):

@@ -1,6 +1,7 @@
 """Data files that were altered between two launches of a run."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,14 @@ def test_a_val_file_of_another_size_is_found_and_can_be_accepted(
     assert launch(foreign_run("--train.max_steps", "16", *both)) == 0
     assert launch(foreign_run("--train.max_steps", "20", *LONGER[2:])) == 0  # accepted once
     assert records(tmp_path / "run")[-1]["step"] == 20
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    token_file(foreign / "val.bin", 5000)
+    again = foreign_run("--train.max_steps", "20", *LONGER[2:])
+    assert launch(again) == 0  # a run without checkpoints has trained on no file
+    token_file(foreign / "val.bin", 6000)
+    assert launch(again) == 3
+    assert "it has 12,000 bytes, but had 10,000" in capsys.readouterr().err
 
 
 def test_a_file_of_another_project_with_another_time_is_a_warning(

@@ -35,7 +35,7 @@ from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training import accelerator as environment
 from accel_gpt.training import compilation, gradients
 
-FSDP = ("fsdp2", "hsdp")
+FSDP = ("fsdp2", "fsdp2_gathered", "hsdp")
 
 
 def emulate_fp8() -> None:

@@ -12,27 +12,20 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from accel_gpt.commands import train as command
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
-from tests.conftest import run_here
+from tests.conftest import launch
 from tests.faults.launches import until
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
 from tests.test_launch import PLAIN, TORCHRUN
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
-EVERY = (
-    "--checkpoint.every",
-    "4",
-    "--checkpoint.keep_last",
-    "1",
-    "--checkpoint.keep_best",
-    "false",
-)
+Trained = Callable[..., Path]
+EVERY = ("--checkpoint.every", "4", "--checkpoint.keep_last", "1")
 
 
 @pytest.fixture(params=["folder", "store", "hub"])
@@ -61,13 +54,13 @@ def steps(place: str) -> list[str]:
 def test_a_lost_run_goes_on_from_the_copy(
     place: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_here(command.main, small_run(*EVERY, "--out_dir", str(tmp_path / "whole"))) == 0
+    assert launch(small_run(*EVERY, "--out_dir", str(tmp_path / "whole"))) == 0
     own = small_run(*EVERY, "--checkpoint.copy_to", place)
     signal_after(monkeypatch, 6, 15)
-    assert run_here(command.main, own) == 75
+    assert launch(own) == 75
     assert steps(place) == ["step_00000006"]  # keep_last is 1; the signal saved this one
     shutil.rmtree(tmp_path / "run")
-    assert run_here(command.main, own) == 0
+    assert launch(own) == 0
     lost = records(tmp_path / "run")
     assert [record["step"] for record in lost] == list(range(7, 13))
     assert steps(place) == ["step_00000012"]
@@ -76,15 +69,31 @@ def test_a_lost_run_goes_on_from_the_copy(
 
 
 @pytest.mark.usefixtures("uploads_here")
-def test_a_lost_run_keeps_the_precision_that_auto_chose_for_it(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("option", ["--model.init_from", "--checkpoint.resume"])
+def test_a_lost_run_that_began_from_a_path_goes_on_from_its_copy(
+    option: str,
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own = small_run(*EVERY, "--checkpoint.copy_to", str(tmp_path / "other"))
-    signal_after(monkeypatch, 6, 15)
-    assert run_here(command.main, [*own, "--train.mixed_precision", "no"]) == 75
+    """In the precision that `auto` chose; copies that broke off are pruned, and never used."""
+    place = tmp_path / "other"
+    for step in (1, 20):
+        (place / f"step_{step:08d}").mkdir(parents=True)
+    path = trained(to="first") / "checkpoints" / "step_00000008"
+    own = small_run(*EVERY, "--checkpoint.copy_to", str(place), option, str(path))
+    stop = 10 if option == "--checkpoint.resume" else 6
+    signal_after(monkeypatch, stop, 15)
+    assert launch([*own, "--train.mixed_precision", "no"]) == 75
+    assert steps(str(place)) == [f"step_{stop:08d}"]
     shutil.rmtree(tmp_path / "run")
+    capsys.readouterr()
     monkeypatch.setattr(precision, "choose_precision_on_cpu", lambda: ("bf16", "a test"))
-    assert run_here(command.main, [*own, "--train.mixed_precision", "auto"]) == 0
+    assert launch([*own, "--train.mixed_precision", "auto"]) == 0
+    assert f"from step {stop} (" in capsys.readouterr().err
+    assert records(tmp_path / "run")[0]["step"] == stop + 1
     assert RunFolder(tmp_path / "run").last_launch("mixed_precision") == "no"
 
 
@@ -95,8 +104,8 @@ def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
     with HubServer() as hub:
         point_at(monkeypatch, hub, tmp_path / "home")
         own = small_run(*EVERY, "--checkpoint.copy_to", "hf://tester/backup/runs/a")
-        assert run_here(command.main, [*own, "--train.stop_at", "4"]) == 0
-        assert run_here(command.main, own) == 0
+        assert launch([*own, "--train.stop_at", "4"]) == 0
+        assert launch(own) == 0
         files = hub.files("tester/backup")
         assert hub.repos["tester/backup"].private
         assert {str(Path(name).parent) for name in files} == {"runs/a/step_00000012"}
@@ -121,7 +130,7 @@ def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(
     monkeypatch.setattr(MemoryFileSystem, "ls", fail)
     monkeypatch.setattr(MemoryFileSystem, "info", fail)
     place = f"memory://{tmp_path}/other"
-    assert run_here(command.main, small_run("--checkpoint.copy_to", place)) == 2
+    assert launch(small_run("--checkpoint.copy_to", place)) == 2
     said = capsys.readouterr().err
     assert f"checkpoint.copy_to {place} cannot be read: the network is down" in said
 
@@ -135,13 +144,13 @@ def test_a_copy_that_is_killed_is_no_copy_and_the_next_launch_makes_it(
     place = tmp_path / "other"
     own = small_run("--checkpoint.every", "6", "--checkpoint.copy_to", str(place))
     monkeypatch.setenv("ACCEL_GPT_FAULT", "copy.file:3=kill")
-    assert run_here(command.main, own) == 0
+    assert launch(own) == 0
     said = capsys.readouterr().err
     assert f"WARNING: upload of step 6 to {place} failed: exit code -9" in said
     assert list(place.iterdir())
     assert not list(place.glob("*/manifest.json"))
     monkeypatch.delenv("ACCEL_GPT_FAULT")
-    assert run_here(command.main, own) == 0
+    assert launch(own) == 0
     verify_checkpoint(place / "step_00000012")
     assert not (tmp_path / "run" / ".uploading").exists()
 
@@ -152,13 +161,13 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
 ) -> None:
     place = tmp_path / "other"
     own = small_run(*EVERY[:2], "--checkpoint.keep_last", "3", "--checkpoint.copy_to", str(place))
-    assert run_here(command.main, own) == 0
+    assert launch(own) == 0
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     (place / "step_00000012" / "manifest.json").unlink()
     file = place / "step_00000008" / "optimizer.bin"
     file.write_bytes(file.read_bytes()[:-9])
     shutil.rmtree(tmp_path / "run")
-    assert run_here(command.main, own) == 0
+    assert launch(own) == 0
     said = capsys.readouterr().err
     assert "truncated; falling back to an earlier copy" in said
     assert "downloaded step 4 from" in said
@@ -168,7 +177,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
         file = checkpoint / "optimizer.bin"
         file.write_bytes(file.read_bytes()[:-9])
     shutil.rmtree(tmp_path / "run")
-    assert run_here(command.main, own) == 4
+    assert launch(own) == 4
     assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
 
 
@@ -265,7 +274,8 @@ def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_
     verify_checkpoint(tmp_path / "other" / "step_00000006")
 
 
-def test_a_place_that_cannot_be_written_harms_nothing(
+@pytest.mark.usefixtures("uploads_here")
+def test_a_place_that_cannot_be_written_harms_nothing_and_gets_its_copy_later(
     small_run: Arguments,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -274,12 +284,20 @@ def test_a_place_that_cannot_be_written_harms_nothing(
     (tmp_path / "file").write_text("")
     place = str(tmp_path / "file" / "other")
     own = small_run(*EVERY, "--checkpoint.copy_to", place)
-    assert run_here(command.main, own) == 0
+    assert launch(own) == 0
     said = capsys.readouterr().err
     assert said.count(" failed: ") == 1
-    assert f"WARNING: upload of step 4 to {place} failed: [Errno 20] Not a directory" in said
+    assert "Not a directory" in said
+    assert f"WARNING: upload of step 4 to {place} failed: " in said
     assert f"WARNING: step 12 was not uploaded to {place}; launch the same command again" in said
     assert "12 steps" in said
+    (tmp_path / "file").unlink()
+    assert launch(own) == 0
+    manifest = Path(place, "step_00000012", "manifest.json")
+    written = manifest.stat().st_mtime_ns
+    assert launch(own) == 0
+    assert steps(place) == ["step_00000012"]
+    assert manifest.stat().st_mtime_ns == written  # it was not copied again
 
 
 @pytest.mark.parametrize(
@@ -302,5 +320,5 @@ def test_a_place_where_checkpoints_would_be_lost_is_refused(
     (tmp_path / "file").write_text("")
     (tmp_path / "other" / "step_00000020").mkdir(parents=True)
     own = ["--out_dir", "run", "--checkpoint.copy_to", place, "--checkpoint.resume", "never"]
-    assert run_here(command.main, small_run(*own)) == 2
+    assert launch(small_run(*own)) == 2
     assert message in capsys.readouterr().err

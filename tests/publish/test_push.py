@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,8 +61,11 @@ def push(run: Path, *options: str) -> int:
 
 
 @pytest.mark.usefixtures("compared")
-def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
-    run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_push_holds_everything_and_a_later_one_sends_what_changed_or_nothing(
+    run: Path,
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert push(run, "--private", "--license", "mit") == 0
     assert f"{hub.url}/{REPO}/tree/step-8" in capsys.readouterr().out
@@ -84,6 +88,17 @@ def test_a_push_holds_everything_and_a_second_one_sends_what_changed(
     assert hub.commits(REPO) == commits
     assert accel_gpt.Run(run).push_to_hub(REPO, license="mit") == f"{hub.url}/{REPO}/tree/step-8"
     assert not list((run / "checkpoints").glob(".push_*"))
+
+    plain = pushing.upload
+
+    def late(*arguments: Any) -> str:
+        for folder in (run / "checkpoints").glob(".push_*"):
+            shutil.rmtree(folder)
+        return plain(*arguments)
+
+    monkeypatch.setattr(pushing, "upload", late)  # the files vanish before it lists them
+    assert push(run, "--checkpoint", "4") == 2
+    assert (hub.files(REPO), hub.tags(REPO).keys()) == (files, {"step-8"})
 
 
 @pytest.mark.slow

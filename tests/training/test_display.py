@@ -17,9 +17,12 @@ from accel_gpt.config.experiment import Config, LogConfig, TrainConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.training import display as displays
 from accel_gpt.training.display import CURVE_ROWS, Display, Progress, loss_curve
+from tests.conftest import QUIET
 from tests.helpers.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
+TRAINER = (sys.executable, "-m", "accel_gpt.cli", "train")
+LONG = ("--train.max_steps", "100000", "--checkpoint.every", "0", *QUIET)
 COLORS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])(?:;\d+)*m")
 SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
 SCENE = """
@@ -194,10 +197,7 @@ def test_no_color_and_dumb_terminals(
 def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    root = Path(__file__).resolve().parents[2]
-    train = [sys.executable, str(root / "accel_gpt" / "train.py")]
-    long = ["--train.max_steps", "100000", "--eval.every", "0", "--sample.every", "0"]
-    with Terminal([*train, *small_run(*long)], cwd=tmp_path) as shell:
+    with Terminal([*TRAINER, *small_run(*LONG)], cwd=tmp_path) as shell:
         shell.wait_for("tok/s")
         shell.press(b"\x03")
         assert shell.finish() == 75
@@ -205,6 +205,16 @@ def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(
         assert termios.tcgetattr(shell.master) == shell.modes
     assert shell.written.rindex(SHOWN) > shell.written.rindex(HIDDEN)
     assert b"SIGINT: saved at step" in shell.written.splitlines()[-1]  # below the panel
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves(small_run: Arguments, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and every write fails from then on."""
+    with Terminal([*TRAINER, *small_run(*LONG)], cwd=tmp_path) as shell:
+        shell.wait_for("tok/s")
+        shell.hang_up()
+        assert shell.process.wait(60) == 75
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
 def test_progress_is_a_line_every_ten_seconds(

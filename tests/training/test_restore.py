@@ -219,23 +219,29 @@ def test_a_key_to_allow_must_be_one(
         assert sentence in capsys.readouterr().err
 
 
-def test_the_best_loss_so_far_is_that_of_the_same_text(
+def test_the_best_loss_so_far_is_that_of_the_same_text_in_all_named_sets(
     small_run: Arguments, corpus: Path, tmp_path: Path
 ) -> None:
-    own = ["--eval.every", "2", "--checkpoint.every", "2"]
-    assert launch(small_run(*own, "--train.stop_at", "4")) == 0
-    state = tmp_path / "run" / "checkpoints" / "step_00000004"
+    run = tmp_path / "run"
+    own = ["--eval.every", "2", "--checkpoint.every", "2", "--sample.every", "0", "--data.val"]
+    named = [*own, f"{{web: {corpus}, code: {corpus}}}"]
+    assert launch(small_run(*named, "--train.stop_at", "4")) == 0
+    state = run / "checkpoints" / "step_00000004"
     content = json.loads((state / "trainer_state.json").read_text())
     content |= {"best_val_loss": 0.1, "best_step": 2}  # as if that text were easy
     (state / "trainer_state.json").write_text(json.dumps(content))
     reseal(state)
     fewer = ["--eval.tokens", "64", "--checkpoint.allow_change", "eval.tokens"]
-    assert launch(small_run(*own, "--train.stop_at", "6")) == 0
+    assert launch(small_run(*named, "--train.stop_at", "6")) == 0
     assert read_state(state.with_name("step_00000006")).best_val_loss == 0.1
-    assert launch(small_run(*own, *fewer)) == 0
+    assert launch(small_run(*own, f"{{web: {corpus}}}", "--train.stop_at", "8")) == 2
+    assert launch(small_run(*named, *fewer)) == 0
     last = read_state(state.with_name("step_00000012"))
     assert last.best_val_loss is not None
     assert last.best_val_loss > 1
+    evaluated = [line for line in records(run) if "eval/val_loss" in line]
+    assert [line["step"] for line in evaluated] == [2, 4, 6, 8, 10, 12]
+    assert all({"eval/val_loss/web", "eval/val_loss/code"} <= line.keys() for line in evaluated)
 
 
 def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> None:

@@ -400,12 +400,14 @@ sys.exit(run_main(main, sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_one_of_several_ranks_asks_the_hub(
-    folder: Path, small_run: Arguments, tmp_path: Path
+@pytest.mark.parametrize("known", [True, False])
+def test_one_of_several_ranks_asks_the_hub_and_all_end_if_it_fails(
+    known: bool, folder: Path, small_run: Arguments, tmp_path: Path
 ) -> None:
     with HubServer() as hub:
-        hub.add("user/model", {path.name: path.read_bytes() for path in folder.iterdir()})
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+        if known:
+            hub.add("user/model", {path.name: path.read_bytes() for path in folder.iterdir()})
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         group |= environment(hub, tmp_path / "home") | {"ACCELERATE_USE_CPU": "true"}
         ranks = [
             subprocess.Popen(
@@ -413,13 +415,15 @@ def test_one_of_several_ranks_asks_the_hub(
                 env={**PLAIN, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
-            for rank in range(3)
+            for rank in range(2)
         ]  # fmt: skip
-        shown = [rank.communicate(timeout=120) for rank in ranks]
+        (config, error), other = (rank.communicate(timeout=120) for rank in ranks)
         asked = [path for _, path in hub.requests if "/revision/" in path]
     assert len(asked) == 1
-    assert [rank.returncode for rank in ranks] == [0] * 3, shown
-    assert shown[1:] == [(shown[0][0], "")] * 2
+    assert [rank.returncode for rank in ranks] == [0 if known else 2] * 2, error
+    assert other == (config, "")
+    sentence = "user/model is neither a local folder nor a repository on the Hub"
+    assert error.count(sentence) == (not known)
 
 
 # --------------------------------------------------------------------------- a path with a mistake

@@ -1,10 +1,9 @@
 """Real processes: `accelerate launch`, `torchrun`, two gloo processes, signals to the launcher."""
 
 import os
-import signal
+import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,64 +35,32 @@ def finish(command: list[str], cwd: Path, timeout: float = 120) -> str:
 
 
 @pytest.mark.slow
-def test_two_processes_reach_the_losses_of_one(small_run: Arguments, tmp_path: Path) -> None:
-    alike = ["--train.micro_batch_size", "2", "--checkpoint.every", "5"]
+def test_two_processes_reach_the_losses_of_one_and_one_goes_on(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    alike = ["--train.micro_batch_size", "2", "--log.batch_hash"]
     one, two = tmp_path / "one", tmp_path / "two"
     assert launch(small_run(*alike, "--out_dir", str(one))) == 0
     pair = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    shown = finish([*pair, TRAIN, *small_run(*alike, "--out_dir", str(two))], tmp_path)
+    shared = small_run(*alike, "--out_dir", str(two))
+    shown = finish([*pair, TRAIN, *shared], tmp_path)
     assert "x 2 micro-steps x 2 processes" in shown
     assert shown.count("tokens per step") == 1  # only one process prints
-    for alone, shared in zip(records(one), records(two), strict=True):
-        assert alone.keys() == shared.keys()
-        assert list(shared.values()) == pytest.approx(list(alone.values()), abs=1e-5)
-    assert (two / "checkpoints" / "step_00000010" / "random_states_1.pkl").is_file()
+    assert_close_records(one, two)
+    assert (two / "checkpoints" / "step_00000008" / "random_states_1.pkl").is_file()
     samples = (two / "samples" / "step_00000012.txt").read_text()
     assert "--- sample 2" in samples  # one sample from each process
+    shutil.rmtree(two / "checkpoints" / "step_00000012")
+    assert "from step 8" in finish([*CONFIGURED, TRAIN, *shared], tmp_path)
+    assert_close_records(one, two)
 
 
-@pytest.mark.slow
-def test_another_number_of_processes_goes_on(small_run: Arguments, tmp_path: Path) -> None:
-    alike = ["--train.micro_batch_size", "2", "--log.batch_hash", "--model.dropout", "0"]
-    whole, moved = str(tmp_path / "whole"), str(tmp_path / "moved")
-    assert launch(small_run(*alike, "--out_dir", whole)) == 0
-    options = small_run(*alike, "--out_dir", moved)
-    two = [*TORCHRUN, "--nproc_per_node", "2", TRAIN]
-    finish([*two, *options, "--train.stop_at", "8"], tmp_path)
-    assert "from step 8" in finish([*TORCHRUN, TRAIN, *options], tmp_path)
-    for never, other in zip(records(Path(whole)), records(Path(moved)), strict=True):
-        assert never.keys() == other.keys()
-        assert list(other.values()) == pytest.approx(list(never.values()), abs=1e-5)
-        assert other["data/batch_hash"] == never["data/batch_hash"]
-
-
-@pytest.mark.slow
-def test_signal_to_the_launcher_saves_and_the_same_command_continues(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    long = ["--train.max_steps", "400", "--eval.every", "0", "--sample.every", "0"]
-    long += ["--checkpoint.every", "0", "--train.mixed_precision", "no"]
-    whole = small_run(*long, "--out_dir", str(tmp_path / "whole"))
-    finish([*CONFIGURED, TRAIN, *whole], tmp_path)
-    command = [*CONFIGURED, TRAIN, *small_run(*long)]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env={**PLAIN, MARK: "signalled"}, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 150):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, shown = process.communicate(timeout=60)
-    assert "SIGTERM: saved at step" in shown
-    while marked("signalled"):  # helpers of torch end a moment after the launcher
-        assert time.monotonic() < deadline + 60
-        time.sleep(0.01)
-    assert "resuming" in finish(command, tmp_path)
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert_same_weights(weights(tmp_path / "run", 400), weights(tmp_path / "whole", 400))
+def assert_close_records(one: Path, two: Path) -> None:
+    """Assert the same batches, and losses that differ by rounding only."""
+    for alone, together in zip(records(one), records(two), strict=True):
+        assert alone.keys() == together.keys()
+        assert list(together.values()) == pytest.approx(list(alone.values()), abs=1e-5)
+        assert together["data/batch_hash"] == alone["data/batch_hash"]
 
 
 def marked(mark: str) -> dict[int, dict[str, str]]:
@@ -112,14 +79,6 @@ def marked(mark: str) -> dict[int, dict[str, str]]:
         if environment.get(MARK) == mark and state != "Z":
             found[int(folder.name)] = environment
     return found
-
-
-@pytest.mark.slow
-def test_all_cores_are_used_though_the_launcher_sets_one_thread(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    shown = finish([*CONFIGURED, TRAIN, *small_run("--train.cpu_threads", "null")], tmp_path)
-    assert f"{len(os.sched_getaffinity(0))} threads" in shown
 
 
 @pytest.mark.slow
@@ -144,12 +103,16 @@ def test_threads_do_not_wait_awake_for_milliseconds(variable: str, value: str, s
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
-def test_a_config_for_a_gpu_warns_on_a_cpu(small_run: Arguments, tmp_path: Path) -> None:
+def test_a_config_for_a_gpu_warns_on_a_cpu_and_all_cores_are_used(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """Though the launcher sets one thread."""
     config = str(ROOT / "configs" / "accelerate" / "one_gpu.yaml")
     short = ("--train.max_steps", "2", "--schedule.warmup_steps", "0")
-    command = [*ACCELERATE, "--config_file", config, TRAIN, *small_run(*short)]
-    shown = finish(command, tmp_path)
+    options = small_run(*short, "--train.cpu_threads", "null")
+    shown = finish([*ACCELERATE, "--config_file", config, TRAIN, *options], tmp_path)
     assert shown.count("WARNING: the launcher is set up for GPUs, but PyTorch finds none") == 1
+    assert f"{len(os.sched_getaffinity(0))} threads" in shown
 
 
 @pytest.mark.slow

@@ -47,16 +47,30 @@ def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
-    """Send this process a signal during step `step`."""
+def around_updates(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[train.Training], object] = lambda _: None,
+    after: Callable[[train.Training], object] = lambda _: None,
+) -> None:
+    """Call functions before and after each update of the weights."""
     update = train.update
 
-    def interrupted(run: train.Training) -> Any:
-        if run.state.step == step - 1:
-            os.kill(os.getpid(), number)
-        return update(run)
+    def surrounded(run: train.Training) -> None:
+        before(run)
+        update(run)
+        after(run)
 
-    monkeypatch.setattr(train, "update", interrupted)
+    monkeypatch.setattr(train, "update", surrounded)
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    """Call a function before step `step` is trained."""
+    around_updates(monkeypatch, lambda run: run.state.step == step - 1 and act())
+
+
+def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send this process a signal during step `step`."""
+    before_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
 
 
 def test_the_rate_that_is_logged_is_optim_lr_whatever_the_groups(

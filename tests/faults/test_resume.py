@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.training.run_folder import locked
 from tests.faults.harness import (
     EPOCH_STEPS,
     STEPS,
@@ -97,13 +96,3 @@ def test_debris_is_removed_and_foreign_files_are_left_alone(
         (root / name).unlink()
     assert checkpoint_names(run) == ["step_00000010", "step_00000012"]
     assert_same(run, whole)
-
-
-def test_two_runs_in_one_folder(server: Server, tiny: Tiny, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with locked(run):
-        answer = server.launch(tiny.arguments(run))
-        assert answer.codes == [6]
-        assert f"in use by process {os.getpid()} on {os.uname().nodename}" in answer.outputs[0]
-    assert not list(run.iterdir())
-    finish(server, tiny.arguments(run))

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_flat
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
 from accel_gpt.training import machine, ranks
-from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, require_same
+from accel_gpt.training.ranks import explain_lost_rank, require_same
 from accel_gpt.training.run_folder import locked
 from tests.conftest import QUIET
 from tests.faults.launches import free_port
@@ -72,26 +71,6 @@ def test_ranks_that_differ_leave_with_one_sentence(monkeypatch: pytest.MonkeyPat
         assert left.value.code == kind.exit_code
     every.pop()
     require_same(every[0])
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_a_rank_raises_is_raised_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first failed rank raises its own exception; the others exit with its code."""
-    errors = (None, BusyError("rank 1 cannot"), ValueError("rank 2 cannot"))
-    every = [None, ("rank 1 cannot", 6), ("rank 2 cannot", 70)]
-    given: list[Any] = []
-    monkeypatch.setattr(ranks, "all_gather", lambda own, _: given.append(own) or every)
-    monkeypatch.setattr(ranks, "current_rank", lambda _: rank)
-
-    def work() -> None:
-        if error := errors[rank]:
-            raise error
-
-    kind = BusyError if rank == 1 else RankError
-    with pytest.raises(kind, match="rank 1 cannot") as caught, all_ranks():
-        work()
-    assert given == [every[rank]]
-    assert caught.value.exit_code == 6
 
 
 def test_ranks_compare_config_code_and_versions(

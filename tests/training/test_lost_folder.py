@@ -4,30 +4,17 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from accel_gpt import train
 from accel_gpt.errors import BusyError
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, locked
 from tests.conftest import QUIET, launch
+from tests.test_train import before_step
 
 Arguments = Callable[..., list[str]]
 GONE = "was removed or renamed while the run was training"
 TAKEN = "is no longer locked by this run: its file .lock was removed or replaced"
-
-
-def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
-    """Call `act` before step `step` is trained."""
-    plain_update = train.update
-
-    def update(run: train.Training) -> Any:
-        if run.state.step == step - 1:
-            act()
-        return plain_update(run)
-
-    monkeypatch.setattr(train, "update", update)
 
 
 @pytest.mark.parametrize(

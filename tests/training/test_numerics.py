@@ -24,7 +24,7 @@ from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch
 from tests.helpers.processes import together
-from tests.test_train import assert_same_weights, records, signal_after, weights
+from tests.test_train import around_updates, assert_same_weights, records, signal_after, weights
 
 Arguments = Callable[..., list[str]]
 
@@ -33,18 +33,14 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[TrainState], bool]) -
     """Make the loss of one micro-batch NaN in the steps that `bad` chooses."""
     current: list[TrainState] = []
 
-    def update(run: train.Training) -> None:
-        current[:] = [run.state]
-        plain_update(run)
-
     def batches(*given: Any) -> Iterator[Any]:
-        poisoned = bad(current[0])
+        poisoned = bad(current[-1])
         for tokens, targets, documents, weight in plain_batches(*given):
             yield tokens, targets, documents, math.nan if poisoned else weight
             poisoned = False
 
-    plain_update, plain_batches = train.update, train.micro_batches
-    monkeypatch.setattr(train, "update", update)
+    plain_batches = train.micro_batches
+    around_updates(monkeypatch, before=lambda run: current.append(run.state))
     monkeypatch.setattr(train, "micro_batches", batches)
 
 
@@ -129,13 +125,11 @@ def test_weights_that_overflowed_are_never_saved(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def update(run: train.Training) -> None:
-        plain_update(run)
+    def overflow(run: train.Training) -> None:
         if run.state.step == 8:
             next(run.gpt.parameters()).data[0, 0] = math.inf
 
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
+    around_updates(monkeypatch, after=overflow)
     assert launch(small_run(*QUIET, "--log.every", "5")) == 5
     assert "after step 8 weights are not finite, and were not saved" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]

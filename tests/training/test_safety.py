@@ -105,6 +105,11 @@ def decide_on_two_ranks(rank: int, folder: Path) -> None:
         except (BusyError, RankError) as error:
             found[f"error of {failing}"] = [type(error).__name__, str(error), error.exit_code]
     try:
+        with all_ranks():  # both fail: the error of the first one counts
+            raise BusyError("rank 0 cannot") if rank == 0 else ValueError("rank 1 cannot")
+    except (ValueError, BusyError, RankError) as error:
+        found["error of both"] = [type(error).__name__, str(error), getattr(error, "exit_code", 0)]
+    try:
         on_main(lambda: fail_on(0))
     except (BusyError, RankError) as error:
         found["error of the decision"] = [type(error).__name__, str(error), error.exit_code]
@@ -133,6 +138,7 @@ def test_two_ranks_share_decisions_and_errors(tmp_path: Path) -> None:
             expected = [kind, f"rank {failing} cannot", BusyError.exit_code]
             assert found[f"error of {failing}"] == expected
         kind = "BusyError" if rank == 0 else "RankError"
+        assert found["error of both"] == [kind, "rank 0 cannot", BusyError.exit_code]
         assert found["error of the decision"] == [kind, "rank 0 cannot", BusyError.exit_code]
 
 

@@ -25,7 +25,7 @@ from tensorboard.summary.writer import event_file_writer
 from accel_gpt import train
 from accel_gpt.training import metrics, unsupported
 from tests.conftest import launch
-from tests.test_train import records
+from tests.test_train import around_updates, records
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,13 +141,11 @@ def test_a_disk_that_was_full_is_told_once_and_the_curves_go_on(
             raise OSError(errno.ENOSPC, "No space left on device")
         function(*given)
 
-    def update(run: train.Training) -> None:
+    def fill(run: train.Training) -> None:
         nonlocal full
         full = 3 <= run.state.step < 7
-        plain_update(run)
 
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
+    around_updates(monkeypatch, before=fill)
     write = partialmethod(lambda self, *given: refuse(plain_write, self, *given))
     plain_write = LocalFileSystem._write
     monkeypatch.setattr(LocalFileSystem, "_write", write)

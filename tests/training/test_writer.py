@@ -20,7 +20,7 @@ from accel_gpt.training.checkpoint import read_state, verify_checkpoint, write_j
 from accel_gpt.training.run_folder import checkpoint_steps
 from accel_gpt.training.saving import CheckpointWriter, Snapshot, check_visible
 from tests.conftest import QUIET, launch
-from tests.test_train import assert_same_weights, records, weights
+from tests.test_train import around_updates, assert_same_weights, before_step, records, weights
 
 Arguments = Callable[..., list[str]]
 
@@ -36,15 +36,23 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return ask
 
 
-def test_a_copy_in_memory_gives_the_files_of_save_state(
-    small_run: Arguments, tmp_path: Path
+def wait_for_save(run: train.Training) -> None:
+    """Wait until no checkpoint is being written."""
+    if run.writer.thread:
+        run.writer.thread.join()
+
+
+def test_a_copy_in_memory_gives_the_files_of_save_state_and_is_not_changed_by_what_follows(
+    small_run: Arguments, tmp_path: Path, fault: Callable[[str], None]
 ) -> None:
-    options = {"plain": [], "copied": ["--checkpoint.async_save", "true"]}
-    for name, more in options.items():
-        assert launch(small_run(*QUIET, "--out_dir", str(tmp_path / name), *more)) == 0
-    plain, copied = (tmp_path / name for name in options)
+    """Training continues for two seconds before the first copy is written."""
+    own = ("--checkpoint.keep_last", "3", *QUIET, "--out_dir")
+    plain, copied = tmp_path / "plain", tmp_path / "copied"
+    assert launch(small_run(*own, str(plain))) == 0
+    fault("save.copied=sleep")
+    assert launch(small_run(*own, str(copied), "--checkpoint.async_save", "true")) == 0
     assert records(plain) == records(copied)
-    for step in (8, 12):
+    for step in (4, 8, 12):
         assert_same_weights(weights(plain, step), weights(copied, step))
         folders = [run / "checkpoints" / f"step_{step:08d}" for run in (plain, copied)]
         assert {p.name for p in folders[0].iterdir()} == {p.name for p in folders[1].iterdir()}
@@ -90,18 +98,6 @@ def test_a_copy_in_memory_is_pinned_and_that_of_the_gpu() -> None:
         assert copied["state"][0]["exp_avg"].is_pinned()
 
 
-@pytest.mark.slow
-def test_the_copy_is_not_changed_by_what_follows(
-    small_run: Arguments, tmp_path: Path, fault: Callable[[str], None]
-) -> None:
-    """Training continues for two seconds before the copy is written."""
-    keep = ["--checkpoint.keep_last", "3"]
-    assert launch(small_run(*QUIET, *keep, "--out_dir", str(tmp_path / "whole"))) == 0
-    fault("save.copied=sleep")
-    assert launch(small_run(*QUIET, *keep, "--checkpoint.async_save", "true")) == 0
-    assert_same_weights(weights(tmp_path / "run", 4), weights(tmp_path / "whole", 4))
-
-
 def test_training_does_not_wait_for_the_disk(
     small_run: Arguments, tmp_path: Path, fault: Callable[[str], None], monkeypatch: Any
 ) -> None:
@@ -112,15 +108,15 @@ def test_training_does_not_wait_for_the_disk(
     def hang(*_: object) -> None:
         seen["trained meanwhile"] = freed.wait(60)
 
-    def update(run: train.Training) -> None:
+    def look(run: train.Training) -> None:
         if run.state.step == 8:
             seen["the next save waits"] = freed.is_set()
-        plain_update(run)
+
+    def free_soon(run: train.Training) -> None:
         if run.state.step == 8:
             threading.Timer(0.5, freed.set).start()
 
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
+    around_updates(monkeypatch, look, free_soon)
     monkeypatch.setattr(files, "fail", hang)
     fault("manifest.due=sleep")
     assert launch(small_run(*QUIET)) == 0
@@ -140,28 +136,12 @@ def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
     one = passed[: passed.index("save.begun", 1)]
     assert one[:2] == ["save.begun", "save.filled"]
     files = 6 * ["file.written", "sync", "file.synced", "sha256"]
-    end = ["manifest.due", "manifest.written", "sync", "renamed", "sync", "published"]
+    # a power cut may not leave a folder without a manifest
+    end = ["manifest.due", "manifest.written", "sync_folder", "renamed", "sync_folder", "published"]
     assert [p for p in one[2:] if not p.startswith("state.")] == [*files, *end]
     last = passed[len(passed) - passed[::-1].index("save.begun") :]
     assert last[-2:] == ["trash.renamed", "trash.gone"]
     assert last.index("published") < last.index("trash.renamed")
-
-
-def test_a_folder_is_synced_after_its_manifest_is_written(
-    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise a power cut could leave a checkpoint's folder without a manifest."""
-    found = []
-    sync = writer.sync
-
-    def watched(path: Path) -> None:
-        if path.is_dir() and path.name.startswith(".tmp_"):
-            found.append((path / "manifest.json").is_file())
-        sync(path)
-
-    monkeypatch.setattr(writer, "sync", watched)
-    assert launch(small_run(*QUIET)) == 0
-    assert found == [True, True, True]
 
 
 def test_every_named_point_is_passed(
@@ -175,13 +155,7 @@ def test_every_named_point_is_passed(
         for name in re.findall(r'\bfault_point\(\s*"([^"]+)"', file.read_text())
     }
 
-    def update(run: train.Training) -> None:
-        if run.state.step == 5:
-            (tmp_path / "run" / "checkpoints" / "step_00000008").mkdir()
-        plain_update(run)
-
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
+    before_step(monkeypatch, 6, (tmp_path / "run" / "checkpoints" / "step_00000008").mkdir)
     monkeypatch.setenv("ACCEL_GPT_FAULT_LOG", str(log))
     keep = ["--checkpoint.keep_last", "1", "--checkpoint.keep_best", "true"]
     assert launch(small_run(*QUIET[2:], *keep, "--checkpoint.async_save", "true")) == 0
@@ -196,7 +170,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, name: str, log: Path) -> None:
 
     def call(path: Path) -> Any:
         with log.open("a") as file:
-            file.write(f"{name}\n")
+            file.write(f"{name}_folder\n" if path.is_dir() else f"{name}\n")
         return plain(path)
 
     monkeypatch.setattr(writer, name, call)
@@ -235,15 +209,7 @@ def test_a_failed_save_is_tried_again_before_the_next_is_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writer, "RETRY_SECONDS", 0.0)
-    waits: list[int] = []
-
-    def update(run: train.Training) -> None:
-        run.writer.thread and run.writer.thread.join()  # so that the failure is known
-        waits.append(run.state.step)
-        plain_update(run)
-
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
+    around_updates(monkeypatch, before=wait_for_save)  # so that the failure is known
     fault("manifest.due=enospc")
     assert launch(small_run(*QUIET, "--checkpoint.every", "8", "--checkpoint.keep_last", "9")) == 0
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [9, 12]
@@ -264,16 +230,13 @@ def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
     root = tmp_path / "run" / "checkpoints"
 
-    def update(run: train.Training) -> None:
-        run.writer.thread and run.writer.thread.join()
-        if run.state.step == 11:
-            (tmp_path / "run" / "best").write_text("3\n")
-            for step in damaged:
-                (root / f"step_{step:08d}" / "model.json").write_text("{}")
-        plain_update(run)
+    def damage() -> None:
+        (tmp_path / "run" / "best").write_text("3\n")
+        for step in damaged:
+            (root / f"step_{step:08d}" / "model.json").write_text("{}")
 
-    plain_update = train.update
-    monkeypatch.setattr(train, "update", update)
+    before_step(monkeypatch, 12, damage)
+    around_updates(monkeypatch, before=wait_for_save)
     fault("manifest.due:4+=enospc")
     own = ("--checkpoint.every", "3", "--checkpoint.keep_last", "9")
     assert launch(small_run(*QUIET, *own)) == 4

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal, Self
 
-from accel_gpt.commands.grid import Grid, read_grid
 from accel_gpt.commands.resolve import load_config, named_config
+from accel_gpt.commands.sweep_settings import Grid, read_grid
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig
 from accel_gpt.config.options import REQUIRED, Section, internal, option, same_option

@@ -11,17 +11,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from accel_gpt.commands.grid import Grid, Setting
 from accel_gpt.commands.options import SweepCommand
-from accel_gpt.commands.paired import Comparison, compare
+from accel_gpt.commands.paired_comparison import Comparison, compare
 from accel_gpt.commands.series import Series, SeriesRun
+from accel_gpt.commands.sweep_settings import Grid, Setting
 from accel_gpt.config.compare import differences
 from accel_gpt.config.plan import plural
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import table, write_out
 from accel_gpt.errors import require
 from accel_gpt.files import strict_json, write_file
-from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.report.curves import read_metrics
 from accel_gpt.training.run_folder import RunFolder, locked
 

@@ -22,7 +22,7 @@ from accel_gpt.console import write_err
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.gpt import GPT
-from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.copies import restore_newest_copy
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.train import train

@@ -31,7 +31,7 @@ from accel_gpt.config.values import to_yaml
 from accel_gpt.console import install_exit_handlers, table, write_err
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
-from accel_gpt.prepare.ensure import ensure_data
+from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.training.checkpoint import find_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 

@@ -1,7 +1,7 @@
 """Write the model card of a checkpoint for the Hugging Face Hub: README.md and loss.png.
 
 Reads the checkpoint, the run's folder and the template `model_card.jinja`. The values of the
-template are numbers, and texts that `public.py` allows.
+template are numbers, and texts that `redaction.py` allows.
 
 The losses are in the header, as `model-index`. The Hub's newer `.eval_results/*.yaml` takes scores
 of registered benchmarks only (https://huggingface.co/docs/hub/eval-results, read in November 2026).
@@ -29,7 +29,7 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.publish.public import (
+from accel_gpt.publish.redaction import (
     public_config,
     public_name,
     public_records,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_repo
 from accel_gpt.errors import UserError, require
 from accel_gpt.publish.model_card import write_card
-from accel_gpt.publish.public import write_logs
+from accel_gpt.publish.redaction import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.export import write_model

@@ -16,9 +16,9 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import sweep
-from accel_gpt.commands.grid import read_grid, split_values
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
+from accel_gpt.commands.sweep_settings import read_grid, split_values
 from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import step_name

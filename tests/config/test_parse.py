@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 
-from accel_gpt.commands.grid import read_grid
 from accel_gpt.commands.options import (
     BenchCommand,
     EvaluateCommand,
@@ -16,6 +15,7 @@ from accel_gpt.commands.options import (
     VerifyResumeCommand,
 )
 from accel_gpt.commands.resolve import load_config
+from accel_gpt.commands.sweep_settings import read_grid
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import leaves, to_yaml
 from accel_gpt.console import run_main

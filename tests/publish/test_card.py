@@ -21,7 +21,7 @@ from accel_gpt.data.sources import TrainedSource
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.publish import model_card
 from accel_gpt.publish.model_card import usable_prompt, write_card
-from accel_gpt.publish.public import public_source, write_logs
+from accel_gpt.publish.redaction import public_source, write_logs
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import TrainState
 from tests.conftest import tiny

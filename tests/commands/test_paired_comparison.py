@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from accel_gpt.commands.paired import EFFECT_VARIANCE, WRONG, compare, log_bayes_factor
+from accel_gpt.commands.paired_comparison import EFFECT_VARIANCE, WRONG, compare, log_bayes_factor
 
 BASELINE = dict.fromkeys(range(1, 21), 5.0)
 

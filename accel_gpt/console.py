@@ -19,8 +19,16 @@ from accel_gpt.launcher import stop_signals
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # the messages of CPU and CUDA
-# errors of a path that the user gave: no permission, read-only, too long, parent is a file
-PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
+# errors of a path that the user gave: no permission, a folder, too long, its parent is a file,
+# read-only
+PATH_ERRORS = (
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED = "interrupted"
 LONGEST_SECONDS = 1e12  # longest time that a clock shows; `timedelta` overflows at 1e14

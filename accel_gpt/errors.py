@@ -1,8 +1,5 @@
 """The expected errors and their exit codes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class AccelGPTError(Exception):
     """An expected failure: it ends the command with one sentence and an exit code, no traceback."""
@@ -64,14 +61,3 @@ def require(ok: bool, message: str) -> None:
 def install_extra(extra: str) -> str:
     """Return advice, for an error, on how to install an optional dependency of this package."""
     return f"run pip install -e '.[{extra}]' in the clone of accel_gpt"
-
-
-@contextmanager
-def needs_package(name: str) -> Iterator[None]:
-    """Turn an `ImportError` into a `UserError` that says what to install."""
-    try:
-        yield
-    except ImportError:
-        raise UserError(
-            f"reading this data needs the package {name}; run pip install {name}"
-        ) from None

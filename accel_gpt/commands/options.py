@@ -104,7 +104,7 @@ class DumpConfigCommand(TrainCommand):
 
 
 @dataclass(frozen=True)
-class PrepareCommand(PrepareConfig, Command):
+class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
     """Turn text into token shards; if it is stopped, the same command resumes.
 
     PATH is short for --path. RECIPE is a YAML file or the name of a shipped one. It holds any of
@@ -127,6 +127,10 @@ class PrepareCommand(PrepareConfig, Command):
         "Folder to create. empty: data/<name of path, or source>_<tokenizer>.",
     )
     from_config: bool = internal(False)  # a run prepares its data
+
+    def _check(self) -> None:
+        super()._check()
+        require("" not in (self.path, self.dataset), "the path is empty; give the path of the text")
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "PrepareCommand":
@@ -152,16 +156,7 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
     check_utf8("RECIPE", argument)
     check_recipe(argument)
     path = str(resolve_config(argument, "data"))
-    try:
-        values = read_values(PrepareCommand, path, arguments)
-    except UserError as error:
-        if is_pipe(path) and path in str(error):
-            raise UserError(
-                f"{path} is a pipe and holds no recipe; to prepare a text, write it to a file and "
-                "give its path, because a pipe can be read only once"
-            ) from None
-        raise
-    return build(PrepareCommand, values)
+    return build(PrepareCommand, read_values(PrepareCommand, path, arguments))
 
 
 def check_recipe(argument: str) -> None:

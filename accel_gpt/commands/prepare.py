@@ -8,7 +8,6 @@ from typing import Any
 from accel_gpt.commands.options import PrepareCommand, errors_name_options
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.console import write_out
-from accel_gpt.errors import require
 from accel_gpt.prepare.prepare import prepare
 
 
@@ -27,14 +26,7 @@ def prepare_config(options: PrepareCommand) -> PrepareConfig:
     values: dict[str, Any] = {}
     for field in fields(PrepareConfig):
         values[field.name] = getattr(options, field.name)
-    require(
-        "" not in (options.path, options.dataset), "the path is empty; give the path of the text"
-    )
     if options.source in (None, "auto"):
-        require(
-            options.path is None or options.dataset is None,
-            f"both the path {options.path} and --dataset {options.dataset} are given; give one",
-        )
         if options.path:
             values["source"] = "auto"
         elif options.dataset:

@@ -8,31 +8,19 @@ from pathlib import Path
 
 from accel_gpt.commands.options import ReportCommand
 from accel_gpt.console import write_out
-from accel_gpt.errors import UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 
 
 def run(options: ReportCommand) -> int:
-    """Write the page and print its path.
-
-    Raises `UserError` for a folder that is not a run, and a file that cannot be written.
-    """
+    """Write the page and print its path. Raises `UserError` for a folder that is not a run."""
     runs = open_runs(options.run)
-    if options.out and not options.out.endswith(".html"):
-        in_run = (Path(options.out).parent / "run.json").exists()
-        require(
-            not (in_run and Path(options.out).exists()),
-            f"{options.out} is a file of a run; give another --out",
-        )
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     out = Path(options.out) if options.out else default
     page = build_page(runs).encode(errors="replace")
-    try:
-        write_file(out, [page])
-    except OSError as error:
-        raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_file(out, [page])
     write_out(f"report     {out} ({len(page) / 1e6:.2f} MB)\n")
     for run in runs:
         if run.running:

@@ -188,17 +188,12 @@ class Cache:
         base = Path(folder).expanduser() if folder else home / "accel_gpt" / "shards"
         self.limit = int(gb * 1e9)
         self.needs: dict[Path, int] = {}  # 0: needed now; otherwise the place in the order of need
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            if run is None:
-                self.root = Path(tempfile.mkdtemp(dir=base))
-                weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
-            else:
-                self.root = base / short_hash(f"{Path(run).resolve()} {socket.gethostname()}")
-        except OSError as error:
-            raise UserError(
-                f"the cache {base} cannot be made: {error.strerror}; set data.cache_dir"
-            ) from None
+        base.mkdir(parents=True, exist_ok=True)
+        if run is None:
+            self.root = Path(tempfile.mkdtemp(dir=base))
+            weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+        else:
+            self.root = base / short_hash(f"{Path(run).resolve()} {socket.gethostname()}")
 
     def make_room(self, size: int, need: int) -> None:
         """Remove shards until `size` bytes fit, but none that is needed as early as `need`.

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError, needs_package, require
+from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
 from accel_gpt.files import is_local
 from accel_gpt.model.gpt import GPT
@@ -95,8 +95,8 @@ def read_jsonl_lines(path: str, file: Path) -> Iterator[tuple[str, bytes]]:
 
 def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     """Yield the name and the content of each row in the validation split of a Hub data set."""
-    with needs_package("datasets"):
-        import datasets
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, split="validation")
     except Exception as error:  # from datasets, pyarrow, fsspec, huggingface_hub, httpx

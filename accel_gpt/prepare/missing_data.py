@@ -3,6 +3,7 @@
 Runs `accel-gpt prepare` in a child process, which needs no torch and frees its memory at the end.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -149,7 +150,6 @@ def exit_code(process: subprocess.Popen[str] | None) -> int | None:
     """
     if process is None:
         return 0
-    try:
-        return process.wait(timeout=1)
-    except subprocess.TimeoutExpired:
-        return None
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    return process.returncode

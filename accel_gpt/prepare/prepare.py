@@ -17,8 +17,8 @@ import shutil
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,8 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
     """Prepare the data folder `out`, unless it was already prepared with the same settings.
 
     If several processes call this, one prepares and the others wait. Returns whether this process
-    prepared the folder. Raises `UserError` if `out` has other settings or other content, if there
-    is too little text or if the disk is full. Raises `DataError` if the text cannot be read.
+    prepared the folder. Raises `UserError` if `out` has other settings or other content, or if
+    there is too little text. Raises `DataError` if the text cannot be read.
     """
     out = Path(out).resolve()
     if is_ready(config, out):
@@ -73,7 +73,9 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
     folder = out.with_name(f"{out.name}.partial")
     start = time.monotonic()
     try:
-        with lock_folder(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        notice = f"another process is preparing {out}; waiting for it\n"
+        with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
             if is_ready(config, out):
                 return False
             if config.source not in ("dataset", "stdlib"):
@@ -91,21 +93,6 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
     seconds = time.monotonic() - start
     sys.stdout.write(f"prepared {out}: {summary(read_index(out))}, {seconds:.1f} s\n")
     return True
-
-
-@contextmanager
-def lock_folder(out: Path) -> Iterator[None]:
-    """Hold the lock of a data folder, and turn an `OSError` into a `UserError`."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        notice = f"another process is preparing {out}; waiting for it\n"
-        with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
-            yield
-    except OSError as error:
-        raise UserError(
-            f"data folder {out} could not be written: {error}; correct this, then run the same "
-            "command again"
-        ) from None
 
 
 def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
@@ -368,22 +355,19 @@ def resume(
     fingerprint = None
     if config.tokenizer not in TOKENIZER_NAMES:
         fingerprint = named_tokenizer(config.tokenizer).fingerprint
-    try:
-        journal = read_json(folder / JOURNAL)
-        begun = journal["settings"] | {"path": requested["path"]}  # the fingerprint decides
-        differ = differing_settings(begun, requested, journal["tokenizer"])
-        if begun[FINGERPRINT] != requested[FINGERPRINT]:
-            differ = "other text: names or sizes of the files have changed"
-        if differ:
-            held = any(state["shards"] for state in journal["splits"].values())
-            require_resumable(folder, differ, held)
-        if fingerprint not in (None, journal["tokenizer"]):
-            raise DataError("the tokenizer has changed")
-        work = Preparation(config, files, folder, journal)
-    except AccelGPTError:
-        raise
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"its {JOURNAL} is missing or damaged ({error!r:.80})") from None
+    if not (folder / JOURNAL).exists():
+        raise DataError(f"it has no {JOURNAL}")
+    journal = read_json(folder / JOURNAL)
+    begun = journal["settings"] | {"path": requested["path"]}  # the fingerprint decides
+    differ = differing_settings(begun, requested, journal["tokenizer"])
+    if begun[FINGERPRINT] != requested[FINGERPRINT]:
+        differ = "other text: names or sizes of the files have changed"
+    if differ:
+        held = any(state["shards"] for state in journal["splits"].values())
+        require_resumable(folder, differ, held)
+    if fingerprint not in (None, journal["tokenizer"]):
+        raise DataError("the tokenizer has changed")
+    work = Preparation(config, files, folder, journal)
     tokens = sum(writer.total_tokens for writer in work.writers.values())
     sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
     return work

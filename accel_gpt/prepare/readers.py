@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.tokenizer import clean
-from accel_gpt.errors import AccelGPTError, DataError, UserError, needs_package, require
+from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 
 State = dict[str, Any]
 
@@ -68,8 +68,8 @@ def decompress(raw: BinaryIO, name: str) -> BinaryIO:
     if name.endswith(".gz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if name.endswith(".zst"):
-        with needs_package("pyarrow"):
-            import pyarrow as pa
+        import pyarrow as pa
+
         stream = pa.CompressedInputStream(raw, "zstd")
         return cast(BinaryIO, io.BufferedReader(stream, CHUNK_BYTES))
     return raw
@@ -155,7 +155,7 @@ def json_text(line: bytes, where: str, field: str) -> str:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise not_utf8(where, error, 0) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(
             f"{where} is not JSON: {error}; write one object per line (jq -c . joins the lines of "
             "an object, jq -c '.[]' converts an array), or set data.prepare.source to text"
@@ -188,9 +188,9 @@ def check_column(field: str, where: object, columns: Iterable[str]) -> None:
 
 def parquet_rows(path: Path, field: str, first: int) -> Iterator[Row]:
     """Yield the rows of a Parquet column from `first` on, skipping earlier row groups."""
-    with needs_package("pyarrow"):
-        import pyarrow as pa
-        from pyarrow.parquet import ParquetFile
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
     # Open by path: Arrow's threads would need the interpreter for a Python file, even at its exit.
     with (
         open_file(path, "parquet"),
@@ -239,8 +239,8 @@ def hub_rows(config: PrepareConfig, first: int, state: State | None) -> Iterator
     `state`: where to resume, at row `first` or earlier: {"row": number of the next row, "dataset":
     `state_dict` of the data set at that row}.
     """
-    with needs_package("datasets"):
-        import datasets
+    import datasets
+
     datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
     try:
         data = datasets.load_dataset(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accel_gpt.config.model import YARN_TURNS, ModelConfig
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError, install_extra, require
+from accel_gpt.errors import install_extra, require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import rotary_frequencies, unscaled_frequencies
 from accel_gpt.publish.gguf_proof import LLAMA_CPP, measure_difference, prove_equal_gguf
@@ -115,25 +115,22 @@ def export_gguf(
         )
 
     compared = f"not compared: llama.cpp is not installed; {install_extra('gguf')}"
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".tmp_gguf_", dir=to.parent) as folder:
-            written = Path(folder) / to.name
-            if importlib.util.find_spec(LLAMA_CPP) is None:
-                parameters = write(written, dtype)
-            else:
-                parameters = write(written, "fp32")
-                proof = prove_equal_gguf(trained, tokenizer, vocabulary, tokens, written)
-                compared = f"{proof.description}, on the first of {compared_on}"
-                if dtype != "fp32":
-                    write(written, dtype)
-                    difference = measure_difference(written, proof)
-                    compared += f"\nin {dtype} its logits differ by at most {difference:.1e}"
-            write_modelfile(tokenizer, written, model.config.block_size)
-            modelfile_of(written).replace(modelfile_of(to))
-            written.replace(to)
-    except OSError as error:
-        raise UserError(f"{to} cannot be written: {error.strerror or error}") from None
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp_gguf_", dir=to.parent) as folder:
+        written = Path(folder) / to.name
+        if importlib.util.find_spec(LLAMA_CPP) is None:
+            parameters = write(written, dtype)
+        else:
+            parameters = write(written, "fp32")
+            proof = prove_equal_gguf(trained, tokenizer, vocabulary, tokens, written)
+            compared = f"{proof.description}, on the first of {compared_on}"
+            if dtype != "fp32":
+                write(written, dtype)
+                difference = measure_difference(written, proof)
+                compared += f"\nin {dtype} its logits differ by at most {difference:.1e}"
+        write_modelfile(tokenizer, written, model.config.block_size)
+        modelfile_of(written).replace(modelfile_of(to))
+        written.replace(to)
     return ExportedGGUF(
         file=to,
         architecture=architecture,
@@ -145,8 +142,6 @@ def export_gguf(
 
 def check_file(to: Path, overwrite: bool) -> None:
     """Raise `UserError` unless `to` and its Modelfile are new, or may be replaced."""
-    require(to.suffix == ".gguf", f"--gguf is {to}; give a file that ends in .gguf")
-    require(not to.is_dir(), f"{to} is a folder; give a file to write")
     for path in (to, modelfile_of(to)):
         require(
             overwrite or not path.exists(),

@@ -14,10 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors import SafetensorError
-
 from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_repo
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import require
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
@@ -52,9 +50,8 @@ def push(
     """Push a run, or one checkpoint; return the step and its address.
 
     `accel-gpt push --help` describes the options. `if_missing`: do nothing if the repository has
-    the tag of this step. Raises `UserError` if the Hub rejects the push or
-    cannot be reached; `CheckpointError` if the checkpoint is damaged, or if transformers computes
-    other values than our model.
+    the tag of this step. Raises `UserError` if the Hub rejects the push or cannot be reached;
+    `CheckpointError` if the checkpoint is damaged, or if transformers computes other values.
     """
     require(
         is_repo(repo) and "/" in repo,
@@ -68,30 +65,27 @@ def push(
         known = with_retries(partial(find_step, repo, step), repo)
         if known is not None:
             return step, known
-    try:
-        with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
-            folder = Path(temporary) / "upload"
-            folder.mkdir()
-            model, tokenizer = load_pretrained(str(path))
-            pretrained = Pretrained(run, path, is_checkpoint=True)
-            exported = write_model(model, tokenizer, pretrained, folder, dtype)
-            del model
-            run_folder = RunFolder(path.resolve().parents[1])
-            write_card(
-                run_folder,
-                path,
-                tokenizer,
-                folder,
-                repo=repo,
-                model_class=exported.model_class,
-                dtype=dtype,
-                license=license,
-                language=language,
-            )
-            write_logs(run_folder, folder)
-            url = with_retries(partial(upload, folder, repo, step), repo)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{run} cannot be prepared for the push: {error}") from None
+    with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
+        folder = Path(temporary) / "upload"
+        folder.mkdir()
+        model, tokenizer = load_pretrained(str(path))
+        pretrained = Pretrained(run, path, is_checkpoint=True)
+        exported = write_model(model, tokenizer, pretrained, folder, dtype)
+        del model
+        run_folder = RunFolder(path.resolve().parents[1])
+        write_card(
+            run_folder,
+            path,
+            tokenizer,
+            folder,
+            repo=repo,
+            model_class=exported.model_class,
+            dtype=dtype,
+            license=license,
+            language=language,
+        )
+        write_logs(run_folder, folder)
+        url = with_retries(partial(upload, folder, repo, step), repo)
     return step, url
 
 

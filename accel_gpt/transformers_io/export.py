@@ -122,8 +122,6 @@ def export(
             as_qwen3=as_qwen3,
         )
         move_files(temporary, to)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{to} cannot be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if not existed:
@@ -222,7 +220,10 @@ def write_files(
     export_tokenizer(tokenizer, folder, model.config.block_size)
     tensors = export_tensors(model, exportable_preset(model), dtype)
     model.to("meta")  # frees its memory for the process that compares
-    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+    try:
+        save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+    except SafetensorError as error:  # in place of OSError, such as of a full disk
+        raise UserError(f"{folder} cannot be written: {error}") from None
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # safetensors lets only the owner read it
     parameters = sum(tensor.numel() for tensor in tensors.values())

@@ -47,7 +47,7 @@ from accel_gpt.training.stopping import (
 )
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
-from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.load import load_found
 from accel_gpt.transformers_io.pretrained import Pretrained, find_on_main
 
 # precision of training -> precision of evaluation; fp8 is only for training
@@ -142,9 +142,8 @@ def evaluate_named(options: EvaluateCommand) -> Report:
         run = run_of(source)
         config = evaluated_config(options, source, run)
         accelerator = start_evaluation(config, run)
-        name = str(source.folder) if source.is_checkpoint else options.run
         with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened the model"):
-            model, tokenizer = load_pretrained(name, device=accelerator.device)
+            model, tokenizer = load_found(source, accelerator.device)
         tasks = open_tasks_of(options, model, tokenizer)
         metrics = evaluate_model(options, config, model, tokenizer, accelerator)
         if tasks:

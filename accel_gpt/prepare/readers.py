@@ -155,7 +155,7 @@ def json_text(line: bytes, where: str, field: str) -> str:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise not_utf8(where, error, 0) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where} is not JSON: {error}; write one object per line (jq -c . joins the lines of "
             "an object, jq -c '.[]' converts an array), or set data.prepare.source to text"

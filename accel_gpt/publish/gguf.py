@@ -32,7 +32,7 @@ from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.export import compared_tokens, warn_of_template
 from accel_gpt.transformers_io.hf_config import matching_preset
 from accel_gpt.transformers_io.hf_weights import export_tensor, exportable_preset, weight_table
-from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.load import load_found
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def export_gguf(
     overwrite: bool = False,
     license_id: str | None = None,
 ) -> ExportedGGUF:
-    """Export the model `name`, as `load_pretrained` finds it, to the GGUF file `to`.
+    """Export the model `name`, as `find_pretrained` finds it, to the GGUF file `to`.
 
     The file appears when it is complete and compared, or not at all. `license_id`: None
     for `hub.license` of the run. Raises `UserError` if the file or its Modelfile exists, or if
@@ -94,7 +94,7 @@ def export_gguf(
     )
     check_file(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_pretrained(name, checkpoint)
+    model, tokenizer = load_found(pretrained)
     warn_of_template(pretrained)
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
-from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.publish.gguf_tokenizer import Vocabulary
 from accel_gpt.transformers_io.export import compare_in_child
@@ -147,11 +146,12 @@ def greedy_tokens(model: GPT, start: Tensor, tolerance: float) -> Tensor:
 
 def plain_token(tokenizer: Tokenizer) -> int:
     """Return the id of a token of whole printable characters."""
-    for i in range(tokenizer.vocab_size):
+
+    def is_plain(i: int) -> bool:
         text = tokenizer.decode([i])
-        if i != tokenizer.eot_id and text and text.isprintable() and "\ufffd" not in text:
-            return i
-    raise UserError("the tokenizer has no token that can be printed; the comparison needs one")
+        return bool(text) and text.isprintable() and "\ufffd" not in text
+
+    return next(i for i in range(tokenizer.vocab_size) if i != tokenizer.eot_id and is_plain(i))
 
 
 def texts_to_compare(tokenizer: Tokenizer, text: str, n: int) -> list[str]:

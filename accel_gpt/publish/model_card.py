@@ -22,13 +22,13 @@ from markupsafe import Markup
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.config.values import build, changed_keys, to_nested
-from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.hub_client import is_repo
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.model.gpt import GPT
 from accel_gpt.publish.redaction import (
     public_config,
     public_name,
@@ -177,17 +177,21 @@ def newest_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int,
 
 def values_of_model(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     """Return the values of the template that describe the model and where its weights came from."""
-    model, vocab_size = read_shape(checkpoint)
-    parameters = parameter_counts(model, vocab_size)
+    config, vocab_size = read_shape(checkpoint)
+    model = GPT.allocate(config, vocab_size, device="meta")
+    trained = model.parameter_count()
+    tables = 1 if config.tie_embeddings else 2  # with rows that pad the vocabulary
+    parameters = trained - tables * (model.padded_vocab_size - vocab_size) * config.n_embd
     init_from = state.config.get("model.init_from", "scratch")
     return {
         "init_name": None if init_from == "scratch" else public_name(init_from),
         "base_model": base_model(init_from),
-        "model": model,
+        "model": config,
         "vocab_size": vocab_size,
         "parameters": parameters,
-        "size": short(float(f"{parameters['total_unpadded']:.3g}")),
-        "flops": flops_per_token(model, vocab_size) * state.tokens,
+        "trained_parameters": trained,
+        "size": short(float(f"{parameters:.3g}")),
+        "flops": model.flops_per_token() * state.tokens,
     }
 
 
@@ -266,10 +270,10 @@ def launches_before(run: RunFolder, step: int) -> list[dict[str, Any]]:
 
 
 def plan_of(state: TrainState) -> Plan | None:
-    """Return the plan of a run; None if this version cannot read its config."""
+    """Return the plan of a run; None if its config is not valid here."""
     try:
         return make_plan(build(Config, state.config), state.world_size)
-    except (UserError, TypeError, ValueError):
+    except UserError:
         return None
 
 
@@ -306,14 +310,14 @@ def sources_of(state: TrainState) -> list[dict[str, Any]]:
 
 def tokens_of_folder(path: str) -> tuple[str, dict[str, Any]]:
     """Return fingerprint and tokens of a data folder; ("", {}) if it is not a local one."""
-    try:
-        if is_url(path) or not (Path(path) / INDEX).is_file():
-            return "", {}
-        train = open_split(path, "train")
-        has_val = read_index(Path(path)).splits.get("val")
-        val_tokens = open_split(path, "val").tokens if has_val else None
-    except (UserError, OSError):
+    if is_url(path) or not (Path(path) / INDEX).is_file():
         return "", {}
+    try:
+        train = open_split(path, "train")
+    except UserError:
+        return "", {}
+    has_val = read_index(Path(path)).splits.get("val")
+    val_tokens = open_split(path, "val").tokens if has_val else None
     return train.fingerprint, {"train_tokens": train.tokens, "val_tokens": val_tokens}
 
 

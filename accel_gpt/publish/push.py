@@ -21,7 +21,7 @@ from accel_gpt.publish.redaction import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.export import write_model
-from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.load import load_found
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 T = TypeVar("T")
@@ -68,8 +68,8 @@ def push(
     with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
         folder = Path(temporary) / "upload"
         folder.mkdir()
-        model, tokenizer = load_pretrained(str(path))
         pretrained = Pretrained(run, path, is_checkpoint=True)
+        model, tokenizer = load_found(pretrained)
         exported = write_model(model, tokenizer, pretrained, folder, dtype)
         del model
         run_folder = RunFolder(path.resolve().parents[1])

@@ -41,7 +41,7 @@ from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.compare_export import DIFFERENT
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config
 from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_preset
-from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.load import load_found
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 WRITTEN = (
@@ -97,7 +97,7 @@ def export(
     overwrite: bool = False,
     as_qwen3: bool = False,
 ) -> Exported:
-    """Export the model `name`, as `load_pretrained` finds it, to the folder `to`.
+    """Export the model `name`, as `find_pretrained` finds it, to the folder `to`.
 
     The folder appears when it is complete and compared, or not at all. `as_qwen3` converts a model
     of the preset fast. Raises `UserError` if the folder holds other files, or if no class of
@@ -106,7 +106,7 @@ def export(
     to = to.resolve()
     check_target(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_pretrained(name, checkpoint)
+    model, tokenizer = load_found(pretrained)
     exportable_preset(model)  # raises before anything is written
     existed = to.exists()
     temporary = to / TEMPORARY  # `to` may be a mount point or a working directory

@@ -302,10 +302,7 @@ def write_hf_config(
     for ours, theirs in field_names(preset):
         fields[theirs] = resolved.get(ours, getattr(config, ours))
     fields |= gpt2_arguments(config) if preset == "gpt2" else rope_arguments(config, preset)
-    try:
-        hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
-    except Exception as error:  # validators of transformers raise any class
-        raise UserError(f"{HF_CLASSES[preset]} rejects this shape: {last_line(error)}") from None
+    hf_config = CONFIG_MAPPING["nanochat" if preset == "fast" else preset](**fields)
     content: dict[str, Any] = hf_config.to_diff_dict()
     content["torch_dtype"] = dtype  # for transformers 4, as rope_theta and rope_scaling are
     if rope := content.get("rope_parameters"):

@@ -4,8 +4,8 @@ the Hub.
 Reads the files of a checkpoint, or config.json, the safetensors files and the tokenizer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line
@@ -26,7 +25,6 @@ from accel_gpt.training.checkpoint import (
     intact_hint,
     read_shape,
     verify_checkpoint,
-    weight_parts,
 )
 from accel_gpt.training.tensor_files import read_weights
 from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
@@ -53,19 +51,21 @@ def load_pretrained(
     id. Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
     `CheckpointError` if a file is damaged.
     """
-    pretrained = find_pretrained(name, checkpoint)
+    return load_found(find_pretrained(name, checkpoint), device)
+
+
+def load_found(pretrained: Pretrained, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
+    """Load the model that `find_pretrained` found, see `load_pretrained`."""
     if not pretrained.tokenizer:
         raise UserError(
-            f"{name} has no tokenizer; put the tokenizer.json of the model beside its weights"
+            f"{pretrained.name} has no tokenizer; put the tokenizer.json of the model beside its "
+            "weights"
         )
     if pretrained.is_checkpoint:
         return load_checkpoint(pretrained.folder, device)
-    try:
-        config = ModelConfig(**pretrained.shape())
-    except UserError as error:
-        raise CheckpointError(f"config.json of {name} is not valid: {error}") from None
+    config = ModelConfig(**pretrained.shape())
     assert config.vocab_size is not None
-    tensors = open_transformers(pretrained, config, config.vocab_size)
+    tensors = open_transformers(pretrained)
     model = GPT.allocate(config, config.vocab_size)
     load_weights(model, config.preset, tensors, pretrained.name)
     return model.to(device).eval(), load_tokenizer(pretrained.tokenizer)
@@ -81,7 +81,6 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> tuple[GPT
     except CheckpointError as error:
         raise CheckpointError(f"{error}{intact_hint(path)}") from None
     config, vocab_size = read_shape(path)
-    check_weight_size(str(path / "model.json"), config, vocab_size, weight_parts(path))
     model = GPT.allocate(config, vocab_size)
     read_weights(path, model)
     return model.to(device).eval(), load_tokenizer(path)
@@ -94,41 +93,21 @@ def load_initial_weights(config: Config, gpt: GPT) -> None:
         verify_checkpoint(pretrained.folder, model_only=True)
         read_weights(pretrained.folder, gpt)
         return
-    tensors = open_transformers(pretrained, config.model, gpt.vocab_size)
+    tensors = open_transformers(pretrained)
     load_weights(gpt, config.model.preset, tensors, pretrained.name)
-
-
-def check_weight_size(
-    source: str, config: ModelConfig, vocab_size: int, weight_files: Sequence[Path]
-) -> None:
-    """Raise `CheckpointError` if a model has more parameters than its files can hold.
-
-    A huge shape is found before memory is allocated. A parameter takes at least one
-    byte. The context counts as one token, because it may be longer than in the files.
-    """
-    parameters = parameter_counts(replace(config, block_size=1), vocab_size)["total_unpadded"]
-    size = sum(file.stat().st_size for file in weight_files)
-    if size < parameters:
-        names = ", ".join(file.name for file in weight_files)
-        raise CheckpointError(
-            f"{source} describes {parameters:,} parameters, more than the {size:,} bytes of its "
-            f"weights ({names}) can hold"
-        )
 
 
 # --------------------------------------------------------------------------- transformers
 
 
-def open_transformers(pretrained: Pretrained, config: ModelConfig, vocab_size: int) -> Tensors:
-    """Open the weights of a transformers model, which must hold a GPT of shape `config`."""
-    files = find_weight_files(pretrained)
+def open_transformers(pretrained: Pretrained) -> Tensors:
+    """Open the weights of a transformers model."""
     tensors: dict[str, Callable[[], Tensor]] = {}
-    for file in files:
+    for file in find_weight_files(pretrained):
         try:
             tensors |= open_weights(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from None
-    check_weight_size(f"config.json of {pretrained.name}", config, vocab_size, files)
     return tensors
 
 
@@ -153,10 +132,7 @@ def find_weight_files(pretrained: Pretrained) -> list[Path]:
 
 def listed_files(index: Path) -> list[Path]:
     """Return the files that the index of a split model names."""
-    try:
-        content = msgspec.json.decode(index.read_bytes(), type=WeightIndex)
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{index} is damaged: {error}; download it again") from None
+    content = msgspec.json.decode(index.read_bytes(), type=WeightIndex)
     names = sorted(set(content.weight_map.values()))
     for name in names:
         if Path(name).name != name or not index.with_name(name).is_file():

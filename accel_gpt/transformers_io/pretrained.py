@@ -21,11 +21,11 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import is_local, nearest_folder
+from accel_gpt.files import is_local
 from accel_gpt.json_files import read_json_object
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
-from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_missing
+from accel_gpt.training.run_folder import RunFolder, advice_on_missing
 from accel_gpt.transformers_io.hf_config import read_hf_config
 
 SMALL_FILES = ("config.json", *HUB_FILES)
@@ -84,7 +84,7 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     if name.startswith(SCHEME) or not folder.exists():
         if is_local(name):
             raise no_such_folder(name)
-        folder = download_model(name)
+        folder = download_repo(name, *SMALL_FILES)
         require(
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",
@@ -141,20 +141,6 @@ def no_such_folder(name: str) -> UserError:
     if is_repo(name.partition("@")[0]):
         advice += f", or hf://{name} for a model on the Hub"
     return UserError(f"{name} does not exist; {advice_on_missing(name, advice)}")
-
-
-def download_model(name: str) -> Path:
-    """Download the small files of a model on the Hub; return their folder.
-
-    If there is no such model, the error names the nearest folder.
-    """
-    try:
-        return download_repo(name, *SMALL_FILES)
-    except UserError as error:
-        near = None if name.startswith(SCHEME) else nearest_folder(name, RUN_MARKS)
-        if near is None:
-            raise
-        raise type(error)(f"{error}; or did you mean the folder {near}?") from None
 
 
 def check_initial_tokenizer(config: Config) -> None:

@@ -281,7 +281,7 @@ def stopped(
     config = replace(config, tokenizer=str(tokenizer))
     with monkeypatch.context() as patch:
         stop_after(patch, 3, OSError(28, "No space left on device"))
-        with pytest.raises(UserError):
+        with pytest.raises(OSError, match="No space left"):
             prepare(config, out)
     return config
 

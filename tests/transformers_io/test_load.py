@@ -275,7 +275,6 @@ DAMAGED: dict[str, tuple[str, dict[str, Any] | bytes | None, str]] = {
     "width": ("config.json", {"n_embd": 64}, r"wte\.weight has shape \(257, 32\), expected"),
     "huge": ("config.json", {"n_layer": 10**9}, "at most"),
     "absurd": ("config.json", {"vocab_size": 10**30}, "at most|more than"),
-    "large": ("config.json", {"n_inner": 10**6}, "parameters, more than the .* bytes"),
     "no JSON": ("config.json", b"{", r"config\.json is not valid JSON"),
     "no config": ("config.json", None, "is not an accel-gpt run or transformers model folder"),
     "no weights": ("model.safetensors", None, r"has no model\.safetensors"),

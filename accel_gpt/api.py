@@ -68,7 +68,6 @@ class Run:
 
     def sample(self, prompt: str = "", **options: object) -> list[str]:
         """Continue a prompt. `options` as for `accel-gpt sample`: num, temperature, seed, ..."""
-        require(isinstance(prompt, str), f"the prompt is {prompt!r}; expected text")
         arguments = to_arguments({"prompt": prompt, **options})
         return continue_prompt(SampleCommand.parse([str(self.path), *arguments]))
 

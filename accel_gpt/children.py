@@ -129,10 +129,9 @@ def run_child(
     with child:
         try:
             printed, errors = child.communicate()
-        except BaseException:
-            child.kill()
+        finally:
+            child.kill()  # unless it has ended
             child.wait()
-            raise
     return subprocess.CompletedProcess(child.args, child.returncode, printed, errors)
 
 

@@ -46,9 +46,6 @@ def interact(
             line = input(PROMPT)
         except (EOFError, KeyboardInterrupt):
             break
-        except UnicodeDecodeError as error:
-            show(f"the prompt is not valid {error.encoding} ({error.reason}); convert it\n")
-            continue
         prompt = unescape(line)
         try:
             warn_cut(prompt, tokenizer, model.vocab_size, model.config.block_size, warn)

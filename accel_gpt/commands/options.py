@@ -645,10 +645,6 @@ class VerifyResumeCommand(ConfigCommand):
         "Seed that chooses when launches are killed and how many processes each uses. The run "
         "keeps its own seed.",
     )
-    keep: bool = option(
-        False,
-        "Keep the temporary folder of the runs even if all runs are equal.",
-    )
 
     def _check(self) -> None:
         require(self.steps >= 2, f"--steps is {self.steps}; it must be 2 or more")

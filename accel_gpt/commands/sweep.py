@@ -19,7 +19,6 @@ from accel_gpt.config.compare import differences
 from accel_gpt.config.plan import plural
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import table, write_out
-from accel_gpt.errors import require
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.report.curves import read_metrics
@@ -33,10 +32,6 @@ NOTES = ((TEXT, "bits per byte are compared"), (EVALUATED, "other sequences are 
 def run(options: SweepCommand) -> int:
     """Train the settings of a sweep and compare them; 1 if a run failed without diverging."""
     folder = options.grid.folder
-    require(
-        not (folder / "run.json").exists(),
-        f"{folder} is the folder of a run; set another --out_dir",
-    )
     with locked(folder):
         for setting in options.grid.settings:
             ensure_data(setting.config)

@@ -26,7 +26,7 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
     """Load tasks, groups and tags by name, from lm-evaluation-harness and the folder `path`.
 
     Raises `UserError` if lm-eval is not installed, if a name is unknown, or if the data of a task
-    cannot be loaded. Also raises it for a task that runs code or is not text.
+    cannot be loaded.
     """
     require(
         importlib.util.find_spec("lm_eval") is not None,
@@ -48,8 +48,6 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
             f"the tasks {', '.join(known)} could not be loaded ({type(error).__name__}: {reason}); "
             "check that the Hub is reachable, or that the files in the tasks' YAML exist"
         ) from error
-    for name, task in loaded["tasks"].items():
-        check_harmless(name, task)
     inside = {name for children in loaded["group_map"].values() for name in children}
     named = loaded["groups"] | loaded["tasks"]
     return [task for name, task in named.items() if name not in inside]
@@ -69,19 +67,6 @@ def matching_tasks(name: str, manager: Any) -> list[str]:
     return found
 
 
-def check_harmless(name: str, task: Any) -> None:
-    """Raise `UserError` for a task that runs code from the model, or that is not text."""
-    require(
-        not getattr(task, "UNSAFE_CODE", False),
-        f"task {name} runs code that the model writes, and accel-gpt does not run it; export the "
-        "model and run lm_eval --confirm_run_unsafe_code in a sandbox",
-    )
-    require(
-        not getattr(task, "MULTIMODAL", False),
-        f"task {name} has images or audio but the model reads only text; choose another task",
-    )
-
-
 def score_tasks(
     folder: Path,
     tasks: Sequence[Any],
@@ -93,7 +78,8 @@ def score_tasks(
     """Evaluate the exported model in `folder`; return metrics named `eval/TASK_METRIC`.
 
     `limit`: evaluate only the first questions of each task; None: all. `precision`: a value of
-    `Accelerator.mixed_precision`.
+    `Accelerator.mixed_precision`. The harness rejects a task that runs code of the model, or that
+    is not text.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

@@ -72,16 +72,11 @@ def run(options: VerifyResumeCommand) -> int:
     folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))
     write_file(folder / "config.yaml", [to_yaml(config).encode()])
     trial = Trial(options, folder, one_size or config.train.reproducible)
-    keep = True
     try:
         trial.run()
-        keep = options.keep or not trial.equal
         sys.stdout.write(trial.report())
-    except (KeyboardInterrupt, SystemExit):
-        keep = options.keep
-        raise
     finally:
-        if keep:
+        if trial.failed or not trial.equal:
             write_err(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -111,6 +106,7 @@ class Trial:
         self.findings = [Finding(kind, exact or kind not in ROUNDED) for kind in KINDS]
         self.runs = 0
         self.kills = 0
+        self.failed = False  # a launch failed
         self.world_sizes: list[int] = []  # of each launch
         self.seconds: list[float] = []  # of each launch
 
@@ -131,7 +127,7 @@ class Trial:
             if launches == 1:
                 run_seconds = min(run_seconds, self.seconds[-1])
             self.compare(whole, folder)
-            if self.equal and not self.options.keep:
+            if self.equal:
                 shutil.rmtree(folder)
 
     def train_with_kills(self, folder: Path, run_seconds: float) -> int:
@@ -192,6 +188,7 @@ class Trial:
             )
             return False
         if process.returncode:
+            self.failed = True
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
             shown = "\n".join(lines[-LAST_LINES:])
             raise LaunchFailed(f"{name} failed with exit code {process.returncode}:\n{shown}")

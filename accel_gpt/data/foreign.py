@@ -47,14 +47,13 @@ class Format:
     header: int | None  # bytes before the ids
     dtype: str | None
     magic: int | None = None  # uint32 at byte 0; the number of ids follows at byte 8
-    version: int | None = None  # uint32 at byte 4
     tokenizer: str | None = None
 
 
 LLM_C = "llm.c and modded-nanogpt"  # llm.c, dev/data/data_common.py
 FORMATS = (
-    Format(LLM_C, ".bin", 1024, "<u2", magic=20240520, version=1, tokenizer="gpt2"),
-    Format(LLM_C, ".bin", 1024, "<u4", magic=20240801, version=7),
+    Format(LLM_C, ".bin", 1024, "<u2", magic=20240520, tokenizer="gpt2"),
+    Format(LLM_C, ".bin", 1024, "<u4", magic=20240801),
     Format("nanoGPT", ".bin", 0, "<u2"),  # train.bin and val.bin; other names need data.dtype
     Format("build-nanogpt and other NumPy", ".npy", None, None),
     Format("datatrove", ".ds", 0, None),  # NAME.ds.metadata says it; else data.dtype
@@ -238,11 +237,10 @@ def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | No
         return describe_datatrove(folder, name, dtype)
     with folder.fetch(name).open("rb") as file:
         start = file.read(12).ljust(12, b"\0")
-    magic, version, tokens = np.frombuffer(start, "<u4").tolist()
+    magic, _, tokens = np.frombuffer(start, "<u4").tolist()
     for form in FORMATS:
         if form.magic == magic:
             assert form.header is not None
-            require_version(folder.path / name, version, form)
             stated = np.dtype(form.dtype)
             return TokenFile(name, LLM_C, stated, form.header, tokens, form.tokenizer)
     if magic == EVALUATION:
@@ -250,15 +248,6 @@ def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | No
     if name in RAW:
         dtype = dtype or "uint16"
     return TokenFile(name, "nanoGPT", stated_dtype(folder.path / name, dtype), 0)
-
-
-def require_version(path: Path, version: int, form: Format) -> None:
-    """Raise `DataError` unless the header has the version of the format."""
-    if version != form.version:
-        raise DataError(
-            f"{path} has version {version} of the format of {form.project}; expected "
-            f"{form.version}; write it again"
-        )
 
 
 def stated_dtype(path: Path, dtype: str | None) -> np.dtype[Any]:

@@ -97,10 +97,7 @@ def read_config(where: Path) -> dict[str, Any]:
         config = {key: value for key, value in content.items() if key not in LEFT_OUT}
     template = where.with_name(TEMPLATE)
     if template.is_file():
-        try:
-            config["chat_template"] = template.read_bytes().decode()
-        except UnicodeDecodeError:
-            raise DataError(f"{template} is not UTF-8 text; repair or remove it") from None
+        config["chat_template"] = template.read_text(encoding="utf-8")
     return config
 
 

@@ -37,8 +37,6 @@ def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, if_missing: bool
         before = [other for other in copied if other < step]
         kept = [*before, step][-keep_last:]
         store.write(checkpoint, obsolete=[other for other in copied if other not in kept])
-    except UserError:
-        raise
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(reason(error)) from None
 
@@ -51,30 +49,26 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
     copies are damaged.
     """
     store = CopyStore(url)
-    if "://" not in url:
-        require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
-        require(
-            not Path(url).resolve().is_relative_to(out_dir.resolve()),
-            f"checkpoint.copy_to {url} lies in out_dir {out_dir}; set a folder elsewhere",
-        )
+    require(
+        "://" in url or not Path(url).resolve().is_relative_to(out_dir.resolve()),
+        f"checkpoint.copy_to {url} lies in out_dir {out_dir}; set a folder elsewhere",
+    )
     if RunFolder(out_dir).checkpoints:
         return
     try:
         steps = store.steps()
-        require(
-            not steps or resume != "never",
-            f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
-            "another checkpoint.copy_to, or remove the copies",
-        )
         complete = [step for step in steps if store.is_complete(step)]
-        for step in reversed(complete):
+        for step in reversed(complete if resume != "never" else ()):
             if store.restore(step, out_dir / "checkpoints", log):
                 log(f"downloaded step {step:,} from {url}")
                 return
-    except UserError:
-        raise
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
+    require(
+        not steps or resume != "never",
+        f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
+        "another checkpoint.copy_to, or remove the copies",
+    )
     if complete:
         raise CheckpointError(
             f"all copies in checkpoint.copy_to {url} are damaged; to start from scratch, set "

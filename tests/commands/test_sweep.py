@@ -229,9 +229,6 @@ def test_the_runs_of_another_sweep_are_not_taken(
     assert re.search(told, capsys.readouterr().err)
     assert made("--optim.lr", "1e-3,3e-3", "--train.stop_at=5") == 2
     assert "was trained to step 12, but now ends at step 5; " in capsys.readouterr().err
-    (tmp_path / "sweep/run.json").touch()
-    assert made("--optim.lr", "1e-3,3e-3") == 2
-    assert f"{tmp_path / 'sweep'} is the folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

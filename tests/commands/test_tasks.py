@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from accel_gpt import cli
-from accel_gpt.commands import tasks as module
 from accel_gpt.commands.tasks import metrics_of, open_tasks
 from accel_gpt.errors import UserError
 from tests.conftest import launch, run_here
@@ -87,21 +86,6 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"; run pip install -e '\.\[lm-eval\]' in the clone"):
         open_tasks(["piqa"], None)
-
-
-class Task:
-    """The parts of a task that are checked before it is evaluated."""
-
-    def __init__(self, **marks: bool) -> None:
-        self.__dict__.update(marks)
-
-
-def test_tasks_that_would_run_code_or_are_not_text_are_refused() -> None:
-    module.check_harmless("fine", Task())
-    with pytest.raises(UserError, match="task humaneval runs code that the model writes"):
-        module.check_harmless("humaneval", Task(UNSAFE_CODE=True))
-    with pytest.raises(UserError, match="has images or audio"):
-        module.check_harmless("mmmu", Task(MULTIMODAL=True))
 
 
 def test_names_of_metrics() -> None:

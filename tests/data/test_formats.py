@@ -317,10 +317,6 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
         r"train_0\.bin has 1028 bytes, expected 1030 for 3 tokens of uint16: it was cut short",
     ),
     (
-        lambda f: llmc(f / "train_0.bin", [1], version=2),
-        r"has version 2 of .*llm\.c.*; expected 1",
-    ),
-    (
         lambda f: npy(f / "train_0.npy", [1], "<i8"),
         r"train_0\.npy holds int64 .<i8.; save it as little-endian uint16, uint32 or int32",
     ),

@@ -303,7 +303,6 @@ def test_a_place_that_cannot_be_written_harms_nothing_and_gets_its_copy_later(
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("file", "copy_to file is a file; set a folder"),
         ("run/checkpoints", "lies in out_dir run; set a folder elsewhere"),
         ("other", "resume is never but checkpoint.copy_to other holds copies of a run"),
     ],
@@ -317,7 +316,6 @@ def test_a_place_where_checkpoints_would_be_lost_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
     (tmp_path / "other" / "step_00000020").mkdir(parents=True)
     own = ["--out_dir", "run", "--checkpoint.copy_to", place, "--checkpoint.resume", "never"]
     assert launch(small_run(*own)) == 2

@@ -27,7 +27,7 @@ from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size
-from accel_gpt.cost.forecast import evaluation_hours
+from accel_gpt.cost.forecast import run_hours
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.launcher import is_main, world_size
@@ -178,12 +178,8 @@ def whole_run(config: Config, steps: int, tokens_per_second: float) -> Report:
     Includes evaluations, if it is known how many tokens they read; excludes saves, samples and
     HellaSwag.
     """
-    hours = steps * config.train.tokens_per_step / tokens_per_second / 3600
-    evaluated = evaluation_tokens(config, steps)
-    evaluating = None
-    if evaluated is not None:
-        evaluating = evaluation_hours(evaluated, tokens_per_second)
-        hours += evaluating
+    tokens = steps * config.train.tokens_per_step
+    hours, evaluating = run_hours(tokens, tokens_per_second, evaluation_tokens(config, steps))
     return {"run_steps": steps, "run_hours": hours, "evaluation_hours": evaluating}
 
 

@@ -196,7 +196,7 @@ def plan_time(
     if speed is None:
         return {"tokens_per_second": None, "hours": None, "source": source}
     evaluated = evaluation_tokens(config, plan.max_steps)
-    hours, evaluating = run_hours(plan, speed, evaluated)
+    hours, evaluating = run_hours(plan.max_steps * plan.tokens_per_step, speed, evaluated)
     peak = machine.peak(config.train.matmul_precision)
     reached = None
     if peak is not None:

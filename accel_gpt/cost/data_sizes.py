@@ -3,7 +3,7 @@
 Needs no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
@@ -11,20 +11,12 @@ from accel_gpt.config.vocabulary import tokenizer_vocab_size
 from accel_gpt.cost.forecast import evaluation_count
 from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
 from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import open_data, train_paths
+from accel_gpt.data.sources import open_data, train_paths, val_paths
 from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.files import nearest_folder
 
 PRINTABLE = 96  # printable ASCII and the line end; assumption for `chars` before the text is read
-
-
-def data_folders(config: Config) -> list[Path]:
-    """Return the folders that `data.train` names."""
-    train = config.data.train
-    if isinstance(train, str):
-        return [Path(train)]
-    return [Path(source.path) for source in train]
 
 
 def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
@@ -37,9 +29,9 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
         return given, "--vocab_size"
     if config.model.vocab_size:
         return config.model.vocab_size, "model.vocab_size"
-    for folder in data_folders(config):
-        if (folder / INDEX).is_file():
-            return read_index(folder).vocab_size, str(folder)
+    for source in train_paths(data) if data.train else ():
+        if Path(source.path, INDEX).is_file():
+            return read_index(Path(source.path)).vocab_size, source.path
     name = data.tokenizer
     if name is None and data.prepare.source:
         name = data.prepare.tokenizer
@@ -77,19 +69,13 @@ def evaluation_tokens(config: Config, steps: int) -> int | None:
 
     Returns None if they read whole splits that are not prepared yet.
     """
-    limit, val = config.eval.tokens, config.data.val
-    train = [str(folder) for folder in data_folders(config)]
-    if isinstance(val, Mapping):
-        val_sets = [[folder] for folder in val.values()]
-    elif val:
-        val_sets = [[val]]
-    else:
-        val_sets = [train]
+    train = [source.path for source in train_paths(config.data)]
+    val_sets = [[source.path] for source in val_paths(config.data)] or [train]
     each = split_tokens(train, "train", config.eval.train_tokens)
     if each is None:
         return None
     for folders in val_sets:
-        tokens = split_tokens(folders, "val", limit)
+        tokens = split_tokens(folders, "val", config.eval.tokens)
         if tokens is None:
             return None
         each += tokens

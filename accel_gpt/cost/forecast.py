@@ -72,23 +72,17 @@ def speed_at(mfu: float, config: Config, vocab_size: int, machine: Machine) -> f
 
 
 def run_hours(
-    plan: Plan, tokens_per_second: float, evaluated: int | None
+    tokens: int, tokens_per_second: float, evaluated: int | None
 ) -> tuple[float, float | None]:
-    """Estimate the hours of a run, and its hours of evaluations; None if they are unknown.
+    """Estimate the hours to train on `tokens`, and the hours of evaluations; None if unknown.
 
     `evaluated` is the tokens of all evaluations; None if unknown, and then they take no time.
     """
-    hours = plan.max_steps * plan.tokens_per_step / tokens_per_second / 3600
+    hours = tokens / tokens_per_second / 3600
     if evaluated is None:
         return hours, None
-    evaluating = evaluation_hours(evaluated, tokens_per_second)
+    evaluating = FORWARD_SHARE * evaluated / tokens_per_second / 3600
     return hours + evaluating, evaluating
-
-
-def evaluation_hours(tokens: int, tokens_per_second: float) -> float:
-    """Estimate the hours to evaluate `tokens` tokens, from the tokens per second of training."""
-    seconds = FORWARD_SHARE * tokens / tokens_per_second
-    return seconds / 3600
 
 
 def evaluation_count(config: Config, steps: int) -> int:

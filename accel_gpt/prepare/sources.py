@@ -75,7 +75,10 @@ def select(config: PrepareConfig) -> Selection:
     if config.source == "stdlib":
         return Selection(path, config.source, stdlib_files())
     if is_url(path):
-        selection = Selection(path, url_kind(config.source, path), [download_text(path)])
+        source: SourceKind = config.source
+        if source == "auto":
+            source = kind_of_name(path.split("?")[0].split("#")[0])
+        selection = Selection(path, source, [download_text(path)])
     else:
         selection = select_files(path, config.source)
     require(
@@ -83,11 +86,6 @@ def select(config: PrepareConfig) -> Selection:
         f"{KEY} is {path}, but {selection.files[0]} is empty; give a file that holds text",
     )
     return selection
-
-
-def url_kind(source: SourceKind, url: str) -> SourceKind:
-    """Return the kind of source of a URL: `source`, or for auto the kind of its ending."""
-    return kind_of_name(url.split("?")[0].split("#")[0]) if source == "auto" else source
 
 
 def kind_of_name(name: str) -> SourceKind:

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.config.data import DataConfig
 from accel_gpt.data.foreign import DataFolder, files_of_split, open_foreign
 from accel_gpt.data.remote import FileInfo
 from accel_gpt.data.shards import Split
+from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
@@ -140,7 +142,8 @@ def test_what_a_format_tells_of_its_tokenizer_is_used(tmp_path: Path) -> None:
 def test_data_dtype_says_the_type_of_raw_ids(tmp_path: Path) -> None:
     raw(tmp_path / "train.bin", [1, 2])
     for dtype, ids in ((None, [1, 2]), ("uint16", [1, 2]), ("uint32", [1 + (2 << 16)])):
-        assert tokens(open_folder(tmp_path, tokenizer="gpt2", dtype=dtype)[0]) == ids
+        given = DataConfig(tokenizer="gpt2", dtype=dtype)  # type: ignore[arg-type]  # a Literal
+        assert tokens(open_data(str(tmp_path), "train", given)[0]) == ids
 
 
 def test_shards_are_ordered_by_their_numbers(tmp_path: Path) -> None:

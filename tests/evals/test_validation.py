@@ -81,6 +81,22 @@ def test_loss_and_standard_error_are_those_of_all_targets(corpus: Path, model: G
         assert error == pytest.approx(expected, rel=1e-4)
 
 
+def test_with_a_document_mask_each_document_is_evaluated_by_itself(
+    small_run: Arguments, tmp_path: Path, model: GPT
+) -> None:
+    """Two documents in each sequence."""
+    documents = torch.randint(256, (6, 16), generator=torch.Generator().manual_seed(1))
+    documents[:, -1] = 256
+    for name in ("train", "val"):
+        np.save(tmp_path / f"x_{name}_000000.npy", documents.flatten().numpy().astype(np.uint16))
+    words = ["--data.train", str(tmp_path), "--data.tokenizer", "bytes", "--data.document_mask"]
+    shards = open_corpus(load_config(small_run(*words, "--eval.tokens", "null"), "test"))
+    found = score_splits(model, shards, Accelerator(cpu=True), 8)
+    logits = model.eval()(documents[:, :-1])
+    expected = F.cross_entropy(logits.flatten(0, 1), documents[:, 1:].flatten())
+    assert found["eval/val_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_under_fsdp_every_rank_does_as_many_batches(corpus: Path, model: GPT) -> None:
     """All ranks take part in each forward: an extra batch on one of them would hang."""
     split = open_split(corpus, "val")

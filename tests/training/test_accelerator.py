@@ -18,6 +18,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import Block
 from accel_gpt.training import accelerator, compilation, process, unsupported
 from tests.conftest import QUIET, launch
 
@@ -126,6 +127,26 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
         monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
         process.join_ranks(TrainConfig())
     assert started == [False, True]
+
+
+def test_recomputing_and_the_type_of_the_residual_stream_are_those_of_the_config(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    forward = Block.forward
+
+    def watched(block: Block, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if block.training:
+            seen.append(x.dtype)
+        return forward(block, x, *rest, **named)
+
+    monkeypatch.setattr(Block, "forward", watched)
+    other = ("--train.activation_checkpointing", "blocks", "--train.bf16_residual", "false")
+    short = (*QUIET, "--train.max_steps", "3", "--train.mixed_precision", "bf16")
+    for options, passes, dtype in (((), 1, torch.bfloat16), (other, 2, torch.float32)):
+        seen.clear()
+        assert launch(small_run(*short, *options, "--out_dir", str(tmp_path / f"{passes}"))) == 0
+        assert seen == [dtype] * (3 * 2 * passes)  # in three steps, of two blocks
 
 
 @pytest.mark.usefixtures("settings_kept")

@@ -17,7 +17,7 @@ from accel_gpt.config.experiment import Config, LogConfig, TrainConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.training import display as displays
 from accel_gpt.training.display import CURVE_ROWS, Display, Progress, loss_curve
-from tests.conftest import QUIET
+from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -113,6 +113,14 @@ def test_quiet_runs_print_warnings_and_other_ranks_nothing(
         display.log("hello")
         display.log("WARNING: it is late")
     assert capsys.readouterr().err == text
+
+
+def test_log_level_is_that_of_a_run(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = (*QUIET, "--train.max_steps", "3", "--log.level", "warning")
+    assert launch(small_run(*quiet)) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,35 +67,6 @@ def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.slow
-def test_prepare_train_and_sample_from_another_folder(
-    tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Run the three commands in a row, each in its own process."""
-    words = [sys.executable, "-m", "accel_gpt.cli"]
-
-    def step(*arguments: str) -> str:
-        done = subprocess.run(
-            [*words, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    text = tmp_path / "text.txt"
-    step("prepare", "--path", str(text), "--tokenizer", "bytes", "--out", "mine")
-    step("train", *small_run("--data.train", "mine", "--out_dir", "here"))
-    options = ["--prompt", "the ", "--num", "2", "--max-new-tokens", "8", "--seed", "3"]
-    first = step("sample", "here", *options)
-    assert first == step("sample", "here", *options)
-    assert first.count("the ") >= 2
-    here = str(tmp_path / "here")
-    greedy = []
-    for seed in ("1", "2"):
-        assert call("sample", here, "--temperature", "0", "--seed", seed) == 0
-        greedy.append(capsys.readouterr().out)
-    assert greedy[0] == greedy[1]
-
-
 @pytest.mark.parametrize(
     ("encoding", "shown"),
     [

@@ -254,24 +254,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def pages_of(nav: object) -> Iterator[str]:
-    """Return the pages in a part of the navigation of mkdocs.yml."""
-    if isinstance(nav, str):
-        yield nav
-    elif isinstance(nav, Mapping):
-        for part in nav.values():
-            yield from pages_of(part)
-    elif isinstance(nav, list):
-        for part in nav:
-            yield from pages_of(part)
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    listed = sorted(f"docs/{page}" for page in pages_of(site["nav"]))
-    assert listed == sorted(page for page in PAGES if page.startswith("docs/"))
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_named_exists(page: str) -> None:
     """Keys, links, tests (`tests/faults/test_x.py::test_y`, `tests/` or not) and files."""
@@ -422,23 +404,6 @@ def test_every_command_in_a_config_parses(path: Path, monkeypatch: pytest.Monkey
         command = re.split(r" {3,}(?=\d)", line)[0].replace(" TEXT ", " README.md ")
         for words in Line(command, "").simple_commands():
             parse_words(words, marked=False)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```sh\naccel-gpt train quickstart --optim.rate 1\n```",
-        "```sh\naccel-gpt nosuch\n```",
-        "```sh\naccelerate launch --num_proceses 2 accel_gpt/train.py quickstart\n```",
-        "```sh\npip install -e '.[nosuch]'\n```",
-        "```sh\nnosuch\n```",
-        "Run `accel-gpt sample RUN --promt x`.",
-    ],
-)
-def test_a_command_that_does_not_parse_is_found(text: str, tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text(text)
-    with pytest.raises(pytest.fail.Exception):
-        marked_or_parsed(str(tmp_path / "page.md"))
 
 
 @pytest.fixture

@@ -96,13 +96,6 @@ def test_starting_anywhere_equals_reading_up_to_there(start: Start, position: in
     assert torch.equal(torch.stack(take(start(position=position), 2)), torch.stack(through))
 
 
-def test_error_of_the_reading_thread_arrives(start: Start) -> None:
-    with pytest.raises(
-        DataError, match=r"holds token 1\d\d at index [\d,]+, beyond the vocabulary of 100"
-    ):
-        next(start(vocab=100))
-
-
 def test_the_first_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
     """On a GPU a kernel assertion would fail without naming the data."""
     with pytest.raises(

@@ -105,20 +105,27 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    """A server of ten shards of random tokens, and files that a test adds."""
+@contextlib.contextmanager
+def serving(root: Path) -> Iterator[Server]:
+    """Serve the files of a new folder."""
+    root.mkdir()
     with Server() as running:
-        running.root = tmp_path / "served"
-        running.root.mkdir()
-        draw = np.random.default_rng(0)
-        for name in NAMES:
-            np.save(running.root / name, draw.integers(0, 50_000, TOKENS).astype("<u2"))
+        running.root = root
         thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         yield running
         running.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server of ten shards of random tokens, and files that a test adds."""
+    with serving(tmp_path / "served") as running:
+        draw = np.random.default_rng(0)
+        for name in NAMES:
+            np.save(running.root / name, draw.integers(0, 50_000, TOKENS).astype("<u2"))
+        yield running
 
 
 Opener = Callable[..., RemoteFolder]

@@ -3,10 +3,8 @@
 import gzip
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select, source_fingerprint, stdlib_files
+from tests.data.test_remote import Server, serving
 from tests.helpers.texts import read_texts
 
 
@@ -171,57 +170,31 @@ def test_bad_input_is_named(
 # --------------------------------------------------------------------------- network
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Serves /good.txt; cuts /short.txt off; answers 404 to the rest."""
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)  # type: ignore[attr-defined]
-        name = self.path.split("?")[0]
-        self.send_response(200 if name in ("/good.txt", "/short.txt") else 404)
-        self.send_header("Content-Length", "5" if name == "/good.txt" else "50")
-        self.end_headers()
-        self.wfile.write(b"hello")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server of good.txt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
-    running: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.asked = []
-    running.url = f"http://127.0.0.1:{running.server_port}"
-    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield running
-    running.shutdown()
-    thread.join()
-    running.server_close()
+    with serving(tmp_path / "served") as running:
+        (running.root / "good.txt").write_text("hello")
+        yield running
 
 
-def test_a_url_is_downloaded_once(server: Any, tmp_path: Path) -> None:
-    for _ in range(3):
-        assert read(f"{server.url}/good.txt?a=1") == ["hello"]
-    assert set(server.asked) == {"/good.txt?a=1"}
-    count = len(server.asked)
-    assert read(f"{server.url}/good.txt?a=1") == ["hello"]
-    assert read(f"{server.url}/good.txt?a=2") == ["hello"]
-    assert len(server.asked) == 2 * count
+def test_a_url_is_downloaded_once(server: Server, tmp_path: Path) -> None:
+    for _ in range(2):
+        for version in (1, 2):
+            assert read(f"{server.url}/good.txt?a={version}") == ["hello"]
+    assert server.requests == {"good.txt": 2}
     assert len(list((tmp_path / "cache/accel_gpt").iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("short.txt", "(received 5 of 50 bytes|payload is not completed)"),
+def test_a_failed_download_leaves_nothing(server: Server, tmp_path: Path) -> None:
+    server.drops = 9
+    for name, message in (
+        ("good.txt", "(received 2 of 5 bytes|payload is not completed)"),
         ("none.txt", "does not exist; check"),
-    ],
-)
-def test_a_failed_download_leaves_nothing(
-    server: Any, tmp_path: Path, name: str, message: str
-) -> None:
-    with pytest.raises(UserError, match=rf"{name} could not be downloaded.*{message}.*yourself"):
-        read(f"{server.url}/{name}")
+    ):
+        told = rf"{name} could not be downloaded.*{message}.*yourself"
+        with pytest.raises(UserError, match=told):
+            read(f"{server.url}/{name}")
     assert list((tmp_path / "cache/accel_gpt").iterdir()) == []

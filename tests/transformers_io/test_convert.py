@@ -255,15 +255,10 @@ def test_a_sliding_window_limits_the_context() -> None:
     assert shape["block_size"] == 24
 
 
-def test_missing_extra_and_misshapen_tensors_are_named() -> None:
+def test_tensors_that_no_weight_takes_are_named() -> None:
     theirs = make_theirs("Llama", COMMON)
     shape = read_hf_config(theirs.config.to_dict(), "x")
     model = GPT(ModelConfig(**(shape | {"vocab_size": None})), VOCAB)
     tensors = {k: (lambda v=v: v) for k, v in theirs.state_dict().items()}
-    gone = "model.layers.1.mlp.up_proj.weight"
-    with pytest.raises(UserError, match=f"lacks 1 tensors of a LlamaForCausalLM.*{gone}"):
-        load_weights(model, "llama", {k: v for k, v in tensors.items() if k != gone}, "x")
     with pytest.raises(UserError, match=r"1 tensors more than .*model\.score\.weight"):
-        load_weights(model, "llama", tensors | {"score.weight": tensors[gone]}, "x")
-    with pytest.raises(UserError, match=r"up_proj.* shape \(3, 32\), expected \(80, 32\)"):
-        load_weights(model, "llama", tensors | {gone: lambda: torch.zeros(3, 32)}, "x")
+        load_weights(model, "llama", tensors | {"score.weight": lambda: torch.zeros(3)}, "x")

@@ -3,13 +3,11 @@
 Set ACCEL_GPT_PEERS to a folder with a checkout of nanoGPT for the scripts that compare with it.
 """
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -104,61 +102,6 @@ def test_each_change_by_itself_trains_to_the_same_loss(
     assert losses["bf16 residual stream"] != losses["baseline"]
     for name, loss in losses.items():
         assert loss == pytest.approx(losses["baseline"], abs=1e-3), name
-
-
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module that reads traces."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("traces")
-
-
-def test_kernels_of_a_card_belong_to_the_operations_that_launched_them(traces: ModuleType) -> None:
-    def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
-        where = {"pid": 0 if cat == "kernel" else 9, "tid": 7}
-        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **where}
-
-    def ids(number: int) -> dict[str, int]:
-        return {"External id": number, "correlation": 100 + number}
-
-    block = [[64, 768], [768, 3072]]
-    head = [[64, 768], [768, 50304]]
-    events = [
-        event("cpu_op", "aten::mm", 0, 2, **ids(1), **{"Input Dims": block}),
-        event("cpu_op", "accel_gpt::loss_and_gradients", 3, 9, **ids(2)),
-        event("cpu_op", "aten::mm", 4, 2, **ids(3), **{"Input Dims": head}),
-        event("cuda_driver", "cuLaunchKernelEx", 7, 1, correlation=104),
-        event("user_annotation", "watched_step", 20, 5, **ids(5)),
-        event("cpu_op", "aten::mm", 21, 2, **ids(6), **{"Input Dims": block}),
-        event("gpu_user_annotation", "watched_step", 0, 90, **ids(5)),
-        event("kernel", "nvjet_tst", 100, 1000, **ids(1)),
-        event("kernel", "nvjet_tst", 1100, 2000, **ids(3)),
-        event("kernel", "triton_poi_fused_add_0", 3600, 400, correlation=104),
-        event("kernel", "nvjet_tst", 4000, 300, **ids(6)),  # of Muon
-        event("kernel", "triton_per_fused_add_native_layer_norm_3", 4200, 200),  # beside it
-    ]
-    found = traces.summarize(events, {50304}, wall_ms=6.0)
-    ms = {family: round(3 * value, 9) for family, value in found["families"].items()}
-    assert ms == {
-        "block products": 1.0,
-        "head": 2.0,
-        "loss": 0.4,
-        "optimizer": 0.3,
-        "norms": 0.2,
-        "idle": 2.2,
-    }
-    fastest = {tuple(p["shape"]): p["tflops"] for p in found["products"]}
-    assert fastest[64, 768, 50304] == pytest.approx(2 * 64 * 768 * 50304 / 2e-3 / 1e12)
-
-
-@pytest.mark.parametrize(("loss", "seconds"), [(2.5, 7.5), (0.9, None)])
-def test_seconds_to_a_loss(
-    monkeypatch: pytest.MonkeyPatch, loss: float, seconds: float | None
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    curve = importlib.import_module("curve")
-    points = [(5.0, 1, 3.0), (10.0, 2, 2.0), (15.0, 3, 2.2), (20.0, 4, 1.0)]
-    assert curve.seconds_to(points, loss) == seconds
 
 
 def test_losses_are_those_of_nanogpt(tmp_path: Path, peer: tuple[str, str]) -> None:

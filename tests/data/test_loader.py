@@ -1,6 +1,5 @@
 """The loader: ranks simulated in one process, the same windows at any layout, errors are raised."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,40 +102,3 @@ def test_the_first_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
     ):
         next(start(vocab=121))
     next(start(vocab=122))
-
-
-def test_the_thread_pins_memory_for_the_device_of_its_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """CUDA has a current device per thread."""
-    current = threading.local()
-    pinned = []
-
-    def pin(rows: Tensor) -> Tensor:
-        pinned.append(getattr(current, "device", None))
-        return rows
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    device = torch.device("cuda", 3)
-    loader = Loader(iter([np.zeros((1, 3), dtype=np.uint16)] * 2), 1, device)
-    loader.thread.join()
-    assert pinned == [device, device]
-    copies: list[tuple[torch.device, bool]] = []
-
-    def copy(rows: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
-        copies.append((device, non_blocking))
-        return rows
-
-    monkeypatch.setattr(Tensor, "to", copy)
-    next(loader)
-    assert copies == [(device, True)]  # training does not wait for the copy
-
-
-def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a launcher, torch sets no current device."""
-    monkeypatch.setattr(Tensor, "pin_memory", lambda rows: rows)
-    rows = iter([np.zeros((1, 3), dtype=np.uint16)])
-    loader = Loader(rows, 1, torch.device("cuda"))
-    loader.thread.join()
-    assert not isinstance(loader.ready.get(), Exception)

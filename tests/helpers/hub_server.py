@@ -32,7 +32,6 @@ API, REVISION = r"/api/(?:models|datasets)/(?P<name>[^/]+/[^/]+)", "(?P<revision
 ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need the token
     ("GET", rf"{API}(?:/revision/{REVISION})?", "info"),
     ("GET", rf"{API}/tree/{REVISION}(?:/(?P<folder>.+))?", "tree"),
-    ("POST", rf"{API}/paths-info/{REVISION}", "paths_info"),
     ("GET", rf"{API}/refs", "refs"),
     ("GET", rf"/(?:datasets/)?(?P<name>[^/]+/[^/]+)/resolve/{REVISION}/(?P<path>.+)", "resolve"),
     ("POST", "/api/validate-yaml", "validate_yaml"),
@@ -40,7 +39,6 @@ ROUTES = (  # method, path, method of Handler; all but GET and /storage/ need th
     ("POST", rf"{API}/preupload/{REVISION}", "preupload"),
     ("POST", rf"{API}/commit/{REVISION}", "commit"),
     ("POST", rf"{API}/tag/{REVISION}", "create_tag"),
-    ("DELETE", rf"{API}/tag/(?P<ref>[^/]+)", "delete_tag"),
     ("POST", r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
     ("POST", r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)\.git/info/lfs/verify", "lfs_verify"),
     ("PUT", r"/storage/(?P<name>[^/]+/[^/]+)/(?P<oid>[0-9a-f]{64})", "lfs_upload"),
@@ -325,12 +323,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(404, f"{folder} does not exist", "EntryNotFound")
         return 200, found, {}
 
-    def paths_info(self, revision: str) -> Reply:
-        """Return the entries of the existing paths in a form."""
-        entries = self.entries(revision)
-        wanted = parse_qs(self.body.decode()).get("paths", [])
-        return 200, [entries[path] for path in wanted if path in entries], {}
-
     def refs(self) -> Reply:
         tags, branches = (
             [
@@ -438,10 +430,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(409, f"Reference already exists: {tag}")
         self.repo.tags[tag] = self.repo.find(revision)
         return 200, {}, {}
-
-    def delete_tag(self, ref: str) -> Reply:
-        del self.repo.tags[ref]
-        return 200, b"", {}
 
 
 # --------------------------------------------------------------------------- the client

@@ -13,32 +13,11 @@ from accel_gpt.commands.options import COMMANDS, TrainCommand
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.help import value_name
 from accel_gpt.config.options import REQUIRED, Option, all_options, field_types, own_options
-from accel_gpt.config.values import leaves
+from accel_gpt.config.values import is_section, leaves
 
 DOTTED = re.compile(r".*\..*").fullmatch
-SECTIONS = (
-    "data",
-    "data.prepare",
-    "model",
-    "train",
-    "optim",
-    "schedule",
-    "eval",
-    "sample",
-    "checkpoint",
-    "log",
-    "hub",
-)
-PYTHON = (
-    "run",
-    "load",
-    "Run",
-    "Run.metrics",
-    "Run.sample",
-    "Run.evaluate",
-    "Run.export",
-    "Run.push_to_hub",
-)
+RUN = ("Run", "Run.metrics", "Run.sample", "Run.evaluate", "Run.export", "Run.push_to_hub")
+PYTHON = ("run", "load", *RUN)
 
 
 KEY = re.compile(rf"\b(?:{'|'.join(sorted(filter(DOTTED, leaves(Config)), reverse=True))})\b")
@@ -102,13 +81,15 @@ def keys_page() -> Iterator[str]:
     yield "| refuse | rejected: it would be another run |"
     yield ""
     yield from keys_of(Config, "", "The run")
-    for name in SECTIONS:
-        kind: Any = Config
-        for part in name.split("."):
-            kind = field_types(kind)[part]
-        yield from keys_of(kind, f"{name}.", name)
-    named = {name.partition(".")[0] for name in SECTIONS}
-    assert named | {"out_dir", "seed"} == field_types(Config).keys()
+    yield from sections_of(Config, "")
+
+
+def sections_of(kind: Any, prefix: str) -> Iterator[str]:
+    """Write the tables of the sections inside a section."""
+    for name, value in vars(kind()).items():
+        if is_section(value):
+            yield from keys_of(type(value), f"{prefix}{name}.", f"{prefix}{name}")
+            yield from sections_of(type(value), f"{prefix}{name}.")
 
 
 def keys_of(kind: Any, prefix: str, title: str) -> Iterator[str]:

@@ -114,30 +114,6 @@ def test_a_pair_of_channels_turns_by_its_position_as_a_complex_number() -> None:
     torch.testing.assert_close(found[0, :, 0], expected)
 
 
-def test_dropout_falls_on_embedding_attention_and_both_residuals(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[float] = []
-    dropout, attend = nn.functional.dropout, nn.functional.scaled_dot_product_attention
-
-    def count_dropout(x: Tensor, p: float) -> Tensor:
-        seen.append(p)
-        return dropout(x, p)
-
-    def count_attention(*args: Tensor, dropout_p: float, **kwargs: Any) -> Tensor:
-        seen.append(dropout_p)
-        return attend(*args, dropout_p=dropout_p, **kwargs)
-
-    monkeypatch.setattr(nn.functional, "dropout", count_dropout)
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", count_attention)
-    for documents in (None, torch.zeros(3, 16, dtype=torch.int32)):
-        GPT(tiny(dropout=0.25), VOCAB)(draw(), documents=documents)
-        assert seen == [0.25] * (1 + 2 * 3)
-        seen.clear()
-    GPT(tiny(), VOCAB)(draw())
-    assert seen == [0.0] * 2
-
-
 @shapes
 @pytest.mark.parametrize("pieces", [(16,), (7, 1, 1, 5, 2)])
 def test_logits_with_a_cache_equal_those_without(

@@ -1,14 +1,11 @@
 """`accel-gpt export RUN`: write a model as a folder for transformers, or a file for llama.cpp."""
 
 from pathlib import Path
-from types import MappingProxyType
 
 from accel_gpt.commands.options import ExportCommand
 from accel_gpt.console import install_exit_handlers, write_out
 from accel_gpt.publish.gguf import export_gguf
 from accel_gpt.transformers_io.export import export
-
-SAME_DTYPES = MappingProxyType({"f32": "fp32", "f16": "fp16"})  # llama.cpp's names
 
 
 def run(options: ExportCommand) -> int:
@@ -20,13 +17,12 @@ def run(options: ExportCommand) -> int:
 
 def export_model(options: ExportCommand) -> str:
     """Write the folder or file; return a description of it."""
-    dtype = SAME_DTYPES.get(options.dtype, options.dtype)
     if options.gguf:
         return export_gguf(
             name=options.run,
             to=Path(options.gguf),
             checkpoint=options.checkpoint,
-            dtype=dtype,
+            dtype=options.dtype,
             overwrite=options.overwrite,
             license_id=options.license,
         ).describe()
@@ -35,7 +31,7 @@ def export_model(options: ExportCommand) -> str:
         name=options.run,
         to=to,
         checkpoint=options.checkpoint,
-        dtype=dtype,
+        dtype=options.dtype,
         overwrite=options.overwrite,
         as_qwen3=options.as_ == "qwen3",
     )

@@ -350,10 +350,9 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
         "File to create, for llama.cpp, Ollama and LM Studio. A Modelfile is written next to it.",
     )
     checkpoint: str = same_option(SampleCommand, "checkpoint")
-    dtype: Literal["fp32", "bf16", "fp16", "q8_0", "f32", "f16"] = option(
+    dtype: Literal["fp32", "bf16", "fp16", "q8_0"] = option(
         "fp32",
-        "Data type of the weights. q8_0 (GGUF files only) takes 8.5 bits per weight. f32 and f16 "
-        "are llama.cpp's names for fp32 and fp16.",
+        "Data type of the weights. q8_0 (GGUF files only) takes 8.5 bits per weight.",
     )
     as_: Literal["qwen3"] | None = option(
         None,

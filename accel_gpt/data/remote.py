@@ -286,10 +286,10 @@ class RemoteFolder:
         """Return the local copy of a file, which is downloaded once per launch."""
         path = self.folder / name
         if name not in self.current:
-            with self.writing():
-                part = path.with_name(f".{name}.{os.getpid()}")
-                self.retry(lambda: self.download(name, part), name)
-                part.replace(path)
+            self.shards.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f".{name}.{os.getpid()}")
+            self.retry(lambda: self.download(name, part), name)
+            part.replace(path)
             self.current.add(name)
         return path
 
@@ -300,22 +300,14 @@ class RemoteFolder:
         path = self.path(name)
         if path.is_file():
             return path
-        with self.writing(), locked_file(self.cache.root / ".lock"):
+        self.shards.mkdir(parents=True, exist_ok=True)
+        with locked_file(self.cache.root / ".lock"):
             if not path.is_file():  # no other process has downloaded it meanwhile
                 self.cache.make_room(self.infos[name].size, need)
                 part = path.with_name(f"{path.name}.part")
                 self.retry(lambda: self.download_verified(name, part), name)
                 part.rename(path)
         return path
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Make the folder of the cache, and explain an `OSError` of the local disk."""
-        try:
-            self.shards.mkdir(parents=True, exist_ok=True)
-            yield
-        except OSError as error:
-            raise DataError(f"{self.store.url} cannot be kept in {self.shards}: {error}") from None
 
     def download_verified(self, name: str, part: Path) -> None:
         """Download a shard to `part`; raises `Unreachable` if its content is wrong."""
@@ -380,7 +372,7 @@ class RemoteFolder:
             for place, name in enumerate(self.wanted):
                 if self.changed.is_set():
                     break
-                with contextlib.suppress(UserError):  # raised when the shard is needed
+                with contextlib.suppress(UserError, OSError):  # raised when the shard is needed
                     self.fetch_shard(name, need=place)
             self.changed.wait()
 

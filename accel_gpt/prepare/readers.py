@@ -91,18 +91,13 @@ def text_chunks(path: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(data, final=ended)
             except UnicodeDecodeError as error:
-                raise not_utf8(path, error, offset - len(error.object)) from None
+                where = offset - len(error.object) + error.start
+                raise DataError(
+                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
+                    f"{where}; convert it, for example with iconv -f WINDOWS-1252 -t UTF-8"
+                ) from None
             if text:
                 yield text.replace("\r\n", "\n")
-
-
-def not_utf8(where: object, error: UnicodeDecodeError, offset: int, detail: str = "") -> DataError:
-    """Return the error for bytes that are not UTF-8. `offset`: offset of the decoded bytes."""
-    return DataError(
-        f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
-        f"{offset + error.start}{detail}; convert it, for example with "
-        "iconv -f WINDOWS-1252 -t UTF-8"
-    )
 
 
 def separated_rows(path: Path, separator: str, first: int) -> Iterator[Row]:
@@ -153,9 +148,7 @@ def json_text(line: bytes, where: str, field: str) -> str:
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise not_utf8(where, error, 0) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(
             f"{where} is not JSON: {error}; write one object per line (jq -c . joins the lines of "
             "an object, jq -c '.[]' converts an array), or set data.prepare.source to text"
@@ -218,16 +211,9 @@ def parquet_rows(path: Path, field: str, first: int) -> Iterator[Row]:
                 raise DataError(f"column {field} of {path} holds {kind}; expected text") from None
             for value in values:
                 if number >= first:
-                    yield Row(number, bytes_text(value.as_py() or b"", f"row {number} of {path}"))
+                    text = (value.as_py() or b"").decode()
+                    yield Row(number, text.replace("\r\n", "\n"))
                 number += 1
-
-
-def bytes_text(data: bytes, where: str) -> str:
-    """Return UTF-8 bytes as text with Unix line ends."""
-    try:
-        return data.decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8(where, error, 0, " of its text") from None
 
 
 # --------------------------------------------------------------------------- the Hub

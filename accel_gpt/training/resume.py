@@ -163,7 +163,10 @@ def find_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> Path 
 
 
 def reset_best(out_dir: Path, saved: TrainState) -> None:
-    """Write the best step of `saved` to the file `best`; remove the file if that step is gone."""
+    """Write the best step of `saved` to the file `best` if the file names another step.
+
+    Removes the file if the checkpoint of this step is gone.
+    """
     run = RunFolder(out_dir)
     if run.best in ("", str(saved.best_step)):
         return

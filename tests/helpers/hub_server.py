@@ -64,28 +64,27 @@ def oid(path: str, data: bytes) -> str:
 
 @dataclass
 class Repo:
-    """Files by commit id; titles of commits, newest last; commit ids of branches and tags."""
+    """A repo with the branch main: files by commit id, titles of commits, ids of tags."""
 
     private: bool = False
     files: dict[str, Files] = field(default_factory=dict)
-    titles: dict[str, list[str]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
+    titles: list[str] = field(default_factory=list)  # newest last
+    head: str = ""  # of main
     tags: dict[str, str] = field(default_factory=dict)
     objects: Files = field(default_factory=dict)  # LFS objects by SHA-256
 
     def find(self, revision: str) -> str:
-        """Return the commit id of a branch, a tag or a commit id."""
-        found = self.branches.get(revision) or self.tags.get(revision) or revision
+        """Return the commit id of main, a tag or a commit id."""
+        found = self.head if revision == "main" else self.tags.get(revision, revision)
         if found not in self.files:
             raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return found
 
-    def commit(self, branch: str, title: str, files: Files) -> str:
-        """Add a commit with exactly these files; return its id."""
-        titles = [*self.titles.get(self.branches.get(branch, ""), []), title]
-        made = hashlib.sha1(json.dumps([len(self.files), titles]).encode()).hexdigest()
-        self.files[made], self.titles[made], self.branches[branch] = files, titles, made
-        return made
+    def commit(self, title: str, files: Files) -> None:
+        """Add a commit with exactly these files to main."""
+        self.titles.append(title)
+        self.head = hashlib.sha1(json.dumps(self.titles).encode()).hexdigest()
+        self.files[self.head] = files
 
 
 class HubServer:
@@ -105,7 +104,7 @@ class HubServer:
         self.lfs_uploads: list[tuple[str, int]] = []
         self.upload_delay, self.refused = 0.0, 0
         self.drops: list[int] = []
-        self.failures: list[tuple[int, str, dict[str, str]]] = []
+        self.failures: list[tuple[int, str]] = []
         self.lock = threading.RLock()
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
 
@@ -130,13 +129,13 @@ class HubServer:
     def create(self, name: str, private: bool = False) -> Repo:
         """Create a repo with the file and the commit that the Hub starts with."""
         made = self.repos[name] = Repo(private)
-        made.commit("main", "initial commit", {".gitattributes": b"*.bin -text\n"})
+        made.commit("initial commit", {".gitattributes": b"*.bin -text\n"})
         return made
 
     def add(self, repo: str, files: Mapping[str, bytes]) -> None:
         """Commit files to main; create the repo if it is missing."""
         there = self.repos.get(repo) or self.create(repo)
-        there.commit("main", "Add files", there.files[there.branches["main"]] | dict(files))
+        there.commit("Add files", there.files[there.head] | dict(files))
 
     def files(self, repo: str, revision: str = "main") -> Files:
         """Return all files except the `.gitattributes` that the Hub creates."""
@@ -146,8 +145,7 @@ class HubServer:
 
     def commits(self, repo: str) -> list[str]:
         """Return the titles on main, newest first; the last is the Hub's `initial commit`."""
-        there = self.repos[repo]
-        return there.titles[there.branches["main"]][::-1]
+        return self.repos[repo].titles[::-1]
 
     def tags(self, repo: str) -> dict[str, str]:
         """Return the commit ids of tags."""
@@ -159,13 +157,12 @@ class HubServer:
         """Hang up after `after_bytes` bytes of the next LFS uploads."""
         self.drops += [after_bytes] * times
 
-    def fail_next(self, status: int, times: int, containing: str = "", **headers: str) -> None:
+    def fail_next(self, status: int, times: int, containing: str = "") -> None:
         """Answer the next requests whose path contains the text with this status.
 
-        Status 0 does the request and hangs up without an answer. Headers as `Retry_After="3"`.
+        Status 0 does the request and hangs up without an answer.
         """
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.failures += [(status, containing, named)] * times
+        self.failures += [(status, containing)] * times
 
     def refuse(self, status: int) -> None:
         """Answer writes with 401 (wrong token) or 403 (read-only token); 0 ends that."""
@@ -212,12 +209,12 @@ class Handler(BaseHTTPRequestHandler):
         upload = self.command == "PUT"
         with hub.lock:
             hub.requests.append((self.command, path))
-            due = [i for i, (_, text, _) in enumerate(hub.failures) if text in path]
-            status, _, headers = hub.failures.pop(due[0]) if due else (None, "", {})
+            due = [i for i, (_, text) in enumerate(hub.failures) if text in path]
+            status = hub.failures.pop(due[0])[0] if due else None
             drop = hub.drops.pop(0) if upload and hub.drops and not status else None
         self.body = self.receive(drop, hub.upload_delay if upload else 0.0)
         if status:
-            self.respond(status, {"error": f"The test asked for {status}"}, headers)
+            self.respond(status, {"error": f"The test asked for {status}"}, {})
         elif drop is None:
             with hub.lock:
                 reply = self.answer(path)
@@ -324,14 +321,11 @@ class Handler(BaseHTTPRequestHandler):
         return 200, found, {}
 
     def refs(self) -> Reply:
-        tags, branches = (
-            [
-                {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": commit}
-                for name, commit in names.items()
-            ]
-            for kind, names in (("tags", self.repo.tags), ("heads", self.repo.branches))
-        )
-        return 200, {"branches": branches, "tags": tags, "converts": [], "pullRequests": []}, {}
+        tags = [
+            {"name": name, "ref": f"refs/tags/{name}", "targetCommit": commit}
+            for name, commit in self.repo.tags.items()
+        ]
+        return 200, {"branches": [], "tags": tags, "converts": [], "pullRequests": []}, {}
 
     def resolve(self, revision: str, path: str) -> Reply:
         made = self.repo.find(revision)
@@ -401,10 +395,9 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {}, {}
 
     def commit(self, revision: str) -> Reply:
+        assert revision == "main"
         repo, title = self.repo, ""
-        if revision not in repo.branches:
-            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        files = dict(repo.files[repo.find(revision)])
+        files = dict(repo.files[repo.head])
         for line in self.body.splitlines():
             kind, value = (json.loads(line)[key] for key in ("key", "value"))
             if kind == "header":
@@ -420,9 +413,9 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 assert kind == "deletedFile"
                 del files[value["path"]]
-        made = repo.commit(revision, title, files)
-        url = f"{self.server.hub.url}/{self.name}/commit/{made}"
-        return 200, {"success": True, "commitOid": made, "commitUrl": url}, {}
+        repo.commit(title, files)
+        url = f"{self.server.hub.url}/{self.name}/commit/{repo.head}"
+        return 200, {"success": True, "commitOid": repo.head, "commitUrl": url}, {}
 
     def create_tag(self, revision: str) -> Reply:
         tag = self.given["tag"]

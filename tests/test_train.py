@@ -250,8 +250,6 @@ def test_a_folder_of_another_run_is_refused(
     message = capsys.readouterr().err
     assert "model.n_layer was 2, is 3, optim.lr was 0.01, is 0.5" in message
     assert "allow_change" not in message  # it would not help
-    assert launch(small_run("--checkpoint.resume", "never")) == 2
-    assert "holds a run with checkpoints" in capsys.readouterr().err
     (tmp_path / "other.txt").write_text(text_of(5000, seed=1))
     other = PrepareConfig(source="text", path=str(tmp_path / "other.txt"), tokenizer="bytes")
     prepare(other, tmp_path / "other")
@@ -320,29 +318,6 @@ def test_speed_counts_training_alone(
     assert [line["perf/step_ms"] for line in lines] == pytest.approx([1000.0] * 12)
     assert [line["perf/tokens_per_second"] for line in lines] == pytest.approx([256.0] * 12)
     assert now[0] == 12 + 1000 * (3 + 3 + 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--data.train", ""], 2, "data.train is empty"),
-        (["--model.init_from", "./nowhere"], 2, "./nowhere does not exist; give the folder"),
-        (["--log.trackers", "tensorbord"], 2, "log.trackers has 'tensorbord'; choose from"),
-        (["--log.trackers", "mlflow"], 2, "mlflow but it is not installed"),
-        (["--data.tokenizer", "gpt2"], 3, "data.tokenizer is gpt2, but"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_an_exit_code(
-    small_run: Arguments,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    code: int,
-    message: str,
-) -> None:
-    assert launch(small_run(*options)) == code
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert message in error
 
 
 def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> None:

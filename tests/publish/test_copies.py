@@ -298,25 +298,3 @@ def test_a_place_that_cannot_be_written_harms_nothing_and_gets_its_copy_later(
     assert launch(own) == 0
     assert steps(place) == ["step_00000012"]
     assert manifest.stat().st_mtime_ns == written  # it was not copied again
-
-
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("run/checkpoints", "lies in out_dir run; set a folder elsewhere"),
-        ("other", "resume is never but checkpoint.copy_to other holds copies of a run"),
-    ],
-)
-def test_a_place_where_checkpoints_would_be_lost_is_refused(
-    place: str,
-    message: str,
-    small_run: Arguments,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other" / "step_00000020").mkdir(parents=True)
-    own = ["--out_dir", "run", "--checkpoint.copy_to", place, "--checkpoint.resume", "never"]
-    assert launch(small_run(*own)) == 2
-    assert message in capsys.readouterr().err

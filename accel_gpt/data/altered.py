@@ -59,12 +59,12 @@ def check_unaltered(
             continue
         elif before.size != now.size:
             raise DataError(
-                f"{path} was altered: it has {now.size:,} bytes, but had {before.size:,} when the "
-                "run began; restore it, or accept it with --checkpoint.allow_change data.train"
+                f"{path} was altered: it has {now.size:,} bytes, but had {before.size:,} at the "
+                "previous launch; restore it, or accept it with --checkpoint.allow_change data.train"
             )
         else:
             log(
-                f"WARNING: {path} was written after the run began; only its size and a sample of "
+                f"WARNING: {path} was written after the previous launch; only its size and a sample of "
                 "its tokens were compared"
             )
     check_hashes(rewritten, log)
@@ -86,7 +86,7 @@ def local_files(splits: Sequence[Split]) -> dict[Path, Shard]:
 def check_hashes(files: Sequence[tuple[Path, Shard]], log: Callable[[str], None]) -> None:
     """Raise `DataError` for the first file whose SHA-256 is not the one in dataset.json."""
     if files:
-        log(f"comparing {len(files):,} data files that were written after the run began")
+        log(f"comparing {len(files):,} data files that were written after the previous launch")
     with ThreadPoolExecutor() as pool:
         digests = pool.map(sha256, [path for path, _ in files])
         for (path, shard), found in zip(files, digests, strict=True):

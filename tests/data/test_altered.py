@@ -91,7 +91,7 @@ def test_a_file_of_another_project_with_another_time_is_a_warning(
     assert launch(foreign_run()) == 0
     os.utime(foreign / "train.bin")
     capsys.readouterr()
-    warning = f"WARNING: {foreign / 'train.bin'} was written after the run began"
+    warning = f"WARNING: {foreign / 'train.bin'} was written after the previous launch"
     assert launch(foreign_run(*LONGER)) == 0
     assert warning in capsys.readouterr().err
     assert launch(foreign_run("--train.max_steps", "20", *LONGER[2:])) == 0

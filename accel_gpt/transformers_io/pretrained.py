@@ -34,12 +34,12 @@ MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
 # Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
-GPT2_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+GPT2_SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
-        "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
-        "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
-        "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+        "gpt2": ModelConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024),
+        "gpt2-medium": ModelConfig(n_layer=24, n_head=16, n_embd=1024, block_size=1024),
+        "gpt2-large": ModelConfig(n_layer=36, n_head=20, n_embd=1280, block_size=1024),
+        "gpt2-xl": ModelConfig(n_layer=48, n_head=25, n_embd=1600, block_size=1024),
     }
 )
 
@@ -64,13 +64,18 @@ class Pretrained:
         """Read the fields of `ModelConfig` that describe its shape, with `vocab_size`."""
         if self.is_checkpoint:
             config, vocab_size = read_shape(self.folder)
-            fields = asdict(config)
-            for name, option in own_options(ModelConfig).items():
-                if option.inherited == "never":
-                    del fields[name]
-            return fields | {"vocab_size": vocab_size}
+            return inherited_fields(config, vocab_size)
         content = read_json_object(self.folder / "config.json", CheckpointError)
         return read_hf_config(content, self.name)
+
+
+def inherited_fields(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of a config that describe the shape of its weights, with `vocab_size`."""
+    fields = asdict(config)
+    for name, option in own_options(ModelConfig).items():
+        if option.inherited == "never":
+            del fields[name]
+    return fields | {"vocab_size": vocab_size}
 
 
 def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
@@ -243,11 +248,10 @@ def inherit_published(given: Mapping[str, Any]) -> Mapping[str, Any]:
     A plan needs only the shape.
     """
     name = str(given["model.init_from"])
-    shape = GPT2_SHAPES.get(name.removeprefix("openai-community/"))
-    if shape is None or Path(name).exists():
+    config = GPT2_SHAPES.get(name.removeprefix("openai-community/"))
+    if config is None or Path(name).exists():
         return inherit(given)
-    published = {**shape, "block_size": 1024, "vocab_size": KNOWN_VOCABULARIES["gpt2"]}
-    return inherit_shape(name, published, given)
+    return inherit_shape(name, inherited_fields(config, KNOWN_VOCABULARIES["gpt2"]), given)
 
 
 def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

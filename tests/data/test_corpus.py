@@ -217,16 +217,6 @@ def test_document_mask_trains_and_does_not_depend_on_the_micro_batch(
     assert losses["a"] != pytest.approx(losses["plain"], rel=1e-3)
 
 
-def test_document_mask_needs_an_end_of_text(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(text_of(3000))
-    prepare(PrepareConfig(source="text", path=str(text), tokenizer="chars"), tmp_path / "chars")
-    assert launch(small_run("--data.train", str(tmp_path / "chars"), "--data.document_mask")) == 2
-    assert "chars tokenizer has no end-of-text" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("separator", [1, 2])
 def test_document_mask_needs_the_token_that_separates_the_shards(
     tmp_path: Path, separator: int

@@ -92,23 +92,6 @@ def test_what_is_not_set_comes_with_the_weights(folder: Path) -> None:
     assert "data.prepare.tokenizer" not in inherit({**given, "data.prepare.tokenizer": "bytes"})
 
 
-def test_a_shape_that_does_not_fit_is_refused(folder: Path) -> None:
-    for key, value, message in (
-        ("n_layer", 3, "model.n_layer is 3, but .*, which model.init_from names, has 2; leave"),
-        (
-            "block_size",
-            65,
-            "model.block_size is 65, .* has 64 positions; set it to at most as many",
-        ),
-        ("preset", "llama", "model.preset is llama, but"),
-        ("bias", False, "model.bias is False, but"),
-        ("qk_norm", True, "model.qk_norm is True, but"),
-    ):
-        options = {"model.init_from": str(folder), "out_dir": "x", f"model.{key}": value}
-        with pytest.raises(UserError, match=message):
-            inherit(options)
-
-
 def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
     folder: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,13 +59,14 @@ def check_unaltered(
             continue
         elif before.size != now.size:
             raise DataError(
-                f"{path} was altered: it has {now.size:,} bytes, but had {before.size:,} at the "
-                "previous launch; restore it, or accept it with --checkpoint.allow_change data.train"
+                f"{path} was altered: it has {now.size:,} bytes, but had {before.size:,} at "
+                "the previous launch; restore it, or accept it with --checkpoint.allow_change "
+                "data.train"
             )
         else:
             log(
-                f"WARNING: {path} was written after the previous launch; only its size and a sample of "
-                "its tokens were compared"
+                f"WARNING: {path} was written after the previous launch; only its size and a sample "
+                "of its tokens were compared"
             )
     check_hashes(rewritten, log)
     if seen != listed:

@@ -65,8 +65,8 @@ def check_unaltered(
             )
         else:
             log(
-                f"WARNING: {path} was written after the previous launch; only its size and a sample "
-                "of its tokens were compared"
+                f"WARNING: {path} was written after the previous launch; only its size and a "
+                "sample of its tokens were compared"
             )
     check_hashes(rewritten, log)
     if seen != listed:

@@ -340,46 +340,38 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("write", "message"), BAD)
+# without data.tokenizer and data.dtype
+UNNAMED: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: raw(f / "x_train_0.bin", [1]), r"x_train_0\.bin does not .*data\.dtype"),
+    (wrong_metadata("gpt2"), r"a\.ds does not say the type of its ids; set data\.dtype"),
+    (lambda f: raw(f / "train.bin", [1]), UNKNOWN),
+    (lambda f: llmc(f / "x_train_1.bin", [1], "<u4"), UNKNOWN),
+    (lambda f: datatrove(f / "x.ds", [[1]], metadata="Unknown Tokenizer|2"), UNKNOWN),
+    (
+        lambda f: datatrove(f / "x.ds", [[1]], metadata="meta-llama/Llama-3.1-8B"),
+        r"name the tokenizer 'meta-llama/Llama-3\.1-8B'; set",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "write", "message"),
+    [*(("gpt2", *row) for row in BAD), *((None, *row) for row in UNNAMED)],
+)
 def test_what_cannot_be_read_is_told(
-    tmp_path: Path, write: Callable[[Path], object], message: str
+    tmp_path: Path, tokenizer: str | None, write: Callable[[Path], object], message: str
 ) -> None:
     write(tmp_path)
-    with pytest.raises(DataError, match=message) as error:
-        open_folder(tmp_path, tokenizer="gpt2")
+    with pytest.raises(UserError, match=message) as error:
+        open_folder(tmp_path, tokenizer=tokenizer)
     assert str(tmp_path) in str(error.value)
+    assert error.value.exit_code == (3 if tokenizer else 2)
 
 
 def test_without_val_files_data_val_is_named(tmp_path: Path) -> None:
     datatrove(tmp_path / "00000_00000_doc_shuffled.ds", [GPT2_IDS])
     with pytest.raises(DataError, match=r"no val shards .*; set data\.val to a folder that has"):
         open_folder(tmp_path, "val")
-
-
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (
-            lambda folder: raw(folder / "x_train_0.bin", [1]),
-            r"x_train_0\.bin does not .*data\.dtype",
-        ),
-        (wrong_metadata("gpt2"), r"a\.ds does not say the type of its ids; set data\.dtype"),
-        (lambda folder: raw(folder / "train.bin", [1]), UNKNOWN),
-        (lambda folder: llmc(folder / "x_train_1.bin", [1], "<u4"), UNKNOWN),
-        (lambda folder: datatrove(folder / "x.ds", [[1]], metadata="Unknown Tokenizer|2"), UNKNOWN),
-        (
-            lambda folder: datatrove(folder / "x.ds", [[1]], metadata="meta-llama/Llama-3.1-8B"),
-            r"name the tokenizer 'meta-llama/Llama-3\.1-8B'; set",
-        ),
-    ],
-)
-def test_an_unknown_tokenizer_or_type_is_asked_for(
-    tmp_path: Path, write: Callable[[Path], None], message: str
-) -> None:
-    write(tmp_path)
-    with pytest.raises(UserError, match=message) as error:
-        open_folder(tmp_path)
-    assert error.value.exit_code == 2
 
 
 def test_the_folders_tokenizer_and_data_tokenizer_must_agree(tmp_path: Path) -> None:

@@ -118,14 +118,11 @@ def cut_gzip(path: Path) -> None:
 
 GOOD = b'{"text": "ab"}\n'
 BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError], str]] = [
-    ("none/x.txt", lambda _: None, UserError, r"but it does not exist \(looked for /"),
-    ("*.gone", lambda _: None, UserError, "but it matches no file"),
     ("empty", Path.mkdir, UserError, "holds no text to read; give a file"),
     ("pipe", os.mkfifo, UserError, "but it is a pipe, which can be read only once"),
     ("x.png", b"\x89PNG\0", DataError, r"x\.png is not UTF-8: byte 0x89 at offset 0; convert"),
     ("x.txt", b"", UserError, r"x\.txt is empty"),
     ("x.txt", b"\xef\xbb\xbf" + b"a" * 9000 + b"\xff", DataError, r"0xff at offset 9003; convert"),
-    ("x.jsonl", GOOD + b'{"text": \n', DataError, r"line 2 of .*x\.jsonl is not JSON: Expecting"),
     ("x.jsonl", b'["text"]\n', DataError, r"line 1 of .*x\.jsonl is \['text'\]; expected an obj"),
     ("x.jsonl", b'{"text": 3}\n', DataError, r"line 1 of .*x\.jsonl has 3 in column text; expec"),
     ("x.jsonl", b'{"text": "\xff"}', DataError, r"line 1 of .* is not JSON: 'utf-8'"),

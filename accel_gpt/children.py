@@ -60,7 +60,6 @@ def launch_child(
     module: str = "accel_gpt.cli",
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
-    piped: str | None = None,
     stdout: int | IO[bytes] | IO[str] | None = None,
     stderr: int | IO[bytes] | IO[str] | None = None,
     own_group: bool = False,
@@ -69,38 +68,23 @@ def launch_child(
     """Start `python -m MODULE ARGV ...`, by default `accel-gpt ARGV ...`.
 
     The child gets this environment without the variables of a launcher, and `environment` on top.
-    `processes`: torchrun starts more than one. `piped`: text that the child reads from the file
-    that its last argument names, a pipe; every user of a machine can read command lines.
-    `own_group`: a Ctrl-C does not reach the child.
+    `processes`: torchrun starts more than one. `own_group`: a Ctrl-C does not reach the child.
     """
     command = [sys.executable]
     if processes > 1:
         command += ["-c", TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
     command += ["-m", module, *argv]
-    pass_fds: list[int] = []
-    with contextlib.ExitStack() as files:
-        if piped is not None:
-            reading, writing = os.pipe()
-            reader = files.enter_context(open(reading, "rb"))
-            writer = files.enter_context(open(writing, "wb", buffering=0))
-            command.append(f"/dev/fd/{reading}")
-            pass_fds = [reading]
-        child = subprocess.Popen(
-            command,
-            env={**environment_without_launcher(), **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            encoding="utf-8",
-            errors="replace",
-            process_group=0 if own_group else None,
-            pass_fds=pass_fds,
-        )
-        set_priority(child.pid, priority)
-        if piped is not None:
-            reader.close()
-            with contextlib.suppress(BrokenPipeError):  # the child ended early
-                writer.write(piped.encode("utf-8", "surrogateescape"))
+    child = subprocess.Popen(
+        command,
+        env={**environment_without_launcher(), **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0 if own_group else None,
+    )
+    set_priority(child.pid, priority)
     return child
 
 

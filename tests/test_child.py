@@ -22,12 +22,8 @@ report = {
     "environment": dict(os.environ),
     "group": os.getpgrp() == os.getpid(),
 }
-if sys.argv[-1].startswith("/dev/fd/"):
-    with open(sys.argv[-1], encoding="utf-8", errors="surrogateescape") as file:
-        report["secret"] = file.read()
 print(json.dumps(report))
 """
-SECRET = "S3CRET \u00e9\U0001f600\udcff"
 
 
 @pytest.fixture
@@ -53,21 +49,11 @@ def test_a_child_is_not_part_of_the_group_of_its_launcher(
     assert (report["stdin"], report["group"]) == ("", False)
 
 
-def test_a_secret_is_not_on_the_command_line(module: str) -> None:
-    child = launch_child(
-        [], module=module, piped=SECRET, stdout=subprocess.PIPE, own_group=True, priority="low"
-    )
+def test_a_child_may_have_its_own_group(module: str) -> None:
+    child = launch_child([], module=module, stdout=subprocess.PIPE, own_group=True, priority="low")
     with child:
         assert child.stdout
-        report = json.loads(child.stdout.read())
-    assert "S3CRET" not in str(child.args)
-    assert report["secret"] == SECRET
-    assert report["group"]
-
-
-def test_a_child_that_does_not_read_its_secret_is_no_error() -> None:
-    with launch_child(["--version"], piped="x" * 10_000_000, stdout=subprocess.DEVNULL) as child:
-        assert child.wait() == 0
+        assert json.loads(child.stdout.read())["group"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the scheduler of Linux")

@@ -126,7 +126,6 @@ class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
         "",
         "Folder to create. empty: data/<name of path, or source>_<tokenizer>.",
     )
-    from_config: bool = internal(False)  # a run prepares its data
 
     def _check(self) -> None:
         super()._check()
@@ -135,9 +134,8 @@ class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "PrepareCommand":
         """Parse `[PATH|RECIPE] --key value ...`; a recipe and the options may set any option."""
-        from_config = bool(argv) and is_pipe(argv[0])
-        with errors_name_options(from_config):
-            return replace(parse_recipe(argv), from_config=from_config)
+        with errors_name_options():
+            return parse_recipe(argv)
 
 
 def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
@@ -162,7 +160,7 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
 def check_recipe(argument: str) -> None:
     """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
     recipes = shipped_configs("data")
-    is_recipe = argument in recipes or argument.endswith((".yaml", ".yml")) or is_pipe(argument)
+    is_recipe = argument in recipes or argument.endswith((".yaml", ".yml"))
     nearby = [str(path) for path in Path(argument).parent.glob("*")]
     near = difflib.get_close_matches(argument, [*recipes, *nearby], n=1)
     advice = f"give the path of a text, or a recipe: {', '.join(recipes)}"
@@ -175,27 +173,17 @@ def check_recipe(argument: str) -> None:
 def is_text_path(argument: str) -> bool:
     """Return whether an argument names text (a file, folder, glob or URL) instead of a recipe."""
     shipped = argument in shipped_configs("data") and not Path(argument).is_file()
-    if shipped or argument.endswith((".yaml", ".yml")) or is_pipe(argument):
+    if shipped or argument.endswith((".yaml", ".yml")):
         return False
     return Path(argument).expanduser().exists() or is_url(argument) or has_magic(argument)
 
 
-def is_pipe(argument: str) -> bool:
-    """Return whether an argument names the pipe from which a run passes its data settings."""
-    return argument.startswith("/dev/fd/")
-
-
 @contextlib.contextmanager
-def errors_name_options(from_config: bool) -> Iterator[None]:
-    """Name the options of `accel-gpt prepare` in errors, instead of the keys of a config.
-
-    Errors keep the keys if the settings come `from_config`.
-    """
+def errors_name_options() -> Iterator[None]:
+    """Name the options of `accel-gpt prepare` in errors, instead of the keys of a config."""
     try:
         yield
     except UserError as error:
-        if from_config:
-            raise
         raise type(error)(str(error).replace("data.prepare.", "--")) from None
 
 

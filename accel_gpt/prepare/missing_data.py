@@ -1,6 +1,6 @@
 """Prepare the data folder of a run if it is missing, at the start of the run.
 
-Runs `accel-gpt prepare` in a child process, which needs no torch and frees its memory at the end.
+A child process prepares it, which needs no torch and frees its memory at the end.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, require
 from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
+from accel_gpt.prepare.child import SETTINGS
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select
 from accel_gpt.training.ranks import (
@@ -109,10 +110,9 @@ def check_text(config: Config) -> None:
 
 
 def run_prepare(settings: dict[str, object] | None) -> None:
-    """Run `accel-gpt prepare` with `settings` until all ranks are done; a collective.
+    """Prepare with `settings` in a child until all ranks are done; a collective.
 
-    If `settings` is None, this rank only waits. If the command fails on a rank, all ranks exit with
-    its code.
+    If `settings` is None, this rank only waits. If a child fails, all ranks exit with its code.
     """
     with exiting_on_signals("preparation stopped; launch the same command again", PREEMPTED):
         process = start_prepare(settings) if settings else None
@@ -131,14 +131,14 @@ def run_prepare(settings: dict[str, object] | None) -> None:
 
 
 def start_prepare(settings: dict[str, object]) -> subprocess.Popen[str]:
-    """Start `accel-gpt prepare` with `settings`.
-
-    The settings go through a pipe. Errors of settings from a pipe name the keys of the config.
-    """
+    """Start to prepare with `settings`."""
+    environment = {SETTINGS: json.dumps(settings)}
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        environment["TORCHELASTIC_ERROR_FILE"] = os.environ["TORCHELASTIC_ERROR_FILE"]
     return launch_child(
-        ["prepare"],
-        environment={k: v for k, v in os.environ.items() if k == "TORCHELASTIC_ERROR_FILE"},
-        piped=json.dumps(settings, ensure_ascii=False),
+        [],
+        module="accel_gpt.prepare.child",
+        environment=environment,
         own_group=True,  # only this process receives Ctrl-C
     )
 

@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import accel_gpt
+from accel_gpt.children import launch_child
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import PrepareConfig
@@ -20,6 +22,7 @@ from accel_gpt.data.index import read_index
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
+from accel_gpt.prepare import missing_data
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import QUIET, launch, run_here, text_of
@@ -100,6 +103,29 @@ def test_a_shipped_config_trains_on_a_data_folder_as_it_is(
         )
         assert run.metrics.index[-1] == 2
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_run_prepares_in_a_child_and_gives_it_no_setting_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    children = []
+
+    def started(*arguments: Any, **options: Any) -> Any:
+        children.append(launch_child(*arguments, **options))
+        return children[-1]
+
+    monkeypatch.setattr(missing_data, "launch_child", started)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"body": "text"}\n')
+    words = ["--data.text", "rows.jsonl", "--data.prepare.tokenizer", "bytes"]
+    with pytest.raises(SystemExit) as ended:
+        missing_data.ensure_data(load(tmp_path, *words))
+    assert ended.value.code == 2
+    assert "error: data.prepare.text_field is 'text', but line 1 of" in capfd.readouterr().err
+    field = ("--data.prepare.text_field", "body", "--data.prepare.val_fraction", "0.5")
+    missing_data.ensure_data(load(tmp_path, *words, *field))
+    assert read_index(Path("runs/x/data")).prepared["path"] == "rows.jsonl"
+    assert all("rows" not in str(child.args) for child in children)
 
 
 @pytest.mark.slow

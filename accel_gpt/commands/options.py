@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, Self
 from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.commands.sweep_settings import Grid, read_grid
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.config.experiment import Config, HubConfig, SampleConfig
+from accel_gpt.config.experiment import Config, HubConfig, SampleConfig, check_repo
 from accel_gpt.config.options import REQUIRED, Section, internal, option, same_option
 from accel_gpt.config.parse import check_utf8, parse_command, parse_with_keys, read_values
 from accel_gpt.config.shipped import resolve_config, shipped_configs
@@ -405,6 +405,7 @@ class PushCommand(Command):
 
     def _check(self) -> None:
         require(bool(self.repo), "--repo is missing; give the repository as user/name")
+        check_repo("--repo", self.repo)
 
 
 @dataclass(frozen=True)

@@ -426,6 +426,14 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
         )
 
 
+def check_repo(name: str, repo: str) -> None:
+    """Raise `UserError` unless the option `name` is a repository user/name."""
+    require(
+        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo, re.ASCII) is not None,
+        f"{name} is {repo!r}; expected user/name",
+    )
+
+
 @dataclass(frozen=True)
 class HubConfig(Section, prefix="hub.", resume="free"):
     """Uploads to the Hugging Face Hub during training; `accel-gpt push` uploads afterwards."""
@@ -453,10 +461,8 @@ class HubConfig(Section, prefix="hub.", resume="free"):
             self.push == "never" or self.repo_id is not None,
             f"hub.push is {self.push} but hub.repo_id is not set; set it to user/name",
         )
-        require(
-            self.repo_id is None or bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.repo_id)),
-            f"hub.repo_id is {self.repo_id!r}; expected user/name",
-        )
+        if self.repo_id is not None:
+            check_repo("hub.repo_id", self.repo_id)
 
 
 @dataclass(frozen=True)

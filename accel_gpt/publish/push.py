@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from accel_gpt.data.hub_client import UnreachableError, hub_errors, is_repo
-from accel_gpt.errors import require
+from accel_gpt.data.hub_client import UnreachableError, hub_errors
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
@@ -53,10 +52,6 @@ def push(
     the tag of this step. Raises `UserError` if the Hub rejects the push or cannot be reached;
     `CheckpointError` if the checkpoint is damaged, or if transformers computes other values.
     """
-    require(
-        is_repo(repo) and "/" in repo,
-        f"{repo!r} is not a valid repository name; expected user/name",
-    )
     path = find_checkpoint(Path(run), checkpoint)
     verify_checkpoint(path)
     step = read_state(path).step

@@ -2,24 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
+import torch
+from safetensors.torch import load_file
 
 from accel_gpt.cli import dispatch
-from accel_gpt.config.experiment import Config, OptimConfig
 from accel_gpt.console import run_main
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import BytesTokenizer
-from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.state import TrainState
-from tests.conftest import tiny
+from accel_gpt.training.run_folder import RunFolder
 
 EOT = 256
 Printed = pytest.CaptureFixture[str]
@@ -175,55 +171,35 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run with checkpoints at 1 (the best) and 2."""
-    accelerator = Accelerator(cpu=True)
-    model = GPT(tiny(), 257)
-    _, optimizer = accelerator.prepare(model, make_optimizer(model, OptimConfig()))
-    folder = tmp_path / "run"
-    folder.mkdir()
-    config = Config(out_dir=str(folder))
-    writer = CheckpointWriter(accelerator, config.checkpoint, folder, None, BytesTokenizer(), print)
-    for step in (1, 2):
-        state = TrainState(
-            step=step,
-            tokens=100 * step,
-            val_loss=2.0 + step,
-            best_val_loss=3.0,
-            best_step=1,
-            data_fingerprint="d" * 64,
-            tokenizer_fingerprint=BytesTokenizer().fingerprint,
-            config={"data.train": "data/x", "seed": 1337, "optim.lr": 0.5, "model.mlp": "swiglu"},
-            train_loss=1.5 + step,
-            versions={"python": "3.99", "torch": "9.9", "commit": "abcdef0"},
-        )
-        writer.save_last(state, model, optimizer)
-    (folder / "best").write_text("1\n")
-    return folder
+def run(trained: Callable[..., Path]) -> Path:
+    """A run with checkpoints of steps 2 and 4."""
+    every = ("--eval.every", "2", "--checkpoint.every", "2", "--sample.every", "0")
+    return trained("--train.max_steps", "4", "--checkpoint.keep_best", "true", *every)
 
 
 def test_report_on_a_run_and_a_checkpoint(run: Path, capsys: Printed) -> None:
+    newest, last = run / "checkpoints" / "step_00000004", [*RunFolder(run).records()][-1]
     report = reported(capsys, run)
-    assert report["best"] == "step_00000001"
+    assert report["best"] == newest.name
     first, second = report["checkpoints"]
-    assert (first["name"], first["intact"], first["step"]) == ("step_00000001", True, 1)
-    assert (second["tokens"], second["train_loss"], second["val_loss"]) == (200, 3.5, 4.0)
-    assert second["changed"] == {"data.train": "data/x", "optim.lr": 0.5, "model.mlp": "swiglu"}
-    held = sum(p.numel() for p in GPT(tiny(), 257).parameters())
-    assert second["parameters"] == held
+    assert (first["name"], first["intact"], first["step"]) == ("step_00000002", True, 2)
+    losses = (last["train/loss"], last["eval/val_loss"])
+    assert (second["tokens"], second["train_loss"], second["val_loss"]) == (1024, *losses)
+    assert second["changed"]["optim.lr"] == 0.01
+    assert "seed" not in second["changed"]
+    weights = load_file(newest / "model.safetensors")
+    assert second["parameters"] == sum(weight.numel() for weight in weights.values())
     assert call("inspect", run) == 0
     shown = capsys.readouterr().out
-    for fact in (f"{held:,} parameters", "4.0000", "<- best", "dddddddddddd"):
+    facts = (f"{second['parameters']:,} parameters", "optim.lr 0.01", f"torch {torch.__version__}")
+    for fact in (*facts, *(f"{loss:.4f}" for loss in losses), "<- best"):
         assert fact in shown
-    for fact in (" 3.5000 ", "optim.lr 0.5", "python 3.99, torch 9.9, commit abcdef0"):
-        assert fact in shown
-    assert "seed" not in shown
-    assert reported(capsys, run / "checkpoints" / "step_00000002")["checkpoints"] == [second]
+    assert reported(capsys, newest)["checkpoints"] == [second]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_named(run: Path, capsys: Printed, name: str) -> None:
-    newest = run / "checkpoints" / "step_00000002"
+    newest = run / "checkpoints" / "step_00000004"
     content = bytearray((newest / name).read_bytes())
     content[len(content) // 2 :] = b"\xff"
     (newest / name).write_bytes(content)
@@ -235,8 +211,8 @@ def test_a_damaged_checkpoint_is_named(run: Path, capsys: Printed, name: str) ->
         assert str(newest) in report["problems"][0]
     assert call("inspect", run) == 4
     printed = capsys.readouterr()
-    assert "step_00000001  intact" in printed.out
-    assert "step_00000002  DAMAGED" in printed.out
+    assert "step_00000002  intact" in printed.out
+    assert "step_00000004  DAMAGED" in printed.out
     assert printed.err.count("error: ") == 1
     if name == "model.safetensors":
         quick = reported(capsys, run, "--quick")

@@ -7,7 +7,6 @@ each value of each dimension meets each value of each other one at least once.
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.unsupported import FP8_CAPABILITY
 from tests.conftest import THOROUGH
+from tests.faults.launches import free_port
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights
 from tests.training.test_accelerate_configs import FOLDER, environment_of
@@ -131,13 +131,10 @@ def work(engine: str, world: int, tasks: list[Any], folder: Path, device: str = 
     """Run `tasks` in `world` processes of tests/helpers/matrix_worker.py; return their output."""
     file = folder / f"{engine}_{time.monotonic_ns()}.json"
     file.write_text(json.dumps(tasks))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     shared: dict[str, Any] = {"PYTHONPATH": str(Path(__file__).parents[1])}
     if world > 1:
         shared |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     if engine in ACCELERATE_CONFIGS:
         shared |= environment_of("--config_file", *ACCELERATE_CONFIGS[engine])
         shared |= {"WORLD_SIZE": world}

@@ -5,17 +5,12 @@ Training is a black box here: arguments go in; exit codes, output and files come
 
 import csv
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -24,9 +19,9 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.checkpoint import verify_checkpoint
 from tests.conftest import text_of
-from tests.faults.server import Answer, Request
+from tests.faults.launches import Server
+from tests.faults.server import Answer
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 12, 2
 EPOCH_STEPS = 4  # 16 windows of 16 tokens, 4 a step
 KILLED = -signal.SIGKILL
@@ -38,44 +33,6 @@ FSDP = {
 }
 CLOCK = ("time", "tokens_this_launch")  # figures that depend on the clock or on restarts
 LAUNCH_STATE = ("seconds", "world_size", "config")
-
-
-class Server:
-    """A fork server of training processes (see `server.py`)."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-
-    def __enter__(self) -> Self:
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL")}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.server"],
-                cwd=ROOT, env={**inherited, "PYTHONPATH": paths},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.process.communicate()  # the server ends at the end of its input
-
-    def launch(self, arguments: Sequence[str], processes: int = 1, **asked: Any) -> Answer:
-        """Train with `processes` processes; `asked` holds other fields of a `Request`."""
-        asked.setdefault("environment", [{}] * processes)
-        request = Request(list(arguments), **asked)
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(asdict(request)) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()
-        return Answer(**json.loads(line))
 
 
 class Tiny:

@@ -1,6 +1,6 @@
 """Start a tiny run as real processes: by a launcher, or two processes directly, like srun.
 
-Direct processes are forked from one that has imported everything, which saves seconds.
+Direct processes are forked by a server that has imported everything, which saves seconds.
 """
 
 import itertools
@@ -11,41 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from tests.test_launch import ACCELERATE, MARK, PLAIN, TORCHRUN, TRAIN, marked
+from tests.faults.server import Answer, Request
+from tests.test_launch import ACCELERATE, MARK, PLAIN, ROOT, TORCHRUN, TRAIN, marked
 
 TWO = {
     "accelerate": [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
     "torchrun": [*TORCHRUN, "--nproc_per_node", "2"],
 }
-SERVER = """
-import json, os, sys, traceback
-from accel_gpt import train
-from accel_gpt.commands import train as command
-from accel_gpt.console import run_main
-
-print("null", flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    if "poll" in asked:
-        pid, status = os.waitpid(asked["poll"], os.WNOHANG)
-        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
-        continue
-    pid = os.fork()
-    if pid:
-        print(pid, flush=True)
-        continue
-    os.setsid()
-    os.environ.update(asked["environment"])
-    os.chdir(asked["folder"])
-    shown = os.open(asked["shown"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, handle in ((0, os.open(os.devnull, os.O_RDONLY)), (1, shown), (2, shown)):
-        os.dup2(handle, number)
-    sys.exit(run_main(command.main, asked["argv"]))
-"""
 
 
 def config(folder: Path, corpus: Path, steps: int = 40) -> Path:
@@ -76,30 +54,44 @@ def free_port() -> int:
 
 
 class Server:
-    """Forks trainers and reports how they end."""
+    """A fork server of training processes (see `server.py`)."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env=PLAIN,
-        )  # fmt: skip
-        self.answer()  # wait until everything is imported
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __enter__(self) -> Self:
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL")}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.server"],
+                cwd=ROOT, env={**inherited, "PYTHONPATH": paths},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.communicate()  # the server ends at the end of its input
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         """Send a line, return the answer."""
         assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
-        return self.answer()
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()
+        return json.loads(line)
 
-    def answer(self) -> Any:
-        """Return the next line."""
-        assert self.process.stdout
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        """End the server; its children have ended."""
-        self.process.communicate(timeout=60)
+    def launch(self, arguments: Sequence[str], processes: int = 1, **asked: Any) -> Answer:
+        """Train with `processes` processes; `asked` holds other fields of a `Request`."""
+        asked.setdefault("environment", [{}] * processes)
+        return Answer(**self.ask(asdict(Request(list(arguments), **asked))))
 
 
 class Direct:
@@ -116,25 +108,20 @@ class Direct:
         environment: Mapping[int, Mapping[str, str]] | None = None,
         own_argv: Mapping[int, list[str]] | None = None,
     ) -> None:
-        self.server, self.began = server, time.monotonic()
+        self.server = server
         number, group = next(self.counter), {}
         if processes > 1:
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.files = [folder / f"shown_{number}_{rank}.txt" for rank in range(processes)]
-        self.pids = [
-            server.ask(
-                {
-                    "folder": str(folder),
-                    "shown": str(self.files[rank]),
-                    "argv": argv + (own_argv or {}).get(rank, []),
-                    "environment": group
-                    | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    | {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-                    | dict((environment or {}).get(rank, {})),
-                }
-            )
-            for rank in range(processes)
-        ]
+        self.pids = []
+        for rank, file in enumerate(self.files):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            own |= (environment or {}).get(rank, {})
+            words = argv + (own_argv or {}).get(rank, [])
+            request = Request(words, [group | own], folder=str(folder))
+            question = {"start": asdict(request), "output": str(file)}
+            self.pids.append(server.ask(question))
         self.codes: list[int | None] = [None] * processes
 
     def send(self, number: int, *ranks: int) -> None:

@@ -3,6 +3,8 @@
     python -m tests.faults.server
 
 Reads a `Request` from each line of stdin and answers with an `Answer`, a line of JSON, on stdout.
+`{"start": a Request, "output": file}` starts one process and answers with its id;
+`{"poll": id}` answers with its exit code, or null while it runs.
 It uses one thread, since a fork copies only one. The first request for a number of processes finds
 out what they import late. The server imports that too, so later requests need not.
 """
@@ -26,7 +28,7 @@ import traceback
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from accel_gpt import cli
 from accel_gpt.commands import train as command
@@ -54,6 +56,7 @@ class Request:
     clock: float = 0.0  # seconds added to `time.time`
     disk: dict[str, Any] | None = None  # fields of a `Disk`
     command: bool = False  # the arguments are of `accel-gpt`, else of training
+    folder: str = "."  # the current folder
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,12 @@ def main() -> None:
     warm: set[tuple[int, str, bool]] = set()  # processes, the command, whether FSDP
     for line in sys.stdin:
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the second thread"
+        asked = json.loads(line)
+        if "start" in asked or "poll" in asked:
+            reply(answers, poll(asked["poll"]) if "poll" in asked else start(**asked))
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            request = Request(**json.loads(line))
+            request = Request(**asked)
             kind = (
                 len(request.environment),
                 request.arguments[0] if request.command else "train",
@@ -89,8 +96,26 @@ def main() -> None:
             if kind not in warm and not any(answer.codes):
                 preload(Path(folder))
                 warm.add(kind)
-        answers.write(json.dumps(asdict(answer)) + "\n")
-        answers.flush()
+        reply(answers, asdict(answer))
+
+
+def reply(answers: IO[str], content: Any) -> None:
+    """Write a line of JSON."""
+    answers.write(json.dumps(content) + "\n")
+    answers.flush()
+
+
+def start(start: dict[str, Any], output: str) -> int:
+    """Start one process; return its id."""
+    request, file = Request(**start), Path(output)
+    file.touch()
+    return fork(request, request.environment[0], file, warm=True)
+
+
+def poll(pid: int) -> int | None:
+    """Return the exit code of a process; None if it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def serve(request: Request, folder: Path, warm: bool) -> Answer:
@@ -132,6 +157,7 @@ def fork(request: Request, variables: dict[str, str], output: Path, warm: bool) 
         os.dup2(file, 2)
         faulthandler.enable()
         os.environ.update(variables)
+        os.chdir(request.folder)
         code = launch(request, output)
         if not warm and variables.get("RANK", "0") == "0":
             (output.parent / "modules").write_text("\n".join(sys.modules))

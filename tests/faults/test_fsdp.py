@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +24,7 @@ from accel_gpt.training.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_pretrained
 from tests.faults import test_fsdp
 from tests.faults.harness import FSDP, Server, Tiny, finish
+from tests.faults.launches import free_port
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
@@ -75,12 +75,15 @@ def launch(
     """Train under FSDP2 in `world` processes; assert that all end with `code`."""
     script = folder / "sharded.py"
     script.write_text(SHARDED.replace("sys.exit(", f"{FAULTY}\nsys.exit("))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     shared = {
         **{"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **given},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **FSDP, "ACCELERATE_USE_CPU": "true"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()},
+        **{**FSDP, "ACCELERATE_USE_CPU": "true"},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+            **FSDP,
+            "ACCELERATE_USE_CPU": "true",
+        },
     }
     processes = [
         subprocess.Popen(

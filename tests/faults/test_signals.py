@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,13 +37,6 @@ STEPS = 40
 PATIENCE = ["--train.step_timeout", "15s", "--train.init_timeout", "30s"]
 DIRECT = 100 * THOROUGH or 5  # signals of all kinds to two processes
 LAUNCHES = 20 * THOROUGH or 1  # and to each launcher
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ from tests.test_launch import PLAIN
 
 pytestmark = pytest.mark.slow
 NODES = {rank: {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for rank in (0, 1)}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from accel_gpt import train
 from accel_gpt.config.experiment import LogConfig
 from accel_gpt.errors import UserError
 from accel_gpt.evals.validation import Score
@@ -22,6 +21,7 @@ from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.trackers import chart_groups
 from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
+from tests.test_train import before_step
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,13 +117,10 @@ def test_a_run_has_a_dashboard_while_it_trains(
     pretend(monkeypatch, tmp_path, serve)
     shown: list[str] = []
 
-    def see(run: train.Training) -> None:
-        if run.state.step == 1:
-            soon(lambda: shown.append(capsys.readouterr().err) or ADDRESS.search("".join(shown)))
-        update(run)
+    def see() -> None:
+        soon(lambda: shown.append(capsys.readouterr().err) or ADDRESS.search("".join(shown)))
 
-    update = train.update
-    monkeypatch.setattr(train, "update", see)
+    before_step(monkeypatch, 2, see)
     words = ["--train.max_steps", "3", "--log.trackers", "tensorboard", "--log.dashboard", "true"]
     assert launch(small_run(*QUIET[:4], *words)) == 0
     assert "".join(shown).count("dashboard  http://localhost:77\n") == 1

@@ -14,11 +14,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from accel_gpt import train
 from accel_gpt.errors import UserError
 from accel_gpt.training import compilation, devices, precision
 from tests.conftest import QUIET, launch
-from tests.test_train import records
+from tests.test_train import around_updates, records
 
 Arguments = Callable[..., list[str]]
 AUTO = ("--train.mixed_precision", "auto", "--train.compile", "auto", "--sample.every", "0")
@@ -300,13 +299,7 @@ def test_float32_products_on_a_cpu_are_exact_by_default(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
-    update = train.update
-
-    def looked(run: train.Training) -> None:
-        found.append(torch.get_float32_matmul_precision())
-        update(run)
-
-    monkeypatch.setattr(train, "update", looked)
+    around_updates(monkeypatch, lambda _: found.append(torch.get_float32_matmul_precision()))
     for option in ("high", "auto"):
         words = ("--train.matmul_precision", option, "--train.max_steps", "3", *QUIET)
         assert launch(small_run(*words, "--out_dir", str(tmp_path / option))) == 0

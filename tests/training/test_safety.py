@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from accel_gpt.errors import BusyError
 from accel_gpt.training.process import join_ranks
 from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, on_main
 from tests.conftest import QUIET, launch
+from tests.faults.launches import free_port
 
 Arguments = Callable[..., list[str]]
 fork = multiprocessing.get_context("fork")
@@ -164,11 +164,7 @@ def end_while_gloo_frees_tensors(rank: int, folder: Path) -> None:
 
 def test_the_reducer_of_ddp_does_not_delete_the_process_group(tmp_path: Path) -> None:
     """It would hang: it does not release the GIL, which a thread of gloo needs to free tensors."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        ports = [first.getsockname()[1], second.getsockname()[1]]
-    (tmp_path / "ports").write_text(json.dumps(ports))
+    (tmp_path / "ports").write_text(json.dumps([free_port(), free_port()]))
     finish_two_ranks(end_while_gloo_frees_tensors, tmp_path)
 
 

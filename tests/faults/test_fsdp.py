@@ -79,11 +79,6 @@ def launch(
         **{"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **given},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()},
         **{**FSDP, "ACCELERATE_USE_CPU": "true"},
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free_port(),
-            **FSDP,
-            "ACCELERATE_USE_CPU": "true",
-        },
     }
     processes = [
         subprocess.Popen(

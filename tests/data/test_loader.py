@@ -1,7 +1,9 @@
 """The loader: ranks simulated in one process, the same windows at any layout, errors are raised."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,3 +104,40 @@ def test_the_first_token_beyond_the_vocabulary_is_refused(start: Start) -> None:
     ):
         next(start(vocab=121))
     next(start(vocab=122))
+
+
+def test_a_chunk_is_read_before_it_is_asked_for() -> None:
+    ahead = threading.Event()
+
+    def chunks() -> Iterator[np.ndarray[Any, Any]]:
+        yield np.zeros((1, 3), np.uint16)
+        ahead.set()
+        yield np.zeros((1, 3), np.uint16)
+
+    loader = Loader(chunks(), 1, CPU)
+    assert ahead.wait(60)
+    loader.close()
+
+
+@pytest.mark.gpu
+def test_batches_reach_a_gpu_from_pinned_memory_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned, waits = [], []
+    plain = Tensor.to
+
+    def copy(rows: Tensor, *to: Any, **how: Any) -> Tensor:
+        pinned.append(rows.is_pinned())
+        waits.append(not how.get("non_blocking"))
+        return plain(rows, *to, **how)
+
+    loader = Loader(iter([np.arange(6, dtype=np.uint16).reshape(2, 3)]), 1, torch.device("cuda"))
+    monkeypatch.setattr(Tensor, "to", copy)
+    for first in (0, 3):
+        tokens, targets = next(loader)
+        assert (tokens.tolist(), targets.tolist()) == (
+            [[first, first + 1]],
+            [[first + 1, first + 2]],
+        )
+    assert (pinned, waits) == ([True] * 2, [False] * 2)
+    assert tokens.is_cuda

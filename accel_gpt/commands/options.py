@@ -45,35 +45,25 @@ class Command(Section, prefix="--"):
 
 
 @dataclass(frozen=True)
-class KeysCommand(Command):
-    """Base of commands that take CONFIG and set any of its keys, as `--section.key value`."""
+class ConfigCommand(Command):
+    """Base of commands that load CONFIG and set any of its keys, as `--section.key value`."""
+
+    offline: ClassVar[bool] = False  # the published sizes of GPT-2 need no network
 
     config: str = option(
         REQUIRED,
         "YAML file, or name of a shipped config, as for train.",
         positional=True,
     )
-    keys: tuple[str, ...] = internal(())  # arguments that set keys of the config
-
-    @classmethod
-    def parse(cls, argv: Sequence[str]) -> Self:
-        """Parse the options; all other arguments set keys of the config."""
-        options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
-        return replace(options, keys=tuple(keys))
-
-
-@dataclass(frozen=True)
-class ConfigCommand(KeysCommand):
-    """Base of commands that load one config."""
-
     loaded: Config = internal(Config())
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
-        """Parse the options and load the config."""
-        options = super().parse(argv)
-        arguments = [options.config, *options.keys]
-        return replace(options, loaded=load_config(arguments, f"accel-gpt {cls.name}"))
+        """Parse the options and load the config; all other arguments set its keys."""
+        prog = f"accel-gpt {cls.name}"
+        options, keys = parse_with_keys(cls, argv, prog)
+        loaded = load_config([options.config, *keys], prog, cls.offline)
+        return replace(options, loaded=loaded)
 
 
 @dataclass(frozen=True)
@@ -441,7 +431,7 @@ class InspectCommand(Command):
 
 
 @dataclass(frozen=True)
-class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
+class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
     """Compute what a config needs: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
     You can also set any --section.key of the config. Trains nothing and needs no GPU. Examples:
@@ -452,6 +442,7 @@ class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
 
     name: ClassVar[str] = "plan"
     summary: ClassVar[str] = "compute size, memory, hours and cost of a config, and whether it fits"
+    offline: ClassVar[bool] = True
 
     gpus: int = option(
         1,
@@ -497,14 +488,6 @@ class PlanCommand(KeysCommand, exclusive=(("mfu", "tokens_per_second"),)):
         False,
         "Print one JSON object instead of text.",
     )
-    loaded: Config = internal(Config())
-
-    @classmethod
-    def parse(cls, argv: Sequence[str]) -> Self:
-        """Parse the options and load the config; the shapes of GPT-2 need no network."""
-        options = super().parse(argv)
-        arguments = [options.config, *options.keys]
-        return replace(options, loaded=load_config(arguments, "accel-gpt plan", offline=True))
 
 
 @dataclass(frozen=True)

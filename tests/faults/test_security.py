@@ -62,7 +62,7 @@ def checkpoint(trained: Path, small_run: Arguments, tmp_path: Path) -> Path:
 def attack(
     command: Callable[[], int], name: str, capsys: pytest.CaptureFixture[str], refused: bool
 ) -> None:
-    """Run `command`; assert that it succeeds, or names the file or its checkpoint if it reads it."""
+    """Run `command`; assert that it succeeds, or names the file or its checkpoint."""
     capsys.readouterr()
     code = command()  # any exception other than `UserError` fails the test
     told = capsys.readouterr().err

@@ -265,9 +265,13 @@ def test_what_is_named_exists(page: str) -> None:
         target = (ROOT / page).parent.joinpath(link) if link else ROOT / page
         assert target.exists(), link
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), anchor
+    contents = []
     for file, test in re.findall(r"([\w/]*\btest_\w+\.py)(?:::(\w+))?", text):
         content = (ROOT / "tests" / file.removeprefix("tests/")).read_text()
         assert not test or f"\ndef {test}(" in content, test
+        contents.append(content)
+    for test in re.findall(r"`::(\w+)`", text):  # of a file that the page names
+        assert any(f"\ndef {test}(" in content for content in contents), test
     for name in re.findall(r"`((?:benchmarks|configs|docs)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(?:accel_gpt/)?([a-z_/]+\.py)`", text):

@@ -223,6 +223,23 @@ def test_attention_in_bf16_is_exact_to_rounding(spread: int) -> None:
         assert (ours - theirs).norm() < 0.003 * theirs.norm()
 
 
+def test_dropout_falls_on_embedding_attention_and_both_residuals() -> None:
+    torch.manual_seed(0)
+    model, seen, heads = GPT(tiny(dropout=0.25), VOCAB).train(), dict[str, Tensor](), list[Tensor]()
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda _, given: seen.update(embedding=given[0]))
+    block.attn.register_forward_hook(lambda *call: seen.update(attention=call[-1]))
+    block.mlp.register_forward_hook(lambda *call: seen.update(mlp=call[-1]))
+    block.attn.proj.register_forward_pre_hook(lambda _, given: heads.append(given[0]))
+    model(draw(rows=30))
+    zeros = {name: (values == 0).double().mean().item() for name, values in seen.items()}
+    assert zeros == pytest.approx(dict.fromkeys(("embedding", "attention", "mlp"), 0.25), abs=0.02)
+    same = torch.randn(3, 16, 32)
+    for _ in range(2):
+        block.attn(same)
+    assert not torch.allclose(heads[-1], heads[-2])  # of the attention to each token
+
+
 def test_evaluating_has_no_dropout_and_restores_the_mode() -> None:
     model = GPT(tiny(dropout=0.5), VOCAB)
     with contextlib.suppress(KeyError), evaluating(model):

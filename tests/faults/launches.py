@@ -107,7 +107,9 @@ class Direct:
         processes: int = 2,
         environment: Mapping[int, Mapping[str, str]] | None = None,
         own_argv: Mapping[int, list[str]] | None = None,
+        command: bool = False,
     ) -> None:
+        """`command`: the arguments are those of `accel-gpt`, else of training."""
         self.server = server
         number, group = next(self.counter), {}
         if processes > 1:
@@ -119,7 +121,7 @@ class Direct:
             own |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
             own |= (environment or {}).get(rank, {})
             words = argv + (own_argv or {}).get(rank, [])
-            request = Request(words, [group | own], folder=str(folder))
+            request = Request(words, [group | own], command=command, folder=str(folder))
             question = {"start": asdict(request), "output": str(file)}
             self.pids.append(server.ask(question))
         self.codes: list[int | None] = [None] * processes

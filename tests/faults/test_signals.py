@@ -229,89 +229,72 @@ def test_second_signal_ends_a_process_that_waits_for_another(
     assert launch.wait() == [128 + signal.SIGTERM, -signal.SIGKILL]
 
 
-RANK = """
-import os, signal, sys, time
+HANGS = """
+import sys, time
 from accel_gpt import cli
 from accel_gpt.console import run_main
 from accel_gpt.evals import validation
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-if os.environ["RANK"] == "1":
-    validation.collate = lambda *_: time.sleep(3600)
+validation.collate = lambda *_: time.sleep(3600)
 sys.exit(run_main(cli.dispatch, sys.argv[1:]))
 """
 
 
-class Ranks:
-    """The first `ranks` of the two processes of a command, as a launcher starts them."""
+def first_of_two(server: Server, folder: Path, argv: list[str]) -> tuple[Direct, dict[str, str]]:
+    """Start a command without its second process; return when it waits for that one.
 
-    def __init__(self, argv: list[str], folder: Path, ranks: int) -> None:
-        self.port = free_port()
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": "2"}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, *argv],
-                env={**PLAIN, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=folder, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-
-    def wait_until_rank_0_listens(self) -> None:
-        with socket.socket() as probe:
-            until(lambda: probe.connect_ex(("127.0.0.1", self.port)) == 0, 60)
-
-    def ends(self) -> list[tuple[int, str]]:
-        """Return the exit code and the output of each process."""
-        ends = []
-        for process in self.processes:
-            try:
-                _, shown = process.communicate(timeout=60)
-            finally:
-                process.kill()
-            ends.append((process.returncode, shown))
-        return ends
+    Also returns the environment of the group.
+    """
+    port = free_port()
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launch = Direct(server, folder, argv, processes=1, environment={0: group}, command=True)
+    with socket.socket() as probe:
+        until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0)
+    return launch, group
 
 
 @pytest.mark.parametrize(
-    ("command", "number"),
-    [
-        ("evaluate", signal.SIGTERM),
-        ("bench", signal.SIGINT),
-    ],
+    ("command", "number"), [("evaluate", signal.SIGTERM), ("bench", signal.SIGINT)]
 )
 def test_a_signal_ends_a_command_that_waits_for_another_process(
-    command: str, number: signal.Signals, whole: Path, argv: list[str], tmp_path: Path
+    command: str,
+    number: signal.Signals,
+    server: Server,
+    whole: Path,
+    argv: list[str],
+    tmp_path: Path,
 ) -> None:
-    arguments = {
-        "evaluate": ["evaluate", str(whole)],
-        "bench": ["bench", *argv],
-    }
-    alone = Ranks(arguments[command], tmp_path, ranks=1)
-    alone.wait_until_rank_0_listens()
-    alone.processes[0].send_signal(number)
-    ((code, shown),) = alone.ends()
-    assert code == 128 + number
-    assert shown.splitlines()[-1] == f"{number.name}: stopped"
+    arguments = {"evaluate": [str(whole)], "bench": argv}
+    launch, _ = first_of_two(server, tmp_path, [command, *arguments[command]])
+    launch.send(number, 0)
+    assert launch.wait() == [128 + number]
+    assert launch.shown().splitlines()[-1] == f"{number.name}: stopped"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "limit", "text"),
-    [
-        (1, "init_timeout", "has not met the others at 127.0.0.1:"),
-        (2, "step_timeout", "completed nothing within 3s (train.step_timeout)"),
-    ],
-)
+@pytest.mark.parametrize("limit", ["init_timeout", "step_timeout"])
 def test_an_evaluation_does_not_wait_forever(
-    ranks: int, limit: str, text: str, whole: Path, tmp_path: Path
+    limit: str, server: Server, whole: Path, tmp_path: Path
 ) -> None:
+    """For a process that does not come, or for one that hangs."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     config = run / "config.yaml"
     config.write_text(re.sub(rf"{limit}: \w+", f"{limit}: 3s", config.read_text()))
-    codes, shown = zip(*Ranks(["evaluate", str(run)], tmp_path, ranks).ends(), strict=True)
-    assert set(codes) == {70}
-    assert text in "".join(shown)
+    launch, group = first_of_two(server, tmp_path, ["evaluate", str(run)])
+    shown = ""
+    if limit == "step_timeout":
+        second = {**PLAIN, **group, "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        words = [sys.executable, "-c", HANGS, "evaluate", str(run)]
+        done = subprocess.run(
+            words, cwd=tmp_path, env=second, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 70
+        shown = done.stderr
+    assert launch.wait() == [70]
+    told = {
+        "init_timeout": "has not met the others at 127.0.0.1:",
+        "step_timeout": "completed nothing within 3s (train.step_timeout)",
+    }
+    assert told[limit] in shown + launch.shown()
 
 
 def test_a_pause_of_all_processes_is_no_hang(

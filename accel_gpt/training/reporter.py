@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.config.values import to_flat, to_yaml
@@ -25,7 +26,7 @@ from accel_gpt.files import free_bytes, strict_json, write_file
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.dashboard import Dashboard
-from accel_gpt.training.display import Display
+from accel_gpt.training.display import Display, can_draw
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.process import threads_of_environment
@@ -119,7 +120,7 @@ class Reporter:
         write_file(self.out_dir / "run.json", [text.encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
-        """Describe the folder, model, data, plan and device of the run."""
+        """Describe the folder, options, model, data, plan and device of the run."""
         megaflops = self.speed.flops_per_token / 1e6
         plan = self.plan.describe().splitlines()
         asked = self.config.train.micro_batch_size
@@ -128,8 +129,11 @@ class Reporter:
                 f"train.micro_batch_size is {asked}, lowered to {self.plan.micro_batch_size}: "
                 f"{self.plan.world_size} processes share the step"
             )
+        # a terminal has room for the panel; a log of a job shows what was run
+        options = [] if can_draw() else option_lines(self.config)
         lines = [
             f"run      {self.config.out_dir}",
+            *options,
             f"model    {self.config.model.preset}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.plan),
@@ -280,6 +284,17 @@ class Reporter:
         """Sync the metrics to disk, before a checkpoint of the same step becomes valid."""
         if self.metrics:
             self.metrics.sync()
+
+
+def option_lines(config: Config) -> list[str]:
+    """Describe the options that differ from their defaults, one line per section of the config."""
+    sections: dict[str, list[str]] = {}
+    for key, (_, value) in differences({}, to_flat(config)).items():
+        if key == "out_dir":  # a line above shows it
+            continue
+        text = value if isinstance(value, str) else strict_json(value)
+        sections.setdefault(key.partition(".")[0], []).append(f"{key} {text}")
+    return [f"options  {', '.join(options)}" for options in sections.values()]
 
 
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:

@@ -133,7 +133,10 @@ def prove(
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in PRESETS)) for name in SHAPES],
+)
 def test_llama_cpp_computes_every_shape(name: str, tmp_path: Path) -> None:
     prove(model_of(name, 257), BytesTokenizer(), tmp_path)
 
@@ -287,6 +290,7 @@ def licence_in(file: Path) -> str:
     return str(GGUFReader(file).fields["general.license"].contents())
 
 
+@pytest.mark.slow
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a new process; then errors, which leave nothing behind."""
     run = str(trained(*QUICK, "--model.preset", "llama", "--hub.license", "mit"))

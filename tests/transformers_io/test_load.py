@@ -280,6 +280,7 @@ def test_a_folder_that_cannot_be_loaded_is_one_sentence(
         load_pretrained(str(folder))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_checkpoint_of_nanogpt_is_refused_with_the_way_that_the_docs_show(
     saved: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,10 +45,11 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
     """Download the newest intact copy at `url` for a run that has no checkpoint.
 
     `resume`: checkpoint.resume. Raises `UserError` if the store cannot be opened or read, if it
-    lies in `out_dir`, or if it holds copies and `resume` is never. Raises `CheckpointError` if all
-    copies are damaged.
+    is a file or lies in `out_dir`, or if it holds copies and `resume` is never. Raises
+    `CheckpointError` if all copies are damaged.
     """
     store = CopyStore(url)
+    require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
     require(
         "://" in url or not Path(url).resolve().is_relative_to(out_dir.resolve()),
         f"checkpoint.copy_to {url} lies in out_dir {out_dir}; set a folder elsewhere",
@@ -57,8 +58,9 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
         return
     try:
         steps = store.steps()
-        complete = [step for step in steps if store.is_complete(step)]
-        for step in reversed(complete if resume != "never" else ()):
+        wanted = [] if resume == "never" else steps
+        complete = [step for step in wanted if store.is_complete(step)]
+        for step in reversed(complete):
             if store.restore(step, out_dir / "checkpoints", log):
                 log(f"downloaded step {step:,} from {url}")
                 return

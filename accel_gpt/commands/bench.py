@@ -39,9 +39,9 @@ from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.machine import describe_machine, memory_gb
-from accel_gpt.training.process import join_ranks, keep_freed_memory
+from accel_gpt.training.process import keep_freed_memory
 from accel_gpt.training.ranks import explain_lost_rank
-from accel_gpt.training.setup import meeting_watchdog
+from accel_gpt.training.setup import join_same_ranks, meeting_watchdog
 from accel_gpt.training.stopping import (
     INIT_TIMEOUT,
     Watchdog,
@@ -87,7 +87,7 @@ def bench(options: BenchCommand) -> Report | None:
         measured = with_random_tokens(measured, vocab_size, Path(out, "data"))
         plan = make_plan(measured, world_size())
         with meeting_watchdog(measured):
-            join_ranks(measured.train)
+            join_same_ranks(measured)
         with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not started the device"):
             measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)

@@ -35,10 +35,10 @@ from accel_gpt.training.accelerator import resolve_precision
 from accel_gpt.training.checkpoint import read_state
 from accel_gpt.training.display import Progress
 from accel_gpt.training.precision import requested_precision
-from accel_gpt.training.process import join_ranks, keep_freed_memory
+from accel_gpt.training.process import keep_freed_memory
 from accel_gpt.training.ranks import explain_lost_rank, require_all
 from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.setup import meeting_watchdog, pin_data
+from accel_gpt.training.setup import join_same_ranks, meeting_watchdog, pin_data
 from accel_gpt.training.stopping import (
     INIT_TIMEOUT,
     Watchdog,
@@ -258,7 +258,7 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     train = replace(config.train, mixed_precision=precision)
     # train.reproducible sets one thread, which only training needs
     with meeting_watchdog(config):
-        state = join_ranks(replace(train, reproducible=False))
+        state = join_same_ranks(replace(config, train=replace(train, reproducible=False)))
     config = resolve_precision(replace(config, train=train))
     on_cpu = state.device.type == "cpu"
     evaluated_in = EVALUATED_IN.get(requested_precision(config.train))

@@ -129,7 +129,7 @@ class Reporter:
                 f"train.micro_batch_size is {asked}, lowered to {self.plan.micro_batch_size}: "
                 f"{self.plan.world_size} processes share the step"
             )
-        # a terminal has room for the panel; a log of a job shows what was run
+        # a log lists the options; a terminal keeps its rows for the panel
         options = [] if can_draw() else option_lines(self.config)
         lines = [
             f"run      {self.config.out_dir}",

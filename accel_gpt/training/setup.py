@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from accelerate import PartialState
+
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.config.values import to_flat
@@ -86,15 +88,21 @@ def open_launch(config: Config) -> Iterator[Launch]:
         contextlib.ExitStack() as held,
     ):
         with meeting_watchdog(config):
-            join_ranks(config.train)
-            if world_size() > 1:
-                require_same(rank_identity(to_flat(config)))
+            join_same_ranks(config)
             warn_without_gpu()
             with all_ranks():
                 if is_main():
                     lock = held.enter_context(locked(folder))
             require_shared(folder)
         yield Launch(config, plan, stop, lock.check if lock else nothing_to_check)
+
+
+def join_same_ranks(config: Config) -> PartialState:
+    """Join the ranks; raise `UserError` if they differ in config, code or versions."""
+    state = join_ranks(config.train)
+    if state.num_processes > 1:
+        require_same(rank_identity(to_flat(config)))
+    return state
 
 
 def meeting_watchdog(config: Config) -> Watchdog:

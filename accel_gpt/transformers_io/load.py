@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,6 +19,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line
+from accel_gpt.json_files import load_json_or_none
 from accel_gpt.model.gpt import GPT
 from accel_gpt.training.checkpoint import (
     intact_hint,
@@ -132,7 +132,9 @@ def find_weight_files(pretrained: Pretrained) -> list[Path]:
 
 def listed_files(index: Path) -> list[Path]:
     """Return the files that the index of a split model names."""
-    content = msgspec.json.decode(index.read_bytes(), type=WeightIndex)
+    content = load_json_or_none(WeightIndex, index)
+    if content is None:
+        raise CheckpointError(f"{index} is damaged; download it again")
     names = sorted(set(content.weight_map.values()))
     for name in names:
         if Path(name).name != name or not index.with_name(name).is_file():

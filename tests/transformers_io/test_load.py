@@ -230,6 +230,9 @@ def test_weights_in_several_files(folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match=file):
             load_pretrained(str(folder))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index)[:-9])
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged; download it again"):
+        load_pretrained(str(folder))
 
 
 def test_weights_in_a_pickle_are_never_read(

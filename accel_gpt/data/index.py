@@ -86,10 +86,8 @@ def check_folder(folder: Path) -> None:
         near = nearest_folder(folder, DATA_MARKS)
         advice = f"did you mean {near}?"
         if near is None:
-            advice = (
-                "give an existing folder, or set data.prepare (source, path, tokenizer) to prepare "
-                "it"
-            )
+            made = shlex.quote(str(folder))
+            advice = f"give an existing folder, or make it with accel-gpt prepare TEXT --out {made}"
         raise UserError(f"data folder {folder} does not exist; {advice}")
     advice = "give the path of a folder"
     if folder.is_file():

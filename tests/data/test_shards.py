@@ -204,7 +204,7 @@ def test_a_shard_that_goes_missing_is_named_as_missing(folder: Path) -> None:
 
 
 def test_a_folder_that_is_missing_or_empty_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"does not exist.*data\.prepare") as error:
+    with pytest.raises(UserError, match=r"does not exist.*accel-gpt prepare TEXT --out") as error:
         open_split(tmp_path / "none", "train")
     assert error.value.exit_code == 2
     with pytest.raises(DataError, match=r"has no dataset\.json"):

@@ -178,9 +178,13 @@ def differing_settings(
 ) -> str:
     """Describe the settings that differ from `made`, whose tokenizer has this fingerprint.
 
-    `vocab_size` counts only for a bpe. The same tokenizer.json at another place is no difference.
+    `vocab_size` counts only for a bpe. The same tokenizer.json at another place is no difference. A
+    setting that only another version of accel_gpt knows always differs.
     """
     found = []
+    for key in made:
+        if key not in requested and key != FINGERPRINT:
+            found.append(f"{key}: {made[key]}, unknown to this version of accel_gpt")
     for key, value in requested.items():
         if key == FINGERPRINT or (key == "vocab_size" and requested["tokenizer"] != "bpe"):
             continue

@@ -1,6 +1,7 @@
 """Text is prepared once, atomically, with the same result for any number of workers."""
 
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -115,6 +116,12 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer: .*; vocab_size: 4096, requested 300"):
         prepare(replace(config, tokenizer="bpe", vocab_size=300), out)
     assert (content(out), os.stat(out).st_mtime_ns) == before
+    index = json.loads((out / "dataset.json").read_text())
+    index["prepared"]["lowercase"] = True
+    (out / "dataset.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"\(lowercase: True, unknown to this version of acc"):
+        prepare(config, out)
+    assert not prepare(PrepareConfig(), out)  # the shards are read, not made
 
 
 def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(

@@ -1,5 +1,6 @@
 """Open the data of a run: training sources, evaluation splits, and the position to resume from."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
+from accel_gpt.console import write_err
 from accel_gpt.data.loader import Loader, read_sequences
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.remote import Cache, is_url
@@ -27,10 +29,14 @@ from accel_gpt.data.sources import (
 )
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.launcher import is_main
 
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
 CHECKED_AT_ONCE = 1 << 20  # tokens
+# Another special token that is this many times as frequent as end-of-text may be the separator;
+# assumption: marks of chats and of code are fewer in a document
+MORE_FREQUENT = 10
 # Repeated text is almost as good as new text up to 4 epochs, and of little worth after 16:
 # Muennighoff et al. 2023, arXiv 2305.16264.
 MOST_EPOCHS = 16
@@ -339,7 +345,7 @@ def check_documents(source: Source) -> None:
     """Raise `UserError` unless end-of-text lies between documents of a source.
 
     Our own index counts the documents. In shards of other projects, the first `CHECKED_TOKENS` of
-    the first shard are searched.
+    the first shard are searched. Warns if another special token is far more frequent.
     """
     split = source.split
     tokenizer = source.tokenizer
@@ -350,17 +356,36 @@ def check_documents(source: Source) -> None:
     )
     if split.shards[0].documents is not None:
         return
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
     end = min(split.shards[0].tokens - 1, CHECKED_TOKENS)  # the last token separates nothing
     for start in range(1, end, CHECKED_AT_ONCE):
         tokens = split.read(0, start, min(CHECKED_AT_ONCE, end - start))
-        if (tokens == tokenizer.eot_id).any():
-            return
-    raise UserError(
-        f"data.document_mask is true, but the {split.name} shards of {source.path} have no "
-        f"end-of-text token ({tokenizer.eot!r}) between documents; set data.tokenizer to the "
-        "tokenizer that made the shards, name another token as eos_token in tokenizer_config.json "
-        "beside its tokenizer.json, or set data.document_mask to false"
+        counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
+        if counts[tokenizer.eot_id]:
+            break
+    ends = int(counts[tokenizer.eot_id])
+    others = np.where(tokenizer.token_bytes == 0, counts, 0)
+    others[[i for i in (tokenizer.eot_id, tokenizer.unk_id) if i is not None]] = 0
+    most = int(others.argmax())
+    if ends and others[most] < MORE_FREQUENT * ends:
+        return
+    found = ""
+    remedy = "set data.tokenizer to the tokenizer that made the shards"
+    if others[most]:
+        name = tokenizer.decode([most])
+        found = f", but {others[most]:,} of {name!r}"
+        remedy = (
+            f'if {name!r} separates them, write {{"eos_token": {json.dumps(name)}}} into '
+            "tokenizer_config.json beside the tokenizer.json of the shards"
+        )
+    problem = (
+        f"data.document_mask is true, but the {split.name} shards of {source.path} have "
+        f"{f'only {ends:,}' if ends else 'no'} end-of-text token ({tokenizer.eot!r}) between "
+        f"documents{found}; {remedy}"
     )
+    require(ends > 0, f"{problem}, or set data.document_mask to false")
+    if is_main():
+        write_err(f"WARNING: {problem}")
 
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:

@@ -27,11 +27,11 @@ from accel_gpt.data.tokenizer import (
     load_tokenizer,
     named_tokenizer,
 )
+from accel_gpt.data.tokenizer_json import CONFIG, SPECIAL
 from accel_gpt.errors import DataError, UserError, require
 
 META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
-CONFIG = "tokenizer_config.json"
 GPT2 = ("gpt2", "openai-community/gpt2")  # its names in files of other projects
 RAW = ("train.bin", "val.bin")
 BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
@@ -343,8 +343,9 @@ def foreign_tokenizer(
     if META in folder.files:
         stored = CharsTokenizer(read_vocabulary(folder.fetch(META)))
     elif TOKENIZER in folder.files:
-        if CONFIG in folder.files:
-            folder.fetch(CONFIG)
+        for name in (CONFIG, SPECIAL):
+            if name in folder.files:
+                folder.fetch(name)
         stored = load_tokenizer(folder.fetch(TOKENIZER))
     if stored and given:
         given.require_same(stored, f"data.tokenizer {spec}", f"the folder {folder.path}")

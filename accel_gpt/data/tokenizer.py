@@ -428,7 +428,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     content = tokenizer_json.read_file(where)
     config = tokenizer_json.read_config(where)
     kind = "hf"
-    if spelling(config.get("eos_token")) in (None, EOT):
+    if spelling(config.get("eos_token")) in (None, "", EOT):
         kind = tokenizer_json.kind_of(content)
     tokenizer: Tokenizer
     if kind == "bytes":

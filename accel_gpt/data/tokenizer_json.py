@@ -2,7 +2,7 @@
 
 - tokenizer.json in the format of Hugging Face `tokenizers`, written for the kinds bytes, chars and
   bpe, and for gpt2;
-- tokenizer_config.json and chat_template.jinja in the same folder;
+- tokenizer_config.json, special_tokens_map.json and chat_template.jinja in the same folder;
 - GPT-2's older vocab.json and merges.txt, read if there is no tokenizer.json.
 
 `content` is parsed JSON. Tokens are in the byte-level spelling, with one character for each byte.
@@ -18,7 +18,8 @@ from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.json_files import read_json_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-HUB_FILES = (FILE, CONFIG, TEMPLATE, "vocab.json", "merges.txt")
+SPECIAL = "special_tokens_map.json"  # names special tokens, in older folders
+HUB_FILES = (FILE, CONFIG, TEMPLATE, SPECIAL, "vocab.json", "merges.txt")
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it, or
@@ -28,6 +29,7 @@ LEFT_OUT = (
     "add_eos_token",
     "added_tokens_decoder",
     "split_special_tokens",
+    "tokenizer_class",
     "auto_map",
     "name_or_path",
     "tokenizer_file",
@@ -88,13 +90,19 @@ def read_file(where: Path) -> dict[str, Any]:
 def read_config(where: Path) -> dict[str, Any]:
     """Read tokenizer_config.json and chat_template.jinja from the folder of `where`, if any.
 
-    Drops the keys in `LEFT_OUT`. Raises `DataError` if a file is damaged.
+    Drops the keys in `LEFT_OUT`. If there is no eos_token, reads it from special_tokens_map.json,
+    as transformers does. Raises `DataError` if a file is damaged.
     """
     config: dict[str, Any] = {}
     path = where.with_name(CONFIG)
     if path.is_file():
         content = read_json_object(path, DataError, "repair or remove it")
         config = {key: value for key, value in content.items() if key not in LEFT_OUT}
+    special = where.with_name(SPECIAL)
+    if special.is_file() and not config.get("eos_token"):
+        named = read_json_object(special, DataError, "repair or remove it")
+        if named.get("eos_token"):
+            config["eos_token"] = named["eos_token"]
     template = where.with_name(TEMPLATE)
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
@@ -126,24 +134,25 @@ def find_eot(
 ) -> str:
     """Return the token that ends a document, one of `ids`.
 
-    It is the eos_token of tokenizer_config.json, else the special token with one of `EOT_NAMES`.
+    It is the eos_token of the settings `config`, else the special token with one of `EOT_NAMES`.
     Raises `UserError` if there is no such token.
     """
     named = spelling(config.get("eos_token"))
-    if isinstance(named, str):
+    if named and isinstance(named, str):
         require(
             named in ids,
-            f"{where.with_name(CONFIG)} sets eos_token to {named!r}, which is not a token of "
-            f"{where.name}; set it to the token that ends a document",
+            f"eos_token is {named!r} in the settings beside {where}, which has no such token; set "
+            f"eos_token in {where.with_name(CONFIG)} to the token that ends a document",
         )
         return named
-    special = {token["content"] for token in content.get("added_tokens", ()) if token["special"]}
+    special = [token["content"] for token in content.get("added_tokens", ()) if token["special"]]
     for name in EOT_NAMES:
         if name in special:
             return name
     raise UserError(
         f"{where} has no end-of-text token: no special token is {', '.join(EOT_NAMES)}; set "
-        f"eos_token in {CONFIG} in the same folder"
+        f"eos_token in {where.with_name(CONFIG)} to the token that ends a document; the special "
+        f"tokens are {', '.join(special[:10]) or 'none'}"
     )
 
 

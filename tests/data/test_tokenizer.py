@@ -282,7 +282,7 @@ def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -
         tokenizer_class="EvilTokenizer",
         bos_token="t",
         eos_token="h",
-        pad_token={"content": "e", "special": True},
+        pad_token={"content": "<|endoftext|>", "special": True},
         model_max_length=5,
     )
     (tmp_path / "source" / "chat_template.jinja").write_text(TEMPLATE)
@@ -293,10 +293,11 @@ def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -
     assert equal(load_tokenizer(tmp_path / "export"), source)
     for name in ("data", "export"):
         written = "".join(path.read_text() for path in (tmp_path / name).iterdir())
-        assert "evil" not in written.lower() or name == "data"
+        assert "evil" not in written.lower()
         assert "somebody" not in written
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
-    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("h", "h", "e")
+    assert (theirs.bos_token, theirs.eos_token) == ("h", "h")
+    assert theirs.pad_token == "<|endoftext|>"
     assert theirs.eos_token_id == source.eot_id
     assert theirs.model_max_length == 64
     messages = [{"role": "user", "content": "hi"}]
@@ -347,7 +348,8 @@ def test_what_changes_the_ids_of_a_text_is_in_no_file_that_is_written(
     without = load_tokenizer(other(tmp_path / "without"))
     ids = without.encode("abc" * 20)
     source = other(tmp_path / "source", **changes)
-    (tmp_path / "source" / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    settings = {"add_bos_token": True, "tokenizer_class": "BertTokenizer"}  # it adds [CLS]
+    (tmp_path / "source" / "tokenizer_config.json").write_text(json.dumps(settings))
     for folder in ("data", "export"):
         (tmp_path / folder).mkdir()
     load_tokenizer(source).save(tmp_path / "data")
@@ -390,6 +392,33 @@ def test_which_token_ends_a_document(
     assert load_tokenizer(path).eot == end
 
 
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [
+        (None, "<stop>"),
+        ({}, "<stop>"),
+        ({"eos_token": ""}, "<stop>"),
+        ({"eos_token": "</s>"}, "</s>"),
+    ],
+)
+def test_an_older_folder_names_the_end_in_special_tokens_map(
+    tmp_path: Path, config: dict[str, str] | None, end: str
+) -> None:
+    content = json.loads(other(tmp_path).read_text())
+    (eot,) = content["added_tokens"]
+    for token in ("<stop>", "</s>"):
+        content["added_tokens"].append(eot | {"id": 99, "content": token})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    named = {"eos_token": {"content": "<stop>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).eot == end
+    (tmp_path / "data").mkdir()
+    load_tokenizer(tmp_path).save(tmp_path / "data")
+    assert load_tokenizer(tmp_path / "data").eot == end
+
+
 def test_the_settings_name_another_end_of_a_known_tokenizer(tmp_path: Path) -> None:
     trained = train_bpe(["the there then " * 9], 262)
     trained.save(tmp_path)
@@ -416,7 +445,7 @@ LETTERS = '{"a": 0, "b": 1, "ab": 2}'
         ({FILE: "[]"}, DataError, r"tokenizer.json is damaged: it holds no object"),
         ({FILE: '{"model": {}}'}, DataError, "is not a valid tokenizer.json"),
         ({CONFIG: "["}, DataError, r"tokenizer_config\.json is "),
-        ({CONFIG: '{"eos_token": "<stop>"}'}, UserError, "'<stop>', which is not a token of"),
+        ({CONFIG: '{"eos_token": "<stop>"}'}, UserError, "'<stop>' in the settings beside"),
     ],
 )
 def test_bad_files_are_one_sentence(
@@ -434,7 +463,11 @@ def test_bad_files_are_one_sentence(
 def test_without_an_end_of_text(tmp_path: Path) -> None:
     path = other(tmp_path)
     path.write_text(path.read_text().replace('"special": true', '"special": false'))
-    with pytest.raises(UserError, match=r"has no end-of-text token: no special token is <\|endof"):
+    added = json.loads(path.read_text())
+    added["added_tokens"].append(added["added_tokens"][0] | {"content": "b", "special": True})
+    path.write_text(json.dumps(added))
+    problem = r"has no end-of-text token: no special token is <\|endof.*; the special tokens are b"
+    with pytest.raises(UserError, match=problem):
         load_tokenizer(path)
 
 

@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -411,12 +410,11 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     It holds the settings that the tokenizer came with, and ours. The token that ends a document in
     the training data also begins the next one, as in GPT-2; a text gets neither by default.
     """
-    config = dict(tokenizer.config)
+    config = {"tokenizer_class": TOKENIZER_CLASS, **tokenizer.config}
     for key, value in config.items():  # transformers 5 takes a string, or an object with its type
         if isinstance(value, dict) and "content" in value and "__type" not in value:
             config[key] = value["content"]
-    leave_out_unknown_tokens(config, tokenizer)
-    config["tokenizer_class"] = TOKENIZER_CLASS
+    leave_out_other_tokens(config, tokenizer)
     config["model_max_length"] = block_size
     config["clean_up_tokenization_spaces"] = False
     for key in ("bos_token", "eos_token"):
@@ -429,19 +427,21 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     return config
 
 
-def leave_out_unknown_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Remove the tokens that tokenizer.json lacks from a tokenizer_config.json, and say it.
+def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Remove the tokens that are not added tokens from a tokenizer_config.json, and say it.
 
-    transformers would add them to the vocabulary, beyond the rows of the model.
+    transformers would add a token that tokenizer.json lacks to the vocabulary, beyond the rows of
+    the model. It would cut a text at an ordinary token, which training did not.
     """
-    known = tokenizers.Tokenizer.from_str(tokenizer.file_text).get_vocab()
-    unknown: list[str] = []
+    content = json.loads(tokenizer.file_text)
+    added = {token["content"] for token in content.get("added_tokens", ())} | {tokenizer.eot}
+    others: list[str] = []
 
     def is_known(token: object) -> bool:
         name = tokenizer_json.spelling(token)
-        if not isinstance(name, str) or name in known:
+        if not name or not isinstance(name, str) or name in added:
             return True
-        unknown.append(name)
+        others.append(name)
         return False
 
     for key, value in list(config.items()):
@@ -451,8 +451,8 @@ def leave_out_unknown_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> No
             config[key] = {name: token for name, token in value.items() if is_known(token)}
         elif key.endswith("_token") and not is_known(value):
             del config[key]
-    if unknown:
+    if others:
         sys.stderr.write(
-            f"WARNING: tokenizer_config.json names {', '.join(sorted(set(unknown)))}, but "
-            "tokenizer.json and the model have no such token; the exported files leave it out\n"
+            f"WARNING: tokenizer_config.json names {', '.join(sorted(set(others)))}, which is not "
+            "an added token of tokenizer.json; the exported files leave it out\n"
         )

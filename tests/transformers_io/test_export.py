@@ -236,9 +236,10 @@ def test_a_text_gets_the_tokens_of_the_training_by_default(
         {"extra_special_tokens": {"image_token": "<image>"}, "cls_token": "<s>"},
         {"added_tokens_decoder": {"300": {"content": "the king", "special": False}}},
         {"split_special_tokens": True},
+        {"pad_token": "n", "mask_token": {"content": "k"}},  # ordinary tokens
     ],
 )
-def test_settings_of_a_tokenizer_add_no_tokens_to_the_exported_one(
+def test_settings_of_a_tokenizer_change_no_ids_of_the_exported_one(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     write_llama_tokenizer(tmp_path)

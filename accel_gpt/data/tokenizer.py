@@ -308,7 +308,11 @@ class HFTokenizer(Tokenizer):
         try:
             (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # tokenizers raises no class of its own
-            raise DataError(f"the tokenizer of {self.where} failed: {error}") from None
+            raise DataError(
+                f"the tokenizer of {self.where} cannot encode the text that begins with "
+                f"{text[:40]!r} ({error}); if it has no token for a character, use one with a "
+                "token for each byte: bpe, bytes or gpt2"
+            ) from None
         return np.array(found.ids, np.uint32)
 
     def encode_prompt(self, text: str) -> list[int]:

@@ -1,9 +1,10 @@
 """Count what the tokens of a text do not hold, and say it.
 
-The tokens of a text are decoded and compared with it. Characters are compared without case and in
-form NFKD, because a tokenizer may normalize them.
+The tokens of a text are decoded and compared with it. Characters are compared without case and
+accents and in form NFKD, because a tokenizer may normalize them.
 """
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
@@ -12,11 +13,15 @@ from dataclasses import dataclass, field
 from accel_gpt.config.plan import plural
 from accel_gpt.data.shards import Tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.data.tokenizer_json import EOT_NAMES
 
 EXAMPLES = 5  # lost characters that are named
-# Texts that may separate documents: the names of end-of-text tokens, and others in use for it
-SEPARATORS = (*EOT_NAMES, "<EOS>", "[EOS]", "[SEP]", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+# Texts that may separate documents: names of tokens in use for it
+SEPARATOR = re.compile(
+    r"</s>|\[(?:EO[SDT]|SEP)\]"
+    r"|(?i:<(?:eo[sdt]|end_?of_?[a-z]+)>)"
+    r"|(?i:<[|\uff5c](?:eo[sdt]|eo[tm]_id|im_end|end|end[_\u2581]?of[_\u2581]?[a-z]+)[|\uff5c]>)"
+)
+ACCENTS = range(200, 235)  # canonical combining classes: marks at, above and below a letter
 
 
 @dataclass
@@ -28,10 +33,12 @@ class LostText:
     characters: int = 0  # visible ones
     lost: int = 0  # visible characters that are not in the decoded text
     examples: str = ""  # some of them
+    spaces: int = 0  # white-space characters
+    lost_spaces: int = 0  # white-space characters that are not in the decoded text
     pieces: int = 0  # pieces of text that were compared
-    changed: int = 0  # pieces that differ from their decoded tokens
+    changed: int = 0  # pieces that differ from their decoded tokens although nothing is lost
     separators: dict[str, int] = field(default_factory=dict)
-    """The `SEPARATORS` that the text spells, and how often each becomes letters."""
+    """The separators that the text spells, and how often each becomes letters."""
 
     def add(self, other: "LostText") -> None:
         """Add the counts over another text."""
@@ -40,6 +47,8 @@ class LostText:
         self.characters += other.characters
         self.lost += other.lost
         self.examples = "".join(dict.fromkeys(self.examples + other.examples))[:EXAMPLES]
+        self.spaces += other.spaces
+        self.lost_spaces += other.lost_spaces
         self.pieces += other.pieces
         self.changed += other.changed
         for name, count in other.separators.items():
@@ -55,7 +64,8 @@ class LostText:
         if self.unknown:
             assert tokenizer.unk_id is not None
             yield (
-                f"{self.unknown:,} of {plural(self.tokens, 'token')} are "
+                f"{self.unknown:,} of {plural(self.tokens, 'token')} "
+                f"({self.unknown / self.tokens:.1%}) are "
                 f"{tokenizer.decode([tokenizer.unk_id])}, which stands for unknown text; a "
                 "tokenizer with a token for each byte (bpe, bytes, gpt2) knows all text"
             )
@@ -65,10 +75,16 @@ class LostText:
                 f"the tokens lack {self.lost:,} of {self.characters:,} visible characters, such as "
                 f"{named}; a tokenizer with a token for each byte (bpe, bytes, gpt2) loses none"
             )
-        elif self.changed:
+        if self.lost_spaces:
+            yield (
+                f"the tokens lack {self.lost_spaces:,} of {self.spaces:,} spaces, line ends and "
+                f"tabs ({self.lost_spaces / self.spaces:.1%}), so that the model cannot learn to "
+                "write them"
+            )
+        if self.changed:
             yield (
                 f"the tokens change case, accents or white space in {self.changed:,} of "
-                f"{plural(self.pieces, 'piece')} of text, such as line ends and indentation"
+                f"{plural(self.pieces, 'piece')} of text, so that the model cannot learn them"
             )
         for name, count in self.separators.items():
             yield (
@@ -82,12 +98,14 @@ class LostText:
 def find_lost_text(tokenizer: Tokenizer, text: str, ids: Tokens) -> LostText:
     """Compare a text with its tokens, which have no end-of-text."""
     found = LostText(tokens=len(ids), pieces=1)
-    for name in dict.fromkeys((tokenizer.eot, *SEPARATORS)):
-        if count := text.count(name):
-            found.separators[name] = count
+    found.separators = dict(Counter(SEPARATOR.findall(text)))
+    if count := text.count(tokenizer.eot):
+        found.separators[tokenizer.eot] = count
     if tokenizer.kind != "hf":
         return found  # the other kinds hold every text
-    found.characters = len("".join(text.split()))
+    letters = "".join(text.split())
+    found.characters = len(letters)
+    found.spaces = len(text) - len(letters)
     known = ids
     if tokenizer.unk_id is not None:
         known = ids[ids != tokenizer.unk_id]
@@ -95,17 +113,37 @@ def find_lost_text(tokenizer: Tokenizer, text: str, ids: Tokens) -> LostText:
     decoded = tokenizer.decode(known.tolist())
     if decoded.strip() == text.strip():
         return found
-    found.changed = 1
-    lost = visible(text) - visible(decoded)
+    written = visible(text)
+    lost = written - visible(decoded)
+    lost_spaces = spaces(text.strip()) - spaces(decoded)
+    found.characters = written.total()
     found.lost = lost.total()
     found.examples = "".join(character for character, _ in lost.most_common(EXAMPLES))
+    found.lost_spaces = lost_spaces.total()
+    if lost:
+        return found
+    if not lost_spaces or letters != "".join(decoded.split()):
+        found.changed = 1
     return found
 
 
 def visible(text: str) -> Counter[str]:
-    """Count the visible characters of a text, without case and in form NFKD.
+    """Count the visible characters of a text, without case and accents and in form NFKD.
 
     U+2581 is left out, because SentencePiece spells a space as this character.
     """
     counts = Counter(unicodedata.normalize("NFKD", text.replace("\u2581", " ")).casefold())
-    return Counter({c: n for c, n in counts.items() if c.isprintable() and not c.isspace()})
+    return Counter(
+        {
+            character: count
+            for character, count in counts.items()
+            if character.isprintable()
+            and not character.isspace()
+            and unicodedata.combining(character) not in ACCENTS
+        }
+    )
+
+
+def spaces(text: str) -> Counter[str]:
+    """Count the white-space characters of a text."""
+    return Counter(character for character in text if character.isspace())

@@ -36,6 +36,8 @@ def write_tokenizer(kind: str, folder: Path) -> Path:
         made.decoder = decoders.Metaspace()
     if kind == "lower":
         made.normalizer = normalizers.Lowercase()
+    if kind == "accents":
+        made.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=["</s>", *filter(None, [unknown])],
@@ -48,8 +50,9 @@ def write_tokenizer(kind: str, folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-UNKNOWN = r"\d+ of \d+ tokens are \[UNK\], which stands for unknown text"
-LACKING = r"the tokens lack \d+ of \d+ visible characters, such as ('.'(, )?)+;"
+UNKNOWN = r"\d+ of \d+ tokens \(\d\d\.\d%\) are \[UNK\], which stands for unknown text"
+LACKING = r"the tokens lack 2 of \d+ visible characters, such as ('.'(, )?)+;"
+SPACES = r"the tokens lack \d of \d spaces, line ends and tabs \(\d\d\.\d%\)"
 CHANGED = r"the tokens change case, accents or white space in 1 of 2 pieces of text"
 
 
@@ -59,13 +62,15 @@ CHANGED = r"the tokens change case, accents or white space in 1 of 2 pieces of t
         ("bytes", "the king: 中文 é\n  x", []),
         ("unknown", "the king", []),
         ("unknown", "the king \n  x", []),
-        ("unknown", "中文 the Ž", [UNKNOWN, LACKING]),
+        ("unknown", "中 the ж", [UNKNOWN, LACKING]),
         ("lower", "THE KING", [CHANGED]),
+        ("accents", "thé king", [CHANGED]),
         ("dropping", "the king", []),
-        ("dropping", "the 中文\n  x é", [LACKING]),
+        ("dropping", "the 中文\n  x", [LACKING]),
         ("words", "the king", []),
-        ("words", "the king\n  went", [CHANGED]),
-        ("words", "the 中\n  went", [UNKNOWN, LACKING]),
+        ("words", "the kinga", [CHANGED]),
+        ("words", "the king\n  went", [SPACES]),
+        ("words", "the 中文\n  went", [UNKNOWN, LACKING, SPACES]),
     ],
 )
 def test_what_the_tokens_do_not_hold_is_told(
@@ -120,6 +125,27 @@ def documents_of(folder: Path) -> list[str]:
         found += text.split(EOT)[:-1]
         assert sum(shard.documents or 0 for shard in split.shards) == text.count(EOT)
     return found
+
+
+@pytest.mark.parametrize(
+    ("separator", "told"),
+    [
+        ("</s>", True),
+        ("<EOS>", True),
+        ("[EOD]", True),
+        ("<|EndOfText|>", True),
+        ("<\uff5cend\u2581of\u2581sentence\uff5c>", True),
+        ("x[end] a[sep] <end> <endl> <|im_start|>", False),  # code, and marks of a chat
+    ],
+)
+def test_separators_of_other_projects_are_told(
+    separator: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(f"\n{separator}\n".join(STORIES))
+    config = PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="bytes", workers=1)
+    prepare(config, tmp_path / "out")
+    warnings = capsys.readouterr().err
+    assert (f"the text spells {separator} 5" in warnings) == told == ("WARNING" in warnings)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])

@@ -25,7 +25,7 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import NoSplit, Split
 from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError
+from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError, require
 from accel_gpt.files import describe_path, nearest_folder, sha256, strict_json
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
@@ -35,7 +35,7 @@ from accel_gpt.training.checkpoint import (
     verify_checkpoint,
 )
 from accel_gpt.training.display import Progress
-from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, step_name
+from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_other, step_name
 
 MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or a checkpoint
 KEPT_SHARDS = 2  # remote shards that are kept: the current one and the next
@@ -52,6 +52,7 @@ def run(options: InspectCommand) -> int:
         lines = run_lines(report)
         code = CheckpointError.exit_code
     else:
+        check_not_beside_run(path)
         report = inspect_data(options.path, DataConfig(tokenizer=options.tokenizer), options.quick)
         lines = data_lines(report)
         code = DataError.exit_code
@@ -68,6 +69,16 @@ def is_run(path: Path) -> bool:
     """Return whether a folder is a run or a checkpoint, and not a data folder."""
     marked = any((path / mark).exists() for mark in MARKS)
     return (marked or bool(RunFolder(path).checkpoints)) and not (path / INDEX).exists()
+
+
+def check_not_beside_run(path: Path) -> None:
+    """Raise `UserError` for a folder that holds no data, but lies in a run or holds runs."""
+    advice = advice_on_other(path, "") if path.is_dir() else ""
+    has_data = any(any(path.glob(mark)) for mark in DATA_MARKS)
+    require(
+        has_data or not advice,
+        f"{path} is neither a data folder nor a run; {advice}",
+    )
 
 
 # --------------------------------------------------------------------------- data

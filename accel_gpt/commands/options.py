@@ -7,6 +7,7 @@
 
 import contextlib
 import difflib
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,14 @@ from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.commands.sweep_settings import Grid, read_grid
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig, check_repo
-from accel_gpt.config.options import REQUIRED, Section, internal, option, same_option
+from accel_gpt.config.options import (
+    REQUIRED,
+    Section,
+    internal,
+    option,
+    own_options,
+    same_option,
+)
 from accel_gpt.config.parse import check_utf8, parse_command, parse_with_keys, read_values
 from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.config.values import build
@@ -37,6 +45,12 @@ class Command(Section, prefix="--"):
     def module(cls) -> str:
         """Return the name of the module in `accel_gpt.commands` that runs the command."""
         return cls.name.replace("-", "_")
+
+    @classmethod
+    def commands_with(cls, name: str) -> list[str]:
+        """Return the commands that have an option of this name."""
+        commands: dict[str, type] = dict(COMMANDS)
+        return [command for command, one in commands.items() if name in own_options(one)]
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
@@ -174,7 +188,8 @@ def errors_name_options() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise type(error)(str(error).replace("data.prepare.", "--")) from None
+        text = re.sub(r"(?<!-)data\.prepare\.", "--", str(error))
+        raise type(error)(text) from None
 
 
 @dataclass(frozen=True)

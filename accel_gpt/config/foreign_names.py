@@ -4,7 +4,7 @@ The error for an unknown key uses these tables. docs/how-to/from-nanogpt.md and
 docs/how-to/from-hf-trainer.md show those of nanoGPT, llm.c and the Trainer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 # A value is a key, or a sentence that says what to do. Tests check that the keys in both exist.
@@ -306,20 +306,99 @@ HF_TRAINER: Mapping[str, str] = MappingProxyType(
 
 LAUNCHER = "set --num_processes and --num_machines of accelerate launch"
 
-# Options of `litgpt pretrain` that no table above has
+# Options of `litgpt pretrain`, and fields of its `Config`, that no table above has. A dotted name
+# comes before its last part.
 LITGPT: Mapping[str, str] = MappingProxyType(
     {
         "devices": LAUNCHER,
+        "eval.evaluate_example": UNUSED,
+        "eval.final_validation": "no key is needed: the last step is always evaluated",
+        "eval.initial_validation": HF_TRAINER["eval_on_start"],
+        "eval.interval": "eval.every",
+        "eval.max_iters": VAL_BATCHES,
         "global_batch_size": "set train.tokens_per_step: global_batch_size x model.block_size",
+        "head_size": "model.head_dim",
         "initial_checkpoint_dir": "model.init_from",
+        "log.group": "set WANDB_RUN_GROUP in the environment",
+        "log.run": NANOGPT["wandb_run_name"],
         "logger_name": "log.trackers",
+        "lr_warmup_fraction": "set schedule.warmup_steps, the number of steps of the warm-up",
         "lr_warmup_steps": "schedule.warmup_steps",
         "max_norm": "optim.grad_clip",
+        "max_time": "train.time_limit",
+        "mlp_class_name": "set model.preset, or model.mlp",
         "model_config": NEW_SHAPE,
         "model_name": NEW_SHAPE,
+        "n_query_groups": "model.n_kv_head",
+        "norm_class_name": "set model.preset",
         "num_nodes": LAUNCHER,
+        "num_workers": LOADER,
+        "optimizer.betas": "set optim.beta1 and optim.beta2",
+        "padded_vocab_size": "no key is needed: the vocabulary is padded to a multiple of 64 in "
+        "the weights",
+        "rope_base": "model.rope_theta",
         "save_interval": "checkpoint.every",
         "tokenizer_dir": "data.prepare.tokenizer",
+        "train_data_path": "data.text",
+        "val_data_path": HF_TRAINER["validation_file"],
+    }
+)
+
+# Fields of a config.json of transformers
+HF_MODEL: Mapping[str, str] = MappingProxyType(
+    {
+        "activation_function": "model.mlp",
+        "attention_bias": "model.bias",
+        "attention_dropout": "model.dropout",
+        "attn_pdrop": "model.dropout",
+        "embd_pdrop": "model.dropout",
+        "hidden_act": "model.mlp",
+        "hidden_size": "model.n_embd",
+        "intermediate_size": "model.mlp_hidden",
+        "layer_norm_epsilon": "model.norm_eps",
+        "max_position_embeddings": "model.block_size",
+        "n_ctx": "model.block_size",
+        "n_inner": "model.mlp_hidden",
+        "n_positions": "model.block_size",
+        "num_attention_heads": "model.n_head",
+        "num_hidden_layers": "model.n_layer",
+        "num_key_value_heads": "model.n_kv_head",
+        "resid_pdrop": "model.dropout",
+        "rms_norm_eps": "model.norm_eps",
+        "tie_word_embeddings": "model.tie_embeddings",
+    }
+)
+
+# Options of nanochat and torchtitan, and words that users try, that no other table has
+WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "accumulate_grad_batches": NANOGPT["gradient_accumulation_steps"],
+        "batch": "train.micro_batch_size",
+        "clip": "optim.grad_clip",
+        "context_length": "model.block_size",
+        "d_model": "model.n_embd",
+        "device_batch_size": "train.micro_batch_size",
+        "gpus": LAUNCHER,
+        "grad_accum": NANOGPT["gradient_accumulation_steps"],
+        "gradient_clip_val": "optim.grad_clip",
+        "iterations": "train.max_steps",
+        "iters": "train.max_steps",
+        "local_batch_size": "train.micro_batch_size",
+        "log_freq": "log.every",
+        "matrix_lr": "set optim.name to muon, and optim.muon_lr",
+        "max_epochs": EPOCHS,
+        "max_seq_len": "model.block_size",
+        "nproc_per_node": LAUNCHER,
+        "out": "out_dir",
+        "output": "out_dir",
+        "num_gpus": LAUNCHER,
+        "num_processes": LAUNCHER,
+        "run": NANOGPT["wandb_run_name"],
+        "save_every": "checkpoint.every",
+        "seq_len": "model.block_size",
+        "seq_length": "model.block_size",
+        "steps": "train.max_steps",
+        "unembedding_lr": "optim.head_lr",
     }
 )
 
@@ -346,5 +425,54 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
 )
 
 FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
-    {**SECTIONS, **LITGPT, **HF_TRAINER, **LLM_C, **NANOGPT}
+    {**SECTIONS, **WORDS, **HF_MODEL, **LITGPT, **HF_TRAINER, **LLM_C, **NANOGPT}
+)
+
+# Words that users try as an option of a command -> options of ours; a command advises those that
+# it has.
+COMMAND_OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "ckpt": ("checkpoint",),
+        "column": ("text_field",),
+        "cost": ("price",),
+        "dest": ("out", "to", "repo"),
+        "devices": ("gpus", "processes"),
+        "do_sample": ("temperature",),
+        "eval_iters": ("tokens",),
+        "force": ("overwrite",),
+        "format": ("gguf", "source"),
+        "gpu_memory": ("memory_gb",),
+        "gpus": ("processes",),
+        "greedy": ("temperature",),
+        "hub_model_id": ("repo",),
+        "input": ("path",),
+        "iters": ("steps",),
+        "jobs": ("workers",),
+        "length": ("max_new_tokens",),
+        "limit": ("tasks_limit", "hellaswag_limit"),
+        "max_length": ("max_new_tokens",),
+        "max_samples": ("tokens",),
+        "n": ("num", "steps"),
+        "nproc_per_node": ("gpus", "processes"),
+        "num_gpus": ("gpus", "processes"),
+        "num_proc": ("workers",),
+        "num_processes": ("gpus", "processes"),
+        "out": ("to",),
+        "out_dir": ("out", "to"),
+        "output": ("out", "to"),
+        "output_dir": ("out", "to"),
+        "output_path": ("out", "to"),
+        "outtype": ("dtype",),
+        "precision": ("dtype",),
+        "procs": ("processes",),
+        "shard_size": ("shard_tokens",),
+        "start": ("prompt",),
+        "step": ("checkpoint", "steps"),
+        "test_size": ("val_fraction",),
+        "text_column": ("text_field",),
+        "text_key": ("text_field",),
+        "to": ("out", "repo"),
+        "tps": ("tokens_per_second",),
+        "val_split": ("val_fraction",),
+    }
 )

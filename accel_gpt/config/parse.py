@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.foreign_names import FOREIGN_NAMES
+from accel_gpt.config.foreign_names import COMMAND_OPTIONS, FOREIGN_NAMES
 from accel_gpt.config.help import format_help
 from accel_gpt.config.options import all_options, field_types, own_options
-from accel_gpt.config.shipped import resolve_config
+from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.config.values import (
     build,
     is_config_of_run,
@@ -47,6 +47,14 @@ KEYS_OF_TEXT = (
     "data.prepare.separator",
 )
 COMMAND_WORDS = ("help-all", "dump_config")  # of accel-gpt train, beside the keys
+TRAIN_ON = "accel-gpt train quickstart --out_dir runs/mine"
+NULLS = ("null", "Null", "NULL", "~", "None", "none")  # of YAML and Python
+# of YAML 1.1, in small letters
+BOOLEANS = types.MappingProxyType(
+    {"yes": True, "y": True, "on": True, "no": False, "n": False, "off": False}
+)
+OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?")
+NEAR_KEY = 0.76  # least similarity of a key that is advised; optim.eps is nearly so like `steps`
 NEAR = 0.74  # least similarity of an option that is advised; gpuz is as near to gpus as this
 SCHEME = r"[A-Za-z][\w+.-]*://"
 # user:password@ in any URL, and user@ in a web address, where the user is an access token
@@ -72,7 +80,7 @@ def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
         path = words.pop(0)
     check_utf8("CONFIG", path)
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential="--help-all" not in words)
-    require(bool(path), f"no config file given; try {prog} quickstart")
+    require(bool(path), f"no config file given; {advice_without_config(words, prog)}")
     given = read_values(Config, str(resolve_config(path)), words)
     options = dict(read_options(Config, words))
     if options.get("model.depth") is not None:
@@ -80,6 +88,16 @@ def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
             if one.size and key not in options:
                 given.pop(key, None)
     return given
+
+
+def advice_without_config(words: Sequence[str], prog: str) -> str:
+    """Return advice for a command line whose first word is no config."""
+    command = prog if prog.startswith("accel-gpt") else "accel-gpt train"
+    for word in words:
+        name = word.rpartition("=")[2]
+        if name.endswith((".yaml", ".yml")) or name in shipped_configs():
+            return f"it is the first argument, without --config: {command} {name}"
+    return f"try {command} quickstart"
 
 
 def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
@@ -108,10 +126,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     run that was moved, its paths are updated.
     """
     content = read_yaml(path)
-    require(
-        isinstance(content, dict),
-        f"{path} holds no keys; write lines such as `out_dir: runs/mine`",
-    )
+    advice = "write lines such as `out_dir: runs/mine`"
+    if not path.endswith((".yaml", ".yml")):
+        advice = f"if it is a text, use accel-gpt train quickstart --data.text {shlex.quote(path)}"
+    require(isinstance(content, dict), f"{path} holds no keys; {advice}")
     if cls is Config and is_config_of_run(path):
         content = relocate(content, str(Path(path).parent))
     values = dict(flatten(cls, content, f"in {path}"))
@@ -180,13 +198,23 @@ def read_yaml(path: str) -> Any:
         if isinstance(error, FileNotFoundError):
             reason = "does not exist"
         elif isinstance(error, IsADirectoryError):
-            reason = f"is a folder; if it is a run, give {path.rstrip('/')}/config.yaml"
+            reason = f"is a folder; {advice_on_folder(Path(path))}"
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
 
 
-# --------------------------------------------------------------------------- runs that moved
+def advice_on_folder(path: Path) -> str:
+    """Return what to give in place of a folder that is no config."""
+    name = shlex.quote(str(path))
+    if (path / "config.yaml").is_file():
+        return f"to resume its run, give {path / 'config.yaml'}"
+    if (path / "dataset.json").is_file():
+        return f"to train on its tokens, use {TRAIN_ON} --data.train {name}"
+    return (
+        "give a YAML file, or a name such as quickstart; to train on the text in a folder, use "
+        f"{TRAIN_ON} --data.text {name}"
+    )
 
 
 # --------------------------------------------------------------------------- keys
@@ -217,12 +245,11 @@ def advice_on_key(cls: type, key: str) -> str:
     """
     known = leaves(cls)
     last = key.rpartition(".")[2]
-    answer = answer_of_names(cls, last)
+    answer = answer_of_names(cls, key) or answer_of_names(cls, last)
     if answer:
         return answer
     if key in sections(cls):
-        example = next(name for name in known if name.startswith(f"{key}."))
-        return f"{key} is a section: set one of its keys, such as {example}"
+        return f"{key} is a section: set one of its keys, such as {first_key(cls, key)}"
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
@@ -230,7 +257,7 @@ def advice_on_key(cls: type, key: str) -> str:
     names |= {name: name for name in (*known, *sections(cls))}
     if cls is Config:
         names |= {word.replace("-", "_"): f"--{word}" for word in COMMAND_WORDS}
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=NEAR_KEY)
     if near:
         return f"did you mean {names[near[0]]}?"
     foreign = [name for name in FOREIGN_NAMES if answer_of_names(cls, name)]
@@ -253,23 +280,39 @@ def check_option(cls: type, key: str, takes_keys: bool) -> Any:
     keys = leaves(Config) if takes_keys else {}
     if key in known or key in keys:
         return known.get(key, keys.get(key))
+    raise UserError(f"unknown option --{key}; {advice_on_option(cls, key, takes_keys)}")
+
+
+def advice_on_option(cls: type, key: str, takes_keys: bool) -> str:
+    """Return advice on what to use instead of an unknown option of a command."""
+    keys = leaves(Config)
     near = near_options(cls, key)
-    advice = f"accel-gpt {getattr(cls, 'name', '')} --help shows all options"
-    if takes_keys and (not near or any(name.endswith(f".{key}") for name in keys)):
-        advice = advice_on_key(Config, key)
-    elif near:
-        advice = f"did you mean {' or '.join(near)}?"
-    raise UserError(f"unknown option --{key}; {advice}")
+    is_part_of_key = any(name.endswith(f".{key}") for name in keys)
+    if takes_keys and (is_part_of_key or (FOREIGN_NAMES.get(key) in keys and not near)):
+        return advice_on_key(Config, key)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    owners = ["train"] if key in keys else getattr(cls, "commands_with", list)(key)
+    if owners:
+        return f"it is an option of accel-gpt {' and of accel-gpt '.join(owners)}"
+    if takes_keys:
+        return advice_on_key(Config, key)
+    return f"accel-gpt {getattr(cls, 'name', '')} --help shows all options"
 
 
 def near_options(cls: type, key: str) -> list[str]:
-    """Return the options of a command that are most like `key`, at most two."""
+    """Return the options of a command that `key` may mean, at most two."""
+    options = {name.removesuffix("_"): one for name, one in own_options(cls).items()}
+    names = [name for name, one in options.items() if not one.positional]
+    last = key.rpartition(".")[2]
+    meant = [name for name in (last, *COMMAND_OPTIONS.get(last, ())) if name in names]
+    if meant:
+        return [f"--{name}" for name in meant[:2]]
     near: list[tuple[float, str]] = []
-    for name, one in own_options(cls).items():
-        name = name.removesuffix("_")
+    for name in names:
         ratio = difflib.SequenceMatcher(None, key, name).ratio()
         is_part = name.startswith(key) or (len(name) > 2 and key.startswith(name))
-        if not one.positional and (ratio >= NEAR or is_part):
+        if ratio >= NEAR or is_part:
             near.append((-ratio, f"--{name}"))
     return [name for _, name in sorted(near)[:2]]
 
@@ -285,9 +328,16 @@ def shown(cls: type, key: str) -> str:
 def answer_of_names(cls: type, name: str) -> str:
     """Return advice on an option of another trainer; "" if the tables do not have it."""
     answer = FOREIGN_NAMES.get(name, "")
-    if answer in leaves(cls) or answer in sections(cls):
+    if answer in leaves(cls):
         return f"did you mean {answer}?"
+    if answer in sections(cls):
+        return f"did you mean {answer}, a section with keys such as {first_key(cls, answer)}?"
     return answer if cls is Config else ""
+
+
+def first_key(cls: type, section: str) -> str:
+    """Return the first key of a section, as an example."""
+    return next(name for name in leaves(cls) if name.startswith(f"{section}."))
 
 
 def flatten(
@@ -323,8 +373,9 @@ def read_options(
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
+            is_path = bool(positional) and not re.fullmatch("-[A-Za-z].*", word)
             advice = answer_of_names(cls, word) or "options are written --key value"
-            require(bool(positional), f"unexpected argument {word!r}; {advice}")
+            require(is_path, f"unexpected argument {word!r}; {advice}")
             key = positional[0]
             if get_origin(known[key]) is tuple:
                 several.append(word)
@@ -345,9 +396,16 @@ def read_options(
         if not equals and is_flag:
             text = "true"
         elif not equals:
-            require(bool(words), f"--{key} needs a value: {describe_type(hint)}")
+            is_missing = not words or OPTION.fullmatch(words[0])
+            require(not is_missing, f"--{key} needs a value: {describe_type(hint)}")
             text = words.pop(0)
         name = shown(cls, key)
+        is_argument = key in own_options(cls) and own_options(cls)[key].positional
+        require(
+            not is_argument,
+            f"unknown option --{key}; {name} is an argument without a name: "
+            f"accel-gpt {getattr(cls, 'name', '')} {text}",
+        )
         value = convert(name, parse_text(name, text, hint), hint)
         if get_origin(hint) is tuple:
             value = repeated[key] = repeated.get(key, ()) + value
@@ -357,10 +415,15 @@ def read_options(
         yield key, convert(shown(cls, key), several, known[key])
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
-    advice = "see --help"
-    if "config" in missing:
-        advice = f"try accel-gpt {getattr(cls, 'name', '')} quickstart"
+    example = "quickstart" if "config" in missing else newest_run()
+    advice = f"try accel-gpt {getattr(cls, 'name', '')} {example}"
     require(not missing, f"{' and '.join(missing).upper()} missing; {advice}")
+
+
+def newest_run() -> str:
+    """Return the newest run in the folder `runs`, as an example; runs/quickstart if it has none."""
+    runs = {path.stat().st_mtime: path.parent for path in Path("runs").glob("*/run.json")}
+    return shlex.quote(str(runs[max(runs)])) if runs else "runs/quickstart"
 
 
 def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: bool = False) -> None:
@@ -410,14 +473,15 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     for text in texts_in(value):
         check_string(key, text)
     or_null = type(None) in get_args(hint)
-    if or_null and value in (None, "null", "None", "none"):
+    is_null = isinstance(value, str) and value in NULLS
+    if or_null and (value is None or is_null):
         return None
     # a prompt may be this word, but no path or name of a config
     may_be_word = str in (hint, *get_args(hint)) and (
         key.startswith("--") or get_origin(hint) is tuple
     )
     require(
-        value not in ("None", "null") or may_be_word,
+        not is_null or value == "none" or may_be_word,
         f"{key} is {value}, but it cannot be null; expected {describe_type(hint)}",
     )
     if isinstance(value, list) and value and section_in(hint):
@@ -470,6 +534,8 @@ def prepared(value: Any, hint: Any) -> Any:
         return None  # an empty mapping or an empty text in it: no option takes it
     if value == [] and section_in(hint):
         return None
+    if bool in options and isinstance(value, str):
+        return BOOLEANS.get(value.lower(), value)
     # YAML 1.1 reads an unquoted no as false; fp32 is Accelerate's no
     if "no" in choices and (value is False or value == "fp32"):
         return "no"

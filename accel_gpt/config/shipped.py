@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from accel_gpt.errors import UserError
-from accel_gpt.files import write_file
+from accel_gpt.files import nearest_folder, write_file
 
 
 def shipped_folder() -> Path:
@@ -35,7 +35,9 @@ def resolve_config(word: str, folder: str = "") -> Path:
         return path
     if name in shipped:
         return shipped[name]
-    nearby = {other.stem: str(other) for other in path.parent.glob("*.yaml")}
+    nearest = nearest_folder(path.parent, (path.name,)) if path.parent != Path() else None
+    nearby = {other.stem: str(other) for other in Path().glob("*.yaml")}
+    nearby |= {other.stem: str(other) for other in Path(nearest or path.parent).glob("*.yaml")}
     known = dict(zip(shipped, shipped, strict=True)) | nearby
     near = [known[stem] for stem in difflib.get_close_matches(path.stem, known, cutoff=0.5)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"try one of {', '.join(shipped)}"

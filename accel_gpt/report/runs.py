@@ -8,7 +8,12 @@ from pathlib import Path
 from accel_gpt.errors import UserError
 from accel_gpt.files import describe_path
 from accel_gpt.report.curves import Metrics, read_metrics
-from accel_gpt.training.run_folder import RunFolder, advice_on_missing, is_number
+from accel_gpt.training.run_folder import (
+    RunFolder,
+    advice_on_missing,
+    advice_on_other,
+    is_number,
+)
 
 
 class NamedRun(RunFolder):
@@ -76,9 +81,9 @@ def open_runs(folders: Sequence[str]) -> list[NamedRun]:
             advice = advice_on_missing(path, "give the out_dir of a run")
             raise UserError(f"{path} {describe_path(path)}; {advice}")
         if not any((path / name).is_file() for name in ("metrics.jsonl", "run.json")):
+            advice = advice_on_other(path, "give the out_dir of a run")
             raise UserError(
-                f"{path} is not a run: it has neither metrics.jsonl nor run.json; "
-                "give the out_dir of a run"
+                f"{path} is not a run: it has neither metrics.jsonl nor run.json; {advice}"
             )
     return [NamedRun(path, name) for path, name in zip(paths, unique_names(paths), strict=True)]
 

@@ -86,9 +86,11 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     step = int(wanted) if re.fullmatch("[0-9]{1,18}", wanted) else -1
     if step not in found:
         names = {folder.name: str(one) for one, folder in found.items()}
+        names |= {f"step_{one}": str(one) for one in found}
         if which != "best":
-            names |= {"last": "last", "best": "best"}
-        near = difflib.get_close_matches(which, names, n=1)
+            names |= dict.fromkeys(("last", "latest", "newest", "final"), "last")
+            names["best"] = "best"
+        near = difflib.get_close_matches(which.lower(), names, n=1)
         advice = f"did you mean {names[near[0]]}?" if near else ""
         steps = ", ".join(map(str, found))
         raise UserError(

@@ -50,7 +50,19 @@ class RunFile:
 def advice_on_missing(path: str | Path, otherwise: str) -> str:
     """Return the end of the error for a missing run, checkpoint or model: the nearest, if any."""
     near = nearest_folder(path, RUN_MARKS)
-    return f"did you mean {near}?" if near else otherwise
+    return f"did you mean {near}?" if near else advice_on_other(Path(path), otherwise)
+
+
+def advice_on_other(path: Path, otherwise: str) -> str:
+    """Return the end of the error for a `path` that is no run: the run around it, or one in it.
+
+    If it holds several runs, names the newest.
+    """
+    for parent in path.parents:
+        if (parent / "run.json").is_file():
+            return f"give the folder of its run, {parent}"
+    runs = sorted(path.glob("*/run.json"), key=lambda file: file.stat().st_mtime)
+    return f"did you mean {runs[-1].parent}?" if runs else otherwise
 
 
 class RunFolder:

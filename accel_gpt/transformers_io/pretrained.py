@@ -21,11 +21,16 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import is_local
+from accel_gpt.files import is_local, nearest_folder
 from accel_gpt.json_files import read_json_object
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
-from accel_gpt.training.run_folder import RunFolder, advice_on_missing
+from accel_gpt.training.run_folder import (
+    RUN_MARKS,
+    RunFolder,
+    advice_on_missing,
+    advice_on_other,
+)
 from accel_gpt.transformers_io.hf_config import read_hf_config
 
 SMALL_FILES = ("config.json", *HUB_FILES)
@@ -89,7 +94,11 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     if name.startswith(SCHEME) or not folder.exists():
         if is_local(name):
             raise no_such_folder(name)
-        folder = download_repo(name, *SMALL_FILES)
+        try:
+            folder = download_repo(name, *SMALL_FILES)
+        except UserError as error:
+            near = nearest_folder(name, RUN_MARKS)
+            raise type(error)(f"{error}{f'; did you mean {near}?' if near else ''}") from None
         require(
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",
@@ -133,11 +142,14 @@ def not_a_model(name: str, path: Path) -> UserError:
             "transformers and give that folder; docs/how-to/from-nanogpt.md shows it for nanoGPT"
         )
     if path.is_file():
-        return UserError(f"{name} is a file; give the folder of a run or of a model")
-    return UserError(
+        advice = advice_on_other(path, "give the folder of a run or of a model")
+        return UserError(f"{name} is a file; {advice}")
+    problem = (
         f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
         "nor config.json"
     )
+    advice = advice_on_other(path, "")
+    return UserError(f"{problem}; {advice}" if advice else problem)
 
 
 def no_such_folder(name: str) -> UserError:

@@ -26,6 +26,7 @@ from accel_gpt import cli
 from accel_gpt.commands import train as command
 from accel_gpt.commands.options import COMMANDS
 from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.parse import read_given
 from accel_gpt.config.values import to_plain
 from tests.conftest import text_of
 from tests.helpers.hermetic import kept_settings
@@ -120,7 +121,7 @@ def kind_of(key: str) -> str:
     found = []
     for value in ("[[1.5]]", "null"):
         try:
-            accepted = resolved("empty.yaml", f"--{key}={value}")[key]
+            accepted = read_given(["empty.yaml", f"--{key}={value}"], "")[key]
             found.append("null" if accepted is None else "text")
         except ValueError as error:
             expected = str(error).partition("; ")[2].removeprefix("expected ")

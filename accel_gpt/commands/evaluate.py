@@ -200,6 +200,11 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
     if options.tokens != "run":
         evals = replace(evals, tokens=options.tokens, whole_at_end=False)
     evals = replace(evals, hellaswag=options.hellaswag or evals.hellaswag)
+    require(
+        options.hellaswag_limit is None or evals.hellaswag is not None,
+        f"--hellaswag_limit is {options.hellaswag_limit}, but the questions are not named; give "
+        "--hellaswag, or leave --hellaswag_limit out",
+    )
     batch_size = options.batch_size or (config.train.micro_batch_size if run else BATCH_SIZE)
     if batch_size == "auto":
         batch_size = BATCH_SIZE

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from accel_gpt.config.options import Section, internal, option
+from accel_gpt.config.options import Section, internal, option, own_options
 from accel_gpt.errors import require
 
 SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "dataset"]
@@ -29,11 +29,13 @@ class PrepareConfig(
         "File, folder, glob or http(s) URL. Used by text, jsonl, parquet and auto. Text and JSON "
         "lines may end in .gz or .zst.",
         published="name",
+        used_with=("source", ("text", "jsonl", "parquet", "auto", None)),
     )
     dataset: str | None = option(
         None,
         "Id of a Hub dataset, used by source dataset. It is streamed, not downloaded as a whole.",
         published="name",
+        used_with=("source", ("dataset", None)),
     )
     dataset_config: str | None = option(
         None,
@@ -99,23 +101,24 @@ class PrepareConfig(
         made = self.tokenizer == "bpe" or self.tokenizer.endswith(".json")  # maybe not made yet
         if self.vocab_size != self.unset("vocab_size") and not made:
             self.require_use("vocab_size", "tokenizer", ("bpe",))
-        if self.source == "stdlib":
-            require(
-                not (self.path or self.dataset),
-                f"data.prepare.source is stdlib, but {self.path or self.dataset} is given as well; "
-                "set data.prepare.source to text, jsonl, parquet or dataset",
-            )
-        elif self.source == "dataset":
+        if self.source == "dataset":
             require(
                 bool(self.dataset),
                 "data.prepare.source is dataset but data.prepare.dataset is empty; give a Hub id",
             )
-        elif self.source is not None:
+        elif self.source not in (None, "stdlib"):
             require(
                 bool(self.path),
                 f"data.prepare.source is {self.source} but data.prepare.path is empty; give a "
                 "file, a folder or a glob",
             )
+
+    def check_unused(self) -> None:
+        """Raise `UserError` if an option is set but no source, so that nothing is prepared."""
+        for name, one in own_options(PrepareConfig).items():
+            if name != "source" and getattr(self, name) != self.unset(name):
+                values = one.used_with[1] if one.used_with else get_args(SourceKind)
+                self.require_use(name, "source", [value for value in values if value])
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,8 @@ class DataConfig(Section, prefix="data.", published=True):
                 bool(re.fullmatch(r"[A-Za-z0-9_-]+", name)),
                 f"data.val has the name {name!r}; use letters, digits, - and _",
             )
+        if self.prepare.source is None:
+            self.prepare.check_unused()
 
     @property
     def folder(self) -> str | None:

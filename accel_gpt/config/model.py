@@ -208,6 +208,11 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
             f"a head has {self.head_size} channels, but model.position rope needs an even number; "
             "set model.head_dim or model.n_embd",
         )
+        require(
+            self.rope_scaling == "none" or self.rope_factor != 1,
+            f"model.rope_scaling is {self.rope_scaling}, but model.rope_factor is 1, so no "
+            "position is scaled; set model.rope_factor above 1, or model.rope_scaling to none",
+        )
 
     def unset(self, name: str) -> Any:
         """Return the value of an option that is not set: the preset's, else the default."""

@@ -38,7 +38,6 @@ T = TypeVar("T")
 PREPARE = "data.prepare."
 # that describe the text of a config, not what is made of it
 KEYS_OF_TEXT = (
-    "data.train",
     "data.prepare.path",
     "data.prepare.dataset",
     "data.prepare.dataset_config",
@@ -46,6 +45,7 @@ KEYS_OF_TEXT = (
     "data.prepare.text_field",
     "data.prepare.separator",
 )
+TEXTS = ("data.text", "data.prepare.path", "data.prepare.dataset")
 COMMAND_WORDS = ("help-all", "dump_config")  # of accel-gpt train, beside the keys
 TRAIN_ON = "accel-gpt train quickstart --out_dir runs/mine"
 NULLS = ("null", "Null", "NULL", "~", "None", "none")  # of YAML and Python
@@ -122,8 +122,8 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
     replaces all keys of the group in the file. If an option sets data.train, the file's data.text
     is dropped, and its data.prepare too, unless an option sets one of its keys. If an option sets
-    data.text, what the file says of another text is dropped. If the file is the config.yaml of a
-    run that was moved, its paths are updated.
+    data.text, or the path or dataset of data.prepare, what the file says of another text is
+    dropped. If the file is the config.yaml of a run that was moved, its paths are updated.
     """
     content = read_yaml(path)
     advice = "write lines such as `out_dir: runs/mine`"
@@ -144,6 +144,8 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
             if key == "data.text" or (key.startswith(PREPARE) and not keeps_prepare):
                 del values[key]
     if options.get("data.text") is not None:
+        values.pop("data.train", None)
+    if any(options.get(key) is not None for key in TEXTS):
         for key in KEYS_OF_TEXT:
             values.pop(key, None)
     values |= options

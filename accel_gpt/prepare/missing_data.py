@@ -69,12 +69,6 @@ def is_missing(data: DataConfig) -> bool:
     folder = Path(str(data.folder))
     is_remote = is_url(str(data.folder))
     if data.prepare.source is None:
-        text = data.prepare.path or data.prepare.dataset
-        require(
-            not (text and data.folder) or is_remote or folder.exists(),
-            f"data.train {data.folder} does not exist, and data.prepare.source is not set for "
-            f"{text}; set it to text, jsonl, parquet or dataset",
-        )
         for source in train_paths(data):
             if not is_url(source.path):
                 check_folder(Path(source.path))

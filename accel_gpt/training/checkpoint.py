@@ -73,6 +73,7 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     checkpoint.
     """
     if is_checkpoint(path):
+        require_no_choice(path, which)
         return path
     run = RunFolder(path)
     found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
@@ -97,6 +98,15 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
             f"{path} has no checkpoint {which!r}; {advice or f'choose last or one of {steps}'}"
         )
     return found[step]
+
+
+def require_no_choice(path: str | Path, which: str) -> None:
+    """Raise `UserError` if a checkpoint is chosen in a model that is not a run."""
+    require(
+        which == "last",
+        f"--checkpoint is {which}, but {path} is not the folder of a run, whose checkpoints it "
+        "chooses from; leave --checkpoint out, or name the run",
+    )
 
 
 # --------------------------------------------------------------------------- verify

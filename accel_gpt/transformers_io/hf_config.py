@@ -219,6 +219,7 @@ def read_rope(settings: RopeSettings, name: str, preset: str) -> dict[str, Any]:
     require_one_of(name, "attention_factor", rope.attention_factor, None)
     for key, value in ROPE_FIXED.get(rope.rope_type, {}).items():
         require_one_of(name, key, getattr(rope, key), None, value)
+    kind = "default" if rope.factor == 1 else rope.rope_type  # a factor of 1 scales nothing
     head_dim = settings.head_dim
     if head_dim and head_dim * settings.num_attention_heads == settings.hidden_size:
         head_dim = None  # as n_embd / n_head
@@ -226,11 +227,11 @@ def read_rope(settings: RopeSettings, name: str, preset: str) -> dict[str, Any]:
         "bias": settings.attention_bias,
         "head_dim": head_dim,
         "logit_softcap": settings.final_logit_softcapping,
-        "rope_scaling": "none" if rope.rope_type == "default" else rope.rope_type,
+        "rope_scaling": "none" if kind == "default" else kind,
     }
     if settings.sliding_window:  # within the window, attention is full attention
         fields["block_size"] = min(settings.max_position_embeddings, settings.sliding_window)
-    for ours, theirs in ROPE_TYPES[rope.rope_type]:
+    for ours, theirs in ROPE_TYPES[kind]:
         value = getattr(rope, theirs)
         if value is not None:
             fields[ours] = value if ours == "rope_original_block_size" else float(value)

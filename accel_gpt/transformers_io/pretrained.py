@@ -24,7 +24,12 @@ from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import is_local, nearest_folder
 from accel_gpt.json_files import read_json_object
 from accel_gpt.meeting import on_main_before_join
-from accel_gpt.training.checkpoint import find_checkpoint, is_checkpoint, read_shape
+from accel_gpt.training.checkpoint import (
+    find_checkpoint,
+    is_checkpoint,
+    read_shape,
+    require_no_choice,
+)
 from accel_gpt.training.run_folder import (
     RUN_MARKS,
     RunFolder,
@@ -103,11 +108,13 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",
         )
+        require_no_choice(name, checkpoint)
         return Pretrained(name, folder, is_checkpoint=False, on_hub=True)
     if not folder.is_dir():
         raise not_a_model(name, folder)
     is_run = any(map(is_checkpoint, RunFolder(folder).checkpoints.values()))
     if (folder / "config.json").is_file() and not is_run:
+        require_no_choice(name, checkpoint)
         return Pretrained(name, folder, is_checkpoint=False)
     if not (is_checkpoint(folder) or (folder / "checkpoints").is_dir()):
         raise not_a_model(name, folder)
@@ -178,7 +185,7 @@ def check_initial_tokenizer(config: Config) -> None:
             return  # `inherit` set data.tokenizer, which is compared when the data is opened
         owner = f"data folder {folder}"
         tokenizer = load_tokenizer(folder)
-    elif prepare.source in (None, "shards"):
+    elif prepare.source is None:
         return
     elif prepare.tokenizer in MADE_FROM_TEXT:
         raise UserError(
@@ -237,18 +244,20 @@ def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
 def read_inherited(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of `inherit`, on one rank."""
     name = given["model.init_from"]
+    prepares = given.get("data.prepare.source") is not None
+    tokenizer_keys = TOKENIZER_KEYS if prepares else TOKENIZER_KEYS[:1]
     run = RunFolder(given.get("out_dir", Config.out_dir))
     if run.checkpoints and run.config.get("model.init_from") == name:
         # the run resumes even if the model that it started from cannot be read
         return {
             key: value
             for key, value in run.config.items()
-            if (key.startswith("model.") or key in TOKENIZER_KEYS) and given.get(key) is None
+            if (key.startswith("model.") or key in tokenizer_keys) and given.get(key) is None
         }
     pretrained = find_pretrained(name)
     inherited = inherit_shape(name, pretrained.shape(), given)
     if pretrained.tokenizer:
-        for key in TOKENIZER_KEYS:
+        for key in tokenizer_keys:
             if given.get(key) is None:
                 inherited[key] = str(pretrained.tokenizer)
     return inherited

@@ -271,7 +271,7 @@ def test_no_token_is_added_to_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("gpt2", {"mlp": "gelu_erf"}, "model.mlp is gelu_erf"),
         ("fast", {"logit_softcap": 15.0}, "model.logit_softcap is 15.0"),
-        ("qwen3", {"rope_scaling": "llama3"}, "model.rope_scaling is llama3"),
+        ("qwen3", {"rope_scaling": "llama3", "rope_factor": 2.0}, "model.rope_scaling is llama3"),
     ],
 )
 def test_a_shape_that_llama_cpp_lacks(name: str, changes: dict[str, Any], named: str) -> None:

@@ -84,7 +84,8 @@ def test_a_run_starts_from_a_folder_of_transformers_and_crops_its_block(
 
 def test_what_is_not_set_comes_with_the_weights(folder: Path) -> None:
     given = {"model.init_from": str(folder), "model.dropout": 0.2, "out_dir": str(folder / "run")}
-    brought = inherit(given)
+    assert "data.prepare.tokenizer" not in inherit(given)  # nothing is prepared
+    brought = inherit(given | {"data.prepare.source": "text"})
     assert brought["model.n_layer"] == 2
     assert brought["model.vocab_size"] == 257
     assert brought["data.prepare.tokenizer"] == str(folder / "tokenizer.json")

@@ -10,23 +10,35 @@ No token of the kinds bytes, chars, bpe and gpt2 contains any of these pairs:
 The characters in `CUT` are letters and punctuation in every version of Unicode.
 
 Any other tokenizer.json is asked: a place is a cut if the text around it has the same tokens with
-and without the cut. If no place passes, the text stays whole, and memory grows with its length.
+and without the cut. Such places are beside white space and punctuation. If no place passes, the
+text stays whole, and memory grows with its length.
 """
 
-import json
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.errors import DataError
 
 LINE = re.compile(r"\S(?=\n\S)")
 CUT = re.compile(
     r"\S(?=[\n ]\S)|[A-Za-zぁ-ゖァ-ヺ一-龥](?=[\u3000-\u3002\uff01\uff0c\uff1a\uff1b\uff1f]|\s\s)"
 )
-SPACE = re.compile(r"\S(?= \S)")
+# Places that `CutsByEncoding` tries: before a single line end or space, before and after other
+# white space, and between a letter and punctuation
+PLACES = (
+    LINE,
+    re.compile(r"\S(?= \S)"),
+    re.compile(r"\S(?=\s)"),
+    re.compile(r"\s(?=\S)"),
+    re.compile(r"\w(?=[^\w\s])|[^\w\s](?=\w)"),
+)
 TRIES = 16  # places at which `CutsByEncoding` tries to cut, in `size` characters
 CONTEXT = 1000  # characters that `CutsByEncoding` encodes on each side of a place; assumption
+LEADS = ("", "\n", ".")  # texts that `lead_of` tries
+BEGINNINGS = (" b", "\nb", "\n\nb", ",b", "\tb", "中")  # of the pieces that `lead_of` tries
 
 # Return the end of the piece of a text that begins at a place and has about a size; 0: no such end
 FindCut = Callable[[str, int, int], int]
@@ -53,11 +65,11 @@ def cut_finder(tokenizer: Tokenizer) -> FindCut:
 
 
 class CutsByEncoding:
-    """Find cuts for a tokenizer.json before a line end or a space, by encoding the text around."""
+    """Find cuts for a tokenizer.json at one of `PLACES`, by encoding the text around."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.prepends = prepends_space(tokenizer)
+        self.lead = lead_of(tokenizer)
 
     def find(self, text: str, start: int, size: int) -> int:
         """Return the end of the piece that begins at `start`; 0 if `text` has no place to cut.
@@ -66,7 +78,7 @@ class CutsByEncoding:
         """
         step = max(200, size // TRIES)
         for first in range(start + size - 1, len(text) - step - CONTEXT, step):
-            for pattern in (LINE, SPACE):
+            for pattern in PLACES:
                 if found := pattern.search(text, first, first + step):
                     cut = found.end()
                     left = text[max(start, cut - CONTEXT) : cut]
@@ -76,22 +88,33 @@ class CutsByEncoding:
 
     def keeps_ids(self, left: str, right: str) -> bool:
         """Return whether `left` and `right` have the same tokens apart as joined."""
-        after = continuation(right) if self.prepends else right
-        ids = [self.tokenizer.encode(text) for text in (left, after, left + right)]
-        return ids[0] + ids[1] == ids[2]
+        apart = self.tokenizer.encode(left) + encode_after(self.tokenizer, self.lead, right)
+        return apart == self.tokenizer.encode(left + right)
 
 
-def prepends_space(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer adds a space before a text, even if the text begins with one."""
+def lead_of(tokenizer: Tokenizer) -> str:
+    """Return the lead after which a tokenizer reads the later pieces of a text.
+
+    Without a lead, many tokenizers would add a space to a piece or strip it, as at the beginning of
+    a text. The lead is the one of `LEADS` that suits most beginnings of a piece.
+    """
     if tokenizer.kind != "hf":
-        return False
-    content = json.loads(tokenizer.file_text)
-    return '"Prepend"' in json.dumps(content.get("normalizer"))
+        return ""
+
+    def suits(lead: str) -> int:
+        count = 0
+        for piece in BEGINNINGS:
+            with contextlib.suppress(DataError):  # there is no token for the text
+                ids = tokenizer.encode("b") + encode_after(tokenizer, lead, piece)
+                count += ids == tokenizer.encode(f"b{piece}")
+        return count
+
+    return max(LEADS, key=suits)
 
 
-def continuation(text: str) -> str:
-    """Leave out the space at the start of a piece, for a tokenizer that prepends one."""
-    return text.removeprefix(" ")
+def encode_after(tokenizer: Tokenizer, lead: str, piece: str) -> list[int]:
+    """Encode a piece after `lead`, whose tokens are left out."""
+    return tokenizer.encode(lead + piece)[len(tokenizer.encode(lead)) :]
 
 
 def pieces(chunks: Iterable[str], size: int, find_cut: FindCut = find_cut) -> Iterator[str]:

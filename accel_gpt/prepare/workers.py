@@ -22,7 +22,7 @@ from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, Piece
 from accel_gpt.prepare.lost_text import LostText, find_lost_text
-from accel_gpt.prepare.pieces import continuation, prepends_space
+from accel_gpt.prepare.pieces import lead_of
 
 # Overhead of a piece between processes, in characters. Assumption: with it, a batch of one-letter
 # documents holds 10,000 pieces instead of a million.
@@ -137,10 +137,12 @@ def encode_batch(
 
 def encode_pieces(tokenizer: Tokenizer, texts: list[tuple[str, bool, bool]]) -> list[Tokens]:
     """Encode each (text, begins a document, ends a document), with end-of-text at its end."""
-    prepends = prepends_space(tokenizer)
-    encoded = tokenizer.encode_batch(
-        [continuation(text) if prepends and not first else text for text, first, _ in texts]
-    )
+    lead = lead_of(tokenizer)
+    skipped = len(tokenizer.encode(lead))
+    encoded = tokenizer.encode_batch([text if first else lead + text for text, first, _ in texts])
+    for number, (_, first, _) in enumerate(texts):
+        if not first:
+            encoded[number] = encoded[number][skipped:]
     if tokenizer.eot_id is None:
         return encoded
     end = np.array([tokenizer.eot_id], token_dtype(tokenizer.vocab_size))

@@ -154,6 +154,25 @@ def test_a_long_text_is_cut_into_pieces_that_do_not_depend_on_its_chunks(name: s
     assert max(map(len, found)) < 3 * 3000
 
 
+WITHOUT_SPACES = (
+    "\n".join(["cat", "mat", "12345", "don't"] * 600),
+    "\n\n".join("很好。".join(["中文的文字"] * 9) for _ in range(130)),
+    "\uff0c".join(["中文的文字", "ひらがな"] * 900),
+    "\n".join(["1,23,456,7,89", "cat,0.5,,mat"] * 350),
+    "\t".join(["cat", "sat", "on"] * 700),
+)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_long_text_without_spaces_is_cut_too(name: str) -> None:
+    tokenizer = loaded(MAKERS[name]())
+    for text in WITHOUT_SPACES:
+        found = list(pieces([text], 2000, cut_finder(tokenizer)))
+        ids = encode_pieces(tokenizer, [(part, i == 0, False) for i, part in enumerate(found)])
+        assert [token for one in ids for token in one.tolist()] == tokenizer.encode(text)
+        assert max(map(len, found)) < 3 * 2000
+
+
 ANY = "ab1.\n\n\r \t'\u3000" + "中文的。\uff0c\uff01" + "é²한ア😀" + "\u0301\x1c"
 
 

@@ -21,7 +21,7 @@ class PrepareConfig(
         None,
         "Kind of the text. null: nothing is prepared, so the data folder must exist. stdlib: the "
         "source code of Python's standard library. auto: the kind with the most bytes in path, by "
-        "file extension; an unknown extension counts as text.",
+        "file extension; an unknown extension counts as text. Tables (.csv, .tsv) are rejected.",
         essential=True,
     )
     path: str | None = option(
@@ -175,8 +175,8 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     dtype: Literal["uint16", "uint32"] | None = option(
         None,
-        "Type of the ids in files that do not say it: raw .bin files, and .ds files without "
-        "metadata. null: uint16 for nanoGPT's train.bin and val.bin; others must say it.",
+        "Type of the ids in files that do not say it: raw .bin and .npy files, and .ds files "
+        "without metadata. null: uint16 for nanoGPT's train.bin and val.bin; others must say it.",
         resume="free",
     )
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = option(

@@ -1,8 +1,9 @@
 """Read text from files of any size and from Hub data sets, in bounded memory.
 
-Text is UTF-8. Windows line ends (CR LF) become line feeds, and lone surrogates become U+FFFD. JSON
-lines, Parquet and data sets are read by row; the first row is number 0, and a null is an empty
-text. Invalid text raises `DataError` with the file, and the line, row or byte.
+Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. Windows line ends (CR LF) become line
+feeds, and lone surrogates become U+FFFD. JSON lines, Parquet and data sets are read by row; the
+first row is number 0, and a null is an empty text. Invalid text raises `DataError` with the file,
+and the line, row or byte.
 
 `datasets` streams data sets of the Hub, but does not read local files. With `datasets`, reading
 JSON lines or Parquet takes 220 to 520 MB per process instead of 35 to 110. It also reads the whole
@@ -23,15 +24,23 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.tokenizer import clean
-from accel_gpt.errors import AccelGPTError, DataError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 
 State = dict[str, Any]
 
 COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20  # bytes of a file read at once
+HEAD_BYTES = 8192  # bytes at the start of a file that tell whether it is text
 BATCH_ROWS = 64  # rows of Parquet decoded at once
 STATE_ROWS = 1000  # rows of a data set between two states; a resume repeats at most this many
 LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is an array, not a document
+# Byte order marks of other encodings than UTF-8; UTF-32's mark begins with UTF-16's
+MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 
 
 class Row(NamedTuple):
@@ -75,11 +84,66 @@ def decompress(raw: BinaryIO, name: str) -> BinaryIO:
     return raw
 
 
+@contextmanager
+def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
+    """Open a file of text so that it reads as UTF-8, whatever its byte order mark.
+
+    Raises `DataError` if there is a zero byte at its start, as in UTF-16 without a mark.
+    """
+    with open_file(path, source) as file:
+        start = cast(io.BufferedReader, file).peek(HEAD_BYTES)
+        encoding = encoding_of(start)
+        if encoding != "utf-8":
+            yield cast(BinaryIO, io.BufferedReader(Utf8Reader(file, encoding), CHUNK_BYTES))
+            return
+        zero = start.find(b"\0")
+        if zero >= 0:
+            order = "LE" if zero % 2 else "BE"  # Latin letters and line ends have a zero byte
+            raise DataError(
+                f"{path} is not UTF-8 text: it has a zero byte at offset {zero}; if it is UTF-16, "
+                f"convert it with iconv -f UTF-16{order} -t UTF-8 < OLD > NEW"
+            )
+        yield file
+
+
+def encoding_of(start: bytes) -> str:
+    """Return the encoding that the byte order mark at the start of a text says, or utf-8."""
+    for mark, encoding in MARKS:
+        if start.startswith(mark):
+            return encoding
+    return "utf-8"
+
+
+class Utf8Reader(io.RawIOBase):
+    """Reads a file in another encoding as UTF-8."""
+
+    def __init__(self, file: BinaryIO, encoding: str) -> None:
+        self.file = file
+        self.decoder = codecs.getincrementaldecoder(encoding)()
+        self.rest = b""
+
+    def readable(self) -> bool:
+        """Return that the file can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with UTF-8; return the number of bytes, 0 at the end of the file."""
+        ended = False
+        while not self.rest and not ended:
+            data = self.file.read(CHUNK_BYTES)
+            ended = not data
+            self.rest = self.decoder.decode(data, final=ended).encode()
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
+        return count
+
+
 def text_chunks(path: Path) -> Iterator[str]:
     """Yield a text file as chunks of text, without the byte order mark."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     decoder = io.IncrementalNewlineDecoder(utf8, translate=False)  # never splits \r\n
-    with open_file(path, "text") as file:
+    with open_text(path, "text") as file:
         offset = 0
         ended = False
         while not ended:
@@ -94,7 +158,8 @@ def text_chunks(path: Path) -> Iterator[str]:
                 where = offset - len(error.object) + error.start
                 raise DataError(
                     f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
-                    f"{where}; convert it, for example with iconv -f WINDOWS-1252 -t UTF-8"
+                    f"{where}; if it is text, convert it, for example with iconv -f WINDOWS-1252 "
+                    "-t UTF-8 < OLD > NEW; write other files as text, JSON lines or Parquet"
                 ) from None
             if text:
                 yield text.replace("\r\n", "\n")
@@ -125,7 +190,7 @@ def json_rows(path: Path, field: str, first: int) -> Iterator[Row]:
     """Yield the rows of JSON lines from number `first` on. Blank lines are not rows."""
     number = 0
     row = 0
-    with open_file(path, "jsonl") as file:
+    with open_text(path, "jsonl") as file:
         while line := file.readline(LONGEST_JSON_LINE + 1):
             number += 1
             where = f"line {number} of {path}"
@@ -137,12 +202,12 @@ def json_rows(path: Path, field: str, first: int) -> Iterator[Row]:
             if line.isspace():
                 continue
             if row >= first:
-                yield Row(row, json_text(line, where, field))
+                yield Row(row, json_text(line, path, where, field))
             row += 1
 
 
-def json_text(line: bytes, where: str, field: str) -> str:
-    """Return the text of a line.
+def json_text(line: bytes, path: Path, where: str, field: str) -> str:
+    """Return the text of a line of the file `path`.
 
     Raises `DataError` if the line holds no text, `UserError` if the column is missing.
     """
@@ -155,24 +220,47 @@ def json_text(line: bytes, where: str, field: str) -> str:
         ) from None
     if not isinstance(row, dict):
         raise DataError(f'{where} is {row!r:.50}; expected an object such as {{"{field}": "..."}}')
-    return row_text(row, field, where)
+    return row_text(row, field, where, f"Dataset.from_json({str(path)!r})")
 
 
-def row_text(row: dict[str, Any], field: str, where: str) -> str:
-    """Return the text in column `field` of a row, with Unix line ends."""
-    check_column(field, where, row)
+def row_text(row: dict[str, Any], field: str, where: str, opened: str) -> str:
+    """Return the text in column `field` of a row, with Unix line ends.
+
+    `opened`: how `datasets` opens the source, as in `flatten_command`.
+    """
+    check_column(field, where, row, opened)
     value = row[field]
     if value is not None and not isinstance(value, str):
-        raise DataError(f"{where} has {value!r:.50} in column {field}; expected text")
+        advice = f"; {flatten_command(field, opened)}" if isinstance(value, dict | list) else ""
+        raise DataError(f"{where} has {value!r:.50} in column {field}; expected text{advice}")
     return clean(value or "").replace("\r\n", "\n")
 
 
-def check_column(field: str, where: object, columns: Iterable[str]) -> None:
-    """Raise `UserError` if the column `field` is missing."""
-    require(
-        field in columns,
+def check_column(field: str, where: object, columns: Iterable[str], opened: str) -> None:
+    """Raise `UserError` if the column `field` is missing; `opened` as in `flatten_command`."""
+    if field in columns:
+        return
+    outer = field.partition(".")[0]
+    if outer in columns:
+        raise UserError(
+            f"data.prepare.text_field is {field!r}, a column inside the column {outer} of {where}; "
+            f"{flatten_command(outer, opened)}"
+        )
+    raise UserError(
         f"data.prepare.text_field is {field!r}, but {where} has no such column; set it to one of "
-        f"its columns: {', '.join(columns)} (write a column inside another one to the top level)",
+        f"its columns: {', '.join(columns)}"
+    )
+
+
+def flatten_command(outer: str, opened: str) -> str:
+    """Return the advice that moves the columns inside the column `outer` to the top level.
+
+    `opened`: Python that opens the source with `datasets`, such as Dataset.from_json('a.jsonl').
+    """
+    return (
+        f'move its columns to the top level with python -c "import datasets; datasets.{opened}'
+        ".flatten().to_parquet('flat.parquet')\", give flat.parquet, and set "
+        f"data.prepare.text_field to a column {outer}.NAME there; a list must be joined to one text"
     )
 
 
@@ -189,7 +277,8 @@ def parquet_rows(path: Path, field: str, first: int) -> Iterator[Row]:
         open_file(path, "parquet"),
         ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as table,
     ):
-        check_column(field, path, table.schema_arrow.names)
+        opened = f"Dataset.from_parquet({str(path)!r})"
+        check_column(field, path, table.schema_arrow.names, opened)
         number = 0
         group = 0
         while group < table.num_row_groups:
@@ -208,7 +297,10 @@ def parquet_rows(path: Path, field: str, first: int) -> Iterator[Row]:
             try:
                 values = batch.column(0).cast(pa.large_binary())
             except pa.ArrowNotImplementedError:
-                raise DataError(f"column {field} of {path} holds {kind}; expected text") from None
+                advice = f"; {flatten_command(field, opened)}" if pa.types.is_nested(kind) else ""
+                raise DataError(
+                    f"column {field} of {path} holds {kind}; expected text{advice}"
+                ) from None
             for value in values:
                 if number >= first:
                     text = (value.as_py() or b"").decode()
@@ -228,6 +320,10 @@ def hub_rows(config: PrepareConfig, first: int, state: State | None) -> Iterator
     import datasets
 
     datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
+    opened = (
+        f"load_dataset({config.dataset!r}, {config.dataset_config!r}, "
+        f"split={config.dataset_split!r})"
+    )
     try:
         data = datasets.load_dataset(
             config.dataset, config.dataset_config, split=config.dataset_split, streaming=True
@@ -239,7 +335,7 @@ def hub_rows(config: PrepareConfig, first: int, state: State | None) -> Iterator
         for number, row in enumerate(data, start):
             if number >= first:
                 where = f"row {number} of data set {config.dataset}"
-                yield Row(number, row_text(row, config.text_field, where), state)
+                yield Row(number, row_text(row, config.text_field, where, opened), state)
             if (number + 1) % STATE_ROWS == 0:
                 state = {"row": number + 1, "dataset": data.state_dict()}
     except AccelGPTError:

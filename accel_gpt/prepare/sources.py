@@ -1,8 +1,9 @@
 """Select the files of a source, in the order in which they are read.
 
-The ending of a name decides the kind: JSON lines, Parquet, or else text. `.gz` and `.zst` after it
-are decompressed. Only one kind is read: the source that the config names, or with `auto` the kind
-with the most bytes. Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
+The ending of a name decides the kind: JSON lines, Parquet, a table, or else text. `.gz` and `.zst`
+after it are decompressed. Only one kind is read: the source that the config names, or with `auto`
+the kind with the most bytes. A table is read only as text, if the config names that source.
+Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
 
 import codecs
@@ -16,17 +17,20 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.files import describe_path
-from accel_gpt.prepare.readers import COMPRESSIONS, open_file
+from accel_gpt.prepare.readers import COMPRESSIONS, HEAD_BYTES, encoding_of, open_file
+
+Kind = SourceKind | Literal["table"]
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
+TABLE_ENDINGS = (".csv", ".tsv")
 NOT_TEXT = "not UTF-8 text"
 SPECIAL = "hidden, a lock, a link to a folder, or not a regular file"
-HEAD_BYTES = 8192  # bytes at the start of a file that tell whether it is text
 # Files that mark the folder of a run, or a data folder, finished or not
 MARKER_FILES = (".lock", "run.json", "dataset.json", "progress.json")
 # Tests and installed packages do not count as the library's sources.
@@ -75,9 +79,7 @@ def select(config: PrepareConfig) -> Selection:
     if config.source == "stdlib":
         return Selection(path, config.source, stdlib_files())
     if is_url(path):
-        source: SourceKind = config.source
-        if source == "auto":
-            source = kind_of_name(path.split("?")[0].split("#")[0])
+        source = kind_of_file(path.split("?")[0].split("#")[0], config.source)
         selection = Selection(path, source, [download_text(path)])
     else:
         selection = select_files(path, config.source)
@@ -88,14 +90,35 @@ def select(config: PrepareConfig) -> Selection:
     return selection
 
 
-def kind_of_name(name: str) -> SourceKind:
+def kind_of_name(name: str) -> Kind:
     """Return the kind of source by the ending of a name."""
     name = name.lower()
     if name.endswith(".parquet"):
         return "parquet"
     for ending in COMPRESSIONS:
         name = name.removesuffix(ending)
+    if name.endswith(TABLE_ENDINGS):
+        return "table"
     return "jsonl" if name.endswith(JSON_ENDINGS) else "text"
+
+
+def kind_of_file(path: str, source: SourceKind) -> SourceKind:
+    """Return `source`, or for auto the kind of a file; raise `UserError` if that is a table."""
+    kind = kind_of_name(path) if source == "auto" else source
+    if kind == "table":
+        raise is_a_table(path, path)
+    return kind
+
+
+def is_a_table(path: str, tables: str) -> UserError:
+    """Return the error for a source of tables; `tables`: a path or glob, for `datasets`."""
+    options = r", sep='\t'" if ".tsv" in tables.lower() else ""
+    return UserError(
+        f'{KEY} is {path}, a table; write it as Parquet, for example with python -c "import '
+        f"datasets; datasets.Dataset.from_csv({tables!r}{options}).to_parquet('table.parquet')\", "
+        "give that file, and set data.prepare.text_field to the column of the text; to train on "
+        "the table as it is, set data.prepare.source to text"
+    )
 
 
 def select_files(path: str, source: SourceKind) -> Selection:
@@ -109,25 +132,32 @@ def select_files(path: str, source: SourceKind) -> Selection:
     """
     local = os.path.expanduser(path)
     if os.path.isfile(local):
-        return Selection(path, kind_of_name(path) if source == "auto" else source, [Path(local)])
+        return Selection(path, kind_of_file(path, source), [Path(local)])
     left_out: defaultdict[str, list[Path]] = defaultdict(list)
+    kinds: dict[Path, Kind] = {}
     if os.path.isdir(local):
-        found = walk(Path(local), left_out)
-        kinds = {file: kind_of_name(file.name) for file in found}
+        for file in walk(Path(local), left_out):
+            kind = kind_of_name(file.name)
+            kinds[file] = "text" if kind == "table" and source == "text" else kind
     else:
-        found = glob_files(path)
-        kinds = {file: kind_of_name(file.name) if source == "auto" else source for file in found}
+        for file in glob_files(path):
+            kinds[file] = kind_of_name(file.name) if source == "auto" else source
     for file in list(kinds):
-        if kinds[file] == "text" and not is_utf8(file):
+        if kinds[file] == "text" and not holds_text(file):
             left_out[f"{NOT_TEXT}, ending in {file.suffix or 'nothing'}"].append(file)
             del kinds[file]
     if source == "auto" and kinds:
-        amounts: Counter[SourceKind] = Counter()
+        amounts: Counter[Kind] = Counter()
         for file, kind in kinds.items():
             amounts[kind] += file.stat().st_size
-        source = max(amounts, key=amounts.__getitem__)
+        largest = max(amounts, key=amounts.__getitem__)
+        if largest == "table":
+            raise is_a_table(path, tables_of(path, kinds))
+        source = largest
     for file, kind in kinds.items():
-        if kind != source:
+        if kind == "table":
+            left_out["table, read as text if data.prepare.source is text"].append(file)
+        elif kind != source:
             left_out[f"{kind}, read instead if data.prepare.source is {kind}"].append(file)
     files = [file for file, kind in kinds.items() if kind == source]
     selection = Selection(path, source, files, left_out)
@@ -139,15 +169,24 @@ def select_files(path: str, source: SourceKind) -> Selection:
     return selection
 
 
-def is_utf8(path: Path) -> bool:
-    """Return whether the start of a file, decompressed, is UTF-8 without a zero byte."""
+def tables_of(path: str, kinds: Mapping[Path, Kind]) -> str:
+    """Return a glob for the tables in a folder or glob, with the ending of the first."""
+    if not os.path.isdir(os.path.expanduser(path)):
+        return path
+    first = next(file for file, kind in kinds.items() if kind == "table")
+    place = max(first.name.lower().rfind(ending) for ending in TABLE_ENDINGS)
+    return os.path.join(path, "**", f"*{first.name[place:]}")
+
+
+def holds_text(path: Path) -> bool:
+    """Return whether the start of a file, decompressed, is text without a zero character."""
     with open_file(path, "text") as file:
         start = file.read(HEAD_BYTES)
+    decoder = codecs.getincrementaldecoder(encoding_of(start))()
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < HEAD_BYTES)
+        return "\0" not in decoder.decode(start, final=len(start) < HEAD_BYTES)
     except UnicodeDecodeError:
         return False
-    return b"\0" not in start
 
 
 def glob_files(path: str) -> list[Path]:

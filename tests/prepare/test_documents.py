@@ -49,7 +49,13 @@ CLEAN: list[str | None] = [
 ]
 KINDS: dict[str, tuple[bytes, list[str]]] = {
     "x.txt": (TEXT, ["one\ntwo\rthree é"]),
-    "x.csv": (b"a,b\n1,2\n", ["a,b\n1,2\n"]),
+    "x.log": (b"a,b\n1,2\n", ["a,b\n1,2\n"]),
+    "utf16_le.txt": (TEXT.decode().encode("utf-16-le"), ["one\ntwo\rthree é"]),
+    "utf16_be.txt.gz": (gzip.compress(TEXT.decode().encode("utf-16-be")), ["one\ntwo\rthree é"]),
+    "utf32_le.txt": (TEXT.decode().encode("utf-32-le"), ["one\ntwo\rthree é"]),
+    "utf32_be.txt": (TEXT.decode().encode("utf-32-be"), ["one\ntwo\rthree é"]),
+    "utf16_le.jsonl": (MARKED.decode().encode("utf-16-le"), KEPT),
+    "utf16_be.jsonl.gz": (gzip.compress(MARKED.decode().encode("utf-16-be")), KEPT),
     "x.txt.gz": (gzip.compress(TEXT[:9]) + gzip.compress(TEXT[9:]), ["one\ntwo\rthree é"]),
     "x.md.zst": (zst(TEXT), ["one\ntwo\rthree é"]),
     "x.jsonl": (MARKED, KEPT),

@@ -3,6 +3,9 @@
 import gzip
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +43,8 @@ def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
     assert read(tree / "**/*.py") == ["a/b/c.py"]
     (tree / "lines.jsonl").write_text('{"text": "row"}')
     assert read(tree / "*.jsonl", "text") == ['{"text": "row"}']  # a glob names its files
+    (tree / "odd.log").write_text("wide", encoding="utf-16")  # with a byte order mark
+    assert read(tree, "text") == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt", "wide"]
 
 
 def test_the_kind_with_the_most_bytes_is_read(tree: Path) -> None:
@@ -100,6 +105,15 @@ def test_a_fingerprint_tells_what_is_read(tree: Path) -> None:
     assert len(set(seen)) == 5
 
 
+def test_a_table_is_text_only_if_the_source_says_so(tree: Path) -> None:
+    (tree / "rows.csv").write_text("id,text\n")
+    assert "id,text\n" not in read(tree)
+    assert "id,text\n" in read(tree, "text")
+    assert read(tree / "rows.csv", "text") == ["id,text\n"]
+    left_out = select(PrepareConfig("auto", str(tree))).left_out
+    assert "table, read as text if data.prepare.source is text" in left_out
+
+
 # --------------------------------------------------------------------------- bad input
 
 
@@ -120,13 +134,17 @@ GOOD = b'{"text": "ab"}\n'
 BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError], str]] = [
     ("empty", Path.mkdir, UserError, "holds no text to read; give a file"),
     ("pipe", os.mkfifo, UserError, "but it is a pipe, which can be read only once"),
-    ("x.png", b"\x89PNG\0", DataError, r"x\.png is not UTF-8: byte 0x89 at offset 0; convert"),
+    ("x.png", b"\x89PNG\r", DataError, r"x\.png is not UTF-8: byte 0x89 at offset 0; if it is te"),
+    ("x.txt", "ab\n".encode("utf-16-le"), DataError, r"zero byte at .* 1; .*iconv -f UTF-16LE -t"),
+    ("x.txt", "ab\n".encode("utf-16-be"), DataError, r"zero byte at .* 0; .*iconv -f UTF-16BE -t"),
+    ("x.jsonl", '{"text": 1}'.encode("utf-16-le"), DataError, "zero byte at .*iconv -f UTF-16LE"),
+    ("x.CSV", b"id,text", UserError, r"a table; write .*from_csv\('.*x\.CSV'\)\.to_parquet"),
     ("x.txt", b"", UserError, r"x\.txt is empty"),
-    ("x.txt", b"\xef\xbb\xbf" + b"a" * 9000 + b"\xff", DataError, r"0xff at offset 9003; convert"),
+    ("x.txt", b"\xef\xbb\xbf" + b"a" * 9000 + b"\xff", DataError, r"0xff at offset 9003; if "),
     ("x.jsonl", b'["text"]\n', DataError, r"line 1 of .*x\.jsonl is \['text'\]; expected an obj"),
     ("x.jsonl", b'{"text": 3}\n', DataError, r"line 1 of .*x\.jsonl has 3 in column text; expec"),
     ("x.jsonl", b'{"text": "\xff"}', DataError, r"line 1 of .* is not JSON: 'utf-8'"),
-    ("x.jsonl", GOOD * 2 + b'{"a": 1, "b": 2}', UserError, r"line 3 of .* set it to .* a, b \("),
+    ("x.jsonl", GOOD * 2 + b'{"a": 1, "b": 2}', UserError, r"line 3 of .* set it to .* a, b$"),
     ("x.jsonl", b" " * 250, DataError, r"line 1 of .*x\.jsonl is longer than 200 bytes; write one"),
     ("x.jsonl.gz", b"no archive", DataError, r"gz cannot be read completely as jsonl: "),
     ("x.txt.gz", cut_gzip, DataError, r"x\.txt\.gz cannot be read completely as text: "),
@@ -161,6 +179,43 @@ def test_bad_input_is_named(
         content(path)
     with pytest.raises(kind, match=message):
         read(path)
+
+
+@pytest.mark.slow
+def test_the_commands_in_errors_write_what_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For tables, and for columns inside another one."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("some/a.csv", "some/inner/b.csv"):
+        Path(name).parent.mkdir(exist_ok=True, parents=True)
+        Path(name).write_text("id,text\n7,deep\n")
+    Path("a table.tsv").write_text("id\ttext\n7,8\tdeep\n")
+    Path("zipped.csv.gz").write_bytes(gzip.compress(Path("some/a.csv").read_bytes()))
+    nested = {"data": {"text": "deep", "more": {"body": "deeper"}}}
+    Path("nested.jsonl").write_text(json.dumps(nested))
+    pq.write_table(pa.Table.from_pylist([nested]), "nested.parquet")
+    cases = [
+        ("some", "text", "text", ["deep", "deep"]),
+        ("some/*.csv", "text", "text", ["deep"]),
+        ("a table.tsv", "text", "text", ["deep"]),
+        ("zipped.csv.gz", "text", "text", ["deep"]),
+        ("nested.jsonl", "data", "data.text", ["deep"]),
+        ("nested.jsonl", "data.more.body", "data.more.body", ["deeper"]),
+        ("nested.parquet", "data", "data.text", ["deep"]),
+        ("nested.parquet", "data.more.body", "data.more.body", ["deeper"]),
+    ]
+    program = ""
+    for number, (path, asked, _, _) in enumerate(cases):
+        with pytest.raises(AccelGPTError) as error:
+            read(path, text_field=asked)
+        command = re.search('python -c "(.*?)"', str(error.value))
+        assert command is not None, str(error.value)
+        program += re.sub("(table|flat).parquet", f"{number}.parquet", command[1]) + "\n"
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hf")}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    for number, (_, _, field, texts) in enumerate(cases):
+        assert read(f"{number}.parquet", text_field=field) == texts
 
 
 # --------------------------------------------------------------------------- network

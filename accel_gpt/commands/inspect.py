@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.commands.options import InspectCommand
+from accel_gpt.commands.options import InspectCommand, errors_name_options
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.config.values import changed_keys
@@ -53,7 +53,9 @@ def run(options: InspectCommand) -> int:
         code = CheckpointError.exit_code
     else:
         check_not_beside_run(path)
-        report = inspect_data(options.path, DataConfig(tokenizer=options.tokenizer), options.quick)
+        data = DataConfig(tokenizer=options.tokenizer, dtype=options.dtype)
+        with errors_name_options("data.tokenizer", "data.dtype"):
+            report = inspect_data(options.path, data, options.quick)
         lines = data_lines(report)
         code = DataError.exit_code
     if options.json:

@@ -138,7 +138,7 @@ class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "PrepareCommand":
         """Parse `[PATH|RECIPE] --key value ...`; a recipe and the options may set any option."""
-        with errors_name_options():
+        with errors_name_options("data.prepare."):
             return parse_recipe(argv)
 
 
@@ -183,12 +183,14 @@ def is_text_path(argument: str) -> bool:
 
 
 @contextlib.contextmanager
-def errors_name_options() -> Iterator[None]:
-    """Name the options of `accel-gpt prepare` in errors, instead of the keys of a config."""
+def errors_name_options(*keys: str) -> Iterator[None]:
+    """Name the options of a command in errors, instead of the `keys` of a config."""
     try:
         yield
     except UserError as error:
-        text = re.sub(r"(?<!-)data\.prepare\.", "--", str(error))
+        text = str(error)
+        for key in keys:
+            text = re.sub(rf"(?<!-){re.escape(key)}", f"--{key.rpartition('.')[2]}", text)
         raise type(error)(text) from None
 
 
@@ -442,6 +444,10 @@ class InspectCommand(Command):
     tokenizer: str | None = option(
         None,
         "Tokenizer to use if the shards name none: gpt2, bytes or the path of a tokenizer.json.",
+    )
+    dtype: Literal["uint16", "uint32"] | None = option(
+        None,
+        "Type of the ids in files that do not say it, such as raw .bin and .npy files.",
     )
 
 

@@ -13,7 +13,7 @@ from accel_gpt.prepare.prepare import prepare
 
 def run(options: PrepareCommand) -> int:
     """Create a data folder."""
-    with errors_name_options():
+    with errors_name_options("data.prepare."):
         config = prepare_config(options)
         out = Path(options.out or default_folder(config))
         if not prepare(config, out):

@@ -57,6 +57,7 @@ FORMATS = (
     Format(LLM_C, ".bin", 1024, "<u4", magic=20240801),
     Format("nanoGPT", ".bin", 0, "<u2"),  # train.bin and val.bin; other names need data.dtype
     Format("build-nanogpt and other NumPy", ".npy", None, None),
+    Format("OLMo", ".npy", 0, None),  # raw ids in spite of the ending; needs data.dtype
     Format("datatrove", ".ds", 0, None),  # NAME.ds.metadata says it; else data.dtype
 )
 
@@ -242,6 +243,10 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
 def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | None:
     """Describe a file of token ids; None if it is one of llm.c's evaluation files."""
     if name.endswith(".npy"):
+        with folder.fetch(name).open("rb") as file:
+            is_numpy = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
+        if not is_numpy:
+            return TokenFile(name, "OLMo", stated_dtype(folder.path / name, dtype), 0)
         found, tokens, offset = npy_header(folder.fetch(name))
         if found.str not in ("<u2", "<u4", "<i4"):
             raise DataError(
@@ -268,10 +273,10 @@ def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | No
 
 def stated_dtype(path: Path, dtype: str | None) -> np.dtype[Any]:
     """Return `data.dtype`. Raises `UserError` if it is not set."""
-    require(
-        dtype is not None,
-        f"{path} does not say the type of its ids; set data.dtype to uint16 or uint32",
-    )
+    problem = "does not say the type of its ids"
+    if path.suffix == ".npy":
+        problem = "has no NumPy header: it is damaged, or holds raw ids, as OLMo's files do"
+    require(dtype is not None, f"{path} {problem}; set data.dtype to uint16 or uint32 for raw ids")
     return np.dtype(dtype).newbyteorder("<")
 
 

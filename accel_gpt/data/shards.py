@@ -145,7 +145,8 @@ class Split:
         """Open a shard, check its header the first time, and close the oldest of too many files."""
         shard = self.shards[number]
         path = self.remote.fetch(shard.name) if self.remote else self.path(number)
-        if shard.name.endswith(".npy") and number not in self.checked:
+        has_header = shard.name.endswith(".npy") and shard.offset > 0
+        if has_header and number not in self.checked:
             dtype, tokens, _ = npy_header(path)
             if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
                 raise DataError(

@@ -72,19 +72,21 @@ def read_file(where: Path) -> dict[str, Any]:
     If there is none, GPT-2's vocab.json and merges.txt in the same folder replace it. Raises
     `UserError` if there is no tokenizer, `DataError` if the file is damaged.
     """
+    advice = (
+        f"to write a {FILE} from other files, such as SentencePiece's tokenizer.model, run pip "
+        'install sentencepiece, then python -c "import transformers; '
+        f"transformers.AutoTokenizer.from_pretrained({str(where.parent)!r}).save_pretrained("
+        f'{str(where.parent)!r})"'
+    )
     if where.exists():
-        return read_json_object(where, DataError)
+        return read_json_object(where, DataError, "" if where.name == FILE else advice)
     vocabulary, merges = where.with_name("vocab.json"), where.with_name("merges.txt")
     if where.name == FILE and vocabulary.is_file() and merges.is_file():
         vocab = read_json_object(vocabulary, DataError)
         content = gpt2_content(vocab, merges.read_text(encoding="utf-8"))
         if kind_of(content) == "gpt2":  # the files of others do not say how to split text
             return content
-    raise UserError(
-        f"there is no tokenizer at {where}; give the path of a {FILE}; to write one from other "
-        "files, such as SentencePiece's tokenizer.model, use transformers: "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-    )
+    raise UserError(f"there is no tokenizer at {where}; give the path of a {FILE}; {advice}")
 
 
 def read_config(where: Path) -> dict[str, Any]:

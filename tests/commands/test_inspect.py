@@ -165,6 +165,13 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     np.array([*b"x", 300], "<u2").tofile(tmp_path / "val.bin")
     (problem,) = reported(capsys, tmp_path, "--tokenizer", "bytes", code=3)["problems"]
     assert "token 300, expected less than vocab_size 257" in problem
+    (tmp_path / "raw").mkdir()
+    np.array([65_535, 5, EOT], "<u4").tofile(tmp_path / "raw" / "part-0.npy")
+    assert call("inspect", tmp_path / "raw", "--tokenizer", "bytes") == 2
+    assert "set --dtype to uint16 or uint32" in capsys.readouterr().err
+    options = ("--tokenizer", "bytes", "--dtype", "uint32")
+    train = reported(capsys, tmp_path / "raw", *options, code=3)["splits"]["train"]
+    assert (train["tokens"], train["largest_id"]) == (3, 65_535)
 
 
 # --------------------------------------------------------------------------- runs

@@ -95,6 +95,7 @@ FORMATS: list[tuple[str, int, Write]] = [
     ("00000_00000_doc_shuffled.ds", 2, lambda path, ids: datatrove(path, [ids])),
     ("00000_00000_doc_shuffled.ds", 4, lambda path, ids: datatrove(path, [ids], "<u4", "x")),
     ("x_train_000001.bin", 2, raw),
+    ("part-0-00000.npy", 2, raw),
     ("00000_00000_doc_shuffled.ds", 2, lambda path, ids: datatrove(path, [ids], "<u2", None)),
 ]
 
@@ -326,7 +327,7 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: npy(f / "train_0.npy", [1], ">u2"), "holds >u2 .>u2.; save it as little-endian"),
     (lambda f: np.save(f / "train_0.npy", np.ones((2, 2), "<u2")), r"int16 of shape \(2, 2\)"),
     (lambda f: np.save(f / "train_0.npy", np.array([{}])), "holds object of shape"),
-    (lambda f: raw(f / "train_0.npy", range(9)), "is not a valid .npy file"),
+    (lambda f: (f / "train_0.npy").write_bytes(b"\x93NUMPY\1"), "is not a valid .npy file"),
     (both, r"several formats: .*nanoGPT in uint16 \(train\.bin\)"),
     (types, r"several formats: NumPy in uint16 \(train_1\.npy\), NumPy in uint32 \(train_2"),
     (wrong_metadata("gpt2|2\n5"), r"a\.ds has 6 bytes, expected 10 for 5 tokens of uint16"),
@@ -343,6 +344,7 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
 # without data.tokenizer and data.dtype
 UNNAMED: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: raw(f / "x_train_0.bin", [1]), r"x_train_0\.bin does not .*data\.dtype"),
+    (lambda f: raw(f / "train_0.npy", range(9)), r"no NumPy header.*OLMo.*set data\.dtype to uint"),
     (wrong_metadata("gpt2"), r"a\.ds does not say the type of its ids; set data\.dtype"),
     (lambda f: raw(f / "train.bin", [1]), UNKNOWN),
     (lambda f: llmc(f / "x_train_1.bin", [1], "<u4"), UNKNOWN),

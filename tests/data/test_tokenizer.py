@@ -438,10 +438,9 @@ LETTERS = '{"a": 0, "b": 1, "ab": 2}'
     ("files", "error", "message"),
     [
         ({}, UserError, r"no tokenizer at .*tokenizer\.json; .*save_pretrained"),
-        ({"tokenizer.model": "x"}, UserError, "no tokenizer at"),
         ({"vocab.json": LETTERS}, UserError, "no tokenizer at"),
         ({"vocab.json": LETTERS, "merges.txt": "a b\n"}, UserError, "no tokenizer at"),
-        ({FILE: "{"}, DataError, "not valid JSON"),
+        ({FILE: "{"}, DataError, r"not valid JSON \(.*\)$"),
         ({FILE: "[]"}, DataError, r"tokenizer.json is damaged: it holds no object"),
         ({FILE: '{"model": {}}'}, DataError, "is not a valid tokenizer.json"),
         ({CONFIG: "["}, DataError, r"tokenizer_config\.json is "),
@@ -458,6 +457,18 @@ def test_bad_files_are_one_sentence(
     with pytest.raises(error, match=message) as refusal:
         load_tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", [b"\n\x0e\n\x05<unk>\x15\0\0\x80", b"IQ== 0\n"])
+def test_a_file_of_another_tokenizer_is_refused_with_the_way_to_convert_it(
+    content: bytes, tmp_path: Path
+) -> None:
+    """SentencePiece's tokenizer.model, or tiktoken's."""
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    way = rf"pip install sentencepiece, .*from_pretrained\('{tmp_path}'\)\.save_pretrained"
+    for path in (tmp_path / "tokenizer.model", tmp_path):
+        with pytest.raises(AccelGPTError, match=way):
+            load_tokenizer(path)
 
 
 def test_without_an_end_of_text(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ arithmetic; docs/explanation/cost.md derives it.
 
 import difflib
 import json
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,11 +29,13 @@ from accel_gpt.training.devices import (
     bf16_instructions,
     device_key,
     device_memory,
+    fp16_problem,
     half_precision,
     peak_flops,
 )
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
+PRECISION = "--train.mixed_precision"
 UNKNOWN_SPEED = "unknown; measure it here with accel-gpt bench, or give --tokens_per_second"
 
 
@@ -81,7 +84,17 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     sharded = options.distribution == "fsdp"
     precision: str = config.train.mixed_precision or "no"
     if precision == "auto":
-        precision = fast_precision(gpu, sharded)
+        precision = fast_precision(gpu, sharded, config.train.reproducible)
+    problem = fp16_problem(sharded, config.train.reproducible)
+    require(
+        precision != "fp16" or problem is None,
+        f"train.mixed_precision is fp16, but {problem}; set --train.mixed_precision auto",
+    )
+    require(
+        not (sharded and config.train.reproducible),
+        "train.reproducible is true, but FSDP sums gradients in float32; leave --distribution fsdp "
+        "out",
+    )
     supported = peak_flops(gpu, precision) is not None if gpu else precision == "bf16"
     require(
         precision == "no" or supported,
@@ -105,12 +118,12 @@ def check_gpu(gpu: str) -> None:
     raise UserError(f"--gpu {gpu} is not in the table of devices; {hint}")
 
 
-def fast_precision(gpu: str | None, sharded: bool) -> str:
-    """Return the precision in which a GPU, or this CPU, is fastest; FSDP does not support fp16."""
+def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
+    """Return the precision in which a GPU, or this CPU, is fastest and which the run supports."""
     if gpu is None:
         return "bf16" if bf16_instructions() in FAST_BF16 else "no"
     half = half_precision(gpu)
-    if half is None or (half == "fp16" and sharded):
+    if half is None or (half == "fp16" and fp16_problem(sharded, reproducible)):
         return "no"
     return half
 
@@ -140,43 +153,68 @@ def try_savings(
 ) -> dict[str, Any]:
     """Add settings that save memory, one after the other, until the run fits.
 
-    Settings that cost less speed come first. If the run never fits, returns all settings.
+    Settings that cost less speed come first. If the run never fits, returns the settings that need
+    the least memory.
     """
-    tried: dict[str, Any] = {}
+    tried: list[dict[str, Any]] = []
     for settings, trial, target in savings(options, config, vocab_size, machine):
         total = footprint(trial, vocab_size, target).total
         size = trial.train.micro_batch_sequences
         if size != options.loaded.train.micro_batch_size:
             settings = [*settings, f"--train.micro_batch_size {size}"]
-        tried = {"settings": settings, "total": total, "fits": target.holds(total)}
-        if tried["fits"]:
-            break
-    return tried
+        tried.append({"settings": settings, "total": total, "fits": target.holds(total)})
+        if tried[-1]["fits"]:
+            return tried[-1]
+    return min(tried, key=operator.itemgetter("total"))
 
 
 def savings(
     options: PlanCommand, config: Config, vocab_size: int, machine: Machine
 ) -> Iterator[tuple[list[str], Config, Machine]]:
-    """Yield settings with the config and machine that they give; each adds to the one before."""
+    """Yield settings with the config and machine that they give; each adds to the one before.
+
+    The last is float32, which is the slowest, but needs no second copy of the weights in bf16 or
+    fp16.
+    """
     settings: list[str] = []
-    fast = fast_precision(options.gpu, sharded=machine.devices > 1)
-    if machine.precision == "no" and fast != "no":
-        settings.append(f"--train.mixed_precision {fast}")
+    in_float32 = machine.precision == "no"
+    several = machine.devices > 1
+    reproducible = config.train.reproducible
+    if config.train.compile == "graphs":  # CUDA graphs need one GPU and one micro-step
+        settings.append("--train.compile true")
+        config = with_train(config, compile=True)
+    fast = fast_precision(options.gpu, several, reproducible)
+    if in_float32 and fast != "no":
+        settings.append(f"{PRECISION} {fast}")
         machine = replace(machine, precision=fast)
         yield list(settings), config, machine
     yield list(settings), with_largest_size(config, vocab_size, machine), machine
     precision = machine.precision
     if config.train.mixed_precision == "auto":
-        precision = fast_precision(options.gpu, sharded=True)
-    if machine.devices > 1 and not machine.sharded and precision != "fp16":
+        precision = fast_precision(options.gpu, several, reproducible)
+    if several and not machine.sharded and precision != "fp16" and not reproducible:
         settings.append("--distribution fsdp")
         machine = replace(machine, sharded=True, precision=precision)
         yield list(settings), with_largest_size(config, vocab_size, machine), machine
     if config.train.activation_checkpointing != "blocks":
         settings.append("--train.activation_checkpointing blocks")
-        train = replace(config.train, activation_checkpointing="blocks")
-        config = replace(config, train=train)
+        config = with_train(config, activation_checkpointing="blocks")
         yield list(settings), with_largest_size(config, vocab_size, machine), machine
+    if machine.sharded and not config.train.sync_each_batch:
+        settings.append("--train.sync_each_batch true")
+        config = with_train(config, sync_each_batch=True)
+        yield list(settings), with_largest_size(config, vocab_size, machine), machine
+    if machine.precision != "no":
+        settings = [setting for setting in settings if not setting.startswith(PRECISION)]
+        if not in_float32:
+            settings.append(f"{PRECISION} no")
+        machine = replace(machine, precision="no")
+        yield list(settings), with_largest_size(config, vocab_size, machine), machine
+
+
+def with_train(config: Config, **changes: Any) -> Config:
+    """Return `config` with other keys of its section train."""
+    return replace(config, train=replace(config.train, **changes))
 
 
 def with_largest_size(config: Config, vocab_size: int, machine: Machine) -> Config:

@@ -1,5 +1,6 @@
 """`accel-gpt plan`: every shipped config, the arithmetic, one sentence for a mistake."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,9 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
         "gpt2_124m --gpus 2 --gpu l40 --memory_gb 4 --train.mixed_precision no",
         "gpt2_1558m --gpus 8 --gpu v100",
         "gpt2_350m --gpu t4 --train.mixed_precision no",
+        "gpt2_774m --gpus 2 --gpu rtx_3080",  # reduces gradients after each micro-batch
+        "gpt2_774m --gpu t4",  # in float32, without a copy of the weights in fp16
+        "gpt2_124m --gpus 8 --gpu v100 --train.compile false --train.reproducible true",
     ],
 )
 def test_the_named_settings_make_a_run_fit(words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +187,25 @@ def test_the_named_settings_make_a_run_fit(words: str, capsys: pytest.CaptureFix
     given = [*asked[:1], *options_without(asked[1:], last_wins), *kept]
     memory = plan(capsys, *given)["memory"]
     assert (memory["fits"], memory["total"]) == (True, tried["total"])
+
+
+@pytest.mark.parametrize("words", ["--gpu t4", "--gpus 2 --gpu rtx_3080"])
+def test_if_no_settings_make_a_run_fit_the_nearest_are_named(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("gpt2_1558m", *words.split())
+    tried = plan(capsys, *asked)["memory"]["try"]
+    assert run_main(dispatch, ["plan", *asked]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert f"no settings make it fit; {' '.join(tried['settings'])} (" in told
+    smallest = ("--train.micro_batch_size", 1, "--train.activation_checkpointing", "blocks")
+    distributions = ("ddp", "fsdp") if "--gpus" in words else ("ddp",)
+    choices = itertools.product(("auto", "no"), ("true", "false"), distributions)
+    for precision, sync, distribution in choices:
+        own = ("--train.mixed_precision", precision, "--train.sync_each_batch", sync)
+        memory = plan(capsys, *asked, *own, "--distribution", distribution, *smallest)["memory"]
+        assert memory["fits"] is False
+        assert memory["total"] >= tried["total"]
 
 
 def options_without(words: list[str], names: dict[str, str]) -> list[str]:

@@ -184,6 +184,7 @@ def set_up(
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     else:
         initialize(gpt)
+    gpt.check_tied()
     reporter = Reporter(
         config=config,
         plan=plan,

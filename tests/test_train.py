@@ -19,6 +19,7 @@ from accel_gpt import train
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import make_plan
+from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.tensor_files import weights_of
@@ -347,3 +348,22 @@ def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: 
         launch(small_run(*made, "--data.prepare.path", str(tmp_path / "bad.jsonl")))
     assert stopped.value.code == 3
     assert not (tmp_path / "own").exists()
+
+
+def test_weights_that_no_checkpoint_would_hold_are_refused(
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draw = GPT.init_weights
+
+    def untie(gpt: GPT) -> None:
+        draw(gpt)
+        gpt.head.weight = torch.nn.Parameter(gpt.wte.weight.detach().clone())
+
+    monkeypatch.setattr(GPT, "init_weights", untie)
+    assert launch(small_run(*QUIET)) == 2
+    told = capsys.readouterr().err
+    assert "head.weight is not the weight of the embedding" in told
+    assert not list((tmp_path / "run").glob("checkpoints/*"))

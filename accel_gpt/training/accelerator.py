@@ -207,7 +207,6 @@ def build_model(
         gpt.materialize(accelerator.device)
         wrapped.optimizer = make_optimizer(gpt, config.optim, compiled)
     check_parameters(gpt, wrapped)
-    gpt.check_tied()
     gc.collect()
     gc.freeze()  # these objects live to the end: later collections need not search them
     return gpt, model, wrapped

@@ -83,9 +83,8 @@ def test_a_run_prints_and_logs_the_parameters_of_its_model(
     assert f"{model['parameters']:,} parameters" in capsys.readouterr().err
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    whole = [key for key in last if key.startswith("eval/whole_val_")]
-    assert len(whole) == 5
-    assert all(float(rows[-1][key]) == last[key] for key in whole)
+    assert len([key for key in last if key.startswith("eval/whole_val_")]) == 5
+    assert {key: float(rows[-1][key]) for key in last} == last
 
 
 def with_a_matrix(init: Callable[..., None]) -> Callable[..., None]:

@@ -314,7 +314,8 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
             start == "scratch",
             f"the vocabulary of {start} has {vocab_size:,} tokens but the tokenizer of {path} has "
             f"{needed:,}; prepare the data with the tokenizer of {start}, or add rows to the "
-            "weights with transformers: model.resize_token_embeddings(len(tokenizer))",
+            "weights with transformers: model.resize_token_embeddings(len(tokenizer)); "
+            "model.save_pretrained(FOLDER)",
         )
         raise UserError(
             f"model.vocab_size is {vocab_size:,} but the tokenizer of {path} has "

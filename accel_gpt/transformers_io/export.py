@@ -216,7 +216,7 @@ def write_files(
     }
     write_settings(folder / "config.json", config)
     write_settings(folder / "generation_config.json", generation)
-    export_tokenizer(tokenizer, folder, model.config.block_size)
+    export_tokenizer(tokenizer, folder, model.config.block_size, model.vocab_size)
     tensors = export_tensors(model, exportable_preset(model), dtype)
     model.to("meta")  # frees its memory for the process that compares
     try:
@@ -390,7 +390,9 @@ def warn_of_template(pretrained: Pretrained) -> None:
         )
 
 
-def export_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
+def export_tokenizer(
+    tokenizer: Tokenizer, folder: Path, block_size: int, vocab_size: int | None = None
+) -> None:
     """Write the tokenizer as files that `AutoTokenizer` opens.
 
     The files are tokenizer.json and tokenizer_config.json, with the chat template that the
@@ -398,13 +400,15 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> Non
     then equal our `encode_prompt(text)`, `decode(ids)` and `eot_id`, with one exception. A
     character that a chars tokenizer does not know raises "WordLevel error: Missing [UNK] token from
     the vocabulary", where ours raises `UserError`. `block_size`: tokens, for model_max_length.
+    `vocab_size`: rows of the model; None: as many as the tokenizer has tokens.
     """
-    config = json.dumps(tokenizer_config(tokenizer, block_size), ensure_ascii=False, indent=2)
+    settings = tokenizer_config(tokenizer, block_size, vocab_size or tokenizer.vocab_size)
+    config = json.dumps(settings, ensure_ascii=False, indent=2)
     (folder / tokenizer_json.FILE).write_text(tokenizer.file_text, encoding="utf-8")
     (folder / tokenizer_json.CONFIG).write_text(config + "\n", encoding="utf-8")
 
 
-def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, block_size: int, vocab_size: int) -> dict[str, Any]:
     """Return the content of tokenizer_config.json.
 
     It holds the settings that the tokenizer came with, and ours. The token that ends a document in
@@ -414,7 +418,7 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     for key, value in config.items():  # transformers 5 takes a string, or an object with its type
         if isinstance(value, dict) and "content" in value and "__type" not in value:
             config[key] = value["content"]
-    leave_out_other_tokens(config, tokenizer)
+    leave_out_other_tokens(config, tokenizer, vocab_size)
     config["model_max_length"] = block_size
     config["clean_up_tokenization_spaces"] = False
     for key in ("bos_token", "eos_token"):
@@ -427,14 +431,16 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
     return config
 
 
-def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Remove the tokens that are not added tokens from a tokenizer_config.json, and say it.
+def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Remove tokens from a tokenizer_config.json that are no added tokens of the model; say it.
 
-    transformers would add a token that tokenizer.json lacks to the vocabulary, beyond the rows of
-    the model. It would cut a text at an ordinary token, which training did not.
+    transformers would add a token that tokenizer.json lacks to the vocabulary, beyond the
+    `vocab_size` rows of the model. It would cut a text at an ordinary token, which training did
+    not.
     """
     content = json.loads(tokenizer.file_text)
-    added = {token["content"] for token in content.get("added_tokens", ())} | {tokenizer.eot}
+    tokens = content.get("added_tokens", ())
+    added = {token["content"] for token in tokens if token["id"] < vocab_size} | {tokenizer.eot}
     others: list[str] = []
 
     def is_known(token: object) -> bool:
@@ -454,5 +460,5 @@ def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> None
     if others:
         sys.stderr.write(
             f"WARNING: tokenizer_config.json names {', '.join(sorted(set(others)))}, which is not "
-            "an added token of tokenizer.json; the exported files leave it out\n"
+            "an added token with a row in the model; the exported files leave it out\n"
         )

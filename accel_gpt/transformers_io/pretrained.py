@@ -200,7 +200,7 @@ def check_initial_tokenizer(config: Config) -> None:
         of_weights.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
         advice = (
             "add rows to the weights with transformers: "
-            "model.resize_token_embeddings(len(tokenizer))"
+            "model.resize_token_embeddings(len(tokenizer)); model.save_pretrained(FOLDER)"
         )
     else:
         write_err(f"{name} has no tokenizer: assuming the tokenizer of the {owner}")

@@ -219,8 +219,8 @@ def test_a_text_gets_the_tokens_of_the_training_by_default(
 
     real = exporting.export_tokenizer
 
-    def export_with_template(tokenizer: Any, folder: Path, block_size: int) -> None:
-        real(tokenizer, folder, block_size)
+    def export_with_template(tokenizer: Any, folder: Path, *sizes: int) -> None:
+        real(tokenizer, folder, *sizes)
         write_llama_tokenizer(folder)
 
     monkeypatch.setattr(exporting, "export_tokenizer", export_with_template)

@@ -147,6 +147,8 @@ def test_a_token_that_was_added_beyond_the_weights(
     """No document holds a special token, such as [PAD]; any other may occur in one."""
     content = json.loads((folder / "tokenizer.json").read_text())
     pad = content["added_tokens"][0] | {"id": 257, "content": "[PAD]"}
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "[PAD]"}))
     texts = ["--data.text", str(tmp_path / "text.txt")]
     for special in (True, False):
         tokens = [*content["added_tokens"], pad | {"special": special}]
@@ -160,6 +162,9 @@ def test_a_token_that_was_added_beyond_the_weights(
     assert run_here(cli.dispatch, ["sample", run.replace("False", "True")]) == 0
     words = ["export", run.replace("False", "True"), "--to", str(tmp_path / "exported")]
     assert run_here(cli.dispatch, words) == 0
+    assert "names [PAD], which is not an added token with a row" in capsys.readouterr().err
+    exported = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
+    assert "pad_token" not in exported  # the model has no row for it
 
 
 def test_ids_without_a_spelling_are_never_written(

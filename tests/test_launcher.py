@@ -160,7 +160,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make this process rank 0 or 1 of two that meet in one store."""
     store = HashStore()
     monkeypatch.setattr(meeting, "meeting_store", lambda timeout: store)
-    monkeypatch.setattr(meeting, "HEARD", timedelta(milliseconds=1))
+    monkeypatch.setattr(meeting, "HEARD", timedelta(milliseconds=60))
 
     def become(rank: int) -> None:
         one = {
@@ -188,16 +188,16 @@ def test_any_error_of_rank_0_ends_the_other_ranks(
 
     as_rank(0)
     with pytest.raises(type(error)):
-        on_main_before_join(question, seconds=1)
+        on_main_before_join(question, seconds=60)
     as_rank(1)
     with pytest.raises(SystemExit) as ended:
-        on_main_before_join(question, seconds=1)
+        on_main_before_join(question, seconds=60)
     assert ended.value.code == code
 
 
 def test_ctrl_c_ends_a_rank_at_once_only_while_it_waits(as_rank: Callable[[int], None]) -> None:
     as_rank(0)
-    handler = on_main_before_join(lambda: signal.getsignal(signal.SIGINT).__name__, seconds=1)
+    handler = on_main_before_join(lambda: signal.getsignal(signal.SIGINT).__name__, seconds=60)
     assert handler == signal.default_int_handler.__name__
     with meeting.ended_by_ctrl_c():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL

@@ -18,7 +18,7 @@ ELASTIC = (
     *("--train.reproducible", "true", "--train.step_timeout", "2s"),
     *("--train.init_timeout", "10s"),  # a peer may never arrive
 )
-SURVIVOR_SECONDS = 30.0
+SURVIVOR_SECONDS = 60.0
 TIMED_OUT = re.compile("time ?out|timed out|completed nothing|has not met", re.IGNORECASE)
 
 
@@ -76,7 +76,7 @@ def kill_launches(
     ]
     seconds = min(max(answer.seconds) for answer in answers)
     if most > 1:  # a survivor that waits for a new group learns from it that the other is gone
-        options += ("--train.init_timeout", f"{round(0.6 * SURVIVOR_SECONDS)}s")
+        options += ("--train.init_timeout", f"{round(0.3 * SURVIVOR_SECONDS)}s")
     while tally.kills < kills:
         run, done = folder / f"run{tally.runs}", False
         while not done:

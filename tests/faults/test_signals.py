@@ -300,10 +300,10 @@ def test_an_evaluation_does_not_wait_forever(
 def test_a_pause_of_all_processes_is_no_hang(
     server: Server, whole: Path, argv: list[str], tmp_path: Path
 ) -> None:
-    launch = Direct(server, tmp_path, [*argv, "--train.step_timeout", "2s"])
+    launch = Direct(server, tmp_path, [*argv, "--train.step_timeout", "4s"])
     until(lambda: steps_told(tmp_path / "run") >= 4)
     launch.send(signal.SIGSTOP, 0, 1)
-    time.sleep(6)
+    time.sleep(8)
     launch.send(signal.SIGCONT, 1, 0)
     assert launch.wait() == [0, 0], launch.shown(0) + launch.shown(1)
     assert_same_run(tmp_path / "run", whole)

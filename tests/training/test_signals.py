@@ -71,12 +71,12 @@ def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> Non
 def test_second_signal_later_ends_at_once(saved: bool, code: int) -> None:
     program = (
         "import os, signal, time, accel_gpt.training.stopping as g\n"
-        "g.SAME_PRESS_SECONDS = 0.2\n"
+        "g.SAME_PRESS_SECONDS = 1.0\n"
         f"stop = g.StopSignal()\nstop.saved = {saved}\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert stop.received\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "time.sleep(1)\n"
+        "time.sleep(2)\n"
         "print('the same press', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "time.sleep(10)\n"
@@ -132,7 +132,7 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 WATCHED = """
 import sys, time
 from accel_gpt.training.stopping import Watchdog
-with Watchdog("1s") as watchdog:
+with Watchdog("3s") as watchdog:
     for number in range(20):
         print(number, flush=True)
         time.sleep(0.1)
@@ -152,8 +152,8 @@ def test_a_pause_is_no_hang_and_a_hang_after_it_is_found(hang: str, code: int) -
         for _ in range(10):
             process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(7)
         process.send_signal(signal.SIGCONT)
-        _, shown = process.communicate(timeout=30)
+        _, shown = process.communicate(timeout=120)
     assert process.returncode == code, shown.decode()
-    assert (b"completed nothing within 1s" in shown) == (code == 70)
+    assert (b"completed nothing within 3s" in shown) == (code == 70)

@@ -136,6 +136,8 @@ def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
 def describe_step(step: dict[str, Any]) -> str:
     """Return what a step of a pre-tokenizer does, in the terms of `PRE_TOKENIZERS`."""
     kind = str(step.get("type"))
+    if kind == "ByteLevel" and step.get("add_prefix_space"):
+        return "ByteLevel with a space before a text"
     if kind == "ByteLevel":
         return BYTE_LEVEL if step.get("use_regex", True) else ""
     if kind == "Split":

@@ -98,8 +98,9 @@ def tokenizer_of(kind: str) -> Tokenizer:
     content = tokenizer_json.byte_level_content(vocabulary, merges)
     content["model"]["ignore_merges"] = False
     byte_level = tokenizer_json.byte_level()
-    if kind == "hub_gpt2":
+    if kind in ("hub_gpt2", "roberta"):
         content["pre_tokenizer"] = byte_level | {"use_regex": True}
+        content["pre_tokenizer"]["add_prefix_space"] = kind == "roberta"
     else:
         pattern = tokenizer_json.PATTERN.replace("{1,3}", "" if kind == "hub_qwen" else "{1,2}")
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
@@ -280,9 +281,12 @@ def test_a_shape_that_llama_cpp_lacks(name: str, changes: dict[str, Any], named:
         exporting.llama_cpp_architecture(config)
 
 
-def test_a_tokenizer_that_llama_cpp_lacks() -> None:
-    with pytest.raises(UserError, match=r"splits text with the pre-tokenizer .*\{1,2\}"):
-        gguf_tokenizer.llama_cpp_vocabulary(tokenizer_of("unknown"))
+@pytest.mark.parametrize(
+    ("kind", "named"), [("unknown", r".*\{1,2\}"), ("roberta", "ByteLevel with a space before a")]
+)
+def test_a_tokenizer_that_llama_cpp_lacks(kind: str, named: str) -> None:
+    with pytest.raises(UserError, match=f"splits text with the pre-tokenizer {named}"):
+        gguf_tokenizer.llama_cpp_vocabulary(tokenizer_of(kind))
 
 
 def licence_in(file: Path) -> str:

@@ -217,6 +217,21 @@ def nearest_folder(path: str | Path, marks: Sequence[str]) -> str | None:
     return None
 
 
+def nearest_file(path: str | Path) -> str | None:
+    """Return the file or folder beside the missing `path` whose name is most like its name.
+
+    The names must be alike without their endings, too. A name with an ending is no folder.
+    """
+    path = Path(os.path.expanduser(path))
+    found: dict[str, str] = {}
+    for other in path.parent.glob("[!.]*"):
+        alike = difflib.get_close_matches(path.stem, [other.stem])
+        if alike and not (path.suffix and other.is_dir()):
+            found[other.name] = str(other)
+    near = difflib.get_close_matches(path.name, sorted(found), n=1)
+    return found[near[0]] if near else None
+
+
 def read_json(path: str | Path) -> Any:
     """Read a JSON file; raises `OSError` or `ValueError`."""
     return json.loads(Path(path).read_bytes().decode())

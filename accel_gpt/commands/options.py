@@ -33,6 +33,7 @@ from accel_gpt.config.shipped import resolve_config, shipped_configs
 from accel_gpt.config.values import build
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
+from accel_gpt.files import nearest_file
 
 
 class Command(Section, prefix="--"):
@@ -165,12 +166,12 @@ def check_recipe(argument: str) -> None:
     """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
     recipes = shipped_configs("data")
     is_recipe = argument in recipes or argument.endswith((".yaml", ".yml"))
-    nearby = [str(path) for path in Path(argument).parent.glob("*")]
-    near = difflib.get_close_matches(argument, [*recipes, *nearby], n=1)
+    named = difflib.get_close_matches(argument, recipes, n=1)
+    near = named[0] if named else nearest_file(argument)
     advice = f"give the path of a text, or a recipe: {', '.join(recipes)}"
     require(
         is_recipe,
-        f"there is no file {argument}; {f'did you mean {near[0]}?' if near else advice}",
+        f"there is no file {argument}; {f'did you mean {near}?' if near else advice}",
     )
 
 

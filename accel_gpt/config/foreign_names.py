@@ -375,6 +375,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "accumulate_grad_batches": NANOGPT["gradient_accumulation_steps"],
         "batch": "train.micro_batch_size",
         "clip": "optim.grad_clip",
+        "compute_environment": "give a config of accelerate to accelerate launch, as --config_file",
         "context_length": "model.block_size",
         "d_model": "model.n_embd",
         "device_batch_size": "train.micro_batch_size",

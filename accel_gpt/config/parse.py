@@ -127,8 +127,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     """
     content = read_yaml(path)
     advice = "write lines such as `out_dir: runs/mine`"
-    if not path.endswith((".yaml", ".yml")):
-        advice = f"if it is a text, use accel-gpt train quickstart --data.text {shlex.quote(path)}"
+    if path.endswith(".py"):
+        advice += "; docs/how-to/from-nanogpt.md maps the options of nanoGPT"
+    elif not path.endswith((".yaml", ".yml")):
+        advice = f"to train on its text, use {TRAIN_ON} --data.text {shlex.quote(path)}"
     require(isinstance(content, dict), f"{path} holds no keys; {advice}")
     if cls is Config and is_config_of_run(path):
         content = relocate(content, str(Path(path).parent))
@@ -250,6 +252,8 @@ def advice_on_key(cls: type, key: str) -> str:
     answer = answer_of_names(cls, key) or answer_of_names(cls, last)
     if answer:
         return answer
+    if cls is not Config and key in (*leaves(Config), *sections(Config)):
+        return f"{key} is a key of accel-gpt train"
     if key in sections(cls):
         return f"{key} is a section: set one of its keys, such as {first_key(cls, key)}"
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]

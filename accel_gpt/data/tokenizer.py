@@ -24,7 +24,7 @@ from accel_gpt.data.hub_client import SCHEME, cached_gpt2_folders, download_toke
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN, spelling
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.files import is_local
+from accel_gpt.files import is_local, nearest_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -384,10 +384,11 @@ def named_tokenizer(
     could_be_repo = "/" in spec and not spec.endswith(".json") and not is_local(spec)
     if could_be_repo and is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
         return load_tokenizer(download_tokenizer(spec))
-    raise UserError(
-        f"{key} is {spec!r}, but there is no such file; set it to {kinds}, the path of a "
-        "tokenizer.json or a Hub id (user/name)"
-    )
+    near = nearest_file(spec) if spec.endswith(".json") else None
+    advice = f"set it to {kinds}, the path of a tokenizer.json or a Hub id (user/name)"
+    if near:
+        advice = f"did you mean {near}?"
+    raise UserError(f"{key} is {spec!r}, but there is no such file; {advice}")
 
 
 def load_gpt2() -> Tokenizer:

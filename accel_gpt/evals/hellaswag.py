@@ -25,7 +25,7 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
-from accel_gpt.files import is_local
+from accel_gpt.files import is_local, nearest_file
 from accel_gpt.model.gpt import GPT
 
 SHORTEST = 32  # smallest padded length in tokens; assumption: shorter is not faster
@@ -90,7 +90,9 @@ def read_jsonl_lines(path: str, file: Path) -> Iterator[tuple[str, bytes]]:
                 if line.strip():
                     yield f"{path} line {number}", line
     except OSError as error:
-        raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}") from None
+        near = None if file.exists() else nearest_file(file)
+        advice = f"; did you mean {near}?" if near else ""
+        raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}{advice}") from None
 
 
 def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:

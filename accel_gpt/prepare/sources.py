@@ -22,7 +22,7 @@ from typing import Literal
 from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.files import describe_path
+from accel_gpt.files import describe_path, nearest_file
 from accel_gpt.prepare.readers import COMPRESSIONS, HEAD_BYTES, encoding_of, open_file
 
 Kind = SourceKind | Literal["table"]
@@ -195,9 +195,12 @@ def glob_files(path: str) -> list[Path]:
     found = [Path(name) for name in sorted(glob.glob(local, recursive=True))]
     found = [file for file in found if file.is_file()]
     problem = f"{describe_path(local)} (looked for {os.path.abspath(local)})"
+    near = None if os.path.exists(local) else nearest_file(local)
     if glob.has_magic(path):
+        near = None
         problem = f"matches no file (looked from {Path.cwd()})"
-    require(bool(found), f"{KEY} is {path}, but it {problem}; {ADVICE}")
+    advice = f"did you mean {near}?" if near else ADVICE
+    require(bool(found), f"{KEY} is {path}, but it {problem}; {advice}")
     return found
 
 

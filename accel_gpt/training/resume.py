@@ -48,7 +48,7 @@ from accel_gpt.training.checkpoint import (
     verify_checkpoint,
 )
 from accel_gpt.training.ranks import all_ranks, on_main
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import RunFolder, advice_on_missing
 from accel_gpt.training.saving import remove_debris
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import moments_of, read_tensors, read_weights
@@ -136,10 +136,12 @@ def find_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> Path 
         return None
     if resume != "auto" and not own:
         if not is_checkpoint(Path(resume)):
-            raise UserError(
-                f"checkpoint.resume {resume} is not a folder of a checkpoint; set auto, never or "
-                "the folder of a checkpoint"
-            )
+            advice = "set auto, never or the folder of a checkpoint"
+            if checkpoints := list(RunFolder(resume).checkpoints.values()):
+                advice = f"give one of the run's checkpoints, such as {checkpoints[-1]}"
+            elif not Path(resume).exists():
+                advice = advice_on_missing(resume, advice)
+            raise UserError(f"checkpoint.resume {resume} is not a folder of a checkpoint; {advice}")
         verify_checkpoint(Path(resume))
         return Path(resume)
     damaged = []

@@ -371,7 +371,10 @@ def check_documents(source: Source) -> None:
     if ends and others[most] < MORE_FREQUENT * ends:
         return
     found = ""
-    remedy = "set data.tokenizer to the tokenizer that made the shards"
+    remedy = (
+        "set data.tokenizer to the tokenizer that made the shards, name their separator as "
+        "eos_token in tokenizer_config.json beside its tokenizer.json"
+    )
     if others[most]:
         name = tokenizer.decode([most])
         found = f", but {others[most]:,} of {name!r}"

@@ -98,6 +98,11 @@ class PrepareConfig(
             "a byte-level bpe needs at least 257 (256 bytes and end-of-text)",
         )
         self.require(self.separator != "", "separator", "an empty text separates nothing")
+        self.require(
+            self.separator is None or self.tokenizer != "chars",
+            "separator",
+            "the chars tokenizer has no end-of-text token to put there; use bpe, bytes or gpt2",
+        )
         made = self.tokenizer == "bpe" or self.tokenizer.endswith(".json")  # maybe not made yet
         if self.vocab_size != self.unset("vocab_size") and not made:
             self.require_use("vocab_size", "tokenizer", ("bpe",))

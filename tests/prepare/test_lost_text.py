@@ -167,4 +167,6 @@ def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
     prepare(replace(config, separator=EOT), tmp_path / "split")
     assert "WARNING" not in capsys.readouterr().err
     assert sorted(documents_of(tmp_path / "split")) == sorted(STORIES)
+    with pytest.raises(UserError, match="chars tokenizer has no end-of-text token to put there"):
+        replace(config, separator=EOT, tokenizer="chars")
     assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)

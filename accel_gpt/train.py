@@ -123,6 +123,8 @@ def train(
         with (
             Watchdog(config.train.step_timeout) as watchdog,
             contextlib.closing(run.writer),
+            contextlib.closing(run.loader),
+            run.reporter.closed_on_error(),
             run.reporter.profiling(),
         ):
             run.reporter.watchdog = watchdog
@@ -131,7 +133,6 @@ def train(
             while run.state.step < plan.last_step and not stopping:
                 stopping = make_step(run, stop)
                 run.reporter.step_completed(run.state.step)
-            run.loader.close()
             run.writer.wait()
         stop.saved = stopping
         run.reporter.finish()

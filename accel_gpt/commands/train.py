@@ -4,6 +4,7 @@ Finds the weights that the run starts from, prepares the data if they are missin
 a lost checkpoint, trains, and uploads the checkpoints.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,24 +61,27 @@ def train_config(config: Config, source: str) -> int:
             folder = Path(config.out_dir)
             resume = config.checkpoint.resume
             on_main(lambda: restore_newest_copy(url, folder, resume, launch.log))
-        uploader = None
-        if is_main():
-            uploader = open_uploader(
-                checkpoint=config.checkpoint,
-                hub=config.hub,
-                run=Path(config.out_dir),
-                final_step=launch.plan.max_steps,
-                log=launch.log,
-            )
         for line in describe_depth(to_flat(config)):
             launch.log(line)
-        stopped = train(
-            config=config,
-            launch=launch,
-            initialize=initialize,
-            on_checkpoint=uploader.on_checkpoint if uploader else None,
-        )
-        unfinished = finish_uploads(uploader, launch, stopped)
+        with contextlib.ExitStack() as closed:
+            uploader = None
+            if is_main():
+                uploader = open_uploader(
+                    checkpoint=config.checkpoint,
+                    hub=config.hub,
+                    run=Path(config.out_dir),
+                    final_step=launch.plan.max_steps,
+                    log=launch.log,
+                )
+            if uploader:
+                closed.callback(uploader.close)  # also if the run ends with an error
+            stopped = train(
+                config=config,
+                launch=launch,
+                initialize=initialize,
+                on_checkpoint=uploader.on_checkpoint if uploader else None,
+            )
+            unfinished = finish_uploads(uploader, launch, stopped)
     return PREEMPTED if stopped or unfinished else 0
 
 

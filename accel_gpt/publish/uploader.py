@@ -10,7 +10,6 @@ A failed upload never ends a run. It is logged once, and retried with the next c
 end. The next launch uploads the newest checkpoint if a target lacks it.
 """
 
-import atexit
 import json
 import math
 import shlex
@@ -131,7 +130,6 @@ class Uploader:
             self.resumed = True
         self.thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.thread.start()
-        atexit.register(self.close)  # also if the run ends with an error
 
     def on_checkpoint(self, checkpoint: Path) -> None:
         """Upload a new checkpoint as soon as no other upload runs."""
@@ -179,7 +177,6 @@ class Uploader:
         self.terminate()
         self.thread.join(STOP_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
-        atexit.unregister(self.close)
 
     def terminate(self) -> None:
         """Ask the child to end, if there is one."""

@@ -190,6 +190,15 @@ class Reporter:
         with profile(steps, folder, self.accelerator, self.log) as self.profile_step:
             yield
 
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Enclose all steps of a launch; an error in them closes TensorBoard's file."""
+        try:
+            yield
+        except BaseException:
+            self.trackers.close_tensorboard()
+            raise
+
     def heartbeat(self) -> None:
         """Tell the watchdog that the run made progress."""
         if self.watchdog:

@@ -80,6 +80,16 @@ class Trackers:
         for tracker in trackers:
             tracker.finish()
 
+    def close_tensorboard(self) -> None:
+        """Write TensorBoard's last values and end its thread, as the run ends with an error.
+
+        The other trackers notice the error themselves when the process ends.
+        """
+        for tracker in self.accelerator.trackers:
+            if isinstance(tracker, TensorBoardTracker):
+                with contextlib.suppress(OSError):  # the disk is full
+                    tracker.writer.close()
+
     def add_charts(self, tracker: TensorBoardTracker) -> None:
         """Write the groups of charts to a new TensorBoard file."""
         tracker.writer.add_custom_scalars(self.charts)

@@ -296,6 +296,9 @@ def advice_on_option(cls: type, key: str, takes_keys: bool) -> str:
     is_part_of_key = any(name.endswith(f".{key}") for name in keys)
     if takes_keys and (is_part_of_key or (FOREIGN_NAMES.get(key) in keys and not near)):
         return advice_on_key(Config, key)
+    meant = [name for name in COMMAND_OPTIONS.get(key, ()) if name in own_options(cls)]
+    if meant and own_options(cls)[meant[0]].positional:
+        return argument_without_name(cls, meant[0], meant[0].upper())
     if near:
         return f"did you mean {' or '.join(near)}?"
     owners = ["train"] if key in keys else getattr(cls, "commands_with", list)(key)
@@ -304,6 +307,12 @@ def advice_on_option(cls: type, key: str, takes_keys: bool) -> str:
     if takes_keys:
         return advice_on_key(Config, key)
     return f"accel-gpt {getattr(cls, 'name', '')} --help shows all options"
+
+
+def argument_without_name(cls: type, name: str, value: str) -> str:
+    """Say that a command takes an argument by its place."""
+    command = f"accel-gpt {getattr(cls, 'name', '')}"
+    return f"{name.upper()} is an argument without a name: {command} {value}"
 
 
 def near_options(cls: type, key: str) -> list[str]:
@@ -409,8 +418,7 @@ def read_options(
         is_argument = key in own_options(cls) and own_options(cls)[key].positional
         require(
             not is_argument,
-            f"unknown option --{key}; {name} is an argument without a name: "
-            f"accel-gpt {getattr(cls, 'name', '')} {text}",
+            f"unknown option --{key}; {argument_without_name(cls, key, text)}",
         )
         value = convert(name, parse_text(name, text, hint), hint)
         if get_origin(hint) is tuple:

@@ -27,6 +27,7 @@ EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 LEFT_OUT = (
     "add_bos_token",
     "add_eos_token",
+    "add_prefix_space",
     "added_tokens_decoder",
     "split_special_tokens",
     "tokenizer_class",

@@ -428,6 +428,9 @@ def tokenizer_config(tokenizer: Tokenizer, block_size: int, vocab_size: int) -> 
             config[key] = tokenizer.eot
     config["add_bos_token"] = False
     config["add_eos_token"] = False
+    split = json.loads(tokenizer.file_text).get("pre_tokenizer") or {}
+    if "add_prefix_space" in split:  # transformers 4 takes its default instead of tokenizer.json's
+        config["add_prefix_space"] = split["add_prefix_space"]
     return config
 
 

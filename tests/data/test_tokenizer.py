@@ -363,6 +363,20 @@ def test_what_changes_the_ids_of_a_text_is_in_no_file_that_is_written(
             assert plain.encode("abc" * 20).ids == theirs("abc" * 20).input_ids == ids
 
 
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_the_settings_say_of_a_space_what_tokenizer_json_says(
+    adds_space: bool, tmp_path: Path
+) -> None:
+    """transformers 4 follows the settings; version 5 and training follow tokenizer.json."""
+    split = tokenizer_json.byte_level() | {"add_prefix_space": adds_space}
+    source = other(tmp_path / "source", pre_tokenizer=split)
+    (tmp_path / "source" / CONFIG).write_text(json.dumps({"add_prefix_space": not adds_space}))
+    (tmp_path / "export").mkdir()
+    export_tokenizer(load_tokenizer(source), tmp_path / "export", BLOCK_SIZE)
+    settings = json.loads((tmp_path / "export" / CONFIG).read_text())
+    assert settings["add_prefix_space"] == adds_space
+
+
 # --------------------------------------------------------------------------- end of text
 
 

@@ -310,6 +310,9 @@ LAUNCHER = "set --num_processes and --num_machines of accelerate launch"
 # comes before its last part.
 LITGPT: Mapping[str, str] = MappingProxyType(
     {
+        "betas": "set optim.beta1 and optim.beta2",
+        "data.class_path": OWN_TEXT,
+        "data_path": OWN_TEXT,
         "devices": LAUNCHER,
         "eval.evaluate_example": UNUSED,
         "eval.final_validation": "no key is needed: the last step is always evaluated",
@@ -333,14 +336,18 @@ LITGPT: Mapping[str, str] = MappingProxyType(
         "norm_class_name": "set model.preset",
         "num_nodes": LAUNCHER,
         "num_workers": LOADER,
-        "optimizer.betas": "set optim.beta1 and optim.beta2",
+        "optimizer.class_path": OPTIMIZER,
         "padded_vocab_size": "no key is needed: the vocabulary is padded to a multiple of 64 in "
         "the weights",
+        "parallel_residual": "parallel residual blocks are not supported; leave it out",
+        "resume": HF_TRAINER["resume_from_checkpoint"],
         "rope_base": "model.rope_theta",
+        "rotary_percentage": "RoPE always turns the whole head; leave it out",
         "save_interval": "checkpoint.every",
         "tokenizer_dir": "data.prepare.tokenizer",
         "train_data_path": "data.text",
         "val_data_path": HF_TRAINER["validation_file"],
+        "val_split_fraction": "data.prepare.val_fraction",
     }
 )
 

@@ -326,7 +326,8 @@ def near_options(cls: type, key: str) -> list[str]:
     near: list[tuple[float, str]] = []
     for name in names:
         ratio = difflib.SequenceMatcher(None, key, name).ratio()
-        is_part = name.startswith(key) or (len(name) > 2 and key.startswith(name))
+        begins = bool(key) and name.startswith(key)
+        is_part = begins or (len(name) > 2 and key.startswith(name))
         if ratio >= NEAR or is_part:
             near.append((-ratio, f"--{name}"))
     return [name for _, name in sorted(near)[:2]]

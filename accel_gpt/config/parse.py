@@ -121,9 +121,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
 
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
     replaces all keys of the group in the file. If an option sets data.train, the file's data.text
-    is dropped, and its data.prepare too, unless an option sets one of its keys. If an option sets
-    data.text, or the path or dataset of data.prepare, what the file says of another text is
-    dropped. If the file is the config.yaml of a run that was moved, its paths are updated.
+    is dropped. Its data.prepare is dropped too, unless an option sets one of its keys, and if an
+    option sets data.prepare.source to null. If an option sets data.text, or the path or dataset of
+    data.prepare, what the file says of another text is dropped. If the file is the config.yaml of
+    a run that was moved, its paths are updated.
     """
     content = read_yaml(path)
     advice = "write lines such as `out_dir: runs/mine`"
@@ -140,11 +141,12 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
         if any(options.get(key) is not None for key in group):
             for key in group:
                 values.pop(key, None)
+    prepares = any(options[key] is not None for key in options if key.startswith(PREPARE))
     if "data.train" in options:
-        keeps_prepare = any(key.startswith(PREPARE) for key in options)
-        for key in list(values):
-            if key == "data.text" or (key.startswith(PREPARE) and not keeps_prepare):
-                del values[key]
+        values.pop("data.text", None)
+    if ("data.train" in options or f"{PREPARE}source" in options) and not prepares:
+        for key in [key for key in values if key.startswith(PREPARE)]:
+            del values[key]
     if options.get("data.text") is not None:
         values.pop("data.train", None)
     if any(options.get(key) is not None for key in TEXTS):

@@ -52,6 +52,8 @@ def test_an_option_for_the_data_drops_the_preparation_of_the_file(
     assert load_config(["shakespeare_char", *words], "test").data.prepare == PrepareConfig()
     assert load(tmp_path, *words).data.prepare == PrepareConfig()
     assert load(tmp_path, *words, text=", text: a.txt").data.prepare == PrepareConfig()
+    for none in (["--data.prepare.source", "null"], [*words, "--data.prepare.source=null"]):
+        assert load_config(["shakespeare_char", *none], "test").data.prepare == PrepareConfig()
     asked = load(tmp_path, *words, "--data.prepare.tokenizer", "bpe").data.prepare
     assert (asked.source, asked.tokenizer) == ("stdlib", "bpe")
 

@@ -89,7 +89,11 @@ def test_a_run_leaves_its_process_as_it_was(
             more = {"checkpoint.allow_change": ["train.max_steps"]}
             # sections may be mappings, as in a YAML file; a mapping stays one if it is a value
             more |= {"train": {"max_steps": steps}, "data": {"val": {"a": folder, "b": folder}}}
+            random.seed(steps)  # the second run loads the states that the first has saved
+            np.random.seed(steps)
+            before = process()
             run = accel_gpt.run(*small_run(), options | more)
+            assert process() == before
         assert {"eval/val_loss/a", "eval/val_loss/b"} <= set(run.metrics)
     assert process() == before
     assert read_settings() == settings

@@ -146,4 +146,5 @@ def visible(text: str) -> Counter[str]:
 
 def spaces(text: str) -> Counter[str]:
     """Count the white-space characters of a text."""
-    return Counter(character for character in text if character.isspace())
+    counts = Counter(text)
+    return Counter({character: count for character, count in counts.items() if character.isspace()})

@@ -432,15 +432,9 @@ def read_options(
         yield key, convert(shown(cls, key), several, known[key])
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
-    example = "quickstart" if "config" in missing else newest_run()
+    example = "quickstart" if "config" in missing else "runs/quickstart"
     advice = f"try accel-gpt {getattr(cls, 'name', '')} {example}"
     require(not missing, f"{' and '.join(missing).upper()} missing; {advice}")
-
-
-def newest_run() -> str:
-    """Return the newest run in the folder `runs`, as an example; runs/quickstart if it has none."""
-    runs = {path.stat().st_mtime: path.parent for path in Path("runs").glob("*/run.json")}
-    return shlex.quote(str(runs[max(runs)])) if runs else "runs/quickstart"
 
 
 def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: bool = False) -> None:

@@ -28,7 +28,7 @@ from tests.faults.launches import (
     steps_told,
     until,
 )
-from tests.test_launch import ACCELERATE, PLAIN
+from tests.test_launch import ACCELERATE, PLAIN, ROOT
 from tests.test_train import assert_same_weights, records, weights
 
 pytestmark = pytest.mark.slow
@@ -192,6 +192,27 @@ def test_dead_launcher_leaves_a_checkpoint_and_no_process(
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     # the next launch writes the record of a step whose evaluation was stopped
     assert read_state(saved).reported_step == steps_told(tmp_path / "run")
+
+
+def test_a_closed_terminal_does_not_stop_a_launched_run_with_the_setting_in_the_docs(
+    argv: list[str], tmp_path: Path
+) -> None:
+    """The launcher handles SIGHUP, although nohup ignores it."""
+    page = (ROOT / "docs/how-to/resume.md").read_text()
+    setting = re.search(r"do not respect `nohup`; add `(\w+=[A-Z,]+)`", page)
+    assert setting
+    endless = [*argv, "--train.max_steps", "100000", "--checkpoint.every", "0"]
+    command = ["env", setting[1], "nohup", *TWO["torchrun"]]
+    launch = Launched(command, tmp_path, endless)
+    run = tmp_path / "run"
+    until(lambda: steps_told(run) > 3, 120)
+    os.killpg(launch.process.pid, signal.SIGHUP)
+    before = steps_told(run)
+    until(lambda: steps_told(run) > before + 20, 120)
+    launch.process.send_signal(signal.SIGTERM)
+    launch.wait()
+    assert "SIGTERM: saved at step" in launch.shown()
+    assert "SIGHUP" not in launch.shown()
 
 
 def test_second_signal_ends_at_once_though_a_checkpoint_is_being_written(

@@ -442,7 +442,6 @@ class HubConfig(Section, prefix="hub.", resume="free"):
         None,
         "Repository on the Hub, user/name, created if it does not exist. Log in with `hf auth "
         "login`.",
-        used_with=("push", ("end", "every_checkpoint")),
     )
     push: Literal["never", "end", "every_checkpoint"] = option(
         "never",
@@ -464,8 +463,6 @@ class HubConfig(Section, prefix="hub.", resume="free"):
         )
         if self.repo_id is not None:
             check_repo("hub.repo_id", self.repo_id)
-        if self.private:
-            self.require_use("private", "push", ("end", "every_checkpoint"))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from accel_gpt.config.experiment import Config, HubConfig, LogConfig
+from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
 LENGTH_KEYS = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
@@ -123,7 +123,7 @@ def shorten(config: Config, steps: int) -> Config:
         train=replace(config.train, max_steps=steps, max_tokens=None, stop_at=None),
         sample=replace(config.sample, every=0),
         log=LogConfig(every=1, trackers=(), batch_hash=True),
-        hub=HubConfig(),
+        hub=replace(config.hub, push="never"),
         checkpoint=replace(
             config.checkpoint,
             every=max(1, steps // 10),

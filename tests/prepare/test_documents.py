@@ -234,6 +234,7 @@ def test_what_the_hub_refuses_is_told_with_what_to_check(monkeypatch: pytest.Mon
         raise ValueError("Bad split: x")
 
     monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     told = r"data set me/data .*ValueError: Bad split: x\); check its id, configuration and split"
     with pytest.raises(UserError, match=told):
         list(read_pieces(PrepareConfig(source="dataset", dataset="me/data")))

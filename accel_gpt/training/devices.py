@@ -102,10 +102,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the peak FLOP/s of a device, without sparsity; None if `DEVICES` does not have it.
 
     `device_name` is the name that the driver reports. `dtype` is the dtype of matrix products:
-    fp8, bf16, fp16, tf32 or fp32.
+    fp8, bf16, fp16, tf32 or fp32. A GPU without TF32 computes the products of tf32 in float32.
     """
     key = device_key(device_name)
-    return DEVICES[key].rates.get(dtype) if key else None
+    if key is None:
+        return None
+    rates = DEVICES[key].rates
+    return rates.get(dtype, rates.get("fp32") if dtype == "tf32" else None)
 
 
 def half_precision(device_name: str) -> Literal["bf16", "fp16"] | None:

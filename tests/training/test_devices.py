@@ -12,6 +12,7 @@ from accel_gpt.training.devices import DEVICES, device_memory, peak_flops
         ("NVIDIA A100 80GB PCIe", "tf32", 156),
         ("NVIDIA GeForce RTX 3090", "fp16", 71),
         ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla T4", "tf32", 8.1),  # its float32
         ("AMD Instinct MI300X", "bf16", 1307.4),
     ],
 )

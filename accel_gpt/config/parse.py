@@ -388,11 +388,14 @@ def read_options(
     positional = [name for name, one in own_options(cls).items() if one.positional]
     several: list[str] = []  # words of a positional option that takes several
     repeated: dict[str, tuple[Any, ...]] = {}  # key of an option that takes several -> its values
+    key = ""
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             is_path = bool(positional) and not re.fullmatch("-[A-Za-z].*", word)
             advice = answer_of_names(cls, word) or "options are written --key value"
+            if key in repeated:
+                advice = f"for several values, repeat --{key}"
             require(is_path, f"unexpected argument {word!r}; {advice}")
             key = positional[0]
             if get_origin(known[key]) is tuple:

@@ -230,7 +230,11 @@ def test_the_folder_above_a_clone_imports_the_package(tmp_path: Path) -> None:
     code = (
         f"import site; site.addsitedir({str(site)!r}); import accel_gpt; print(accel_gpt.__file__)"
     )
-    found = subprocess.run(  # -S: without the installation that runs this test
-        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    found = subprocess.run(  # -S, -E: without the installation and PYTHONPATH of this test
+        [sys.executable, "-S", "-E", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert found.stdout.strip() == str(clone / "accel_gpt/__init__.py")

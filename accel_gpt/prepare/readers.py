@@ -101,8 +101,8 @@ def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
             order = "LE" if zero % 2 else "BE"  # Latin letters and line ends have a zero byte
             raise DataError(
                 f"{path} is not UTF-8 text: it has a zero byte at offset {zero}; if it is UTF-16, "
-                f"convert it with iconv -f UTF-16{order} -t UTF-8 < OLD > NEW; to remove zero bytes "
-                "from UTF-8 text, use tr -d '\\0' < OLD > NEW"
+                f"convert it with iconv -f UTF-16{order} -t UTF-8 < OLD > NEW; to remove zero "
+                "bytes from UTF-8 text, use tr -d '\\0' < OLD > NEW"
             )
         yield file
 

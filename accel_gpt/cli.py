@@ -4,28 +4,14 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from accel_gpt import __version__
 from accel_gpt.commands.options import COMMANDS
+from accel_gpt.config.foreign_names import FOREIGN_COMMANDS
 from accel_gpt.config.shipped import shipped_configs
 from accel_gpt.console import run_main, write_out
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import use_slurm_variables
-
-# commands of other programs -> ours
-OTHER_COMMANDS = MappingProxyType(
-    {
-        "chat": "sample",
-        "convert": "export",
-        "finetune": "train",
-        "generate": "sample",
-        "pretrain": "train",
-        "resume": "train",
-        "tokenize": "prepare",
-        "upload": "push",
-    }
-)
 
 
 def dispatch(argv: Sequence[str]) -> int:
@@ -52,10 +38,10 @@ def advice_on_command(name: str) -> str:
     """Return advice on what to use instead of an unknown command."""
     if name in shipped_configs() or name.endswith((".yaml", ".yml")):
         return f"did you mean accel-gpt train {name}?"
-    near = difflib.get_close_matches(name, {**dict.fromkeys(COMMANDS), **OTHER_COMMANDS}, n=1)
+    near = difflib.get_close_matches(name, [*COMMANDS, *FOREIGN_COMMANDS], n=1, cutoff=0.7)
     if not near:
         return f"choose one of {', '.join(COMMANDS)}"
-    return f"did you mean {OTHER_COMMANDS.get(near[0], near[0])}?"
+    return f"did you mean {FOREIGN_COMMANDS.get(near[0], near[0])}?"
 
 
 def overview() -> str:

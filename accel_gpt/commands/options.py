@@ -51,7 +51,8 @@ class Command(Section, prefix="--"):
     def commands_with(cls, name: str) -> list[str]:
         """Return the commands that have an option of this name."""
         commands: dict[str, type] = dict(COMMANDS)
-        return [command for command, one in commands.items() if name in own_options(one)]
+        options = {command: own_options(one).get(name) for command, one in commands.items()}
+        return [command for command, one in options.items() if one and not one.positional]
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
@@ -166,8 +167,9 @@ def check_recipe(argument: str) -> None:
     """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
     recipes = shipped_configs("data")
     is_recipe = argument in recipes or argument.endswith((".yaml", ".yml"))
-    named = difflib.get_close_matches(argument, recipes, n=1)
-    near = named[0] if named else nearest_file(argument)
+    near = nearest_file(argument)
+    if near is None:
+        near = next(iter(difflib.get_close_matches(argument, recipes, n=1)), None)
     advice = f"give the path of a text, or a recipe: {', '.join(recipes)}"
     require(
         is_recipe,

@@ -29,9 +29,9 @@ from accel_gpt.training.devices import (
     bf16_instructions,
     device_key,
     device_memory,
-    fp16_problem,
     half_precision,
     peak_flops,
+    precision_problem,
 )
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
@@ -85,10 +85,10 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     precision: str = config.train.mixed_precision or "no"
     if precision == "auto":
         precision = fast_precision(gpu, sharded, config.train.reproducible)
-    problem = fp16_problem(sharded, config.train.reproducible)
+    problem = precision_problem(precision, sharded, config.train.reproducible)
     require(
-        precision != "fp16" or problem is None,
-        f"train.mixed_precision is fp16, but {problem}; set --train.mixed_precision auto",
+        problem is None,
+        f"train.mixed_precision is {precision}, but {problem}; set --train.mixed_precision auto",
     )
     require(
         not (sharded and config.train.reproducible),
@@ -123,7 +123,7 @@ def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
     if gpu is None:
         return "bf16" if bf16_instructions() in FAST_BF16 else "no"
     half = half_precision(gpu)
-    if half is None or (half == "fp16" and fp16_problem(sharded, reproducible)):
+    if half is None or precision_problem(half, sharded, reproducible):
         return "no"
     return half
 
@@ -292,6 +292,11 @@ def verdict(memory: Mapping[str, Any]) -> str:
         largest = memory["largest_micro_batch_size"]
         return f"It fits; train.micro_batch_size may be up to {largest}."
     tried = memory["try"]
+    if not tried["settings"]:
+        return (
+            "It does not fit, and no other settings need less memory. Use devices with more "
+            "memory, more devices, or a smaller model."
+        )
     settings = f"{' '.join(tried['settings'])} ({gigabytes(tried['total'])})"
     if tried["fits"]:
         return f"It does not fit. It fits with {settings}."

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from accel_gpt.config.options import Section, internal, option, own_options
 from accel_gpt.errors import require
@@ -21,7 +21,8 @@ class PrepareConfig(
         None,
         "Kind of the text. null: nothing is prepared, so the data folder must exist. stdlib: the "
         "source code of Python's standard library. auto: the kind with the most bytes in path, by "
-        "file extension; an unknown extension counts as text. Tables (.csv, .tsv) are rejected.",
+        "file extension; an unknown extension counts as text. auto rejects tables (.csv, .tsv); "
+        "text reads them as they are.",
         essential=True,
     )
     path: str | None = option(
@@ -120,10 +121,13 @@ class PrepareConfig(
 
     def check_unused(self) -> None:
         """Raise `UserError` if an option is set but no source, so that nothing is prepared."""
-        for name, one in own_options(PrepareConfig).items():
-            if name != "source" and getattr(self, name) != self.unset(name):
-                values = one.used_with[1] if one.used_with else get_args(SourceKind)
-                self.require_use(name, "source", [value for value in values if value])
+        names = [name for name in own_options(PrepareConfig) if name != "source"]
+        used = [name for name in names if getattr(self, name) != self.unset(name)]
+        require(
+            not used,
+            f"data.prepare sets {', '.join(used)}, but data.prepare.source is null, so nothing is "
+            "prepared; set data.prepare.source, for example to text, or remove data.prepare",
+        )
 
 
 @dataclass(frozen=True)

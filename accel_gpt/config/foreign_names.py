@@ -323,7 +323,6 @@ LITGPT: Mapping[str, str] = MappingProxyType(
         "head_size": "model.head_dim",
         "initial_checkpoint_dir": "model.init_from",
         "log.group": "set WANDB_RUN_GROUP in the environment",
-        "log.run": NANOGPT["wandb_run_name"],
         "logger_name": "log.trackers",
         "lr_warmup_fraction": "set schedule.warmup_steps, the number of steps of the warm-up",
         "lr_warmup_steps": "schedule.warmup_steps",
@@ -371,8 +370,6 @@ HF_MODEL: Mapping[str, str] = MappingProxyType(
         "num_hidden_layers": "model.n_layer",
         "num_key_value_heads": "model.n_kv_head",
         "resid_pdrop": "model.dropout",
-        "rms_norm_eps": "model.norm_eps",
-        "tie_word_embeddings": "model.tie_embeddings",
     }
 )
 
@@ -385,17 +382,13 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "compute_environment": "give a config of accelerate to accelerate launch, as --config_file",
         "context_length": "model.block_size",
         "d_model": "model.n_embd",
-        "device_batch_size": "train.micro_batch_size",
         "gpus": LAUNCHER,
         "grad_accum": NANOGPT["gradient_accumulation_steps"],
         "gradient_clip_val": "optim.grad_clip",
-        "iterations": "train.max_steps",
         "iters": "train.max_steps",
         "local_batch_size": "train.micro_batch_size",
         "log_freq": "log.every",
         "matrix_lr": "set optim.name to muon, and optim.muon_lr",
-        "max_epochs": EPOCHS,
-        "max_seq_len": "model.block_size",
         "nproc_per_node": LAUNCHER,
         "out": "out_dir",
         "output": "out_dir",
@@ -404,7 +397,6 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "run": NANOGPT["wandb_run_name"],
         "save_every": "checkpoint.every",
         "seq_len": "model.block_size",
-        "seq_length": "model.block_size",
         "steps": "train.max_steps",
         "unembedding_lr": "optim.head_lr",
     }
@@ -479,6 +471,7 @@ COMMAND_OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType(
         "outtype": ("dtype",),
         "precision": ("dtype",),
         "procs": ("processes",),
+        "run": ("path",),
         "shard_size": ("shard_tokens",),
         "start": ("prompt",),
         "step": ("checkpoint", "steps"),
@@ -488,5 +481,19 @@ COMMAND_OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType(
         "to": ("out", "repo"),
         "tps": ("tokens_per_second",),
         "val_split": ("val_fraction",),
+    }
+)
+
+# Commands of other programs -> ours
+FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "chat": "sample",
+        "convert": "export",
+        "finetune": "train",
+        "generate": "sample",
+        "pretrain": "train",
+        "resume": "train",
+        "tokenize": "prepare",
+        "upload": "push",
     }
 )

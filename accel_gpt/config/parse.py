@@ -36,19 +36,26 @@ from accel_gpt.files import LARGEST_NUMBER, load_yaml
 T = TypeVar("T")
 
 PREPARE = "data.prepare."
-# that describe the text of a config, not what is made of it
-KEYS_OF_TEXT = (
-    "data.prepare.path",
-    "data.prepare.dataset",
-    "data.prepare.dataset_config",
-    "data.prepare.dataset_split",
-    "data.prepare.text_field",
-    "data.prepare.separator",
+SUBSET = ("data.prepare.dataset_config", "data.prepare.dataset_split")
+# options that name another text -> keys of the file that describe its text
+KEYS_OF_TEXT: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "data.text": (
+            "data.train",
+            "data.prepare.path",
+            "data.prepare.dataset",
+            *SUBSET,
+            "data.prepare.text_field",
+            "data.prepare.separator",
+        ),
+        "data.prepare.path": ("data.prepare.dataset", *SUBSET),
+        "data.prepare.dataset": ("data.prepare.path", *SUBSET),
+    }
 )
-TEXTS = ("data.text", "data.prepare.path", "data.prepare.dataset")
 COMMAND_WORDS = ("help-all", "dump_config")  # of accel-gpt train, beside the keys
 TRAIN_ON = "accel-gpt train quickstart --out_dir runs/mine"
-NULLS = ("null", "Null", "NULL", "~", "None", "none")  # of YAML and Python
+YAML = (".yaml", ".yml")
+NULLS = ("null", "Null", "NULL", "None", "none")  # of YAML and Python
 # of YAML 1.1, in small letters
 BOOLEANS = types.MappingProxyType(
     {"yes": True, "y": True, "on": True, "no": False, "n": False, "off": False}
@@ -95,7 +102,7 @@ def advice_without_config(words: Sequence[str], prog: str) -> str:
     command = prog if prog.startswith("accel-gpt") else "accel-gpt train"
     for word in words:
         name = word.rpartition("=")[2]
-        if name.endswith((".yaml", ".yml")) or name in shipped_configs():
+        if name.endswith(YAML) or name in shipped_configs():
             return f"it is the first argument, without --config: {command} {name}"
     return f"try {command} quickstart"
 
@@ -121,18 +128,13 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
 
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
     replaces all keys of the group in the file. If an option sets data.train, the file's data.text
-    is dropped. Its data.prepare is dropped too, unless an option sets one of its keys, and if an
-    option sets data.prepare.source to null. If an option sets data.text, or the path or dataset of
-    data.prepare, what the file says of another text is dropped. If the file is the config.yaml of
-    a run that was moved, its paths are updated.
+    is dropped. The file's data.prepare is dropped if an option sets data.train, or sets
+    data.prepare.source to null, and no option sets a key of data.prepare. If an option names
+    another text, the file's `KEYS_OF_TEXT` are dropped. If the file is the config.yaml of a run
+    that was moved, its paths are updated.
     """
     content = read_yaml(path)
-    advice = "write lines such as `out_dir: runs/mine`"
-    if path.endswith(".py"):
-        advice += "; docs/how-to/from-nanogpt.md maps the options of nanoGPT"
-    elif not path.endswith((".yaml", ".yml")):
-        advice = f"to train on its text, use {TRAIN_ON} --data.text {shlex.quote(path)}"
-    require(isinstance(content, dict), f"{path} holds no keys; {advice}")
+    require(isinstance(content, dict), f"{path} holds no keys; {advice_on_content(path)}")
     if cls is Config and is_config_of_run(path):
         content = relocate(content, str(Path(path).parent))
     values = dict(flatten(cls, content, f"in {path}"))
@@ -147,11 +149,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     if ("data.train" in options or f"{PREPARE}source" in options) and not prepares:
         for key in [key for key in values if key.startswith(PREPARE)]:
             del values[key]
-    if options.get("data.text") is not None:
-        values.pop("data.train", None)
-    if any(options.get(key) is not None for key in TEXTS):
-        for key in KEYS_OF_TEXT:
-            values.pop(key, None)
+    for option, keys in KEYS_OF_TEXT.items():
+        if options.get(option) is not None:
+            for key in keys:
+                values.pop(key, None)
     values |= options
     return values | own_text(values, options)
 
@@ -207,7 +208,17 @@ def read_yaml(path: str) -> Any:
             reason = f"is a folder; {advice_on_folder(Path(path))}"
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
+        advice = "" if path.endswith(YAML) else f"; {advice_on_content(path)}"
+        raise UserError(f"{path} is not valid YAML: {error}{advice}") from None
+
+
+def advice_on_content(path: str) -> str:
+    """Return what to do with a file that is no config."""
+    if path.endswith(".py"):
+        return "docs/how-to/from-nanogpt.md maps the options of nanoGPT to keys of a YAML file"
+    if path.endswith(YAML):
+        return "write lines such as `out_dir: runs/mine`"
+    return f"to train on its text, use {TRAIN_ON} --data.text {shlex.quote(path)}"
 
 
 def advice_on_folder(path: Path) -> str:
@@ -246,8 +257,8 @@ def check_key(cls: type, key: str, where: str) -> Any:
 def advice_on_key(cls: type, key: str) -> str:
     """Return advice on what to use instead of an unknown key.
 
-    Looks for an option of another trainer (`names.py`), then for the same name in another section,
-    then for similar names.
+    Looks for an option of another trainer (`foreign_names.py`), then for the same name in another
+    section, then for similar names.
     """
     known = leaves(cls)
     last = key.rpartition(".")[2]
@@ -286,7 +297,8 @@ def check_option(cls: type, key: str, takes_keys: bool) -> Any:
         return check_key(cls, key, "on the command line")
     known = leaves(cls)
     keys = leaves(Config) if takes_keys else {}
-    if key in known or key in keys:
+    is_argument = key in own_options(cls) and own_options(cls)[key].positional
+    if (key in known or key in keys) and not is_argument:
         return known.get(key, keys.get(key))
     raise UserError(f"unknown option --{key}; {advice_on_option(cls, key, takes_keys)}")
 
@@ -298,23 +310,22 @@ def advice_on_option(cls: type, key: str, takes_keys: bool) -> str:
     is_part_of_key = any(name.endswith(f".{key}") for name in keys)
     if takes_keys and (is_part_of_key or (FOREIGN_NAMES.get(key) in keys and not near)):
         return advice_on_key(Config, key)
-    meant = [name for name in COMMAND_OPTIONS.get(key, ()) if name in own_options(cls)]
+    meant = [name for name in (key, *COMMAND_OPTIONS.get(key, ())) if name in own_options(cls)]
     if meant and own_options(cls)[meant[0]].positional:
-        return argument_without_name(cls, meant[0], meant[0].upper())
+        argument = meant[0].upper()
+        command = f"accel-gpt {getattr(cls, 'name', '')} {argument}"
+        return f"{argument} is an argument without a name: {command}"
     if near:
         return f"did you mean {' or '.join(near)}?"
-    owners = ["train"] if key in keys else getattr(cls, "commands_with", list)(key)
+    if key in keys:
+        return "it is an option of accel-gpt train"
+    find_owners = getattr(cls, "commands_with", None)
+    owners = find_owners(key) if find_owners else []
     if owners:
-        return f"it is an option of accel-gpt {' and of accel-gpt '.join(owners)}"
+        return f"it is an option of accel-gpt {', '.join(owners)}"
     if takes_keys:
         return advice_on_key(Config, key)
     return f"accel-gpt {getattr(cls, 'name', '')} --help shows all options"
-
-
-def argument_without_name(cls: type, name: str, value: str) -> str:
-    """Say that a command takes an argument by its place."""
-    command = f"accel-gpt {getattr(cls, 'name', '')}"
-    return f"{name.upper()} is an argument without a name: {command} {value}"
 
 
 def near_options(cls: type, key: str) -> list[str]:
@@ -417,15 +428,16 @@ def read_options(
         if not equals and is_flag:
             text = "true"
         elif not equals:
-            is_missing = not words or OPTION.fullmatch(words[0])
-            require(not is_missing, f"--{key} needs a value: {describe_type(hint)}")
+            is_option = bool(words) and bool(OPTION.fullmatch(words[0]))
+            advice = ""
+            if is_option and str in alternatives(hint):
+                advice = f"; if the value is {words[0]}, write --{key}={words[0]}"
+            require(
+                bool(words) and not is_option,
+                f"--{key} needs a value: {describe_type(hint)}{advice}",
+            )
             text = words.pop(0)
         name = shown(cls, key)
-        is_argument = key in own_options(cls) and own_options(cls)[key].positional
-        require(
-            not is_argument,
-            f"unknown option --{key}; {argument_without_name(cls, key, text)}",
-        )
         value = convert(name, parse_text(name, text, hint), hint)
         if get_origin(hint) is tuple:
             value = repeated[key] = repeated.get(key, ()) + value

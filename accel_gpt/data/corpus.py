@@ -359,9 +359,11 @@ def check_documents(source: Source) -> None:
         return
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     end = min(split.shards[0].tokens - 1, CHECKED_TOKENS)  # the last token separates nothing
-    for start in range(1, end, CHECKED_AT_ONCE):
-        tokens = split.read(0, start, min(CHECKED_AT_ONCE, end - start))
+    read = 1
+    while read < end:
+        tokens = split.read(0, read, min(CHECKED_AT_ONCE, end - read))
         counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
+        read += len(tokens)
         if counts[tokenizer.eot_id]:
             break
     ends = int(counts[tokenizer.eot_id])
@@ -383,9 +385,9 @@ def check_documents(source: Source) -> None:
             "tokenizer_config.json beside the tokenizer.json of the shards"
         )
     problem = (
-        f"data.document_mask is true, but the {split.name} shards of {source.path} have "
-        f"{f'only {ends:,}' if ends else 'no'} end-of-text token ({tokenizer.eot!r}) between "
-        f"documents{found}; {remedy}"
+        f"data.document_mask is true, but the first {read:,} tokens of the {split.name} shards of "
+        f"{source.path} have {f'only {ends:,}' if ends else 'no'} end-of-text token "
+        f"({tokenizer.eot!r}) between documents{found}; {remedy}"
     )
     require(ends > 0, f"{problem}, or set data.document_mask to false")
     if is_main():

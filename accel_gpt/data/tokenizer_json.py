@@ -20,6 +20,7 @@ from accel_gpt.json_files import read_json_object
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"  # names special tokens, in older folders
 HUB_FILES = (FILE, CONFIG, TEMPLATE, SPECIAL, "vocab.json", "merges.txt")
+OTHER_FILES = ("*.model", "vocab.*", "merges.txt")  # of tokenizers that transformers converts
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it, or
@@ -87,7 +88,9 @@ def read_file(where: Path) -> dict[str, Any]:
         content = gpt2_content(vocab, merges.read_text(encoding="utf-8"))
         if kind_of(content) == "gpt2":  # the files of others do not say how to split text
             return content
-    raise UserError(f"there is no tokenizer at {where}; give the path of a {FILE}; {advice}")
+    has_others = any(any(where.parent.glob(name)) for name in OTHER_FILES)
+    ending = f"; {advice}" if has_others else ""
+    raise UserError(f"there is no tokenizer at {where}; give the path of a {FILE}{ending}")
 
 
 def read_config(where: Path) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def is_missing(data: DataConfig) -> bool:
         return False
     require(
         not is_remote,
-        f"data.train is {data.folder}, but data.prepare would prepare a local folder; set "
-        "data.prepare.source to null to train on the shards at the URL",
+        f"data.train is {data.folder}, but data.prepare would prepare a local folder; to train on "
+        "the shards at the URL, remove data.prepare, or add --data.prepare.source null",
     )
     require(
         bool(data.folder),

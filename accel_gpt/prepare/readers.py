@@ -96,11 +96,11 @@ def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
         if encoding != "utf-8":
             yield cast(BinaryIO, io.BufferedReader(Utf8Reader(file, encoding), CHUNK_BYTES))
             return
-        zero = start.find(b"\0")
+        zero = start[:HEAD_BYTES].find(b"\0")
         if zero >= 0:
             order = "LE" if zero % 2 else "BE"  # Latin letters and line ends have a zero byte
             raise DataError(
-                f"{path} is not UTF-8 text: it has a zero byte at offset {zero}; if it is UTF-16, "
+                f"{path} has a zero byte at offset {zero}, as UTF-16 text has; if it is UTF-16, "
                 f"convert it with iconv -f UTF-16{order} -t UTF-8 < OLD > NEW; to remove zero "
                 "bytes from UTF-8 text, use tr -d '\\0' < OLD > NEW"
             )

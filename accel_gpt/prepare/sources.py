@@ -124,9 +124,9 @@ def is_a_table(path: str, tables: str) -> UserError:
 def select_files(path: str, source: SourceKind) -> Selection:
     """Select the files to read from a local file, folder or glob.
 
-    `source` auto selects the kind with the most bytes. Any other source reads a file, or the files
-    of a glob, regardless of their endings; of a folder it reads the files of its kind. A file that
-    is not text is left out of a folder or glob.
+    `source` auto selects the kind with the most bytes, except tables. Any other source reads a
+    file, or the files of a glob, regardless of their endings; of a folder it reads the files of its
+    kind. A file that is not text is left out of a folder or glob.
 
     Raises `UserError` if `path` does not exist or holds nothing to read.
     """
@@ -147,13 +147,13 @@ def select_files(path: str, source: SourceKind) -> Selection:
             left_out[f"{NOT_TEXT}, ending in {file.suffix or 'nothing'}"].append(file)
             del kinds[file]
     if source == "auto" and kinds:
-        amounts: Counter[Kind] = Counter()
+        amounts: Counter[SourceKind] = Counter()
         for file, kind in kinds.items():
-            amounts[kind] += file.stat().st_size
-        largest = max(amounts, key=amounts.__getitem__)
-        if largest == "table":
-            raise is_a_table(path, tables_of(path, kinds))
-        source = largest
+            if kind != "table":
+                amounts[kind] += file.stat().st_size
+        if not amounts:
+            raise is_a_table(path, tables_of(path, list(kinds)))
+        source = max(amounts, key=amounts.__getitem__)
     for file, kind in kinds.items():
         if kind == "table":
             left_out["table, read as text if data.prepare.source is text"].append(file)
@@ -169,11 +169,11 @@ def select_files(path: str, source: SourceKind) -> Selection:
     return selection
 
 
-def tables_of(path: str, kinds: Mapping[Path, Kind]) -> str:
+def tables_of(path: str, tables: Sequence[Path]) -> str:
     """Return a glob for the tables in a folder or glob, with the ending of the first."""
     if not os.path.isdir(os.path.expanduser(path)):
         return path
-    first = next(file for file, kind in kinds.items() if kind == "table")
+    first = tables[0]
     place = max(first.name.lower().rfind(ending) for ending in TABLE_ENDINGS)
     return os.path.join(path, "**", f"*{first.name[place:]}")
 

@@ -104,8 +104,8 @@ def require_no_choice(path: str | Path, which: str) -> None:
     """Raise `UserError` if a checkpoint is chosen in a model that is not a run."""
     require(
         which == "last",
-        f"--checkpoint is {which}, but {path} is not the folder of a run, whose checkpoints it "
-        "chooses from; leave --checkpoint out, or name the run",
+        f"--checkpoint is {which}, but {path} is a single model; leave --checkpoint out, or give "
+        "the folder of the run",
     )
 
 

@@ -121,14 +121,16 @@ def half_precision(device_name: str) -> Literal["bf16", "fp16"] | None:
     return "fp16" if peak_flops(device_name, "fp16") else None
 
 
-def fp16_problem(sharded: bool, reproducible: bool) -> str | None:
-    """Return why a run on several shards, or a reproducible one, cannot use fp16; None if it can.
+def precision_problem(precision: str, sharded: bool, reproducible: bool) -> str | None:
+    """Return why a run under FSDP, or a reproducible run, cannot use a precision; None if it can.
 
     Such a run uses float32 on a GPU that has matrix units only for fp16.
     """
-    if sharded:
-        return "fsdp does not support fp16"
-    return "train.reproducible rejects fp16" if reproducible else None
+    if sharded and precision == "fp16":
+        return "under FSDP a resume cannot restore the loss scale"
+    if reproducible and precision in ("fp16", "fp8"):
+        return f"train.reproducible cannot sum the scaled gradients of {precision}"
+    return None
 
 
 def device_memory(device_name: str) -> int | None:

@@ -11,7 +11,12 @@ from accelerate.utils import parse_flag_from_env
 
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.launcher import launcher_precision
-from accel_gpt.training.devices import FAST_BF16, bf16_instructions, fp16_problem, half_precision
+from accel_gpt.training.devices import (
+    FAST_BF16,
+    bf16_instructions,
+    half_precision,
+    precision_problem,
+)
 from accel_gpt.training.machine import device_name
 
 BF16_CAPABILITY = (8, 0)  # Ampere: NVIDIA's first matrix units for bf16
@@ -61,8 +66,8 @@ def choose_precision_on_gpu(device: torch.device, reproducible: bool) -> tuple[s
     precision = "bf16" if capable else half_precision(name)
     if precision is None:
         return "no", f"{name} is not known to have matrix units for bf16 or fp16"
-    problem = fp16_problem(parse_flag_from_env("ACCELERATE_USE_FSDP"), reproducible)
-    if precision == "fp16" and problem:
+    sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if problem := precision_problem(precision, sharded, reproducible):
         return "no", f"{name} has no matrix units for bf16, and {problem}"
     return precision, f"{name} has matrix units for it"
 

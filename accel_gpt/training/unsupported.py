@@ -16,6 +16,7 @@ from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import install_extra, require
 from accel_gpt.launcher import PRECISIONS, launcher_precision, local_world_size, started_by_launcher
+from accel_gpt.training.devices import precision_problem
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 FP8_CAPABILITY = (8, 9)  # Ada, the first with fp8 products: lists of torchao and NVIDIA
@@ -122,21 +123,13 @@ def check_engine(accelerator: Accelerator, train: TrainConfig, dropout: float) -
         precision != "fp16" or device != "cpu",
         f"mixed_precision is fp16 but a CPU cannot train in fp16; {other_precision}",
     )
-    require(
-        precision != "fp16" or not fsdp,
-        "mixed_precision is fp16 but under FSDP a resume cannot restore the loss scale; "
-        f"{other_precision}",
-    )
+    problem = precision_problem(precision, fsdp, train.reproducible)
+    require(problem is None, f"mixed_precision is {precision} but {problem}; {other_precision}")
     if train.reproducible:
         require(
             not fsdp,
             "train.reproducible is true but FSDP sums gradients in float32; use plain processes "
             "(DDP)",
-        )
-        require(
-            precision not in ("fp16", "fp8"),
-            f"train.reproducible is true but it cannot sum the scaled gradients of {precision}; "
-            f"{other_precision}",
         )
         require(
             device != "mps",

@@ -462,6 +462,6 @@ def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer, vocab_s
             del config[key]
     if others:
         sys.stderr.write(
-            f"WARNING: tokenizer_config.json names {', '.join(sorted(set(others)))}, which is not "
-            "an added token with a row in the model; the exported files leave it out\n"
+            "WARNING: tokenizer_config.json names tokens that are ordinary, or that the model has "
+            f"no row for: {', '.join(sorted(set(others)))}; the exported files leave them out\n"
         )

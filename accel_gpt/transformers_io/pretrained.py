@@ -103,7 +103,8 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
             folder = download_repo(name, *SMALL_FILES)
         except UserError as error:
             near = nearest_folder(name, RUN_MARKS)
-            raise type(error)(f"{error}{f'; did you mean {near}?' if near else ''}") from None
+            advice = f"; did you mean {near}?" if near else ""
+            raise type(error)(f"{error}{advice}") from None
         require(
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",
@@ -245,7 +246,7 @@ def read_inherited(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of `inherit`, on one rank."""
     name = given["model.init_from"]
     prepares = given.get("data.prepare.source") is not None
-    tokenizer_keys = TOKENIZER_KEYS if prepares else TOKENIZER_KEYS[:1]
+    tokenizer_keys = TOKENIZER_KEYS if prepares else ("data.tokenizer",)
     run = RunFolder(given.get("out_dir", Config.out_dir))
     if run.checkpoints and run.config.get("model.init_from") == name:
         # the run resumes even if the model that it started from cannot be read

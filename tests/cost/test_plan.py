@@ -208,6 +208,13 @@ def test_if_no_settings_make_a_run_fit_the_nearest_are_named(
         assert memory["total"] >= tried["total"]
 
 
+def test_if_no_settings_save_memory_none_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["gpt2_1558m", "--gpu", "t4", "--train.mixed_precision", "no"]
+    asked += ["--train.micro_batch_size", "1", "--train.activation_checkpointing", "blocks"]
+    assert run_main(dispatch, ["plan", *asked]) == 1
+    assert "fit, and no other settings need less memory. Use devices" in capsys.readouterr().out
+
+
 def options_without(words: list[str], names: dict[str, str]) -> list[str]:
     pairs = zip(words[::2], words[1::2], strict=True)
     return [word for name, value in pairs if name not in names for word in (name, value)]

@@ -451,8 +451,8 @@ LETTERS = '{"a": 0, "b": 1, "ab": 2}'
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
-        ({}, UserError, r"no tokenizer at .*tokenizer\.json; .*save_pretrained"),
-        ({"vocab.json": LETTERS}, UserError, "no tokenizer at"),
+        ({}, UserError, r"no tokenizer at .*; give the path of a tokenizer\.json$"),
+        ({"vocab.json": LETTERS}, UserError, r"no tokenizer at .*save_pretrained"),
         ({"vocab.json": LETTERS, "merges.txt": "a b\n"}, UserError, "no tokenizer at"),
         ({FILE: "{"}, DataError, r"not valid JSON \(.*\)$"),
         ({FILE: "[]"}, DataError, r"tokenizer.json is damaged: it holds no object"),

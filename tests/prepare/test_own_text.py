@@ -44,6 +44,14 @@ def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> Non
     assert (data.train, data.prepare.source) == ("runs/z/data", "text")
 
 
+def test_another_path_is_read_as_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    prepare = "{source: jsonl, path: a.jsonl, text_field: body, separator: END}"
+    path.write_text(f"data: {{train: data/y, prepare: {prepare}}}")
+    found = load_config([str(path), "--data.prepare.path", "b.jsonl"], "test").data.prepare
+    assert (found.path, found.text_field, found.separator) == ("b.jsonl", "body", "END")
+
+
 @pytest.mark.parametrize("train", ["mine", "hf://datasets/user/text", "[{path: a}, {path: b}]"])
 def test_an_option_for_the_data_drops_the_preparation_of_the_file(
     tmp_path: Path, train: str

@@ -110,6 +110,7 @@ def test_a_table_is_text_only_if_the_source_says_so(tree: Path) -> None:
     assert "id,text\n" not in read(tree)
     assert "id,text\n" in read(tree, "text")
     assert read(tree / "rows.csv", "text") == ["id,text\n"]
+    (tree / "large.csv").write_text("id,text\n" * 10_000)
     left_out = select(PrepareConfig("auto", str(tree))).left_out
     assert "table, read as text if data.prepare.source is text" in left_out
 
@@ -135,8 +136,8 @@ BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError]
     ("empty", Path.mkdir, UserError, "holds no text to read; give a file"),
     ("pipe", os.mkfifo, UserError, "but it is a pipe, which can be read only once"),
     ("x.png", b"\x89PNG\r", DataError, r"x\.png is not UTF-8: byte 0x89 at offset 0; if it is te"),
-    ("x.txt", "ab\n".encode("utf-16-le"), DataError, r"zero byte at .* 1; .*iconv -f UTF-16LE -t"),
-    ("x.txt", "ab\n".encode("utf-16-be"), DataError, r"zero byte at .* 0; .*iconv -f UTF-16BE -t"),
+    ("x.txt", "ab\n".encode("utf-16-le"), DataError, r"zero byte at .* 1, .*iconv -f UTF-16LE -t"),
+    ("x.txt", "ab\n".encode("utf-16-be"), DataError, r"zero byte at .* 0, .*iconv -f UTF-16BE -t"),
     ("x.jsonl", '{"text": 1}'.encode("utf-16-le"), DataError, "zero byte at .*iconv -f UTF-16LE"),
     ("x.CSV", b"id,text", UserError, r"a table; write .*from_csv\('.*x\.CSV'\)\.to_parquet"),
     ("x.txt", b"", UserError, r"x\.txt is empty"),

@@ -120,8 +120,8 @@ def test_a_gpu_decides_unless_the_launcher_does(
 @pytest.mark.parametrize(
     ("fsdp", "reproducible", "expected"),
     [
-        (True, False, ("no", "Tesla T4 has no matrix units for bf16, and fsdp does not support")),
-        (False, True, ("no", "Tesla T4 has no matrix units for bf16, and train.reproducible rej")),
+        (True, False, ("no", "Tesla T4 has no matrix units for bf16, and under FSDP a resume c")),
+        (False, True, ("no", "Tesla T4 has no matrix units for bf16, and train.reproducible can")),
         (False, False, ("fp16", "Tesla T4 has matrix units for it")),
     ],
 )

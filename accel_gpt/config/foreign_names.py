@@ -376,6 +376,7 @@ HF_MODEL: Mapping[str, str] = MappingProxyType(
 # Options of nanochat and torchtitan, and words that users try, that no other table has
 WORDS: Mapping[str, str] = MappingProxyType(
     {
+        "accelerator": "no key is needed: Accelerate finds the device",
         "accumulate_grad_batches": NANOGPT["gradient_accumulation_steps"],
         "batch": "train.micro_batch_size",
         "clip": "optim.grad_clip",
@@ -398,6 +399,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "save_every": "checkpoint.every",
         "seq_len": "model.block_size",
         "steps": "train.max_steps",
+        "strategy": "set it in the launcher, such as accelerate launch --use_fsdp",
         "unembedding_lr": "optim.head_lr",
     }
 )

@@ -22,7 +22,7 @@ def main(_: Sequence[str]) -> int:
     """Prepare the folder; return the exit code."""
     settings = json.loads(os.environ.pop(SETTINGS))
     out = Path(settings.pop("out"))
-    prepare(PrepareConfig(**settings), out)
+    prepare(PrepareConfig(**settings), out, keep_changed=True)
     return 0
 
 

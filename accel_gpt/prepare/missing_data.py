@@ -86,7 +86,8 @@ def is_missing(data: DataConfig) -> bool:
     if not (folder / INDEX).exists():
         return True
     if local_rank() == 0:
-        prepare(data.prepare, folder)  # only compares the settings, because the folder is complete
+        # the folder is complete, so this only compares the settings
+        prepare(data.prepare, folder, keep_changed=True)
     return False
 
 

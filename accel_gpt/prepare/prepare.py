@@ -55,18 +55,20 @@ TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # names that are not a path
 BPE_BYTES = 1_000_000_000  # bytes of UTF-8 text on which a bpe is trained, spread over the source
 # Names of the files in an unfinished folder
 OWN_FILES = rf"((train|val)_\d+\.npy|tokenizer(_config)?\.json|{INDEX}|{JOURNAL})(\.tmp.*)?"
+ROW_SOURCES = ("jsonl", "parquet", "dataset")
 RESUMES = "run the same command again to resume"
 
 
-def prepare(config: PrepareConfig, out: Path) -> bool:
+def prepare(config: PrepareConfig, out: Path, keep_changed: bool = False) -> bool:
     """Prepare the data folder `out`, unless it was already prepared with the same settings.
 
     If several processes call this, one prepares and the others wait. Returns whether this process
-    prepared the folder. Raises `UserError` if `out` has other settings or other content, or if
-    there is too little text. Raises `DataError` if the text cannot be read.
+    prepared the folder. `keep_changed` only warns if the text has changed since. Raises `UserError`
+    if `out` has other settings, content or text, or if there is too little text. Raises `DataError`
+    if the text cannot be read.
     """
     out = Path(out).resolve()
-    if is_ready(config, out):
+    if is_ready(config, out, keep_changed):
         return False
     selection = select(config)  # raises before anything is written
     config = replace(config, source=selection.source)
@@ -76,7 +78,7 @@ def prepare(config: PrepareConfig, out: Path) -> bool:
         out.parent.mkdir(parents=True, exist_ok=True)
         notice = f"another process is preparing {out}; waiting for it\n"
         with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
-            if is_ready(config, out):
+            if is_ready(config, out, keep_changed):
                 return False
             if config.source not in ("dataset", "stdlib"):
                 for line in selection.lines():
@@ -107,6 +109,11 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
     tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
     if min(tokens.values()) < 2:
         shutil.rmtree(folder)
+        require(
+            config.source not in ROW_SOURCES or sum(tokens.values()) > 0,
+            f"column {config.text_field} holds no text in any row; set data.prepare.text_field to "
+            "the column that holds the text",
+        )
         raise UserError(
             f"there is too little text: {plural(tokens['train'], 'token')} for train and "
             f"{tokens['val']} for val, expected at least 2 each; give more text, or change "
@@ -124,6 +131,12 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
     write_index(folder, work.tokenizer, splits, requested)
     for line in work.lost.warnings(work.tokenizer):
         write_err(f"WARNING: {line}")
+    documents = sum(shard.documents or 0 for name in SPLITS for shard in splits[name])
+    if work.tokenizer.eot_id is None and documents > len(SPLITS):
+        write_err(
+            f"WARNING: the {work.tokenizer.kind} tokenizer has no end-of-text token, so nothing "
+            f"lies between the {documents:,} documents"
+        )
 
 
 def fill_empty_split(
@@ -197,10 +210,11 @@ def differing_settings(
     return "; ".join(found)
 
 
-def is_ready(config: PrepareConfig, out: Path) -> bool:
+def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
     """Return whether `out` was prepared with these settings; False if it is missing or empty.
 
-    Raises `UserError` if it was prepared with other settings or is not a data folder.
+    Raises `UserError` if it was prepared with other settings or is not a data folder, and unless
+    `keep_changed`, if the text has changed since.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         if config.source is None:
@@ -222,10 +236,11 @@ def is_ready(config: PrepareConfig, out: Path) -> bool:
             "another folder"
         )
     if text_changed(config, made.get(FINGERPRINT)):
+        problem = f"the files of {config.path or config.source} have changed since {out} was"
+        require(keep_changed, f"{problem} prepared; delete it, or choose another folder")
         sys.stderr.write(
-            f"WARNING: the files of {config.path or config.source} have changed since {out} was "
-            "prepared, which is used as it is; to train on the changed files, start a new run "
-            "with another out_dir and data folder\n"
+            f"WARNING: {problem} prepared, which is used as it is; to train on the changed files, "
+            "start a new run with another out_dir and data folder\n"
         )
     return True
 

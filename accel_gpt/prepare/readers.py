@@ -15,8 +15,10 @@ import codecs
 import gzip
 import io
 import json
+import shlex
+import types
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -34,6 +36,20 @@ HEAD_BYTES = 8192  # bytes at the start of a file that tell whether it is text
 BATCH_ROWS = 64  # rows of Parquet decoded at once
 STATE_ROWS = 1000  # rows of a data set between two states; a resume repeats at most this many
 LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is an array, not a document
+# Endings of files that hold no plain text -> what to do with them
+OTHER_KINDS: Mapping[str, str] = types.MappingProxyType(
+    {
+        ".xz": "unpack it with xz -d",
+        ".bz2": "unpack it with bzip2 -d",
+        ".zip": "unpack it with unzip",
+        ".tar": "unpack it with tar -xf",
+        ".tgz": "unpack it with tar -xf",
+        ".7z": "unpack it with 7z x",
+        ".pdf": "write its text to a file, for example with pdftotext",
+        ".docx": "save it as text",
+        ".epub": "save it as text",
+    }
+)
 # Byte order marks of other encodings than UTF-8; UTF-32's mark begins with UTF-16's
 MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -88,8 +104,12 @@ def decompress(raw: BinaryIO, name: str) -> BinaryIO:
 def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
     """Open a file of text so that it reads as UTF-8, whatever its byte order mark.
 
-    Raises `DataError` if there is a zero byte at its start, as in UTF-16 without a mark.
+    Raises `DataError` if its name has one of `OTHER_KINDS`, or if there is a zero byte at its
+    start, as in UTF-16 without a mark.
     """
+    ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    if ending in OTHER_KINDS:
+        raise DataError(f"{path} is not plain text; {OTHER_KINDS[ending]}")
     with open_file(path, source) as file:
         start = cast(io.BufferedReader, file).peek(HEAD_BYTES)
         encoding = encoding_of(start)
@@ -221,7 +241,7 @@ def json_text(line: bytes, path: Path, where: str, field: str) -> str:
         ) from None
     if not isinstance(row, dict):
         raise DataError(f'{where} is {row!r:.50}; expected an object such as {{"{field}": "..."}}')
-    return row_text(row, field, where, f"Dataset.from_json({str(path)!r})")
+    return row_text(row, field, where, f"Dataset.from_json({quoted(path)})")
 
 
 def row_text(row: dict[str, Any], field: str, where: str, opened: str) -> str:
@@ -248,21 +268,31 @@ def check_column(field: str, where: object, columns: Iterable[str], opened: str)
             f"{flatten_command(outer, opened)}"
         )
     raise UserError(
-        f"data.prepare.text_field is {field!r}, but {where} has no such column; set it to one of "
-        f"its columns: {', '.join(columns)}"
+        f"data.prepare.text_field is {field!r}, but {where} has no such column, which every row "
+        f"must have; set it to one of its columns: {', '.join(columns)}"
     )
 
 
 def flatten_command(outer: str, opened: str) -> str:
     """Return the advice that moves the columns inside the column `outer` to the top level.
 
-    `opened`: Python that opens the source with `datasets`, such as Dataset.from_json('a.jsonl').
+    `opened`: Python that opens the source with `datasets`, such as Dataset.from_json("a.jsonl").
     """
+    command = python_command(f'datasets.{opened}.flatten().to_parquet("flat.parquet")')
     return (
-        f'move its columns to the top level with python -c "import datasets; datasets.{opened}'
-        ".flatten().to_parquet('flat.parquet')\", give flat.parquet, and set "
+        f"move its columns to the top level with {command}, give flat.parquet, and set "
         f"data.prepare.text_field to a column {outer}.NAME there; a list must be joined to one text"
     )
+
+
+def python_command(code: str) -> str:
+    """Return the shell command that runs a line of Python with `datasets`."""
+    return f"python -c {shlex.quote(f'import datasets; {code}')}"
+
+
+def quoted(value: object) -> str:
+    """Return a text or path as Python in double quotes, None as Python."""
+    return "None" if value is None else json.dumps(str(value), ensure_ascii=False)
 
 
 # --------------------------------------------------------------------------- Parquet
@@ -278,7 +308,7 @@ def parquet_rows(path: Path, field: str, first: int) -> Iterator[Row]:
         open_file(path, "parquet"),
         ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as table,
     ):
-        opened = f"Dataset.from_parquet({str(path)!r})"
+        opened = f"Dataset.from_parquet({quoted(path)})"
         check_column(field, path, table.schema_arrow.names, opened)
         number = 0
         group = 0
@@ -322,8 +352,8 @@ def hub_rows(config: PrepareConfig, first: int, state: State | None) -> Iterator
 
     datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
     opened = (
-        f"load_dataset({config.dataset!r}, {config.dataset_config!r}, "
-        f"split={config.dataset_split!r})"
+        f"load_dataset({quoted(config.dataset)}, {quoted(config.dataset_config)}, "
+        f"split={quoted(config.dataset_split)})"
     )
     try:
         data = datasets.load_dataset(

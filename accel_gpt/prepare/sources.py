@@ -23,12 +23,20 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.files import describe_path, nearest_file
-from accel_gpt.prepare.readers import COMPRESSIONS, HEAD_BYTES, encoding_of, open_file
+from accel_gpt.prepare.readers import (
+    COMPRESSIONS,
+    HEAD_BYTES,
+    encoding_of,
+    open_file,
+    python_command,
+    quoted,
+)
 
 Kind = SourceKind | Literal["table"]
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 TABLE_ENDINGS = (".csv", ".tsv")
+TEXT_ENDINGS = (".txt", ".text", ".md")
 NOT_TEXT = "not UTF-8 text"
 SPECIAL = "hidden, a lock, a link to a folder, or not a regular file"
 # Files that mark the folder of a run, or a data folder, finished or not
@@ -112,12 +120,13 @@ def kind_of_file(path: str, source: SourceKind) -> SourceKind:
 
 def is_a_table(path: str, tables: str) -> UserError:
     """Return the error for a source of tables; `tables`: a path or glob, for `datasets`."""
-    options = r", sep='\t'" if ".tsv" in tables.lower() else ""
+    options = r', sep="\t"' if ".tsv" in tables.lower() else ""
+    opened = f"datasets.Dataset.from_csv({quoted(tables)}{options})"
+    command = python_command(f'{opened}.to_parquet("table.parquet")')
     return UserError(
-        f'{KEY} is {path}, a table; write it as Parquet, for example with python -c "import '
-        f"datasets; datasets.Dataset.from_csv({tables!r}{options}).to_parquet('table.parquet')\", "
-        "give that file, and set data.prepare.text_field to the column of the text; to train on "
-        "the table as it is, set data.prepare.source to text"
+        f"{KEY} is {path}, a table; write it as Parquet, for example with {command}, give that "
+        "file, and set data.prepare.text_field to the column of the text; to train on the table as "
+        "it is, set data.prepare.source to text"
     )
 
 
@@ -126,7 +135,7 @@ def select_files(path: str, source: SourceKind) -> Selection:
 
     `source` auto selects the kind with the most bytes, except tables. Any other source reads a
     file, or the files of a glob, regardless of their endings; of a folder it reads the files of its
-    kind. A file that is not text is left out of a folder or glob.
+    kind. A file that is not text is left out of a folder or glob, unless it is named as a text.
 
     Raises `UserError` if `path` does not exist or holds nothing to read.
     """
@@ -143,7 +152,7 @@ def select_files(path: str, source: SourceKind) -> Selection:
         for file in glob_files(path):
             kinds[file] = kind_of_name(file.name) if source == "auto" else source
     for file in list(kinds):
-        if kinds[file] == "text" and not holds_text(file):
+        if kinds[file] == "text" and not is_named_text(file) and not holds_text(file):
             left_out[f"{NOT_TEXT}, ending in {file.suffix or 'nothing'}"].append(file)
             del kinds[file]
     if source == "auto" and kinds:
@@ -176,6 +185,11 @@ def tables_of(path: str, tables: Sequence[Path]) -> str:
     first = tables[0]
     place = max(first.name.lower().rfind(ending) for ending in TABLE_ENDINGS)
     return os.path.join(path, "**", f"*{first.name[place:]}")
+
+
+def is_named_text(path: Path) -> bool:
+    """Return whether the ending of a name promises text, so that other content is a mistake."""
+    return path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(TEXT_ENDINGS)
 
 
 def holds_text(path: Path) -> bool:

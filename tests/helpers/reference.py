@@ -67,7 +67,8 @@ def keys_page() -> Iterator[str]:
         a YAML file with every key, its meaning, and its value in NAME: a shipped config, a file
         or a run's folder.
 
-        `N` is a whole number, `NUMBER` any number, `A,...` a list, with commas on the command line.
+        `N` is a whole number, `NUMBER` any number, `A,...` a list: numbers with commas on the
+        command line, or YAML such as `[{path: a}, {path: b}]`.
         The column *resume* says what happens if you resume a run with another value. Other data
         are found by their content, and need `checkpoint.allow_change: [data.train]`.
         """

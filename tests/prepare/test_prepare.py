@@ -135,7 +135,9 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     assert not prepare(config, out)
     assert capsys.readouterr().err == ""
     (path / "000.txt").write_text("something longer than what was there before, not prepared")
-    assert not prepare(config, out)
+    with pytest.raises(UserError, match=r"have changed since .* delete it, or choose another"):
+        prepare(config, out)
+    assert not prepare(config, out, keep_changed=True)
     assert capsys.readouterr().err == (
         f"WARNING: the files of {path} have changed since {out} was prepared, which is used as it "
         "is; to train on the changed files, start a new run with another out_dir and data folder\n"

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,7 +60,7 @@ def test_the_kind_with_the_most_bytes_is_read(tree: Path) -> None:
 
 def test_what_is_left_out_is_counted(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "rows.jsonl").write_text('{"text": "a"}\n')
-    (tree / "latin.txt").write_bytes(b"caf\xe9")
+    (tree / "latin.tex").write_bytes(b"caf\xe9")
     (tree / "program").write_bytes(b"ELF\0")
     (tree / "link").symlink_to("a")
     (tree / "gone.txt").symlink_to("nowhere")
@@ -73,7 +75,7 @@ def test_what_is_left_out_is_counted(tree: Path, capsys: pytest.CaptureFixture[s
         "left out: hidden, a lock, a link to a folder, or not a regular file: 4 (11 bytes)",
         "left out: jsonl, read instead if data.prepare.source is jsonl: 1 (14 bytes)",
         "left out: not UTF-8 text, ending in .png: 1 (16 bytes)",
-        "left out: not UTF-8 text, ending in .txt: 1 (4 bytes)",
+        "left out: not UTF-8 text, ending in .tex: 1 (4 bytes)",
         "left out: not UTF-8 text, ending in nothing: 1 (4 bytes)",
     ]
     assert not prepare(PrepareConfig("auto", str(tree), tokenizer="bytes"), tree / "data" / "d")
@@ -103,6 +105,12 @@ def test_a_fingerprint_tells_what_is_read(tree: Path) -> None:
     hub = PrepareConfig(source="dataset", dataset="me/data")
     seen += [source_fingerprint(one, []) for one in (hub, replace(hub, dataset_config="10BT"))]
     assert len(set(seen)) == 5
+
+
+def test_a_text_in_a_folder_that_is_not_utf8_is_named_and_not_left_out(tree: Path) -> None:
+    (tree / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 3"):
+        read(tree)
 
 
 def test_a_table_is_text_only_if_the_source_says_so(tree: Path) -> None:
@@ -139,8 +147,10 @@ BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError]
     ("x.txt", "ab\n".encode("utf-16-le"), DataError, r"zero byte at .* 1, .*iconv -f UTF-16LE -t"),
     ("x.txt", "ab\n".encode("utf-16-be"), DataError, r"zero byte at .* 0, .*iconv -f UTF-16BE -t"),
     ("x.jsonl", '{"text": 1}'.encode("utf-16-le"), DataError, "zero byte at .*iconv -f UTF-16LE"),
-    ("x.CSV", b"id,text", UserError, r"a table; write .*from_csv\('.*x\.CSV'\)\.to_parquet"),
+    ("x.CSV", b"id,text", UserError, r"a table; write .*from_csv\(\".*x\.CSV\"\)\.to_parquet"),
     ("x.txt", b"", UserError, r"x\.txt is empty"),
+    ("x.txt.xz", b"\xfd7zXZ\0", DataError, r"x\.txt\.xz is not plain text; unpack it with xz -d"),
+    ("x.PDF", b"%PDF-1.7\0", DataError, "is not plain text; write its text to a file, for ex"),
     ("x.txt", b"\xef\xbb\xbf" + b"a" * 9000 + b"\xff", DataError, r"0xff at offset 9003; if "),
     ("x.jsonl", b'["text"]\n', DataError, r"line 1 of .*x\.jsonl is \['text'\]; expected an obj"),
     ("x.jsonl", b'{"text": 3}\n', DataError, r"line 1 of .*x\.jsonl has 3 in column text; expec"),
@@ -192,6 +202,7 @@ def test_the_commands_in_errors_write_what_can_be_read(
         Path(name).parent.mkdir(exist_ok=True, parents=True)
         Path(name).write_text("id,text\n7,deep\n")
     Path("a table.tsv").write_text("id\ttext\n7,8\tdeep\n")
+    shutil.copy("some/a.csv", "it's.csv")
     Path("zipped.csv.gz").write_bytes(gzip.compress(Path("some/a.csv").read_bytes()))
     nested = {"data": {"text": "deep", "more": {"body": "deeper"}}}
     Path("nested.jsonl").write_text(json.dumps(nested))
@@ -201,6 +212,7 @@ def test_the_commands_in_errors_write_what_can_be_read(
         ("some/*.csv", "text", "text", ["deep"]),
         ("a table.tsv", "text", "text", ["deep"]),
         ("zipped.csv.gz", "text", "text", ["deep"]),
+        ("it's.csv", "text", "text", ["deep"]),
         ("nested.jsonl", "data", "data.text", ["deep"]),
         ("nested.jsonl", "data.more.body", "data.more.body", ["deeper"]),
         ("nested.parquet", "data", "data.text", ["deep"]),
@@ -210,9 +222,10 @@ def test_the_commands_in_errors_write_what_can_be_read(
     for number, (path, asked, _, _) in enumerate(cases):
         with pytest.raises(AccelGPTError) as error:
             read(path, text_field=asked)
-        command = re.search('python -c "(.*?)"', str(error.value))
+        command = re.search("(python -c .*?), give ", str(error.value))
         assert command is not None, str(error.value)
-        program += re.sub("(table|flat).parquet", f"{number}.parquet", command[1]) + "\n"
+        code = shlex.split(command[1])[2]
+        program += re.sub("(table|flat).parquet", f"{number}.parquet", code) + "\n"
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf")}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
     for number, (_, _, field, texts) in enumerate(cases):

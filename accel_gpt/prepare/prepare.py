@@ -135,7 +135,7 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
     if work.tokenizer.eot_id is None and documents > len(SPLITS):
         write_err(
             f"WARNING: the {work.tokenizer.kind} tokenizer has no end-of-text token, so nothing "
-            f"lies between the {documents:,} documents"
+            "lies between the documents"
         )
 
 

@@ -124,6 +124,24 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     assert not prepare(PrepareConfig(), out)  # the shards are read, not made
 
 
+def test_rows_without_text_and_documents_without_an_end_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": null, "body": "a b"}\n' * 4)
+    config = PrepareConfig("jsonl", str(path), val_fraction=0.5, workers=1)
+    for tokenizer in ("bytes", "bpe"):
+        with pytest.raises(UserError, match=r"column text holds no text in any row; set .*field"):
+            prepare(replace(config, tokenizer=tokenizer), tmp_path / "out")
+    with pytest.raises(UserError, match=r"the text is empty; .* the column that holds the text"):
+        prepare(replace(config, tokenizer="chars"), tmp_path / "out")
+    for tokenizer in ("chars", "bytes"):
+        out = tmp_path / tokenizer
+        prepare(replace(config, text_field="body", tokenizer=tokenizer), out)
+        told = "no end-of-text token, so nothing lies between the documents"
+        assert (told in capsys.readouterr().err) == (tokenizer == "chars")
+
+
 def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

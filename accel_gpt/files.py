@@ -19,6 +19,7 @@ import io
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -33,6 +34,7 @@ from typing import Any, TextIO
 import yaml
 
 LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
+TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files, ours and those of other projects
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS = 2.0  # of the fault action sleep
@@ -187,6 +189,14 @@ def describe_path(path: str | Path) -> str:
     if path.exists():
         return "is neither a file nor a folder"
     return "does not exist"
+
+
+def advice_on_file(path: str | Path, advice_on_text: str) -> str:
+    """Return advice for a file in place of a data folder: the folder of a token file."""
+    path = Path(path)
+    if path.name.endswith(TOKEN_ENDINGS):
+        return f"give its folder {shlex.quote(str(path.parent))}"
+    return advice_on_text
 
 
 def is_local(name: str) -> bool:

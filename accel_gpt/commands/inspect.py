@@ -26,7 +26,7 @@ from accel_gpt.data.shards import NoSplit, Split
 from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError, require
-from accel_gpt.files import describe_path, nearest_folder, sha256, strict_json
+from accel_gpt.files import advice_on_file, describe_path, nearest_folder, sha256, strict_json
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -134,7 +134,8 @@ def no_data(path: str) -> UserError:
     """Return the error for a path that is not a folder."""
     expected = "give a data folder or its URL, or the folder of a run or of a checkpoint"
     if Path(path).is_file():
-        expected += f"; to make a data folder of a text, run accel-gpt prepare {shlex.quote(path)}"
+        made = f"to make a data folder of a text, run accel-gpt prepare {shlex.quote(path)}"
+        expected = advice_on_file(path, f"{expected}; {made}")
     near = None if Path(path).exists() else nearest_folder(path, (*RUN_MARKS, *DATA_MARKS))
     advice = f"did you mean {near}?" if near else expected
     return UserError(f"{path} {describe_path(path)}; {advice}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.index import ENDINGS, INDEX, is_shard_name
+from accel_gpt.data.index import INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header
@@ -29,6 +29,7 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.data.tokenizer_json import CONFIG, SPECIAL
 from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.files import TOKEN_ENDINGS
 
 META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
@@ -163,7 +164,7 @@ def find_token_files(folder: DataFolder, split: str, dtype: str | None) -> list[
     Files whose names differ only in numbers form a series. In a remote folder only the first file
     of each series is read.
     """
-    names = [name for name in folder.files if name.endswith(ENDINGS) and is_shard_name(name)]
+    names = [name for name in folder.files if name.endswith(TOKEN_ENDINGS) and is_shard_name(name)]
     candidates = sorted(names, key=number_order)
     series: dict[str, TokenFile | None] = {}
     files: list[TokenFile] = []

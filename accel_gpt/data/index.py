@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import describe_path, nearest_folder
+from accel_gpt.files import TOKEN_ENDINGS, advice_on_file, describe_path, nearest_folder
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object
 
 INDEX = "dataset.json"
-ENDINGS = (".bin", ".npy", ".ds")  # of token files, ours and those of other projects
-DATA_MARKS = (INDEX, *(f"*{ending}" for ending in ENDINGS))  # a data folder holds one of them
+DATA_MARKS = (INDEX, *(f"*{ending}" for ending in TOKEN_ENDINGS))  # a data folder holds one of them
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
 ADVICE = "prepare the data again"
@@ -91,7 +90,8 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"data folder {folder} does not exist; {advice}")
     advice = "give the path of a folder"
     if folder.is_file():
-        advice = f"prepare a text with accel-gpt prepare {shlex.quote(str(folder))}"
+        on_text = f"prepare a text with accel-gpt prepare {shlex.quote(str(folder))}"
+        advice = advice_on_file(folder, on_text)
     raise UserError(
         f"{folder} {describe_path(folder)}, but a folder of token shards is expected; {advice}"
     )

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from accel_gpt.data.hub_client import is_offline
-from accel_gpt.data.index import ENDINGS, is_shard_name
+from accel_gpt.data.index import is_shard_name
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.files import locked_file
+from accel_gpt.files import TOKEN_ENDINGS, locked_file
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
@@ -203,7 +203,7 @@ class Cache:
         """
         for part in self.root.glob("*/*.part"):  # of a process that was killed
             part.unlink(missing_ok=True)
-        cached = [path for path in self.root.glob("*/*") if path.name.endswith(ENDINGS)]
+        cached = [path for path in self.root.glob("*/*") if path.name.endswith(TOKEN_ENDINGS)]
         cached.sort(key=lambda path: self.needs.get(path, NOT_SOON), reverse=True)
         needed = size + sum(path.stat().st_size for path in cached)
         for path in cached:
@@ -278,7 +278,7 @@ class RemoteFolder:
         may not be read or finds no room.
         """
         assert is_shard_name(name), name
-        if name.endswith(ENDINGS):
+        if name.endswith(TOKEN_ENDINGS):
             return self.fetch_shard(name)
         return self.fetch_small_file(name)
 

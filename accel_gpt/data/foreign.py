@@ -19,7 +19,7 @@ import numpy as np
 from accel_gpt.data.index import INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
-from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header
+from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header, token_dtype
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
@@ -37,6 +37,7 @@ GPT2 = ("gpt2", "openai-community/gpt2")  # its names in files of other projects
 RAW = ("train.bin", "val.bin")
 BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
 BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between
+CHECKED_IDS = 64  # fewer ids of a raw file do not show their type; assumption
 EVALUATION = 20240522  # magic of llm.c's files with questions, such as hellaswag_val.bin
 
 
@@ -49,14 +50,16 @@ class Format:
     header: int | None  # bytes before the ids
     dtype: str | None
     magic: int | None = None  # uint32 at byte 0; the number of ids follows at byte 8
+    version: int | None = None  # uint32 at byte 4
     tokenizer: str | None = None
 
 
-LLM_C = "llm.c and modded-nanogpt"  # llm.c, dev/data/data_common.py
+LLM_C = "llm.c and modded-nanogpt"  # llm.c, dev/data/data_common.py, HEADERS_INFO
+NANOGPT = "nanoGPT"
 FORMATS = (
-    Format(LLM_C, ".bin", 1024, "<u2", magic=20240520, tokenizer="gpt2"),
-    Format(LLM_C, ".bin", 1024, "<u4", magic=20240801),
-    Format("nanoGPT", ".bin", 0, "<u2"),  # train.bin and val.bin; other names need data.dtype
+    Format(LLM_C, ".bin", 1024, "<u2", magic=20240520, version=1, tokenizer="gpt2"),
+    Format(LLM_C, ".bin", 1024, "<u4", magic=20240801, version=7),
+    Format(NANOGPT, ".bin", 0, "<u2"),  # train.bin and val.bin; other names need data.dtype
     Format("build-nanogpt and other NumPy", ".npy", None, None),
     Format("OLMo", ".npy", 0, None),  # raw ids in spite of the ending; needs data.dtype
     Format("datatrove", ".ds", 0, None),  # NAME.ds.metadata says it; else data.dtype
@@ -131,6 +134,8 @@ def open_foreign(
         tokens = tokens_in(folder.path, file, info.size)
         if not tokens:
             continue
+        if dtype is None and file.project == NANOGPT:
+            check_default_dtype(folder.path / file.name, folder.fetch(file.name), made_by)
         shards.append(Shard(file.name, tokens, offset=file.offset))
         if folder.remote:
             content.append([file.name, info.size, info.sha256 or info.tag])
@@ -259,17 +264,22 @@ def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | No
         return describe_datatrove(folder, name, dtype)
     with folder.fetch(name).open("rb") as file:
         start = file.read(12).ljust(12, b"\0")
-    magic, _, tokens = np.frombuffer(start, "<u4").tolist()
+    magic, version, tokens = np.frombuffer(start, "<u4").tolist()
     for form in FORMATS:
         if form.magic == magic:
             assert form.header is not None
+            if version != form.version:
+                raise DataError(
+                    f"{folder.path / name} has an unknown header version {version}, expected "
+                    f"{form.version}; write it as llm.c's dev/data/data_common.py does"
+                )
             stated = np.dtype(form.dtype)
             return TokenFile(name, LLM_C, stated, form.header, tokens, form.tokenizer)
     if magic == EVALUATION:
         return None
     if name in RAW:
         dtype = dtype or "uint16"
-    return TokenFile(name, "nanoGPT", stated_dtype(folder.path / name, dtype), 0)
+    return TokenFile(name, NANOGPT, stated_dtype(folder.path / name, dtype), 0)
 
 
 def stated_dtype(path: Path, dtype: str | None) -> np.dtype[Any]:
@@ -279,6 +289,25 @@ def stated_dtype(path: Path, dtype: str | None) -> np.dtype[Any]:
         problem = "has no NumPy header: it is damaged, or holds raw ids, as OLMo's files do"
     require(dtype is not None, f"{path} {problem}; set data.dtype to uint16 or uint32 for raw ids")
     return np.dtype(dtype).newbyteorder("<")
+
+
+def check_default_dtype(name: Path, file: Path, tokenizer: Tokenizer) -> None:
+    """Raise `UserError` if the ids of a raw file seem to be uint32 in place of the default uint16.
+
+    Read as uint16, each second id is then 0, or 1 above 65,535. `name` stands in the error.
+    """
+    with file.open("rb") as opened:
+        ids = np.frombuffer(opened.read(BLOCK), "<u2")
+    problem = ""
+    if token_dtype(tokenizer.vocab_size).itemsize > ids.itemsize:
+        problem = f"does not hold all {tokenizer.vocab_size:,} tokens of the tokenizer"
+    elif len(ids) >= CHECKED_IDS and ids[1::2].max() <= 1 < ids[::2].max():
+        problem = "makes every second id 0 or 1"
+    require(
+        not problem,
+        f"{name} does not say the type of its ids, and the default, uint16, {problem}; set "
+        "data.dtype to uint32, or to uint16 if each id takes 2 bytes",
+    )
 
 
 def describe_datatrove(folder: DataFolder, name: str, dtype: str | None) -> TokenFile:

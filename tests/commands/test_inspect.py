@@ -185,7 +185,12 @@ def test_uint16_ids_of_a_vocabulary_that_fills_uint16(
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     np.array([65_535, 5, 0, 7], "<u2").tofile(tmp_path / "train.bin")
-    train = reported(capsys, tmp_path)["splits"]["train"]
+    options = ("--dtype", "uint16") if vocab_size > 65_536 else ()
+    if vocab_size > 65_536:
+        assert call("inspect", tmp_path) == 2
+        problem = "uint16, does not hold all 65,537 tokens of the tokenizer"
+        assert f"{problem}; set --dtype to uint32" in capsys.readouterr().err
+    train = reported(capsys, tmp_path, *options)["splits"]["train"]
     assert (train["documents"], train["largest_id"]) == (1, 65_535)
 
 

@@ -147,6 +147,18 @@ def test_data_dtype_says_the_type_of_raw_ids(tmp_path: Path) -> None:
         assert tokens(open_data(str(tmp_path), "train", given)[0]) == ids
 
 
+def test_uint32_ids_are_not_read_as_uint16_unless_data_dtype_says_so(tmp_path: Path) -> None:
+    ids = [*range(200, 231), 65_536]
+    raw(tmp_path / "train.bin", ids, "<u4")
+    with pytest.raises(UserError, match=r"second id 0 or 1; set data\.dtype to uint32"):
+        open_folder(tmp_path, tokenizer="gpt2")
+    for pair, times in (([0, 200], 32), ([1, 0], 32), ([200, 0], 31)):
+        raw(tmp_path / "val.bin", pair * times)
+        assert tokens(open_folder(tmp_path, "val", "gpt2")[0]) == pair * times
+    assert tokens(open_folder(tmp_path, "train", "gpt2", "uint32")[0]) == ids
+    assert len(tokens(open_folder(tmp_path, "train", "gpt2", "uint16")[0])) == 64
+
+
 def test_shards_are_ordered_by_their_numbers(tmp_path: Path) -> None:
     for i in (10, 9, 100, 1):
         npy(tmp_path / f"e_train_{i}.npy", [i])
@@ -338,6 +350,14 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
         r"train\.bin has 3 bytes, expected 2 for 1 tokens of uint16: it was .* check data\.dtype",
     ),
     (lambda f: raw(f / "train.bin", []), "the train shards of .* are all empty"),
+    (
+        lambda f: llmc(f / "train_0.bin", [1], version=2),
+        r"train_0\.bin has an unknown header version 2, expected 1; write it as llm\.c",
+    ),
+    (
+        lambda f: llmc(f / "train_0.bin", [1], "<u4", version=1),
+        r"train_0\.bin has an unknown header version 1, expected 7",
+    ),
 ]
 
 

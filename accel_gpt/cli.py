@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from accel_gpt import __version__
 from accel_gpt.commands.options import COMMANDS
 from accel_gpt.config.foreign_names import FOREIGN_COMMANDS
-from accel_gpt.config.shipped import shipped_configs
+from accel_gpt.config.shipped import YAML, shipped_configs
 from accel_gpt.console import run_main, write_out
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import use_slurm_variables
@@ -36,7 +36,7 @@ def dispatch(argv: Sequence[str]) -> int:
 
 def advice_on_command(name: str) -> str:
     """Return advice on what to use instead of an unknown command."""
-    if name in shipped_configs() or name.endswith((".yaml", ".yml")):
+    if name in shipped_configs() or name.endswith(YAML):
         return f"did you mean accel-gpt train {name}?"
     near = difflib.get_close_matches(name, [*COMMANDS, *FOREIGN_COMMANDS], n=1, cutoff=0.7)
     if not near:

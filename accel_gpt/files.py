@@ -34,7 +34,7 @@ from typing import Any, TextIO
 import yaml
 
 LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
-TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files, ours and those of other projects
+TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS = 2.0  # of the fault action sleep

@@ -22,7 +22,7 @@ import torch
 from accel_gpt import train
 from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.config.experiment import Config, HubConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
@@ -132,7 +132,7 @@ def steps_only(config: Config) -> Config:
             batch_hash=False,
             level="warning",
         ),
-        hub=HubConfig(),
+        hub=replace(config.hub, push="never"),
     )
 
 

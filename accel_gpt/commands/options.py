@@ -29,7 +29,7 @@ from accel_gpt.config.options import (
     same_option,
 )
 from accel_gpt.config.parse import check_utf8, parse_command, parse_with_keys, read_values
-from accel_gpt.config.shipped import resolve_config, shipped_configs
+from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import build
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, require
@@ -166,7 +166,7 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
 def check_recipe(argument: str) -> None:
     """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
     recipes = shipped_configs("data")
-    is_recipe = argument in recipes or argument.endswith((".yaml", ".yml"))
+    is_recipe = argument in recipes or argument.endswith(YAML)
     near = nearest_file(argument)
     if near is None:
         near = next(iter(difflib.get_close_matches(argument, recipes, n=1)), None)
@@ -180,7 +180,7 @@ def check_recipe(argument: str) -> None:
 def is_text_path(argument: str) -> bool:
     """Return whether an argument names text (a file, folder, glob or URL) instead of a recipe."""
     shipped = argument in shipped_configs("data") and not Path(argument).is_file()
-    if shipped or argument.endswith((".yaml", ".yml")):
+    if shipped or argument.endswith(YAML):
         return False
     return Path(argument).expanduser().exists() or is_url(argument) or has_magic(argument)
 

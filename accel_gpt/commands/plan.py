@@ -189,9 +189,7 @@ def savings(
         machine = replace(machine, precision=fast)
         yield list(settings), config, machine
     yield list(settings), with_largest_size(config, vocab_size, machine), machine
-    precision = machine.precision
-    if config.train.mixed_precision == "auto":
-        precision = fast_precision(options.gpu, several, reproducible)
+    precision = fast if config.train.mixed_precision == "auto" else machine.precision
     if several and not machine.sharded and precision != "fp16" and not reproducible:
         settings.append("--distribution fsdp")
         machine = replace(machine, sharded=True, precision=precision)

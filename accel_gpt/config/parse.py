@@ -20,7 +20,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.foreign_names import COMMAND_OPTIONS, FOREIGN_NAMES
 from accel_gpt.config.help import format_help
 from accel_gpt.config.options import all_options, field_types, own_options
-from accel_gpt.config.shipped import resolve_config, shipped_configs
+from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import (
     build,
     is_config_of_run,
@@ -54,7 +54,6 @@ KEYS_OF_TEXT: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 )
 COMMAND_WORDS = ("help-all", "dump_config")  # of accel-gpt train, beside the keys
 TRAIN_ON = "accel-gpt train quickstart --out_dir runs/mine"
-YAML = (".yaml", ".yml")
 NULLS = ("null", "Null", "NULL", "None", "none")  # of YAML and Python
 # of YAML 1.1, in small letters
 BOOLEANS = types.MappingProxyType(

@@ -10,6 +10,8 @@ from pathlib import Path
 from accel_gpt.errors import UserError
 from accel_gpt.files import nearest_folder, write_file
 
+YAML = (".yaml", ".yml")  # endings of config files
+
 
 def shipped_folder() -> Path:
     """Return the folder of the shipped configs and recipes (`data/`)."""

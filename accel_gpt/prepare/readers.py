@@ -100,6 +100,14 @@ def decompress(raw: BinaryIO, name: str) -> BinaryIO:
     return raw
 
 
+def unpacked_name(name: str) -> str:
+    """Return a file name in small letters without the ending of a compression that is read."""
+    name = name.lower()
+    for ending in COMPRESSIONS:
+        name = name.removesuffix(ending)
+    return name
+
+
 @contextmanager
 def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
     """Open a file of text so that it reads as UTF-8, whatever its byte order mark.
@@ -107,7 +115,7 @@ def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
     Raises `DataError` if its name has one of `OTHER_KINDS`, or if there is a zero byte at its
     start, as in UTF-16 without a mark.
     """
-    ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    ending = Path(unpacked_name(path.name)).suffix
     if ending in OTHER_KINDS:
         raise DataError(f"{path} is not plain text; {OTHER_KINDS[ending]}")
     with open_file(path, source) as file:

@@ -24,12 +24,12 @@ from accel_gpt.data.remote import Store, Unreachable, is_url
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.files import describe_path, nearest_file
 from accel_gpt.prepare.readers import (
-    COMPRESSIONS,
     HEAD_BYTES,
     encoding_of,
     open_file,
     python_command,
     quoted,
+    unpacked_name,
 )
 
 Kind = SourceKind | Literal["table"]
@@ -100,11 +100,9 @@ def select(config: PrepareConfig) -> Selection:
 
 def kind_of_name(name: str) -> Kind:
     """Return the kind of source by the ending of a name."""
-    name = name.lower()
-    if name.endswith(".parquet"):
+    if name.lower().endswith(".parquet"):
         return "parquet"
-    for ending in COMPRESSIONS:
-        name = name.removesuffix(ending)
+    name = unpacked_name(name)
     if name.endswith(TABLE_ENDINGS):
         return "table"
     return "jsonl" if name.endswith(JSON_ENDINGS) else "text"
@@ -189,7 +187,7 @@ def tables_of(path: str, tables: Sequence[Path]) -> str:
 
 def is_named_text(path: Path) -> bool:
     """Return whether the ending of a name promises text, so that other content is a mistake."""
-    return path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(TEXT_ENDINGS)
+    return unpacked_name(path.name).endswith(TEXT_ENDINGS)
 
 
 def holds_text(path: Path) -> bool:

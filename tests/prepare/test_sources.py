@@ -119,8 +119,9 @@ def test_a_table_is_text_only_if_the_source_says_so(tree: Path) -> None:
     assert "id,text\n" in read(tree, "text")
     assert read(tree / "rows.csv", "text") == ["id,text\n"]
     (tree / "large.csv").write_text("id,text\n" * 10_000)
-    left_out = select(PrepareConfig("auto", str(tree))).left_out
-    assert "table, read as text if data.prepare.source is text" in left_out
+    selection = select(PrepareConfig("auto", str(tree)))
+    assert selection.source == "text"
+    assert "table, read as text if data.prepare.source is text" in selection.left_out
 
 
 # --------------------------------------------------------------------------- bad input

@@ -16,6 +16,7 @@ from types import FrameType
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
 from accel_gpt.launcher import stop_signals
+from accel_gpt.own_code import place_in_own_code
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # the messages of CPU and CUDA
@@ -153,7 +154,8 @@ def note_failure(text: str) -> None:
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """Run `main(argv)` and return its exit code.
 
-    A user's mistake, a full disk, or a path that cannot be opened becomes one sentence on stderr.
+    A user's mistake, an error in the file of --code, a full disk, or a path that cannot be opened
+    becomes one sentence on stderr.
     """
     open_closed_streams()
     escape_what_cannot_be_encoded()
@@ -161,31 +163,38 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main(argv)
-    except AccelGPTError as error:
-        rank = os.environ.get("RANK", "0")
-        process = "" if rank == "0" else f"[process {rank}] "
-        write_err(f"{process}error: {error}")
-        note_failure(f"error: {error}")
-        return error.exit_code
-    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if malloc fails
-        if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
-            raise
-        write_err(
-            f"error: out of memory ({first_line(error)[-120:]}); lower the model's "
-            "size, train.micro_batch_size or sample.num; accel-gpt plan shows the memory they need"
-        )
-        return UserError.exit_code
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            write_err(f"error: {error}; make room and launch again")
-        elif error.errno in PATH_ERRORS:
-            write_err(f"error: {error}")
-        else:
+    except Exception as error:
+        text = describe_failure(error)
+        if text is None:
             raise
-        return UserError.exit_code
+        rank = os.environ.get("RANK", "0")
+        process = "" if rank == "0" else f"[process {rank}] "
+        write_err(f"{process}error: {text}")
+        note_failure(f"error: {text}")
+        return error.exit_code if isinstance(error, AccelGPTError) else UserError.exit_code
     except KeyboardInterrupt:
         write_err(INTERRUPTED)
         return 130
+
+
+def describe_failure(error: Exception) -> str | None:
+    """Return a sentence for an error that a user can mend; None for any other error."""
+    if isinstance(error, AccelGPTError):
+        return str(error)
+    # torch raises RuntimeError if malloc fails
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+        return (
+            f"out of memory ({first_line(error)[-120:]}); lower the model's "
+            "size, train.micro_batch_size or sample.num; accel-gpt plan shows the memory they need"
+        )
+    place = place_in_own_code(error)
+    if place is not None:
+        return f"{place}: {type(error).__name__}: {first_line(error)}"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return f"{error}; make room and launch again"
+    if isinstance(error, OSError) and error.errno in PATH_ERRORS:
+        return str(error)
+    return None

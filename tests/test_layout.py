@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # from the bottom up; a module imports its own level and those below
 TRAINER = [
     ["errors"],
+    ["own_code"],
     ["console", "launcher"],
     ["files"],
     ["config"],

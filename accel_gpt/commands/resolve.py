@@ -4,6 +4,7 @@ The trainer takes the config that comes out. In it, every key has a plain value.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from accel_gpt.config.depth import depth_defaults
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import all_options
-from accel_gpt.config.parse import read_given, read_options
+from accel_gpt.config.parse import read_given, read_options, with_extra
 from accel_gpt.config.values import build
+from accel_gpt.console import write_err
 from accel_gpt.errors import require
+from accel_gpt.launcher import is_main
+from accel_gpt.own_code import OwnCode, load_own_code
 from accel_gpt.transformers_io.pretrained import inherit, inherit_published
 
 
@@ -38,7 +42,16 @@ def resolve(given: Mapping[str, Any], offline: bool = False) -> Config:
         values |= depth_defaults(values)
     for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
         values.setdefault(f"model.{key}", value)
-    return build(Config, values)
+    config = build(Config, values)
+    return with_code(config, load_own_code(config.code)) if config.code else config
+
+
+def with_code(config: Config, own: OwnCode) -> Config:
+    """Return `config` with the functions of a file of --code; print what is probably misspelled."""
+    for doubt in own.doubts:
+        if is_main():
+            write_err(f"WARNING: {own.file}: {doubt}")
+    return replace(config, own=own, data=replace(config.data, own_shards=own.shards))
 
 
 def named_config(words: Sequence[str]) -> Config:
@@ -57,4 +70,4 @@ def named_config(words: Sequence[str]) -> Config:
             return load_config([path, *options], "accel-gpt train --dump_config")
         values["model.preset"] = name
     values |= dict(read_options(Config, options))
-    return resolve(values)
+    return resolve(with_extra(values))

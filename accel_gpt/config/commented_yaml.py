@@ -34,6 +34,8 @@ def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Itera
             yield f"{name}:"
             yield from indented(section_lines(value, usual, plain[name]))
             continue
+        if own_options(kind)[name].command_line_only:
+            continue
         text = own_options(kind)[name].description
         if value != usual:
             text += f" Default: {dump(usual if usual != '' else None)}."

@@ -1,9 +1,9 @@
 """Define the options of the data, its order and its preparation. No torch."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from accel_gpt.config.options import Section, internal, option, own_options
 from accel_gpt.errors import require
@@ -219,6 +219,8 @@ class DataConfig(Section, prefix="data.", published=True):
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     commits: Mapping[str, str] | None = internal(None)
     """URL in a repository of the Hub -> the commit that this run reads."""
+    own_shards: Callable[..., Any] | None = internal(None)
+    """The function `shards` of --code; see `OwnCode`."""
 
     def _check(self) -> None:
         for name in self.val if isinstance(self.val, Mapping) else ():

@@ -10,8 +10,9 @@ from typing import Literal
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.config.options import Section, duration, option
+from accel_gpt.config.options import Section, duration, internal, option
 from accel_gpt.errors import require
+from accel_gpt.own_code import OwnCode
 
 # Most tokens of the train split in an evaluation. Its loss only shows overfitting; assumption
 TRAIN_TOKENS = 524_288
@@ -493,6 +494,16 @@ class Config(Section):
         resume="refuse",
         published=True,
     )
+    code: str | None = option(
+        None,
+        "Python file of yours that is executed; its functions replace parts of the run: model, "
+        "optimizer, lr, loss, shards, metrics, evaluate, after_evaluation "
+        "(docs/how-to/experiment.md). null: none.",
+        essential=True,
+        resume="free",
+        per_machine=True,
+        command_line_only=True,
+    )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -503,6 +514,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    own: OwnCode = internal(OwnCode())
+    """The functions of the file `code`."""
 
     def _check(self) -> None:
         require(
@@ -524,4 +537,9 @@ class Config(Section):
             self.schedule.min_lr <= self.optim.lr,
             f"schedule.min_lr is {self.schedule.min_lr}, above the peak optim.lr {self.optim.lr}; "
             "lower schedule.min_lr",
+        )
+        require(
+            self.own.model is None or self.hub.push == "never",
+            f"hub.push is {self.hub.push}, but the model() of {self.own.file} cannot be exported; "
+            "set hub.push to never",
         )

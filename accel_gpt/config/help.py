@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
-from accel_gpt.config.options import field_types, own_options, typed
+from accel_gpt.config.options import default_of, field_types, own_options, typed
 
 NAMES: Mapping[Any, str] = MappingProxyType(
     {int: "N", float: "NUMBER", str: "TEXT", bool: "true|false"}
@@ -70,7 +70,7 @@ def add_options(
             parser.add_argument(key, metavar=key.upper(), help=text.replace("%", "%%"))
         elif described.essential or not essential:
             if field.default != "":
-                text += f" (default: {typed(field.default)})"
+                text += f" (default: {typed(default_of(field))})"
             group.add_argument(
                 f"--{key}", metavar=value_name(hints[field.name]), help=text.replace("%", "%%")
             )

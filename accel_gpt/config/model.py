@@ -1,5 +1,6 @@
 """Define the options and presets of the model. No torch."""
 
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from typing import Any, Literal
 
 from accel_gpt.config.options import Section, option
 from accel_gpt.errors import require
+
+Scalar = int | float | bool | str
 
 # turns in the original context: with fewer, llama3 divides a frequency; with more, it keeps it
 LLAMA3_TURNS = (1.0, 4.0)  # Llama 3.1 to 3.3 in transformers
@@ -199,7 +202,21 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         inherited="default",
     )
 
+    extra: Mapping[str, Scalar] = option(
+        {},
+        "Numbers and texts of your own for the file of --code, which reads config.model.extra: "
+        "{window: 64}, or --model.extra.window 64 on the command line.",
+        resume="ask",
+        inherited="default",
+        published=False,
+    )
+
     def _check(self) -> None:
+        for name in self.extra:
+            require(
+                re.fullmatch(r"[A-Za-z_]\w*", str(name)) is not None,
+                f"model.extra has the name {name!r}; use letters, digits and _",
+            )
         if self.head_dim is None:
             check_divisible("n_embd", self.n_embd, "n_head", self.n_head)
         check_divisible("n_head", self.n_head, "n_kv_head", self.kv_heads)

@@ -66,6 +66,9 @@ class Option:
     used_with: tuple[str, tuple[object, ...]] | None = None
     """Another option of the section, and its values that use this option. With any other value,
     setting this option is an error."""
+    command_line_only: bool = False
+    """Only the command line and a Python call may set it. A file that sets it is refused, and
+    config.yaml does not record it."""
     published: Published | None = None
     """How much of the value a model card shows. True: a number, a truth value or a choice. name:
     also the last part of a path, URL or id. False: nothing. None: the default of the section."""
@@ -104,9 +107,13 @@ def option(
     per_machine: bool = False,
     inherited: Inherited = "always",
     used_with: tuple[str, tuple[object, ...]] | None = None,
+    command_line_only: bool = False,
     published: Published | None = None,
 ) -> Any:
-    """Return a dataclass field for an option; `Option` documents the arguments."""
+    """Return a dataclass field for an option; `Option` documents the arguments.
+
+    If the default is a dictionary, each object gets its own.
+    """
     described = Option(
         description=description,
         above=above,
@@ -123,9 +130,20 @@ def option(
         per_machine=per_machine,
         inherited=inherited,
         used_with=used_with,
+        command_line_only=command_line_only,
         published=published,
     )
-    return dataclasses.field(default=default, metadata={"option": described})
+    metadata = {"option": described}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of an option's field; `REQUIRED` if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def same_option(section: Any, name: str) -> Any:
@@ -266,6 +284,8 @@ def typed(value: Any) -> str:
     """Format a value as it is typed on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(typed, value)) or "[]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {typed(one)}" for key, one in value.items()) + "}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return shlex.quote(str(value))

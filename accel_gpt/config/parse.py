@@ -3,6 +3,7 @@
 Files and command lines use the same conversions and checks.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -19,6 +20,7 @@ import msgspec
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.foreign_names import COMMAND_OPTIONS, FOREIGN_NAMES
 from accel_gpt.config.help import format_help
+from accel_gpt.config.model import Scalar
 from accel_gpt.config.options import all_options, field_types, own_options
 from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import (
@@ -36,6 +38,7 @@ from accel_gpt.files import LARGEST_NUMBER, advice_on_file, load_yaml
 T = TypeVar("T")
 
 PREPARE = "data.prepare."
+EXTRA = "model.extra."
 SUBSET = ("data.prepare.dataset_config", "data.prepare.dataset_split")
 # options that name another text -> keys of the file that describe its text
 KEYS_OF_TEXT: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
@@ -153,7 +156,16 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
             for key in keys:
                 values.pop(key, None)
     values |= options
-    return values | own_text(values, options)
+    return with_extra(values | own_text(values, options))
+
+
+def with_extra(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with the keys `model.extra.NAME` as items of `model.extra`."""
+    found = {key: value for key, value in values.items() if not key.startswith(EXTRA)}
+    inner = {key.removeprefix(EXTRA): values[key] for key in values.keys() - found.keys()}
+    if inner:
+        found["model.extra"] = {**found.get("model.extra", {}), **dict(sorted(inner.items()))}
+    return found
 
 
 def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,6 +264,8 @@ def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
 def check_key(cls: type, key: str, where: str) -> Any:
     """Return the type of a key; raises `UserError` with advice for an unknown key."""
     known = leaves(cls)
+    if cls is Config and key.startswith(EXTRA) and key.count(".") == EXTRA.count("."):
+        return Scalar
     if key not in known:
         raise UserError(f"unknown key {key} {where}; {advice_on_key(cls, key)}")
     return known[key]
@@ -301,6 +315,8 @@ def check_option(cls: type, key: str, takes_keys: bool) -> Any:
     known = leaves(cls)
     keys = leaves(Config) if takes_keys else {}
     is_argument = key in own_options(cls) and own_options(cls)[key].positional
+    if takes_keys and key.startswith(EXTRA):
+        return check_key(Config, key, "on the command line")
     if (key in known or key in keys) and not is_argument:
         return known.get(key, keys.get(key))
     raise UserError(f"unknown option --{key}; {advice_on_option(cls, key, takes_keys)}")
@@ -379,7 +395,13 @@ def flatten(
     for name, value in values.items():
         key = f"{prefix}{name}"
         if key not in sections(cls):
-            yield key, convert(key, value, check_key(cls, key, where))
+            hint = check_key(cls, key, where)
+            require(
+                key not in all_options(cls) or not all_options(cls)[key].command_line_only,
+                f"{key} {where} would execute a file, so only the command line may set it; remove "
+                f"it, and use --{key}",
+            )
+            yield key, convert(key, value, hint)
         elif value is not None:
             require(
                 isinstance(value, Mapping),
@@ -501,6 +523,14 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     """Convert a value from YAML or the command line to the type `hint`; raises `UserError`."""
     for text in texts_in(value):
         check_string(key, text)
+    if hint == Scalar:
+        return scalar(key, value)
+    if hint == Mapping[str, Scalar]:
+        require(
+            isinstance(value, Mapping),
+            f"{key} is {value!r:.200}; expected {{name: number or text, ...}}",
+        )
+        return {str(name): scalar(f"{key}.{name}", one) for name, one in value.items()}
     or_null = type(None) in get_args(hint)
     is_null = isinstance(value, str) and value in NULLS
     if or_null and (value is None or is_null):
@@ -527,6 +557,20 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number up to {LARGEST_NUMBER:,}",
         )
     return found
+
+
+def scalar(key: str, value: Any) -> Any:
+    """Return a value of `model.extra`; a text that spells a number or a truth value becomes one."""
+    require(
+        isinstance(value, Scalar),
+        f"{key} is {value!r:.200}; expected a number, a text, true or false",
+    )
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float, bool):
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(value, kind, strict=False)
+    return value
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -634,7 +678,7 @@ def describe_type(hint: Any) -> str:
     if is_section(hint):
         return f"{{{', '.join(leaves(hint))}}}"
     if get_origin(hint) is Mapping:
-        return "{name: text, ...}"
+        return "{name: text, ...}" if hint == Mapping[str, str] else "{name: number or text, ...}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names[hint]
 

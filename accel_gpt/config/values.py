@@ -67,20 +67,28 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """Convert a dataclass to nested mappings without `internal` fields, and tuples to lists."""
-    plain = dataclasses.asdict(config, dict_factory=dict_with_lists)
+    """Convert a dataclass to nested mappings, and tuples to lists.
+
+    Leaves out `internal` fields, and options that only the command line may set.
+    """
+    plain: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if "internal" in field.metadata:
-            del plain[field.name]
-        elif is_section(type(value)):
-            plain[field.name] = to_plain(value)
+        one = field.metadata.get("option")
+        if "internal" in field.metadata or (one and one.command_line_only):
+            continue
+        plain[field.name] = plain_value(getattr(config, field.name))
     return plain
 
 
-def dict_with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dictionary, with lists in place of tuples."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+def plain_value(value: Any) -> Any:
+    """Convert the value of an option: dataclasses to mappings, tuples to lists."""
+    if is_section(type(value)):
+        return to_plain(value)
+    if isinstance(value, list | tuple):
+        return [plain_value(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: plain_value(one) for key, one in value.items()}
+    return value
 
 
 def to_flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""Load `--code FILE`, a Python file of yours whose functions replace parts of a run.
+
+    accel-gpt train quickstart --code my.py
+
+There is no registry and no base class: a function in the file that has one of these names is called
+in the place of ours. Each is optional.
+
+    def model(config, vocab_size)                # nn.Module: tokens (B, T) to logits (B, T, V)
+    def optimizer(model, config)                 # torch.optim.Optimizer
+    def lr(step, config, plan)                   # share of the peak, after `step` updates
+    def loss(model, tokens, targets, documents)  # scalar, or (scalar, {name: scalar})
+    def shards(folder, split)                    # list of arrays of token ids
+    def metrics(run)                             # {name: number}, at each logged step
+    def evaluate(run)                            # {name: number}, at each evaluation
+    def after_evaluation(run, record)            # nothing
+
+The command line and a Python call name the file. No file that is read can name it, so a folder from
+someone else executes nothing.
+"""
+
+import difflib
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from accel_gpt.errors import UserError, require
+
+Function = Callable[..., Any]
+# name -> the arguments that it is called with
+ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": ("config", "vocab_size"),
+        "optimizer": ("model", "config"),
+        "lr": ("step", "config", "plan"),
+        "loss": ("model", "tokens", "targets", "documents"),
+        "shards": ("folder", "split"),
+        "metrics": ("run",),
+        "evaluate": ("run",),
+        "after_evaluation": ("run", "record"),
+    }
+)
+NEAR = 0.75  # least similarity of a name that is probably misspelled; assumption
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """The functions of a file; None for each function that it does not define."""
+
+    file: str = ""  # the path as given; "": no file
+    source: bytes = b""
+    model: Function | None = None
+    optimizer: Function | None = None
+    lr: Function | None = None
+    loss: Function | None = None
+    shards: Function | None = None
+    metrics: Function | None = None
+    evaluate: Function | None = None
+    after_evaluation: Function | None = None
+    doubts: tuple[str, ...] = ()  # a line for each function whose name is probably misspelled
+
+    @property
+    def name(self) -> str:
+        """Return the name of the file without its folder."""
+        return Path(self.file).name
+
+    @property
+    def sha256(self) -> str:
+        """Return the SHA-256 (hex) of the file; "" without a file."""
+        return hashlib.sha256(self.source).hexdigest() if self.file else ""
+
+    @property
+    def functions(self) -> list[str]:
+        """Return the names of the functions that the file defines."""
+        return [name for name in ARGUMENTS if getattr(self, name) is not None]
+
+    @property
+    def draws(self) -> bool:
+        """Return whether the file may draw random numbers in the forward pass."""
+        return self.model is not None or self.loss is not None
+
+    def place(self, name: str) -> str:
+        """Return the file, line and name of a function, for an error."""
+        code = getattr(inspect.unwrap(getattr(self, name)), "__code__", None)
+        line = f", line {code.co_firstlineno}" if code else ""
+        return f"{self.file}{line}: {name}()"
+
+
+class HeldSource(SourceFileLoader):
+    """Execute a source that was read before; never read or write compiled code.
+
+    So what runs has the hash that a checkpoint records, also if the file changes meanwhile.
+    """
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self.source = source
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:  # type: ignore[override]
+        """Return nothing: without a time, importlib keeps no compiled code."""
+        raise OSError
+
+    def get_data(self, path: str) -> bytes:  # type: ignore[override]
+        """Return the source."""
+        return self.source
+
+
+def load_own_code(path: str) -> OwnCode:
+    """Execute a file and return its functions.
+
+    Raises `UserError` if there is no such file, if it defines none of the functions, or one with
+    other arguments. An error inside the file is raised as it is; see `place_in_own_code`.
+    """
+    try:
+        source = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(f"--code {path} cannot be read: {error.strerror}") from None
+    digest = hashlib.sha256(source).hexdigest()
+    name = f"own_code_{digest[:16]}"
+    loader = HeldSource(name, str(Path(path).expanduser().absolute()), source)
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and torch.compile look it up
+    try:
+        loader.exec_module(module)
+    except SyntaxError as error:
+        if error.filename != loader.path:
+            raise
+        raise UserError(f"{path}, line {error.lineno}: {error.msg}") from None
+    found = {name: getattr(module, name) for name in ARGUMENTS if hasattr(module, name)}
+    names = ", ".join(ARGUMENTS)
+    require(bool(found), f"--code {path} defines none of {names}; name a function so")
+    doubts = tuple(misspelled(module, found))
+    own = OwnCode(file=path, source=source, doubts=doubts, **found)
+    for name in found:
+        check_function(own, name)
+    return own
+
+
+def check_function(own: OwnCode, name: str) -> None:
+    """Raise `UserError` unless a function takes the arguments that it is called with."""
+    function = getattr(own, name)
+    call = f"{name}({', '.join(ARGUMENTS[name])})"
+    require(callable(function), f"--code {own.file}: {name} is no function; define {call}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*ARGUMENTS[name])
+    except TypeError as error:
+        raise UserError(
+            f"{own.place(name)} is called as {call}, but it does not take these arguments: {error}"
+        ) from None
+
+
+def misspelled(module: ModuleType, found: Collection[str]) -> Iterator[str]:
+    """Yield a line for each function of the file that nothing calls, with the name it may mean.
+
+    A name that begins with _ is a helper.
+    """
+    for name, value in vars(module).items():
+        if not inspect.isfunction(value) or value.__module__ != module.__name__:
+            continue
+        near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=NEAR)
+        if near and name not in ARGUMENTS and near[0] not in found:
+            yield f"nothing calls {name}(); did you mean {near[0]}? Name a helper _{name}"
+
+
+def place_in_own_code(error: BaseException) -> str | None:
+    """Return the line of your file in which an error was raised; None if it was raised elsewhere.
+
+    Of several such lines, it is the innermost one.
+    """
+    place = None
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if isinstance(frame.f_globals.get("__loader__"), HeldSource):
+            code = frame.f_code
+            where = "" if code.co_name == "<module>" else f", in {code.co_qualname}"
+            place = f"{code.co_filename}, line {trace.tb_lineno}{where}"
+        trace = trace.tb_next
+    return place

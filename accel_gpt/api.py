@@ -33,7 +33,7 @@ from accel_gpt.commands.options import (
     SampleCommand,
 )
 from accel_gpt.commands.push import push_model
-from accel_gpt.commands.resolve import load_config
+from accel_gpt.commands.resolve import load_code, load_config
 from accel_gpt.commands.sample import continue_prompt
 from accel_gpt.commands.train import train_config
 from accel_gpt.config.experiment import Config
@@ -41,7 +41,7 @@ from accel_gpt.config.values import sections
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import PeerError, UserError, require
 from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, use_slurm_variables
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
 from accel_gpt.training.accelerator import NOISY_LOGGER
@@ -101,13 +101,18 @@ class Run:
 
 
 def load(
-    name: str | Path, checkpoint: str | int = "last", device: torch.device | str = "cpu"
-) -> tuple[GPT, Tokenizer]:
+    name: str | Path,
+    checkpoint: str | int = "last",
+    device: torch.device | str = "cpu",
+    code: str | Path | None = None,
+) -> tuple[LanguageModel, Tokenizer]:
     """Load the model, in evaluation mode, and the tokenizer of a run, a folder or a Hub id.
 
-    `checkpoint` selects a checkpoint of a run: last, best, or a step.
+    `checkpoint` selects a checkpoint of a run: last, best, or a step. `code`: your file with whose
+    `model()` the run was made; it is executed.
     """
-    return load_pretrained(str(name), str(checkpoint), device=device)
+    own = load_code(None if code is None else str(code))
+    return load_pretrained(str(name), str(checkpoint), device, own)
 
 
 def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:

@@ -185,7 +185,8 @@ def describe_failure(error: Exception) -> str | None:
     if isinstance(error, AccelGPTError):
         return str(error)
     # torch raises RuntimeError if malloc fails
-    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+    malloc_failed = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
+    if isinstance(error, MemoryError) or malloc_failed:
         return (
             f"out of memory ({first_line(error)[-120:]}); lower the model's "
             "size, train.micro_batch_size or sample.num; accel-gpt plan shows the memory they need"

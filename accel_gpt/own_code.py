@@ -102,11 +102,11 @@ class HeldSource(SourceFileLoader):
         super().__init__(name, path)
         self.source = source
 
-    def path_stats(self, path: str) -> Mapping[str, Any]:  # type: ignore[override]
+    def path_stats(self, path: str) -> Mapping[str, Any]:
         """Return nothing: without a time, importlib keeps no compiled code."""
         raise OSError
 
-    def get_data(self, path: str) -> bytes:  # type: ignore[override]
+    def get_data(self, path: str) -> bytes:
         """Return the source."""
         return self.source
 

@@ -13,7 +13,7 @@ due after it.
 import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
@@ -42,7 +42,8 @@ from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.divergence import StepGuard, check_weights
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
-from accel_gpt.training.metrics import Record
+from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
+from accel_gpt.training.metrics import Record, checked_record
 from accel_gpt.training.process import make_host_group
 from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_same
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
@@ -72,7 +73,7 @@ class Training:
     plan: Plan
     accelerator: Accelerator
     corpus: Corpus
-    gpt: GPT  # for evaluation, samples and checkpoints
+    gpt: LanguageModel  # for evaluation, samples and checkpoints
     model: torch.nn.Module  # the same model, wrapped by Accelerate for training
     optimizer: AcceleratedOptimizer
     gradients: Gradients
@@ -82,6 +83,7 @@ class Training:
     evaluations: list[Evaluation]
     loader: Loader
     guard: StepGuard
+    compute_loss: ComputeLoss
 
 
 # --------------------------------------------------------------------------- start
@@ -90,7 +92,7 @@ class Training:
 def train(
     config: Config,
     launch: Launch,
-    initialize: Callable[[GPT], None] = GPT.init_weights,
+    initialize: Callable[[LanguageModel], None] = draw_weights,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> bool:
     """Train from the newest checkpoint to the last step; return whether a signal stopped the run.
@@ -147,7 +149,7 @@ def set_up(
     plan: Plan,
     accelerator: Accelerator,
     display: Display,
-    initialize: Callable[[GPT], None] = GPT.init_weights,
+    initialize: Callable[[LanguageModel], None] = draw_weights,
     on_checkpoint: Callable[[Path], None] | None = None,
     check_folder: Callable[[], None] = nothing_to_check,
 ) -> Training:
@@ -177,7 +179,7 @@ def set_up(
         model=model,
         exact=config.train.reproducible,
         seed=config.seed,
-        dropout=config.model.dropout,
+        draws=config.model.dropout > 0 or config.own.draws,
     )
     torch.manual_seed(config.seed)
     if checkpoint:
@@ -231,6 +233,7 @@ def set_up(
         evaluations=evaluations,
         loader=loader,
         guard=guard,
+        compute_loss=make_loss(config.own, plan.accumulation_steps),
     )
     reporter.start(run.corpus, state)
     model.train()  # evaluation and sampling restore this mode
@@ -257,7 +260,7 @@ def update(run: Training) -> None:
     plan = run.plan
     state = run.state
     config = run.config
-    fraction = fraction_at(state.step, config.schedule, config.optim.lr, plan)
+    fraction = fraction_at(state.step, config, plan)
     set_rates(run.optimizer, config.optim, fraction, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
@@ -265,7 +268,7 @@ def update(run: Training) -> None:
     # train.sync_each_batch in every micro-step, and with train.reproducible in `finish`.
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
-            run.gradients.backward(run.model(tokens, targets, documents=documents) * weight)
+            run.gradients.backward(run.compute_loss(run.model, tokens, targets, documents) * weight)
     loss = run.gradients.finish()  # all-reduced mean, like the gradient
     grad_norm = run.gradients.norm()
     run.optimizer.optimizer.clip(grad_norm, run.config.optim.grad_clip)
@@ -301,10 +304,10 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         check_skipped(run)  # before the step is saved
         if logging:
             record |= metrics
-            peak = config.optim.lr
-            fraction = fraction_at(state.step - 1, config.schedule, peak, run.plan)
-            record["train/lr"] = peak * fraction
+            record["train/lr"] = config.optim.lr * fraction_at(state.step - 1, config, run.plan)
             record |= reporter.step_metrics(state.step, run.loader)
+            with saving_on_error(run):
+                record |= own_metrics(run)
     with reporter.stopwatch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
             # the checkpoint of this step stores the record, so that a resumed run can publish it
@@ -317,6 +320,32 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         if not stopping:
             stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=saving)
     return stopping
+
+
+def own_metrics(run: Training) -> Record:
+    """Return the parts of the loss and the metrics that the file of --code adds."""
+    own = run.config.own
+    record: Record = {}
+    if isinstance(run.compute_loss, OwnLoss):
+        record |= run.compute_loss.metrics(run.accelerator)
+    if own.metrics is not None:
+        record |= checked_record(own.metrics(run), own.place("metrics"))
+    return record
+
+
+@contextlib.contextmanager
+def saving_on_error(run: Training, saved: bool = False) -> Iterator[None]:
+    """Save the completed step if the block raises an error on all ranks, unless it is `saved`."""
+    try:
+        yield
+    except StopRequested:
+        raise
+    except Exception as error:
+        # a function of --code may fail on one rank alone
+        on_all_ranks = isinstance(error, DataError | RankError)
+        if (on_all_ranks or run.accelerator.num_processes == 1) and not saved:
+            save(run, must_succeed=True)
+        raise
 
 
 def check_skipped(run: Training) -> None:
@@ -366,21 +395,18 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
     writer = run.writer
     is_best = False
     try:
-        if state.pending_record is not None:
-            is_best = evaluate_step(run, stop) and run.config.checkpoint.keep_best
-            if is_best and saved:
-                writer.name_best(state)
-        if sampling:
-            write_samples(run, stop)
+        with saving_on_error(run, saved):
+            if state.pending_record is not None:
+                is_best = evaluate_step(run, stop) and run.config.checkpoint.keep_best
+                if is_best and saved:
+                    writer.name_best(state)
+            if sampling:
+                write_samples(run, stop)
     except StopRequested:
         writer.wait()
         if not saved or writer.problem:
             save(run, must_succeed=True)
         return True
-    except (DataError, RankError):  # raised on all ranks together
-        if not saved:
-            save(run, must_succeed=True)
-        raise
     if is_best and not saved:
         save(run, must_succeed=False)
     return False
@@ -403,6 +429,8 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     record |= evaluate(run.evaluations, run.gpt, run.accelerator, on_progress, last_step=last)
     is_best = state.note_evaluation(record["eval/val_loss"])
     run.reporter.publish(state, record)
+    if run.config.own.after_evaluation is not None:
+        run.config.own.after_evaluation(run, record)
     return is_best
 
 

@@ -174,7 +174,7 @@ def activation_sizes(config: Config, steps: int) -> list[dict[str, float]]:
             }
         )
         batch = rows[torch.arange(8) + 8 * step]
-        fraction = fraction_at(step, config.schedule, config.optim.lr, plan)
+        fraction = fraction_at(step, config, plan)
         set_rates(optimizer, config.optim, fraction, step)
         model(batch[:, :-1], batch[:, 1:]).backward()
         optimizer.step()

@@ -167,6 +167,7 @@ def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
         document_mask=documents,
         prepare=PrepareConfig(),
         commits=None,
+        own_shards=None,
     )
     model = replace(config.model, vocab_size=vocab_size, init_from="scratch")
     return replace(config, data=data, model=model)

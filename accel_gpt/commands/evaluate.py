@@ -16,7 +16,7 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from accel_gpt.commands.options import EvaluateCommand
-from accel_gpt.commands.resolve import load_config
+from accel_gpt.commands.resolve import load_code, load_config, with_code
 from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
@@ -26,13 +26,20 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
-from accel_gpt.evals.evaluation import Evaluation, evaluate, open_hellaswag, open_losses
+from accel_gpt.evals.evaluation import (
+    Evaluation,
+    evaluate,
+    open_hellaswag,
+    open_losses,
+    open_own_evaluations,
+)
 from accel_gpt.evals.validation import OnProgress, score_source
 from accel_gpt.files import strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.training.accelerator import resolve_precision
-from accel_gpt.training.checkpoint import read_state
+from accel_gpt.training.checkpoint import check_code, read_state
 from accel_gpt.training.display import Progress
 from accel_gpt.training.precision import requested_precision
 from accel_gpt.training.process import keep_freed_memory
@@ -141,9 +148,11 @@ def evaluate_named(options: EvaluateCommand) -> Report:
         source = find_on_main(options.run, options.checkpoint)
         run = run_of(source)
         config = evaluated_config(options, source, run)
+        if source.is_checkpoint:
+            check_code(source.folder, config.own, needed_functions(options))
         accelerator = start_evaluation(config, run)
         with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened the model"):
-            model, tokenizer = load_found(source, accelerator.device)
+            model, tokenizer = load_found(source, accelerator.device, config.own)
         tasks = open_tasks_of(options, model, tokenizer)
         metrics = evaluate_model(options, config, model, tokenizer, accelerator)
         if tasks:
@@ -151,8 +160,8 @@ def evaluate_named(options: EvaluateCommand) -> Report:
                 exported = Path(folder, "model")
                 exported.mkdir()
                 # remove the autocast that the evaluation put around forward()
-                own = accelerator.unwrap_model(model, keep_fp32_wrapper=False).cpu()
-                write_model(own, tokenizer, source, exported, dtype="fp32")
+                plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False).cpu()
+                write_model(plain, tokenizer, source, exported, dtype="fp32")
                 metrics |= score_tasks(
                     folder=exported,
                     tasks=tasks,
@@ -210,14 +219,20 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
         batch_size = BATCH_SIZE
     train = replace(config.train, micro_batch_size=batch_size)
     config = replace(config, eval=evals, train=train)
+    config = with_code(config, load_code(options.code))
     if not options.data:
         require_data(config)
     return config
 
 
+def needed_functions(options: EvaluateCommand) -> set[str]:
+    """Return the functions of --code without which an evaluation would differ from the run's."""
+    return {"model"} if options.data else {"model", "shards"}
+
+
 def require_data(config: Config) -> None:
     """Raise `UserError` if a data folder of the run is missing."""
-    if not config.data.train:
+    if not config.data.train or config.own.shards is not None:
         return
     for source in train_paths(config.data):
         require(
@@ -227,7 +242,9 @@ def require_data(config: Config) -> None:
         )
 
 
-def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) -> list[Any]:
+def open_tasks_of(
+    options: EvaluateCommand, model: LanguageModel, tokenizer: Tokenizer
+) -> list[Any]:
     """Open the tasks that the options name, if any.
 
     Raises `UserError` if lm-evaluation-harness cannot evaluate the model on them.
@@ -244,6 +261,12 @@ def open_tasks_of(options: EvaluateCommand, model: GPT, tokenizer: Tokenizer) ->
         f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, but tasks need "
         "one; train with another tokenizer",
     )
+    require(
+        isinstance(model, GPT) and options.code is None,
+        "tasks need a model of transformers, so they cannot be used with --code; evaluate without "
+        "--tasks",
+    )
+    assert isinstance(model, GPT)
     exportable_preset(model)  # raises if transformers has no such model
     return open_tasks(options.tasks, options.tasks_path)
 
@@ -275,7 +298,7 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
 def evaluate_model(
     options: EvaluateCommand,
     config: Config,
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     accelerator: Accelerator,
 ) -> dict[str, float]:
@@ -297,7 +320,7 @@ def evaluate_model(
 
 
 def open_all(
-    options: EvaluateCommand, config: Config, model: GPT, tokenizer: Tokenizer
+    options: EvaluateCommand, config: Config, model: LanguageModel, tokenizer: Tokenizer
 ) -> list[Evaluation]:
     """Open all evaluations except tasks; raises `DataError` if the data has another tokenizer."""
     evaluations: list[Evaluation] = []
@@ -324,11 +347,11 @@ def open_all(
                 config, tokenizer, block_size, model.vocab_size, limit=options.hellaswag_limit
             )
         )
-    return evaluations
+    return [*evaluations, *open_own_evaluations(config, tokenizer)]
 
 
 def evaluate_named_split(
-    model: GPT,
+    model: LanguageModel,
     accelerator: Accelerator,
     on_progress: OnProgress,
     split: EvalSplit,

@@ -16,7 +16,7 @@ from accel_gpt.console import write_out
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.evals.samples import SEPARATOR, stream_texts, warn_cut
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 
 PROMPT = "> "
 USAGE = (
@@ -26,7 +26,7 @@ USAGE = (
 
 
 def interact(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     config: SampleConfig,
     generator: torch.Generator,

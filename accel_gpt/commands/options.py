@@ -239,6 +239,11 @@ class SampleCommand(Command):
         "last",
         "Checkpoint of a run: last, best, or a step.",
     )
+    code: str | None = option(
+        None,
+        "Python file of yours with which the run was made, if it has a model(); it is executed. "
+        "null: none.",
+    )
     interactive: bool = option(
         False,
         "Continue each line that you type on a terminal, token by token. \\n in a line is a line "
@@ -271,6 +276,11 @@ class EvaluateCommand(Command):
 
     run: str = same_option(SampleCommand, "run")
     checkpoint: str = same_option(SampleCommand, "checkpoint")
+    code: str | None = option(
+        None,
+        "Python file of yours with which the run was made, if it has a model(), shards() or "
+        "evaluate(); it is executed. null: none.",
+    )
     data: str | None = option(
         None,
         "Data folder or its URL; the val split is evaluated. null: the data of the run.",
@@ -512,6 +522,24 @@ class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
         False,
         "Print one JSON object instead of text.",
     )
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> "PlanCommand":
+        """Parse the options and load the config; a model of --code has another command."""
+        options = super().parse(argv)
+        if options.loaded.own.model is None:
+            return options
+        return PlanOwnModelCommand(**vars(options))
+
+
+@dataclass(frozen=True)
+class PlanOwnModelCommand(PlanCommand):
+    """Compute what a config with a model of --code needs."""
+
+    @classmethod
+    def module(cls) -> str:
+        """Return the name of the module, which imports torch."""
+        return "plan_own_model"
 
 
 @dataclass(frozen=True)

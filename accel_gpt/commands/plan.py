@@ -64,10 +64,21 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "parameters": parameter_counts(config.model, vocab_size),
         "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
+        "code": uncounted(config),
         "memory": plan_memory(options, config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
     }
+
+
+def uncounted(config: Config) -> list[str]:
+    """Return a line on what the plan does not count of a file of --code."""
+    if config.own.optimizer is None and config.own.loss is None:
+        return []
+    return [
+        f"the loss() and optimizer() of {config.own.file} are counted as cross entropy and "
+        f"optim.name {config.optim.name}"
+    ]
 
 
 # --------------------------------------------------------------------------- the machine
@@ -275,6 +286,7 @@ def plan_text(report: Mapping[str, Any]) -> str:
     """Format the report as a table; the sections are separated by empty lines."""
     lines = [f"{report['config']} on {report['machine']}"]
     lines.extend(report["depth"])
+    lines.extend(report["code"])
     lines.append("")
     rows = table([*size_rows(report), *cost_rows(report)], "<25", ">16", "<", gap=3)
     return "\n".join(lines) + "\n" + rows + verdict(report["memory"]) + "\n"

@@ -43,14 +43,20 @@ def resolve(given: Mapping[str, Any], offline: bool = False) -> Config:
     for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
         values.setdefault(f"model.{key}", value)
     config = build(Config, values)
-    return with_code(config, load_own_code(config.code)) if config.code else config
+    return with_code(config, load_code(config.code))
 
 
-def with_code(config: Config, own: OwnCode) -> Config:
-    """Return `config` with the functions of a file of --code; print what is probably misspelled."""
+def load_code(path: str | None) -> OwnCode:
+    """Execute the file of --code, and print what is probably misspelled; None: no file."""
+    own = load_own_code(path) if path is not None else OwnCode()
     for doubt in own.doubts:
         if is_main():
             write_err(f"WARNING: {own.file}: {doubt}")
+    return own
+
+
+def with_code(config: Config, own: OwnCode) -> Config:
+    """Return `config` with the functions of a file of --code."""
     return replace(config, own=own, data=replace(config.data, own_shards=own.shards))
 
 

@@ -4,6 +4,7 @@ import torch
 
 from accel_gpt.commands.interactive import interact
 from accel_gpt.commands.options import SampleCommand
+from accel_gpt.commands.resolve import load_code
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.console import write_err, write_out
 from accel_gpt.evals.samples import SEPARATOR, warn_cut, write_text
@@ -27,7 +28,8 @@ def continue_prompt(options: SampleCommand) -> list[str]:
         top_k=options.top_k,
     )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model, tokenizer = load_pretrained(options.run, options.checkpoint, device)
+    own = load_code(options.code)
+    model, tokenizer = load_pretrained(options.run, options.checkpoint, device, own)
     generator = torch.Generator(device).manual_seed(options.seed)
     with torch.inference_mode():  # on a CPU 10 to 14 % faster than no_grad
         if options.interactive:

@@ -43,7 +43,8 @@ READ_SECONDS = 2.0  # between two readings of a run's metrics
 class SeriesRun:
     """One run of a series; its config is written next to its folder, which is in `out`.
 
-    If a folder cannot have the name, its characters are replaced or cut, and a hash is added.
+    If a folder cannot have the name, its characters are replaced or cut, and a hash is added. A
+    run with --code has the hash of the file in its name, so an edited file is another run.
     Raises `UserError` if the run was trained with another config.
     """
 
@@ -51,10 +52,13 @@ class SeriesRun:
         safe = re.sub(r"[^\w.,=+-]", "_", name)[:MOST_LETTERS]
         if safe != name:
             safe += f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        if config.own.file:
+            safe += f"_{config.own.sha256[:8]}"
         self.name = name
         self.folder = out / safe
         self.log = self.folder / "output.log"
         self.config = out / f"{safe}.yaml"
+        self.code = out / f"{safe}.py" if config.own.file else None  # a copy of the file of --code
         folder = RunFolder(self.folder)
         before = folder.read_config()
         changed = recipe_differences(config, before)
@@ -77,6 +81,8 @@ class SeriesRun:
         self.divergence = self.folder / "diverged.txt"  # the error of a run that diverged
         out.mkdir(parents=True, exist_ok=True)
         write_file(self.config, [to_yaml(config).encode()])
+        if self.code is not None:
+            write_file(self.code, [config.own.source])
 
     @property
     def finished(self) -> bool:
@@ -153,6 +159,8 @@ class Series:
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         arguments = ["train", str(run.config), f"--out_dir={run.folder}"]
+        if run.code is not None:
+            arguments.append(f"--code={run.code}")
         # the copies of several runs would overwrite each other
         arguments += ["--hub.push=never", "--checkpoint.copy_to=null"]
         run.folder.mkdir(exist_ok=True)

@@ -26,6 +26,7 @@ from accel_gpt.training.run_folder import RunFolder, locked
 
 TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")  # change the text or tokens
 EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")  # change what is evaluated
+SAME_TIME = 0.05  # relative difference of two times that a verdict does not mention; assumption
 NOTES = ((TEXT, "bits per byte are compared"), (EVALUATED, "other sequences are evaluated"))
 
 
@@ -51,7 +52,7 @@ class Sweep:
         self.metric = "val_bits_per_byte" if self.changed(TEXT, *self.others) else "val_loss"
         self.unit = "bits per byte" if self.metric == "val_bits_per_byte" else "val loss"
         self.losses: defaultdict[str, dict[int, float]] = defaultdict(dict)  # inf: diverged
-        self.times: dict[str, float] = {}  # seconds of a step, from the first seed that has them
+        self.times: defaultdict[str, list[float]] = defaultdict(list)  # of a step, in seconds
         self.lines: list[str] = []  # below the table
         self.failed = False
 
@@ -85,14 +86,14 @@ class Sweep:
             if loss is not None:
                 self.losses[setting.name][seed] = loss
                 if math.isfinite(loss):
-                    self.times.setdefault(setting.name, seconds_per_step(run))
+                    self.times[setting.name].append(seconds_per_step(run))
 
     def time(self, setting: Setting) -> float | None:
         """Return the time of a run, divided by the baseline's; None: not known."""
         if setting.name not in self.times or self.baseline.name not in self.times:
             return None
-        seconds = setting.steps * self.times[setting.name]
-        return seconds / (self.baseline.steps * self.times[self.baseline.name])
+        seconds = setting.steps * statistics.median(self.times[setting.name])
+        return seconds / (self.baseline.steps * statistics.median(self.times[self.baseline.name]))
 
     def compare(self, setting: Setting) -> Comparison:
         """Compare the losses of a setting with the baseline's."""
@@ -157,6 +158,9 @@ class Sweep:
                 seeds = ", ".join(map(str, diverged))
                 count = plural(found.seeds, "seed")
                 parts.append(f"{one} diverged with {len(diverged)} of {count}: {seeds}")
+        time = self.time(setting)
+        if found.differences and time and abs(time - 1) > SAME_TIME:
+            parts.append(f"equal tokens took {time:.2f} times as long")
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
 
 

@@ -86,7 +86,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     settings = []
     for combination in itertools.product(*swept.values()):
         values = dict(zip(swept, combination, strict=True))
-        words = [values[key] if key == "config" else f"{key}={values[key]}" for key in several]
+        words = [word_of(key, values[key], swept[key]) for key in several]
         arguments = [values.pop("config"), f"--out_dir={out_dir}", *common]
         arguments += [f"--{key}={value}" for key, value in values.items()]
         config = load_config(arguments, PROGRAM)
@@ -96,6 +96,18 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
         settings=[with_own_text(setting, settings[0]) for setting in settings],
     )
+
+
+def word_of(key: str, value: str, values: Sequence[str]) -> str:
+    """Return how the name of a setting shows the value of a key, one of `values`.
+
+    A file of --code loses its folder, unless two files then have the same name.
+    """
+    if key == "config":
+        return value
+    if key == "code" and len({Path(one).name for one in values}) == len(values):
+        value = Path(value).name
+    return f"{key}={value}"
 
 
 def with_own_text(setting: Setting, first: Setting) -> Setting:

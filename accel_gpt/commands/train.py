@@ -22,7 +22,7 @@ from accel_gpt.config.values import is_config_of_run, to_flat
 from accel_gpt.console import write_err
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.meeting import on_main_before_join
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.copies import restore_newest_copy
 from accel_gpt.publish.uploader import Uploader, open_uploader
@@ -99,14 +99,14 @@ def note_source(config: Config, source: str) -> None:
         )
 
 
-def find_initial_weights(config: Config) -> Callable[[GPT], None]:
+def find_initial_weights(config: Config) -> Callable[[LanguageModel], None]:
     """Return the function that sets the weights of a new run.
 
     Of several ranks, rank 0 alone checks them, before the ranks join. Raises `UserError` if the
     weights of `model.init_from` do not fit the tokenizer, before any text is prepared.
     """
     if config.model.init_from == "scratch":
-        return GPT.init_weights
+        return draw_weights
     seconds = duration("train.init_timeout", config.train.init_timeout)
     on_main_before_join(lambda: check_initial_tokenizer(config), seconds)
     return partial(load_initial_weights, config)

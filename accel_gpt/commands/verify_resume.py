@@ -3,7 +3,8 @@
 Trains a few steps in real processes, once undisturbed. Then trains again with SIGKILL at random
 moments; each launch uses one of the requested numbers of processes. Compares the metrics and the
 last checkpoints. Writes to a temporary folder: `config.yaml` (the launched config), `undisturbed/`,
-`disturbed_1/`, ... and the output of each launch, `launch_1.log`, ...
+`disturbed_1/`, ..., the output of each launch, `launch_1.log`, ..., and a copy of the file of
+--code.
 """
 
 import contextlib
@@ -72,6 +73,9 @@ def run(options: VerifyResumeCommand) -> int:
     folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))
     write_file(folder / "config.yaml", [to_yaml(config).encode()])
     trial = Trial(options, folder, one_size or config.train.reproducible)
+    if config.own.file:  # the launches use this copy, so you may change the file meanwhile
+        trial.code = folder / config.own.name
+        write_file(trial.code, [config.own.source])
     try:
         trial.run()
         sys.stdout.write(trial.report())
@@ -101,6 +105,7 @@ class Trial:
     def __init__(self, options: VerifyResumeCommand, folder: Path, exact: bool) -> None:
         self.options = options
         self.folder = folder
+        self.code: Path | None = None  # the file of --code
         self.exact = exact
         self.random = random.Random(options.seed)
         self.findings = [Finding(kind, exact or kind not in ROUNDED) for kind in KINDS]
@@ -198,6 +203,8 @@ class Trial:
     def command(self, folder: Path) -> list[str]:
         """Return the arguments of `accel-gpt` that train in `folder`."""
         arguments = ["train", str(self.folder / "config.yaml"), "--out_dir", str(folder)]
+        if self.code is not None:
+            arguments += ["--code", str(self.code)]
         resolved = RunFolder(self.folder / "undisturbed").config
         if resolved:  # the values that auto resolved to there
             for key in ("train.mixed_precision", "train.compile"):

@@ -75,10 +75,10 @@ def check_unaltered(
 
 
 def local_files(splits: Sequence[Split]) -> dict[Path, Shard]:
-    """Return the shards that are neither remote nor in memory, by absolute path."""
+    """Return the shards that are neither remote nor in arrays, by absolute path."""
     found = {}
     for split in splits:
-        if split.remote is None and split.memory is None:
+        if split.remote is None and split.arrays is None:
             for shard in split.shards:
                 found[(split.folder / shard.name).resolve()] = shard
     return found

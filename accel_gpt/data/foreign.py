@@ -101,6 +101,8 @@ class DataFolder:
         """List the files by name. Raises `UserError` if a remote folder cannot be listed."""
         if self.remote:
             return self.remote.list()
+        if not self.path.is_dir():
+            return {}
         files = [file for file in self.path.iterdir() if file.is_file()]
         return {file.name: FileInfo(file.stat().st_size) for file in files}
 

@@ -79,8 +79,8 @@ class Split:
     """SHA-256 (hex) of the tokenizer's fingerprint, and each shard's token count and content."""
     remote: RemoteFolder | None = field(default=None, compare=False)
     """The folder to download the files from; None: they are in `folder`."""
-    memory: Tokens | None = field(default=None, repr=False, compare=False)
-    """The tokens of all shards, if they are in memory and not in files."""
+    arrays: tuple[Tokens, ...] | None = field(default=None, repr=False, compare=False)
+    """The tokens of each shard, if an array holds them and not a file."""
     lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
     opened: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """File descriptors of the open shards, by shard number, oldest first."""
@@ -113,11 +113,16 @@ class Split:
 
         Raises `DataError` if a file cannot be read or does not match the index.
         """
-        if self.memory is not None:
-            first = (np.cumsum(self.lengths) - self.lengths)[shard] + start
-            chosen: Tokens = self.memory[first[:, None] + np.arange(length)]
-            return chosen
         tokens = np.empty((len(shard), length), self.dtype)
+        if self.arrays is not None:
+            for row, number, first in zip(tokens, shard.tolist(), start.tolist(), strict=True):
+                row[:] = self.arrays[number][first : first + length]
+            if self.dtype.kind == "i" and tokens.size and tokens.min() < 0:
+                raise DataError(
+                    f"the {self.name} split of {self.folder} holds token {tokens.min()}; shards() "
+                    "must return ids of 0 and more"
+                )
+            return tokens
         begin = start * self.dtype.itemsize
         with self.lock:  # no other thread may close a file that is being read
             for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
@@ -180,14 +185,14 @@ def resident(split: Split, tokens: int | None) -> Split:
     wanted = split.tokens if tokens is None else min(tokens + 1, split.tokens)
     before = np.cumsum(split.lengths) - split.lengths
     lengths = np.minimum(split.lengths, wanted - before)[before < wanted]
-    memory = np.concatenate([split.read(i, 0, int(n)) for i, n in enumerate(lengths)])
+    arrays = tuple(split.read(i, 0, int(n)) for i, n in enumerate(lengths))
     split.prefetch([])  # closes the files
     shards = zip(split.shards, lengths.tolist(), strict=False)
     kept = tuple(
         replace(shard, tokens=length, bytes=(shard.bytes or 0) * length // shard.tokens)
         for shard, length in shards
     )
-    return replace(split, shards=kept, remote=None, memory=memory)
+    return replace(split, shards=kept, remote=None, arrays=arrays)
 
 
 def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:

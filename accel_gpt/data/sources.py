@@ -12,6 +12,7 @@ from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.hub_folder import HubFolder, is_repository
 from accel_gpt.data.index import INDEX
+from accel_gpt.data.own_shards import open_own_shards
 from accel_gpt.data.remote import Cache, Missing, Refused, RemoteFolder, is_url
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
     Download the index and tokenizer of a URL now; each shard is downloaded before it is read.
     Raises `UserError` if the URL does not exist. For a local folder, `open_data()` checks this.
     """
-    if not is_url(path):
+    if not is_url(path) or data.own_shards is not None:
         return DataFolder(Path(path))
     cache = cache or open_cache(data)
     remote: RemoteFolder
@@ -105,6 +106,8 @@ def open_data(
     `DataError` if the data is not usable.
     """
     folder = folder or open_folder(path, data)
+    if data.own_shards is not None:
+        return open_own_shards(data.own_shards, folder, split, data.tokenizer)
     if folder.is_foreign:
         return open_foreign(folder, split, data.tokenizer, data.dtype)
     opened = open_split(folder.path, split, folder.remote)

@@ -14,7 +14,9 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.validation import OnProgress, check_evaluated, ignore_progress, score_splits
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.gpt import evaluating
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.training.metrics import checked_record
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Evaluation:
 
 def evaluate(
     evaluations: Sequence[Evaluation],
-    model: GPT,
+    model: LanguageModel,
     accelerator: Accelerator,
     on_progress: OnProgress = ignore_progress,
     last_step: bool = True,
@@ -56,7 +58,44 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
         evaluations.append(
             open_hellaswag(config, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
         )
-    return evaluations
+    return [*evaluations, *open_own_evaluations(config, corpus.tokenizer)]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What `evaluate(run)` in the file of --code gets, in training and from `accel-gpt evaluate`.
+
+    `gpt` is in evaluation mode, without gradients, and computes in the precision of the run. Call
+    `on_progress(done, total)` in a long evaluation, equally often on all ranks.
+    """
+
+    config: Config
+    accelerator: Accelerator
+    gpt: LanguageModel
+    tokenizer: Tokenizer
+    on_progress: OnProgress
+
+
+def open_own_evaluations(config: Config, tokenizer: Tokenizer) -> list[Evaluation]:
+    """Return the evaluation in the file of --code in a list; the list is empty without one."""
+    if config.own.evaluate is None:
+        return []
+    return [Evaluation(partial(evaluate_own, config=config, tokenizer=tokenizer))]
+
+
+def evaluate_own(
+    model: LanguageModel,
+    accelerator: Accelerator,
+    on_progress: OnProgress,
+    config: Config,
+    tokenizer: Tokenizer,
+) -> dict[str, float]:
+    """Call `evaluate(run)` of the file of --code."""
+    assert config.own.evaluate is not None
+    run = Evaluated(config, accelerator, model, tokenizer, on_progress)
+    with evaluating(model):
+        found = config.own.evaluate(run)
+    return checked_record(found, config.own.place("evaluate"))
 
 
 def open_losses(config: Config, corpus: Corpus) -> list[Evaluation]:

@@ -26,7 +26,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
 from accel_gpt.files import is_local, nearest_file
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 
 SHORTEST = 32  # smallest padded length in tokens; assumption: shorter is not faster
 
@@ -179,7 +179,7 @@ def check_question(question: Question, vocab_size: int, where: str) -> None:
 
 
 def score_questions(
-    model: GPT,
+    model: LanguageModel,
     questions: Questions,
     accelerator: Accelerator,
     batch_size: int,
@@ -213,7 +213,7 @@ def score_questions(
 
 
 def ending_losses(
-    model: GPT,
+    model: LanguageModel,
     questions: Questions,
     accelerator: Accelerator,
     batch_size: int,

@@ -15,7 +15,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ignore_progress
 from accel_gpt.model.generate import all_ended, context_start, do_nothing, stream
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
@@ -168,7 +168,7 @@ class Continuation:
 
 
 def stream_texts(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
     config: SampleConfig,
@@ -203,7 +203,7 @@ def stream_texts(
 
 
 def write_text(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
     config: SampleConfig,
@@ -226,7 +226,7 @@ def write_text(
 
 def sample(
     accelerator: Accelerator,
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     config: SampleConfig,
     seed: int,

@@ -20,7 +20,8 @@ from accel_gpt.data.shards import Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError
 from accel_gpt.model.documents import separate
-from accel_gpt.model.gpt import GPT, evaluating
+from accel_gpt.model.gpt import evaluating
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.ranks import all_ranks
 
@@ -73,7 +74,7 @@ class Score:
 
 
 def score_splits(
-    model: GPT,
+    model: LanguageModel,
     corpus: Corpus,
     accelerator: Accelerator,
     batch_size: int,
@@ -126,7 +127,7 @@ def weighted_mean(scores: Sequence[Score], shares: Sequence[float]) -> Score:
 
 
 def score_source(
-    model: GPT,
+    model: LanguageModel,
     source: EvalSplit,
     accelerator: Accelerator,
     batch_size: int,
@@ -233,7 +234,7 @@ def eval_sequences(split: Split, block_size: int, tokens: int | None) -> npt.NDA
 
 
 def score_sequences(
-    model: GPT,
+    model: LanguageModel,
     batches: Sequence[ValidationBatch],
     read: Callable[[int], tuple[Sequence[int] | npt.NDArray[np.integer], int]],
     accelerator: Accelerator,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from accel_gpt.config.experiment import SampleConfig
-from accel_gpt.model.gpt import GPT, evaluating
+from accel_gpt.model.gpt import evaluating
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.layers import KVCache
 
 
@@ -25,7 +26,7 @@ def do_nothing() -> None:
 
 
 def stream(
-    model: GPT,
+    model: LanguageModel,
     prompt_ids: Tensor,
     config: SampleConfig,
     generator: torch.Generator,
@@ -52,7 +53,7 @@ def stream(
     max_length = T + config.max_new_tokens
     tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, config.max_new_tokens)), dim=1)
     ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
-    cache = KVCache(model.config, max_length) if use_cache else None
+    cache = model.make_cache(max_length) if use_cache else None
     with evaluating(model, compiled=False):  # a compiled model would recompile for each length
         for length in range(T, max_length):
             before_token()
@@ -85,7 +86,7 @@ def context_start(length: int, block_size: int) -> int:
     return half_blocks * half_block
 
 
-def _next_logits(model: GPT, tokens: Tensor, cache: KVCache | None) -> Tensor:
+def _next_logits(model: LanguageModel, tokens: Tensor, cache: KVCache | None) -> Tensor:
     """Compute the logits (B, V) of the next token, float32; skip the tokens in the cache."""
     length = tokens.shape[1]
     start = context_start(length, model.config.block_size)

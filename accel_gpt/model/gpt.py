@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.model.documents import attention_mask, positions
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.layers import (
     Block,
     KVCache,
@@ -39,7 +40,7 @@ class _SkipInit(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """Predict the next token with a decoder-only transformer over `vocab_size` real tokens.
 
     Embedding and head have `padded_vocab_size` rows, for the matrix units. The rows beyond the real
@@ -64,8 +65,6 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
             self.norm_f = build_norm(config)
             self.head = Head(config, vocab_size)
-        self.recompute = False  # activation checkpointing of each block
-        self.bf16_residual = False  # residual stream in bf16 under autocast to bf16
         self.register_buffer("rotary", None, persistent=False)
         if init:
             self.init_weights()
@@ -82,14 +81,8 @@ class GPT(nn.Module):
             model = cls(config, vocab_size, init=False)
         model.tie_weights()
         if device != "meta":
-            model.build_rotary()
+            model.build_buffers()
         return model
-
-    def materialize(self, device: torch.device | str) -> None:
-        """Allocate the weights on `device`; under FSDP, each rank allocates its shard only."""
-        self.to_empty(device=device)  # unties tied weights
-        self.tie_weights()
-        self.build_rotary()
 
     def tie_weights(self) -> None:
         """Tie the head to the embedding, if configured.
@@ -111,10 +104,6 @@ class GPT(nn.Module):
             "no checkpoint would hold it; call tie_weights(), or set model.tie_embeddings to false",
         )
 
-    def parameter_count(self) -> int:
-        """Count the parameters, tied weights once, with the padded rows of the vocabulary."""
-        return sum(p.numel() for p in self.parameters())
-
     def flops_per_token(self) -> int:
         """Compute the FLOPs to train on one token, from the weights of this model.
 
@@ -126,7 +115,11 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1 and id(p) not in apart)
         return training_flops(self.config, matrices + self.vocab_size * self.config.n_embd)
 
-    def build_rotary(self) -> None:
+    def make_cache(self, tokens: int) -> KVCache:
+        """Return an empty cache of keys and values for up to `tokens` tokens."""
+        return KVCache(self.config, tokens)
+
+    def build_buffers(self) -> None:
         """Compute the rotary table on the device of the weights."""
         if self.config.position == "rope":
             self.rotary = rotary_table(self.config, self.wte.weight.device)
@@ -149,7 +142,7 @@ class GPT(nn.Module):
         weights do not depend on the number of ranks.
         """
         self.tie_weights()
-        self.build_rotary()
+        self.build_buffers()
         residual = [m for m in self.modules() if getattr(m, "onto_residual", False)]
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):

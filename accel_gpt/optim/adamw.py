@@ -3,6 +3,8 @@
 The host waits for them only on MPS.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,22 +25,14 @@ def undecorated(method: Any) -> Any:
     return getattr(method, "__wrapped__", method)
 
 
-class GuardedAdamW(torch.optim.AdamW):
-    """Update the parameters by fused AdamW, or skip the update if `skip` is 1.
+class Guard:
+    """Hold what an optimizer must know before an update, as tensors on the device.
 
-    The fused kernels read `skip` as `found_inf`, which `torch.amp.GradScaler` sets to 1 after an
-    overflow in fp16. Either of them skips the update.
-
-    They read `divisor` as `grad_scale`, so that clipping is part of the update. They also write the
-    divided gradients back.
+    A loss scaler sets the attributes `found_inf` and `grad_scale`, with the same meaning.
     """
 
-    skip: Tensor | None = None  # (), float32
+    skip: Tensor | None = None  # (), float32; 1: skip the update
     divisor: Tensor | None = None  # of the gradients; (), float32
-    state_dict = undecorated(torch.optim.Optimizer.state_dict)
-    load_state_dict = undecorated(torch.optim.Optimizer.load_state_dict)
-    zero_grad = undecorated(torch.optim.Optimizer.zero_grad)
-    add_param_group = undecorated(torch.optim.Optimizer.add_param_group)
 
     def clip(self, norm: Tensor, limit: float) -> None:
         """Divide the gradients in the next updates so that their `norm` () is at most `limit`.
@@ -70,6 +64,40 @@ class GuardedAdamW(torch.optim.AdamW):
             return self.divisor
         return self.divisor * grad_scale
 
+
+@contextlib.contextmanager
+def given_to_kernel(
+    optimizer: torch.optim.Optimizer, skip: Tensor | None, divisor: Tensor | None
+) -> Iterator[None]:
+    """Let the fused kernel of `optimizer` read `skip` and `divisor`; restore its attributes."""
+    given = {name: getattr(optimizer, name) for name in AMP if hasattr(optimizer, name)}
+    own: Any = optimizer
+    own.found_inf = skip
+    own.grad_scale = divisor
+    try:
+        yield
+    finally:
+        for name in AMP:
+            delattr(optimizer, name)
+        for name, value in given.items():
+            setattr(optimizer, name, value)
+
+
+class GuardedAdamW(Guard, torch.optim.AdamW):
+    """Update the parameters by fused AdamW, or skip the update if `skip` is 1.
+
+    The fused kernels read `skip` as `found_inf`, which `torch.amp.GradScaler` sets to 1 after an
+    overflow in fp16. Either of them skips the update.
+
+    They read `divisor` as `grad_scale`, so that clipping is part of the update. They also write the
+    divided gradients back.
+    """
+
+    state_dict = undecorated(torch.optim.Optimizer.state_dict)
+    load_state_dict = undecorated(torch.optim.Optimizer.load_state_dict)
+    zero_grad = undecorated(torch.optim.Optimizer.zero_grad)
+    add_param_group = undecorated(torch.optim.Optimizer.add_param_group)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters, or skip the update."""
@@ -84,13 +112,5 @@ class GuardedAdamW(torch.optim.AdamW):
                     if p.grad is not None:
                         p.grad /= divisor
             divisor = None
-        given = {name: getattr(self, name) for name in AMP if hasattr(self, name)}
-        self.found_inf = skip
-        self.grad_scale = divisor
-        try:
+        with given_to_kernel(self, skip, divisor):
             return update(self, closure)
-        finally:
-            for name in AMP:
-                delattr(self, name)
-            for name, value in given.items():
-                setattr(self, name, value)

@@ -1,11 +1,12 @@
 """Build the optimizer and its parameter groups. Each group has its own peak learning rate."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_gpt.config.experiment import ScheduleConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import Plan
 from accel_gpt.errors import require
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PEAK = "peak_lr"
+OPTIONS = "options"  # in a group of --code: what its optimizer was made with
 DECAYED = "decayed"
 PART = "part"  # of the model, in a group with its own learning rate
 EMBEDDING = "embedding"
@@ -101,9 +103,12 @@ def parts_with_rates(model: nn.Module, config: OptimConfig) -> dict[str, list[Te
 def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
     """Write the options of `config` into every group.
 
-    Call this after a resume too: a checkpoint restores the options that it was saved with.
+    Call this after a resume too: a checkpoint restores the options that it was saved with. An
+    optimizer of --code keeps its own options.
     """
     for group in optimizer.param_groups:
+        if OPTIONS in group:
+            continue
         if ROWS in group:
             _configure_muon(group, config)
         else:
@@ -137,8 +142,13 @@ def _configure_adamw(group: dict[str, Any], config: OptimConfig) -> None:
     group["eps"] = config.eps
 
 
-def state_names(group: dict[str, Any]) -> set[str]:
-    """Return the names of the state tensors that each parameter of a group has."""
+def state_names(group: dict[str, Any]) -> set[str] | None:
+    """Return the names of the state tensors that each parameter of a group has.
+
+    Returns None for an optimizer of --code, which may keep any values.
+    """
+    if OPTIONS in group:
+        return None
     if ROWS in group:
         return {MOMENTUM}
     return {"step", "exp_avg", "exp_avg_sq"}
@@ -157,13 +167,29 @@ def set_rates(
             group["momentum"] = momentum_at(step, optim.muon_momentum, optim.muon_momentum_warmup)
 
 
-def fraction_at(step: int, schedule: ScheduleConfig, peak: float, plan: Plan) -> float:
+def fraction_at(step: int, config: Config, plan: Plan) -> float:
     """Compute the learning rate after `step` completed updates, as a share of its peak.
 
-    The share is the same for all groups. `peak`: optim.lr.
+    The share is the same for all groups. It is what `lr()` in the file of --code returns, or else
+    the schedule. Raises `UserError` if `lr()` returns no finite number.
     """
-    floor = schedule.min_lr / peak
-    return lr_fraction(step=step, name=schedule.name, plan=plan, floor=floor)
+    if config.own.lr is not None:
+        return own_fraction(step, config, plan)
+    floor = config.schedule.min_lr / config.optim.lr
+    return lr_fraction(step=step, name=config.schedule.name, plan=plan, floor=floor)
+
+
+def own_fraction(step: int, config: Config, plan: Plan) -> float:
+    """Call `lr()` in the file of --code; raise `UserError` unless it returns a finite number."""
+    assert config.own.lr is not None
+    found = config.own.lr(step, config, plan)
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    require(
+        number and math.isfinite(found),
+        f"{config.own.place('lr')} returned {found!r:.60} after {step:,} steps; return a share of "
+        "the peak, a finite number such as 0.5",
+    )
+    return float(found)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

@@ -66,6 +66,8 @@ def is_missing(data: DataConfig) -> bool:
 
     Raises `UserError` if an existing folder does not match the config.
     """
+    if data.own_shards is not None:
+        return False
     folder = Path(str(data.folder))
     is_remote = is_url(str(data.folder))
     if data.prepare.source is None:

@@ -32,7 +32,7 @@ from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.export import compared_tokens, warn_of_template
 from accel_gpt.transformers_io.hf_config import matching_preset
 from accel_gpt.transformers_io.hf_weights import export_tensor, exportable_preset, weight_table
-from accel_gpt.transformers_io.load import load_found
+from accel_gpt.transformers_io.load import load_exportable
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def export_gguf(
     )
     check_file(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_found(pretrained)
+    model, tokenizer = load_exportable(pretrained)
     warn_of_template(pretrained)
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written

@@ -20,7 +20,7 @@ from accel_gpt.publish.redaction import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.export import write_model
-from accel_gpt.transformers_io.load import load_found
+from accel_gpt.transformers_io.load import load_exportable
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def push(
         folder = Path(temporary) / "upload"
         folder.mkdir()
         pretrained = Pretrained(run, path, is_checkpoint=True)
-        model, tokenizer = load_found(pretrained)
+        model, tokenizer = load_exportable(pretrained)
         exported = write_model(model, tokenizer, pretrained, folder, dtype)
         del model
         run_folder = RunFolder(path.resolve().parents[1])

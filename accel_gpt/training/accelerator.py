@@ -35,8 +35,11 @@ from accel_gpt.launcher import (
     is_main,
     local_world_size,
 )
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.own import make_model
+from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.groups import make_optimizer
+from accel_gpt.optim.own import OwnOptimizer, make_own_optimizer
 from accel_gpt.training.checkpoint import earlier_precision
 from accel_gpt.training.compilation import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.devices import bf16_instructions
@@ -131,6 +134,9 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     check_engine(accelerator, config.train, config.model.dropout)
     if accelerator.distributed_type == DistributedType.FSDP:
         set_up_fsdp(accelerator)
+        if config.own.model is not None:  # the accelerate config may name the blocks of GPT
+            plugin: Any = accelerator.state.fsdp_plugin
+            plugin.transformer_cls_names_to_wrap = None
     bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
     if bf16_on_cpu and is_main() and bf16_instructions() is None:
         write_err(
@@ -182,16 +188,15 @@ def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
 
 def build_model(
     config: Config, accelerator: Accelerator, vocab_size: int
-) -> tuple[GPT, nn.Module, AcceleratedOptimizer]:
+) -> tuple[LanguageModel, nn.Module, AcceleratedOptimizer]:
     """Build a model with uninitialized weights, and its optimizer.
 
     Returns the model, the model wrapped by Accelerate, and the optimizer. Under FSDP the model is
     sharded on the meta device, so that each rank allocates only its shards.
     """
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    gpt = GPT.allocate(config.model, vocab_size, "meta" if sharded else "cpu")
+    gpt = make_model(config, vocab_size, "meta" if sharded else "cpu")
     set_up_model(gpt, config.train)
-    compiled = config.train.compiled
     optimizer: torch.optim.Optimizer
     if sharded:
         # `prepare` finds an optimizer's parameters by their data pointers. Meta tensors have none,
@@ -199,20 +204,29 @@ def build_model(
         optimizer = torch.optim.SGD(gpt.parameters())
     else:
         mesh = machine_mesh(config, accelerator)
-        optimizer = make_optimizer(gpt, config.optim, compiled, mesh)
+        optimizer = build_optimizer(gpt, config, mesh)
     # if device_placement is given, Accelerate does not search for DTensors: saves 0.6 s of start-up
     placement = [True, True] if accelerator.distributed_type == DistributedType.NO else None
     model, wrapped = accelerator.prepare(gpt, optimizer, device_placement=placement)
     if sharded:
         gpt.materialize(accelerator.device)
-        wrapped.optimizer = make_optimizer(gpt, config.optim, compiled)
+        wrapped.optimizer = build_optimizer(gpt, config)
     check_parameters(gpt, wrapped)
     gc.collect()
     gc.freeze()  # these objects live to the end: later collections need not search them
     return gpt, model, wrapped
 
 
-def set_up_model(gpt: GPT, train: TrainConfig) -> None:
+def build_optimizer(
+    gpt: LanguageModel, config: Config, mesh: "DeviceMesh | None" = None
+) -> GuardedAdamW | OwnOptimizer:
+    """Build the optimizer of the file of --code, else AdamW or Muon; see `make_optimizer`."""
+    if config.own.optimizer is not None:
+        return make_own_optimizer(gpt, config)
+    return make_optimizer(gpt, config.optim, config.train.compiled, mesh)
+
+
+def set_up_model(gpt: LanguageModel, train: TrainConfig) -> None:
     """Set the options of `train` that concern the model, before Accelerate wraps it."""
     gpt.recompute = train.activation_checkpointing == "blocks"
     gpt.bf16_residual = train.bf16_residual
@@ -232,7 +246,8 @@ def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None
     machines have different numbers of ranks.
     """
     ddp = accelerator.distributed_type in REPLICATED
-    if config.optim.name != "muon" or config.train.reproducible or not ddp:
+    own = config.own.optimizer is not None
+    if own or config.optim.name != "muon" or config.train.reproducible or not ddp:
         return None
     if accelerator.num_processes == 1:
         return None

@@ -16,11 +16,11 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import require
-from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.accelerator import set_up_model
+from accel_gpt.model.own import make_model
+from accel_gpt.training.accelerator import build_optimizer, set_up_model
 from accel_gpt.training.checkpoint import earlier_choice
 from accel_gpt.training.display import print_line
+from accel_gpt.training.losses import make_loss
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.unsupported import REPLICATED
 
@@ -128,9 +128,12 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     """
     device = accelerator.device
     batch_size = config.train.micro_batch_sequences
-    gpt = GPT.allocate(config.model, vocab_size, device)
-    set_up_model(gpt, replace(config.train, compile=False))
-    optimizer = make_optimizer(gpt, config.optim)
+    compiles = config.train.compile is not False
+    config = replace(config, train=replace(config.train, compile=False))
+    gpt = make_model(config, vocab_size, device)
+    set_up_model(gpt, config.train)
+    optimizer = build_optimizer(gpt, config)
+    compute_loss = make_loss(config.own, micro_steps=2)
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     ddp = accelerator.num_processes > 1
     buckets = torch.empty(parameters if ddp else 0, device=device)
@@ -144,9 +147,9 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     optimizer.zero_grad()
     for _ in range(2):
         with accelerator.autocast():
-            loss = gpt(tokens, tokens, documents=documents)
-        loss.float().backward()
-    if config.train.compile is not False and not config.train.reproducible:
+            loss = compute_loss(gpt, tokens, tokens, documents)
+        torch.autograd.backward(loss.float())
+    if compiles and not config.train.reproducible:
         torch.empty(parameters, device=device)  # freed at once
     gradients = [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
     optimizer.clip(torch.nn.utils.get_total_norm(gradients), 1.0)

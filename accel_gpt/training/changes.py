@@ -42,6 +42,9 @@ def check_same_run(
     for key, change in changes.items():
         if kinds[key] == "refuse" or key.partition("[")[0] not in allowed:
             rejected[key] = change
+    if code_of(saved) != code_of(now) and "code" not in allowed:
+        rejected["code"] = (saved.code, now.code)
+        kinds["code"] = "ask"
     if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
         rejected["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
         kinds["tokenizer"] = "refuse"
@@ -49,10 +52,17 @@ def check_same_run(
         return
     old_values = "the old value" if len(rejected) == 1 else "the old values"
     problem = f"{path} was made with another config: {format_changes(rejected)}"
+    if saved.code and not now.code:
+        problem += f" (add --code {saved.code.file})"
     if any(kinds[key] == "refuse" for key in rejected):
         raise CheckpointError(f"{problem}; restore {old_values}, or set another out_dir")
     hint = allow_hint([key.partition("[")[0] for key in rejected])
     raise UserError(f"{problem}; restore {old_values}, set another out_dir{hint}")
+
+
+def code_of(state: TrainState) -> str:
+    """Return the SHA-256 of the file of --code that made a step; "" without a file."""
+    return state.code.sha256 if state.code else ""
 
 
 def check_same_config(config: Config) -> None:
@@ -151,6 +161,10 @@ def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Itera
     """Yield a line for each allowed change, and one if the learning rate jumps at the resume."""
     for key, (was, new) in config_changes(saved.config, now.config).items():
         yield f"from step {saved.step:,} on {key} is {as_yaml(new)}; it was {as_yaml(was)}"
+    if code_of(saved) != code_of(now):
+        yield (
+            f"from step {saved.step:,} on code is {as_yaml(now.code)}; it was {as_yaml(saved.code)}"
+        )
     plan = make_plan(config, world_size())
     try:
         before = with_schedule_of(saved, config)
@@ -173,7 +187,7 @@ def rate_at(step: int, config: Config) -> float:
 
 def fraction_in(step: int, config: Config, plan: Plan) -> float:
     """Return the learning rate after `step` completed updates, as a share of its peak."""
-    return fraction_at(step, config.schedule, config.optim.lr, plan)
+    return fraction_at(step, config, plan)
 
 
 def with_length_of(saved: TrainState, config: Config) -> Config:

@@ -19,7 +19,7 @@ reads the weights, and `resume.py` reads everything else. Needs no torch.
 import contextlib
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import leaves
+from accel_gpt.console import write_err
 from accel_gpt.errors import (
     AccelGPTError,
     CheckpointError,
@@ -37,8 +38,10 @@ from accel_gpt.errors import (
 from accel_gpt.files import describe_path, sha256, strict_json, write_file
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
 from accel_gpt.launcher import PRECISIONS
+from accel_gpt.own_code import OwnCode
 from accel_gpt.training.run_folder import (
     CHECKPOINT,
+    CODE,
     RunFolder,
     advice_on_missing,
     number,
@@ -318,6 +321,25 @@ def earlier_precision(out_dir: str, resume: str) -> tuple[str, str] | None:
     if precision in PRECISIONS:
         return precision, str(run.path / "run.json")
     return None
+
+
+def check_code(path: Path, own: OwnCode, needed: Collection[str]) -> None:
+    """Raise `UserError` if a checkpoint was made with a `needed` function that `own` lacks.
+
+    Warns if the file of --code is not the one that made the checkpoint.
+    """
+    used = read_state(path).code
+    if used is None:
+        return
+    for name in sorted(needed):
+        if name in used.functions and getattr(own, name) is None:
+            copy = path.parent.parent / CODE
+            where = f" (its copy is {copy})" if copy.is_file() else ""
+            raise UserError(
+                f"{path} was made with {name}() of {used.file}{where}; add --code {used.file}"
+            )
+    if own.file and own.sha256 != used.sha256:
+        write_err(f"WARNING: {path} was made with {used}, but --code is {own.name} as it is now")
 
 
 def read_states(out_dir: Path) -> dict[int, TrainState]:

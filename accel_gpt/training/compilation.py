@@ -19,7 +19,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import first_line, require
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.own import make_model
 from accel_gpt.training.checkpoint import earlier_choice
 from accel_gpt.training.devices import MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.training.display import print_line
@@ -126,7 +126,7 @@ def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool,
 def estimated_seconds(config: Config, plan: Plan) -> float:
     """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
     device = PartialState().device
-    gpt = GPT.allocate(config.model, vocabulary_of(config), "meta")
+    gpt = make_model(config, vocabulary_of(config), "meta")
     tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
     flops = tokens_per_rank * gpt.flops_per_token()
     if device.type == "cpu":

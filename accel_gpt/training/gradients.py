@@ -63,13 +63,11 @@ class Gradients:
     restarts. Seeding takes 0.01 ms.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, seed: int, dropout: float
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, seed: int, draws: bool) -> None:
         self.accelerator = accelerator
         self.model = model
         self.seed = seed
-        self.dropout = dropout
+        self.draws = draws  # the forward pass draws random numbers
         self.loss = torch.zeros((), device=accelerator.device)
 
     def micro_step(self, sequence: int) -> AbstractContextManager[None]:
@@ -80,7 +78,7 @@ class Gradients:
 
     def seed_dropout(self, sequence: int) -> None:
         """Seed the device's generator for the micro-batch that begins at `sequence`."""
-        if self.dropout:
+        if self.draws:
             kind = self.accelerator.device.type  # torch.manual_seed seeds all devices: 0.4 ms
             device = torch.default_generator if kind == "cpu" else torch.get_device_module(kind)
             device.manual_seed(derive_seed(self.seed, "dropout", sequence))
@@ -128,10 +126,8 @@ class ExactGradients(Gradients):
     processor.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, seed: int, dropout: float
-    ) -> None:
-        super().__init__(accelerator, model, seed, dropout)
+    def __init__(self, accelerator: Accelerator, model: nn.Module, seed: int, draws: bool) -> None:
+        super().__init__(accelerator, model, seed, draws)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() for p in self.parameters]
         options = {"dtype": torch.float64, "device": accelerator.device}
@@ -169,8 +165,11 @@ class ExactGradients(Gradients):
 
 
 def make_gradients(
-    accelerator: Accelerator, model: nn.Module, exact: bool, seed: int, dropout: float
+    accelerator: Accelerator, model: nn.Module, exact: bool, seed: int, draws: bool
 ) -> Gradients:
-    """Make the `Gradients` of a wrapped model; `ExactGradients` if `exact` (train.reproducible)."""
+    """Make the `Gradients` of a wrapped model; `ExactGradients` if `exact` (train.reproducible).
+
+    `draws`: whether the forward pass draws random numbers, as dropout does.
+    """
     kind = ExactGradients if exact else Gradients
-    return kind(accelerator=accelerator, model=model, seed=seed, dropout=dropout)
+    return kind(accelerator=accelerator, model=model, seed=seed, draws=draws)

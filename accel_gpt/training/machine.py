@@ -62,9 +62,10 @@ def code_versions() -> dict[str, str]:
     return versions
 
 
-def rank_identity(options: Mapping[str, Any]) -> dict[str, Any]:
+def rank_identity(options: Mapping[str, Any], own_code: str = "") -> dict[str, Any]:
     """Return values that must be the same on all ranks: options, code and versions.
 
+    `own_code`: the SHA-256 of the file of --code.
     Leaves out options marked `per_machine`: they may differ. The data is compared later, once it is
     open.
     """
@@ -81,6 +82,7 @@ def rank_identity(options: Mapping[str, Any]) -> dict[str, Any]:
     return shared | {
         "mixed_precision": options["train.mixed_precision"] or launcher_precision(),
         "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
+        "the file of --code (SHA-256)": own_code[:12],
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": versions.get("torch"),
         "accelerate": versions.get("accelerate"),

@@ -19,9 +19,9 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.plan import Plan
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import strict_json, sync, write_all, write_file
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sizes import mfu
 from accel_gpt.training.devices import peak_flops
 from accel_gpt.training.machine import device_name, memory_gb
@@ -65,6 +65,32 @@ COLUMNS = (
     "eval/whole_val_bits_per_byte_se",
 )
 Record = dict[str, float]
+
+
+def checked_record(found: object, place: str) -> Record:
+    """Return the metrics that a function of --code returned, as plain numbers.
+
+    `place`: of the function, for errors. Raises `UserError` unless it returned {name: number}, with
+    names that no other metric has.
+    """
+    require(
+        isinstance(found, Mapping),
+        f"{place} returned {type(found).__name__}; return {{name: number}}",
+    )
+    assert isinstance(found, Mapping)
+    record = {}
+    for name, value in found.items():
+        require(
+            isinstance(name, str) and name not in COLUMNS,
+            f"{place} returned the metric {name!r}; choose a text that is no other metric, such as "
+            "eval/exact_match",
+        )
+        try:
+            assert not isinstance(value, str)
+            record[name] = float(value)
+        except (AssertionError, TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+            raise UserError(f"{place} returned {name} as {value!r:.60}; return a number") from None
+    return record
 
 
 class MetricsLog:
@@ -127,7 +153,7 @@ class MetricsLog:
 class Speed:
     """Computes tokens per second, and MFU if the device's peak FLOP/s are known."""
 
-    def __init__(self, gpt: GPT, plan: Plan, accelerator: Accelerator) -> None:
+    def __init__(self, gpt: LanguageModel, plan: Plan, accelerator: Accelerator) -> None:
         self.plan = plan
         self.device = accelerator.device
         self.flops_per_token = gpt.flops_per_token()

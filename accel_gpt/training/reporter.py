@@ -24,14 +24,15 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import free_bytes, strict_json, write_file
 from accel_gpt.launcher import launcher_precision
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.own_code import OwnCode
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.display import Display, can_draw
 from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.process import threads_of_environment
 from accel_gpt.training.profiling import profile
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import CODE, RunFolder
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import Watchdog
 from accel_gpt.training.trackers import Trackers, quiet_tensorboard
@@ -57,7 +58,7 @@ class Reporter:
         config: Config,
         plan: Plan,
         accelerator: Accelerator,
-        gpt: GPT,
+        gpt: LanguageModel,
         display: Display,
         check_folder: Callable[[], None],
     ) -> None:
@@ -114,6 +115,10 @@ class Reporter:
                 "lines": [line.removeprefix("data").strip() for line in corpus.lines(self.plan)],
             },
         }
+        own = self.config.own
+        if own.file:
+            launch["code"] = {"file": own.name, "sha256": own.sha256, "functions": own.functions}
+            write_file(self.out_dir / CODE, [own.source])
         launches = [*RunFolder(self.out_dir).launches, launch]
         write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
         text = strict_json({"launches": launches}, indent=1)
@@ -122,6 +127,8 @@ class Reporter:
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Describe the folder, options, model, data, plan and device of the run."""
         megaflops = self.speed.flops_per_token / 1e6
+        own = self.config.own
+        model = self.config.model.preset if own.model is None else own.name
         plan = self.plan.describe().splitlines()
         asked = self.config.train.micro_batch_size
         if asked != self.plan.micro_batch_size:
@@ -134,7 +141,8 @@ class Reporter:
         lines = [
             f"run      {self.config.out_dir}",
             *options,
-            f"model    {self.config.model.preset}, {self.gpt.parameter_count():,} parameters, "
+            *code_lines(self.config.own),
+            f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.plan),
             *corpus.lines_on_bytes(),
@@ -306,6 +314,13 @@ def option_lines(config: Config) -> list[str]:
     return [f"options  {', '.join(options)}" for options in sections.values()]
 
 
+def code_lines(own: OwnCode) -> list[str]:
+    """Describe the file of --code, if there is one."""
+    if not own.file:
+        return []
+    return [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
+
+
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """Return the last lines of a launch: the result, the folder of the run and the next steps."""
     out = shlex.quote(config.out_dir)
@@ -323,15 +338,22 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
         )
     files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("[!.]*")))
     length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
+    code = ""
+    use = (
+        f"  use it      accel-gpt export {out} --to FOLDER for transformers, or --gguf FILE for "
+        "llama.cpp and Ollama\n"
+    )
+    if config.own.model is not None:
+        code = f" --code {shlex.quote(config.own.file)}"
+        use = ""
     allow = ""
     if config.schedule.name != "constant":
         allow = f" and --checkpoint.allow_change {length}"
     return (
         f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}\n"
         f"  run         {out} ({files})\n"
-        f'  try         accel-gpt sample {out} --prompt "..."\n'
+        f'  try         accel-gpt sample {out}{code} --prompt "..."\n'
         f"  curves      accel-gpt report {out}\n"
-        f"  use it      accel-gpt export {out} --to FOLDER for transformers, or --gguf FILE for "
-        "llama.cpp and Ollama\n"
+        f"{use}"
         f"  train more  the same command with a larger {length}{allow}"
     )

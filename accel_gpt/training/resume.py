@@ -17,9 +17,7 @@ from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER
 from accelerate.utils.other import load
 from torch import Tensor
 
-from accel_gpt.config.compare import (
-    option_of,
-)
+from accel_gpt.config.compare import UNKNOWN, option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.data.corpus import source_changes
@@ -31,9 +29,10 @@ from accel_gpt.errors import (
 )
 from accel_gpt.files import write_file
 from accel_gpt.launcher import world_size
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import state_names
+from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.training.changes import (
     allowed_changes,
     check_same_config,
@@ -51,7 +50,12 @@ from accel_gpt.training.ranks import all_ranks, on_main
 from accel_gpt.training.run_folder import RunFolder, advice_on_missing
 from accel_gpt.training.saving import remove_debris
 from accel_gpt.training.state import TrainState
-from accel_gpt.training.tensor_files import moments_of, read_tensors, read_weights
+from accel_gpt.training.tensor_files import (
+    moments_of,
+    read_own_state,
+    read_tensors,
+    read_weights,
+)
 
 # --------------------------------------------------------------------------- choose a checkpoint
 
@@ -72,7 +76,7 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
             saved = read_evaluated(path)
             for key in config.checkpoint.allow_change:
                 require(
-                    key in now.config,
+                    key == "code" or option_of(key) is not UNKNOWN,
                     f"checkpoint.allow_change has {key}, but it is not an option; repeat "
                     "--checkpoint.allow_change for several options",
                 )
@@ -185,7 +189,7 @@ def restore(
     accelerator: Accelerator,
     path: Path,
     now: TrainState,
-    gpt: GPT,
+    gpt: LanguageModel,
     optimizer: AcceleratedOptimizer,
     log: Callable[[str], None],
 ) -> TrainState:
@@ -200,7 +204,13 @@ def restore(
     saved: TrainState = on_main(lambda: read_evaluated(path))
     with all_ranks():
         load_on_this_rank(accelerator, path, saved, now, gpt, optimizer, log)
-    state = replace(saved, config=now.config, world_size=now.world_size, versions=now.versions)
+    state = replace(
+        saved,
+        config=now.config,
+        world_size=now.world_size,
+        versions=now.versions,
+        code=now.code,
+    )
     if not best_step_is_valid(path, saved, now):
         state.best_step = None
         state.best_val_loss = None
@@ -212,7 +222,7 @@ def load_on_this_rank(
     path: Path,
     saved: TrainState,
     now: TrainState,
-    gpt: GPT,
+    gpt: LanguageModel,
     optimizer: AcceleratedOptimizer,
     log: Callable[[str], None],
 ) -> None:
@@ -272,10 +282,14 @@ def best_step_is_valid(path: Path, saved: TrainState, now: TrainState) -> bool:
     return not any(option_of(key).validation for key in changed)
 
 
-def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+def load_shards(path: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
     """Load weights and optimizer. The checkpoint and this run may each be sharded or not."""
     read_weights(path, gpt)
     files = sorted(path.glob("optimizer_*.safetensors"))
+    own = optimizer.optimizer if isinstance(optimizer.optimizer, OwnOptimizer) else None
+    if files and own:
+        read_own_state(gpt, optimizer, files)
+        return
     if files:
         moments = moments_of(gpt, optimizer)
         unknown = read_tensors(files, moments) - moments.keys()
@@ -288,16 +302,20 @@ def load_shards(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in zip(numbers, parameters, strict=True):
-        for name, full in saved["state"][number].items():
-            if full.dim():
-                moment = torch.zeros_like(p)
+        for name, full in saved["state"].get(number, {}).items():
+            if not isinstance(full, Tensor):
+                optimizer.state[p][name] = full
+            elif full.dim():
+                moment = torch.zeros_like(p, dtype=full.dtype)
                 load_full(moment, full)
+                optimizer.state[p][name] = moment
             else:
-                moment = full.to(p.device)
-            optimizer.state[p][name] = moment
+                optimizer.state[p][name] = full.to(p.device)
+    if own:
+        own.load_group_values(saved["param_groups"])
 
 
-def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+def check_optimizer(path: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
     """Raise `CheckpointError` unless every parameter has all its moments, with its shape."""
     file = path / f"{OPTIMIZER_NAME}.bin"
     names = {id(p): name for name, p in gpt.named_parameters()}
@@ -305,7 +323,9 @@ def check_optimizer(path: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> No
         for p in group["params"]:
             name = names.get(id(p), "a parameter")
             state = optimizer.state.get(p, {})
-            check_moments(file, name, p, expected=state_names(group), state=state)
+            expected = state_names(group)
+            if expected is not None:
+                check_moments(file, name, p, expected=expected, state=state)
 
 
 def check_moments(

@@ -4,6 +4,7 @@
     config.yaml         the config of the last launch, with `auto` resolved
     metrics.jsonl       one record per line: step, tokens, time and metrics
     metrics.csv         the same records as a table
+    code.py             a copy of the file of --code; nothing executes it
     samples/            step_00001000.txt
     checkpoints/        step_00001000/
     .uploading/         links to the checkpoint being uploaded; see `publish/uploader.py`
@@ -37,6 +38,7 @@ CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` ret
 # a run, a checkpoint or a model in transformers format holds one of them
 RUN_MARKS = ("checkpoints", "run.json", "metrics.jsonl", "manifest.json", "config.json")
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
+CODE = "code.py"
 BLOCK_BYTES = 2**16  # read at once from the end of a file; a record takes about 500 bytes
 
 

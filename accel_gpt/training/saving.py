@@ -11,6 +11,7 @@ done, rank 0 writes the manifest, syncs and renames the folder, and then prunes 
 
 import contextlib
 import errno
+import json
 import math
 import os
 import re
@@ -38,7 +39,8 @@ from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, free_bytes, sha256, sync, write_file
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.training.checkpoint import (
     read_states,
     set_aside,
@@ -48,7 +50,7 @@ from accel_gpt.training.checkpoint import (
 from accel_gpt.training.ranks import all_gather, all_ranks, lost_rank_error
 from accel_gpt.training.run_folder import RunFolder, step_name
 from accel_gpt.training.state import FORMAT, TrainState
-from accel_gpt.training.tensor_files import moments_of, rank_content, weights_of
+from accel_gpt.training.tensor_files import GROUPS, moments_of, rank_content, weights_of
 
 RETRY_SECONDS = 60.0  # pause after a failed save; assumption
 LAST_TRIES = 3  # attempts to save the last checkpoint of a launch
@@ -103,7 +105,7 @@ class CheckpointWriter:
         self.lost: str | None = None  # torch's error about a lost rank
         self.seconds = 0.0  # of the longest save, from its start until it was published
 
-    def save(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    def save(self, state: TrainState, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
         """Save the completed `state.step`; a collective. Returns when training may continue.
 
         A failed save is logged and damages no checkpoint. If the disk is full, old checkpoints are
@@ -136,7 +138,9 @@ class CheckpointWriter:
         self.thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def save_last(self, state: TrainState, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    def save_last(
+        self, state: TrainState, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+    ) -> None:
         """Save, wait until the checkpoint is on disk, retry if the save fails; a collective.
 
         Raises `CheckpointError` on all ranks if the checkpoint cannot be written. Raises
@@ -193,7 +197,9 @@ class CheckpointWriter:
         failed = self.problem is not None and not (self.thread and self.thread.is_alive())
         return failed and time.monotonic() - self.failed_at > RETRY_SECONDS
 
-    def save_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    def save_tensors(
+        self, folder: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+    ) -> None:
         """Save or copy the tensors and random states before the next step changes them."""
         folder.parent.mkdir(exist_ok=True)  # no parents: do not recreate a run's removed folder
         folder.mkdir(exist_ok=True)
@@ -210,7 +216,9 @@ class CheckpointWriter:
             self.accelerator.scaler = scaler
         fault_point("save.filled")
 
-    def save_own_tensors(self, folder: Path, gpt: GPT, optimizer: AcceleratedOptimizer) -> None:
+    def save_own_tensors(
+        self, folder: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+    ) -> None:
         """Copy or write the tensors of this rank; write its random states and the scaler."""
         tensors = self.tensors_by_file(gpt, optimizer)
         if self.snapshot:
@@ -229,15 +237,20 @@ class CheckpointWriter:
             scaler=self.accelerator.scaler,
         )
 
-    def tensors_by_file(self, gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+    def tensors_by_file(
+        self, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+    ) -> dict[str, Any]:
         """Return the weights and optimizer state that this rank writes: file name -> content."""
         weights = weights_of(gpt)
         if self.fsdp:
             rank = self.accelerator.process_index
             moments = moments_of(gpt, optimizer)
+            header = {}
+            if isinstance(optimizer.optimizer, OwnOptimizer):
+                header[GROUPS] = json.dumps(optimizer.optimizer.group_values())
             return {
                 f"weights_{rank}.safetensors": rank_content(weights, self.main),
-                f"optimizer_{rank}.safetensors": rank_content(moments, self.main),
+                f"optimizer_{rank}.safetensors": rank_content(moments, self.main, header),
             }
         if not self.main:
             return {}
@@ -247,7 +260,7 @@ class CheckpointWriter:
         }
 
     def write_and_publish(
-        self, folder: Path, fields: dict[str, Any], gpt: GPT, failed: Exception | None
+        self, folder: Path, fields: dict[str, Any], gpt: LanguageModel, failed: Exception | None
     ) -> str | None:
         """Write the remaining files of a checkpoint and publish it; a collective.
 
@@ -287,7 +300,7 @@ class CheckpointWriter:
             self.lost = str(error)
         return self.lost
 
-    def write_common_files(self, folder: Path, fields: dict[str, Any], gpt: GPT) -> None:
+    def write_common_files(self, folder: Path, fields: dict[str, Any], gpt: LanguageModel) -> None:
         """Write the files that belong to no rank; on rank 0."""
         write_json(folder / "trainer_state.json", fields)
         model = {"format": FORMAT, "config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
@@ -441,7 +454,7 @@ def write_tensors(files: dict[str, Any], folder: Path) -> None:
             torch.save(content, folder / name)
 
 
-def saved_bytes(gpt: GPT, optimizer: AcceleratedOptimizer) -> int:
+def saved_bytes(gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> int:
     """Return the bytes of the weights and optimizer tensors in a checkpoint."""
     tensors: list[Tensor] = list(gpt.parameters())
     for state in optimizer.state.values():

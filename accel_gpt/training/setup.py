@@ -35,7 +35,7 @@ from accel_gpt.training.ranks import (
     shared_with_ranks,
 )
 from accel_gpt.training.run_folder import FolderLock, locked
-from accel_gpt.training.state import TrainState
+from accel_gpt.training.state import TrainState, record_code
 from accel_gpt.training.stopping import INIT_TIMEOUT, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.training.unsupported import check_trackers
 
@@ -101,7 +101,7 @@ def join_same_ranks(config: Config) -> PartialState:
     """Join the ranks; raise `UserError` if they differ in config, code or versions."""
     state = join_ranks(config.train)
     if state.num_processes > 1:
-        require_same(rank_identity(to_flat(config)))
+        require_same(rank_identity(to_flat(config), config.own.sha256))
     return state
 
 
@@ -172,5 +172,6 @@ def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,
         config=flat,
         versions=code_versions(),
+        code=record_code(config.own),
         **corpus.state_dict(),
     )

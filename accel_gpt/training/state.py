@@ -14,8 +14,26 @@ import msgspec
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.json_files import Count, Size
+from accel_gpt.own_code import OwnCode
 
 FORMAT = 1  # of the JSON files of a checkpoint
+
+
+@dataclass(frozen=True)
+class RecordedCode:
+    """The file of --code that made a step, as a checkpoint stores it."""
+
+    file: str  # its name without the folder
+    sha256: str
+    functions: list[str]  # that the file defines
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.sha256[:12]})"
+
+
+def record_code(own: OwnCode) -> RecordedCode | None:
+    """Return what a checkpoint stores about the file of --code; None without a file."""
+    return RecordedCode(own.name, own.sha256, own.functions) if own.file else None
 
 
 @dataclass
@@ -50,6 +68,7 @@ class TrainState:
     # metrics of this step, to be published with its evaluation; None: no evaluation is due
     pending_record: dict[str, int | float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
+    code: RecordedCode | None = None
     format: Count = FORMAT  # of trainer_state.json
 
     def set_fields(self, fields: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ collective. Its reader unpickles other files, and ignores the missing rows of a 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_gpt.errors import CheckpointError
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.groups import state_names
 from accel_gpt.training.checkpoint import weight_parts
 
 OFFSETS = "DCP_SHARDING_INFO"  # key in the header
+GROUPS = "groups"  # key in the header: the values of an own optimizer's groups, as JSON
+NUMBER = ":number"  # end of a name: the value is a number of Python
 
 
-def weights_of(gpt: GPT) -> dict[str, Tensor]:
+def weights_of(gpt: LanguageModel) -> dict[str, Tensor]:
     """Return the weights by name, tied weights once. FSDP reshards weights left gathered.
 
     Raises `UserError` if the config ties the head, but the model does not.
@@ -40,10 +42,11 @@ def weights_of(gpt: GPT) -> dict[str, Tensor]:
     return weights
 
 
-def moments_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Tensor]:
+def moments_of(gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> dict[str, Tensor]:
     """Return the tensors of the optimizer by name, for example `wte.weight.exp_avg`.
 
-    Creates missing tensors as zeros. Call `weights_of` first: it reshards weights that FSDP left
+    Creates missing tensors as zeros. A number in the state becomes a tensor; its name ends with
+    `NUMBER`. Call `weights_of` first: it reshards weights that FSDP left
     gathered.
     """
     names = {id(p): name for name, p in gpt.named_parameters()}
@@ -51,17 +54,26 @@ def moments_of(gpt: GPT, optimizer: AcceleratedOptimizer) -> dict[str, Tensor]:
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]
-            for key in sorted(state_names(group)):
+            for key in sorted(state_names(group) or state):
+                name = f"{names[id(p)]}.{key}"
                 if key not in state and key == "step":
                     state[key] = torch.zeros((), device=p.device)
                 elif key not in state:
                     state[key] = torch.zeros_like(p)
-                moments[f"{names[id(p)]}.{key}"] = state[key]
+                if isinstance(state[key], Tensor):
+                    moments[name] = state[key]
+                elif isinstance(state[key], int | float):
+                    kind = torch.float64 if isinstance(state[key], float) else torch.int64
+                    moments[f"{name}{NUMBER}"] = torch.tensor(state[key], dtype=kind)
     return moments
 
 
-def rank_content(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Any]:
+def rank_content(
+    tensors: Mapping[str, Tensor], main: bool, more: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return the arguments of `safetensors.torch.save_file` for this rank's rows of `tensors`.
+
+    `more`: further entries of the header.
 
     If several ranks hold the same rows, the first of these ranks writes them. If a tensor is not
     sharded, the `main` rank writes it.
@@ -78,7 +90,7 @@ def rank_content(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Any]:
             start[0] = first_row(tensor)
         rows[name] = local
         offsets[name] = {"saved_offsets": start}
-    header = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
+    header = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets), **(more or {})}
     return {"tensors": rows, "metadata": header}
 
 
@@ -147,7 +159,7 @@ def read_local_rows(name: str, tensor: Tensor, parts: list[tuple[int, Any]]) -> 
         raise CheckpointError(f"it lacks {len(local) - rows_read:,} rows of {name}")
 
 
-def read_weights(path: Path, gpt: GPT) -> None:
+def read_weights(path: Path, gpt: LanguageModel) -> None:
     """Read the weights of a verified checkpoint into `gpt`; under FSDP only this rank's shards.
 
     The context of `gpt` may be shorter than the context of the checkpoint.
@@ -160,3 +172,38 @@ def read_weights(path: Path, gpt: GPT) -> None:
             raise CheckpointError(f"it has {min(unknown)}, unknown to the model")
     except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{files[0]} does not fit the model: {error}") from None
+
+
+def read_own_state(
+    gpt: LanguageModel, optimizer: AcceleratedOptimizer, files: Sequence[Path]
+) -> None:
+    """Read the state of an optimizer of --code, whose names only the files know.
+
+    Under FSDP, reads this rank's rows of the tensors that have the shape of their parameter.
+    """
+    own: Any = optimizer.optimizer
+    parameters = dict(gpt.named_parameters())
+    shaped: dict[str, Tensor] = {}
+    groups: list[dict[str, Any]] = []
+    for file in files:
+        opened: Any = safe_open(file, "pt")
+        groups = json.loads((opened.metadata() or {}).get(GROUPS, "[]")) or groups
+        names = opened.keys()  # a safetensors file cannot be iterated
+        for name in names:
+            owners = [one for one in parameters if name.startswith(f"{one}.")]
+            if not owners:
+                raise CheckpointError(f"it has {name}, unknown to this model")
+            owner = max(owners, key=len)
+            p = parameters[owner]
+            key = name.removeprefix(f"{owner}.")
+            part = opened.get_slice(name)
+            if part.get_shape():
+                if name not in shaped:
+                    shaped[name] = torch.zeros_like(p, dtype=part[:0].dtype)
+                    own.state[p][key] = shaped[name]
+            elif key.endswith(NUMBER):
+                own.state[p][key.removesuffix(NUMBER)] = part[...].item()
+            else:
+                own.state[p][key] = part[...].to(p.device)
+    read_tensors(files, shaped)
+    own.load_group_values(groups)

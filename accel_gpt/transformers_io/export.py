@@ -40,7 +40,7 @@ from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.compare_export import DIFFERENT
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config
 from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_preset
-from accel_gpt.transformers_io.load import load_found
+from accel_gpt.transformers_io.load import load_exportable
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 WRITTEN = (
@@ -105,7 +105,7 @@ def export(
     to = to.resolve()
     check_target(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_found(pretrained)
+    model, tokenizer = load_exportable(pretrained)
     exportable_preset(model)  # raises before anything is written
     existed = to.exists()
     temporary = to / TEMPORARY  # `to` may be a mount point or a working directory

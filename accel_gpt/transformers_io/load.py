@@ -5,7 +5,7 @@ Reads the files of a checkpoint, or config.json, the safetensors files and the t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,21 @@ from torch import Tensor
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.parse import from_mapping
+from accel_gpt.config.values import to_nested
 from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError, first_line
+from accel_gpt.errors import CheckpointError, UserError, first_line, require
 from accel_gpt.json_files import load_json_or_none
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.own import make_model
+from accel_gpt.own_code import OwnCode
 from accel_gpt.training.checkpoint import (
+    check_code,
     intact_hint,
     read_shape,
+    read_state,
     verify_checkpoint,
 )
 from accel_gpt.training.tensor_files import read_weights
@@ -31,6 +38,7 @@ from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 SAFETENSORS = "model.safetensors"
+NO_CODE = OwnCode()
 
 
 @dataclass(frozen=True)
@@ -44,17 +52,22 @@ def load_pretrained(
     name: str,
     checkpoint: str = "last",
     device: torch.device | str = "cpu",
-) -> tuple[GPT, Tokenizer]:
+    own: OwnCode = NO_CODE,
+) -> tuple[LanguageModel, Tokenizer]:
     """Load a model, in evaluation mode, and its tokenizer.
 
     `name`: a run (`checkpoint`: last, best or a step), a checkpoint, a transformers folder or a Hub
-    id. Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
+    id. `own`: the file of --code with whose `model()` the checkpoint was made.
+
+    Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
     `CheckpointError` if a file is damaged.
     """
-    return load_found(find_pretrained(name, checkpoint), device)
+    return load_found(find_pretrained(name, checkpoint), device, own)
 
 
-def load_found(pretrained: Pretrained, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
+def load_found(
+    pretrained: Pretrained, device: torch.device | str = "cpu", own: OwnCode = NO_CODE
+) -> tuple[LanguageModel, Tokenizer]:
     """Load the model that `find_pretrained` found, see `load_pretrained`."""
     if not pretrained.tokenizer:
         raise UserError(
@@ -62,7 +75,7 @@ def load_found(pretrained: Pretrained, device: torch.device | str = "cpu") -> tu
             "weights"
         )
     if pretrained.is_checkpoint:
-        return load_checkpoint(pretrained.folder, device)
+        return load_checkpoint(pretrained.folder, device, own)
     config = ModelConfig(**pretrained.shape())
     assert config.vocab_size is not None
     tensors = open_transformers(pretrained)
@@ -71,7 +84,27 @@ def load_found(pretrained: Pretrained, device: torch.device | str = "cpu") -> tu
     return model.to(device).eval(), load_tokenizer(pretrained.tokenizer)
 
 
-def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
+def load_exportable(pretrained: Pretrained) -> tuple[GPT, Tokenizer]:
+    """Load a model for transformers or llama.cpp, as `load_found` does.
+
+    Raises `UserError` if `model()` of a file of --code made it, since they do not have its class.
+    """
+    if pretrained.is_checkpoint:
+        used = read_state(pretrained.folder).code
+        require(
+            used is None or "model" not in used.functions,
+            f"{pretrained.name} has the model() of {used.file if used else ''}, which neither "
+            "transformers nor llama.cpp has, so it cannot be exported; use accel-gpt sample and "
+            "evaluate",
+        )
+    model, tokenizer = load_found(pretrained)
+    assert isinstance(model, GPT)
+    return model, tokenizer
+
+
+def load_checkpoint(
+    path: Path, device: torch.device | str = "cpu", own: OwnCode = NO_CODE
+) -> tuple[LanguageModel, Tokenizer]:
     """Load the model of a checkpoint, in evaluation mode, and its tokenizer; verifies both first.
 
     Raises `CheckpointError` if the checkpoint is damaged, and names an intact one of its run.
@@ -80,19 +113,31 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> tuple[GPT
         verify_checkpoint(path, model_only=True)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{intact_hint(path)}") from None
-    config, vocab_size = read_shape(path)
-    model = GPT.allocate(config, vocab_size)
+    check_code(path, own, {"model"})
+    shape, vocab_size = read_shape(path)
+    config = Config(model=shape)
+    if own.model is not None:
+        recorded = to_nested(read_state(path).config)
+        config = replace(from_mapping(Config, recorded, f"in {path}"), model=shape, own=own)
+    model = make_model(config, vocab_size)
     read_weights(path, model)
     return model.to(device).eval(), load_tokenizer(path)
 
 
-def load_initial_weights(config: Config, gpt: GPT) -> None:
+def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
     """Load the weights of `model.init_from` into the model of a new run."""
     pretrained = find_pretrained(config.model.init_from)
     if pretrained.is_checkpoint:
         verify_checkpoint(pretrained.folder, model_only=True)
+        check_code(pretrained.folder, config.own, {"model"})
         read_weights(pretrained.folder, gpt)
         return
+    if not isinstance(gpt, GPT):
+        raise UserError(
+            f"model.init_from is {pretrained.name}, a model of transformers, but "
+            f"{config.own.place('model')} returned another class than GPT; start from a "
+            "checkpoint of accel_gpt, or set model.init_from to scratch"
+        )
     tensors = open_transformers(pretrained)
     load_weights(gpt, config.model.preset, tensors, pretrained.name)
 

@@ -157,7 +157,7 @@ def gradient_errors(preset: str, layers: int) -> dict[str, float]:
     model = make(tiny(preset, n_layer=layers, zero_init=False)).train()
     tokens = draw()
     exact = copy.deepcopy(model).double()
-    exact.build_rotary()
+    exact.build_buffers()
     exact(tokens, tokens.roll(-1, 1)).backward()
     wanted = nn.utils.parameters_to_vector([p.grad for p in exact.parameters()])
     errors = {}

@@ -142,19 +142,19 @@ def test_a_trial_has_the_moments_of_the_optimizer_from_its_first_backward_pass(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run has none in its first step, and would run out of memory in its second."""
-    made, kept = sizing.make_optimizer, list[torch.optim.Optimizer]()
+    made, kept = sizing.build_optimizer, list[torch.optim.Optimizer]()
 
     def keep(*args: Any) -> Any:
         kept.append(made(*args))
         return kept[-1]
 
-    class Watched(sizing.GPT):
+    class Watched(GPT):
         def forward(self, *args: Any, **options: Any) -> torch.Tensor:
             assert len(kept[0].state) == len(list(self.parameters()))
             return super().forward(*args, **options)
 
-    monkeypatch.setattr(sizing, "make_optimizer", keep)
-    monkeypatch.setattr(sizing, "GPT", Watched)
+    monkeypatch.setattr(sizing, "build_optimizer", keep)
+    monkeypatch.setattr("accel_gpt.model.own.GPT", Watched)
     sizing.try_step(load_config(small_run(), "test"), 257, Accelerator(cpu=True))
 
 

@@ -153,7 +153,7 @@ def test_a_model_with_other_weights_is_one_sentence(
     model, tokenizer = load_pretrained(str(run))
     change(model)
     for module in (exporting, gguf):
-        monkeypatch.setattr(module, "load_found", lambda *_: (model, tokenizer))
+        monkeypatch.setattr(module, "load_exportable", lambda *_: (model, tokenizer))
     assert run_here(cli.dispatch, ["export", str(run), to, str(tmp_path / "new.gguf")]) == 2
     sentence = f"the weights of this model are not those of GPT2LMHeadModel: {problem}; add what"
     assert sentence in capsys.readouterr().err

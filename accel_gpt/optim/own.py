@@ -1,0 +1,179 @@
+"""Let any optimizer of torch clip the gradient and skip updates, as `GuardedAdamW` does.
+
+The host waits for the device in each step, unless the optimizer reads `found_inf` and `grad_scale`
+on the device, as the fused ones of torch do.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.errors import UserError, require
+from accel_gpt.model.sharding import is_sharded, local_shard
+from accel_gpt.optim.adamw import UNGUARDED, Guard, given_to_kernel
+from accel_gpt.optim.groups import OPTIONS, PEAK
+
+STORED = (Tensor, int, float, str, type(None))  # what a checkpoint can hold
+
+
+class OwnOptimizer(Guard, torch.optim.Optimizer):
+    """Guard the optimizer that `optimizer()` in the file of --code returns.
+
+    Groups and state are those of the inner optimizer. In each group, `PEAK` is the learning rate
+    that it was made with.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, place: str) -> None:
+        # without the constructor of torch: the inner optimizer holds groups and state
+        self.inner = inner
+        self.place = place  # of `optimizer()`, for errors
+        self.checked = False
+        for group in self.param_groups:
+            group[OPTIONS] = {key: value for key, value in group.items() if key != "params"}
+            group[PEAK] = float(group["lr"])
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return the groups of the inner optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Return the state of the inner optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """Return the default options of the inner optimizer."""
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    # ----------------------------------------------------------------------- the update
+
+    @property
+    def reads_guard(self) -> bool:
+        """Return whether the inner optimizer reads `found_inf` and `grad_scale` on the device."""
+        tensor = self.skip if self.skip is not None else self.divisor
+        on_device = tensor is None or tensor.device.type not in UNGUARDED
+        return on_device and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+
+    _step_supports_amp_scaling = reads_guard  # of the loss scaler: else it skips and unscales
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters, or skip the update."""
+        skip = self.skip_or_found_inf()
+        divisor = self.divisor_and_grad_scale()
+        if self.reads_guard:
+            with given_to_kernel(self.inner, skip, divisor):
+                result = self.inner.step()
+            self.check_state()
+            return result
+        guards = [guard for guard in (skip, divisor) if guard is not None]
+        values = torch.stack(guards).tolist() if guards else []  # waits for the device
+        if skip is not None and values[0]:
+            return None
+        if divisor is not None and values[-1] != 1:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        local_shard(p.grad).div_(values[-1])
+        result = self.inner.step()
+        self.check_state()
+        return result
+
+    def check_state(self) -> None:
+        """Raise `UserError` after the first update if a checkpoint could not hold the state."""
+        if self.checked:
+            return
+        self.checked = True
+        for value in tree_leaves(self.inner.state_dict()):
+            require(
+                isinstance(value, STORED),
+                f"the optimizer of {self.place} keeps a {type(value).__name__} in its state or its "
+                "groups, and no checkpoint can hold it; keep tensors, numbers and texts there",
+            )
+        for p, state in self.state.items():
+            for key, value in state.items():
+                whole = not isinstance(value, Tensor) or not value.dim()
+                require(
+                    not is_sharded(p) or whole or (is_sharded(value) and value.shape == p.shape),
+                    f"the optimizer of {self.place} keeps {key} in another shape than its "
+                    "parameter, but FSDP shards both alike; train with DDP",
+                )
+
+    # ----------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the inner optimizer."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the inner optimizer; see `keep_options`."""
+        now = [group[OPTIONS] for group in self.param_groups]
+        self.inner.load_state_dict(state_dict)
+        self.keep_options(now)
+
+    def group_values(self) -> list[dict[str, Any]]:
+        """Return the values of each group, without its parameters."""
+        found = []
+        for group in self.param_groups:
+            found.append({key: value for key, value in group.items() if key != "params"})
+        return found
+
+    def load_group_values(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load what `group_values` returned, from JSON; see `keep_options`."""
+        now = [group[OPTIONS] for group in self.param_groups]
+        if len(saved) != len(now):
+            raise UserError(f"it has {len(saved)} groups of parameters, but there are {len(now)}")
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group |= {key: as_tuple(value) for key, value in values.items()}
+        self.keep_options(now)
+
+    def keep_options(self, now: Sequence[dict[str, Any]]) -> None:
+        """Restore each option that differs from the one in the loaded checkpoint.
+
+        Other values of a group, such as a count of updates, continue as in the checkpoint.
+        """
+        for group, options in zip(self.param_groups, now, strict=True):
+            before = group.get(OPTIONS, {})
+            for key, value in options.items():
+                if key not in before or as_tuple(before[key]) != as_tuple(value):
+                    group[key] = value
+            group[OPTIONS] = options
+            group[PEAK] = float(options["lr"])
+
+
+def as_tuple(value: Any) -> Any:
+    """Return a list, which JSON makes of a tuple, as a tuple; other values as they are."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
+
+
+def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
+    """Call `optimizer()` in the file of --code, and guard what it returns.
+
+    Raises `UserError` unless it is an optimizer of torch that holds every trainable parameter.
+    """
+    assert config.own.optimizer is not None
+    place = config.own.place("optimizer")
+    made = config.own.optimizer(model, config)
+    require(
+        isinstance(made, torch.optim.Optimizer),
+        f"{place} returned {type(made).__name__}; return a torch.optim.Optimizer, whose "
+        "state_dict() a checkpoint stores",
+    )
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        require(
+            id(p) in held or not p.requires_grad,
+            f"the optimizer of {place} lacks {name}, which would never train; give it all "
+            "parameters, or set requires_grad of the others to False",
+        )
+    return OwnOptimizer(made, place)

@@ -64,7 +64,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "parameters": parameter_counts(config.model, vocab_size),
         "length": run_length(config, vocab_size, plan),
         "depth": list(describe_depth(to_flat(config))),
-        "code": uncounted(config),
+        "not_counted": uncounted(config),
         "memory": plan_memory(options, config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
@@ -286,7 +286,7 @@ def plan_text(report: Mapping[str, Any]) -> str:
     """Format the report as a table; the sections are separated by empty lines."""
     lines = [f"{report['config']} on {report['machine']}"]
     lines.extend(report["depth"])
-    lines.extend(report["code"])
+    lines.extend(report["not_counted"])
     lines.append("")
     rows = table([*size_rows(report), *cost_rows(report)], "<25", ">16", "<", gap=3)
     return "\n".join(lines) + "\n" + rows + verdict(report["memory"]) + "\n"

@@ -26,15 +26,15 @@ MEMORY = (
 
 def run(options: PlanCommand) -> int:
     """Print what the config and the model need."""
-    report = forecast(options)
+    report = forecast_own(options)
     if options.json:
         write_out(json.dumps(report, indent=1) + "\n")
     else:
-        write_out(plan_text(report))
+        write_out(own_plan_text(report))
     return 0
 
 
-def forecast(options: PlanCommand) -> dict[str, Any]:
+def forecast_own(options: PlanCommand) -> dict[str, Any]:
     """Return the forecast as JSON values."""
     config = options.loaded
     machine = make_machine(options, config)
@@ -76,7 +76,7 @@ def forecast(options: PlanCommand) -> dict[str, Any]:
     }
 
 
-def plan_text(report: dict[str, Any]) -> str:
+def own_plan_text(report: dict[str, Any]) -> str:
     """Format the report as a table."""
     tokens = report["vocabulary"]
     speed = report["tokens_per_second"]

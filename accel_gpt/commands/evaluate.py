@@ -21,7 +21,7 @@ from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.console import write_out
-from accel_gpt.data.corpus import EvalSplit, document_end, eval_splits, open_corpus
+from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
@@ -324,6 +324,7 @@ def open_all(
 ) -> list[Evaluation]:
     """Open all evaluations except tasks; raises `DataError` if the data has another tokenizer."""
     evaluations: list[Evaluation] = []
+    corpus: Corpus | None = None
     if options.data is not None:
         sources = open_sources([Weighted(options.data)], "val", config.data)
         sources[0].tokenizer.require_same(tokenizer, "the data", options.run)
@@ -347,7 +348,7 @@ def open_all(
                 config, tokenizer, block_size, model.vocab_size, limit=options.hellaswag_limit
             )
         )
-    return [*evaluations, *open_own_evaluations(config, tokenizer)]
+    return [*evaluations, *open_own_evaluations(config, tokenizer, corpus)]
 
 
 def evaluate_named_split(

@@ -58,7 +58,7 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
         evaluations.append(
             open_hellaswag(config, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
         )
-    return [*evaluations, *open_own_evaluations(config, corpus.tokenizer)]
+    return [*evaluations, *open_own_evaluations(config, corpus.tokenizer, corpus)]
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,18 @@ class Evaluated:
     accelerator: Accelerator
     gpt: LanguageModel
     tokenizer: Tokenizer
+    corpus: Corpus | None  # None: accel-gpt evaluate reads other data than the run's
     on_progress: OnProgress
 
 
-def open_own_evaluations(config: Config, tokenizer: Tokenizer) -> list[Evaluation]:
+def open_own_evaluations(
+    config: Config, tokenizer: Tokenizer, corpus: Corpus | None
+) -> list[Evaluation]:
     """Return the evaluation in the file of --code in a list; the list is empty without one."""
     if config.own.evaluate is None:
         return []
-    return [Evaluation(partial(evaluate_own, config=config, tokenizer=tokenizer))]
+    call = partial(evaluate_own, config=config, tokenizer=tokenizer, corpus=corpus)
+    return [Evaluation(call)]
 
 
 def evaluate_own(
@@ -89,10 +93,18 @@ def evaluate_own(
     on_progress: OnProgress,
     config: Config,
     tokenizer: Tokenizer,
+    corpus: Corpus | None,
 ) -> dict[str, float]:
     """Call `evaluate(run)` of the file of --code."""
     assert config.own.evaluate is not None
-    run = Evaluated(config, accelerator, model, tokenizer, on_progress)
+    run = Evaluated(
+        config=config,
+        accelerator=accelerator,
+        gpt=model,
+        tokenizer=tokenizer,
+        corpus=corpus,
+        on_progress=on_progress,
+    )
     with evaluating(model):
         found = config.own.evaluate(run)
     return checked_record(found, config.own.place("evaluate"))

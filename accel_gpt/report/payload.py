@@ -63,6 +63,7 @@ PLOTS = (
     Plot("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
     Plot("memory", "Peak memory", "GB", ("perf/memory_gb",)),
 )
+OURS = ("eval/", "data/", "perf/", "train/skipped", "train/spikes")  # no plots of --code
 # names of the curves in a plot with several keys
 NAMES = MappingProxyType(
     {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}
@@ -73,7 +74,8 @@ COLORS = MappingProxyType({"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eva
 
 def payload(runs: Sequence[NamedRun]) -> dict[str, Any]:
     """Return the data of the page, in the format of the module's docstring."""
-    plots = [plot_entry(plot, runs) for plot in (*PLOTS, *benchmark_plots(runs))]
+    listed = (*PLOTS, *benchmark_plots(runs), *own_plots(runs))
+    plots = [plot_entry(plot, runs) for plot in listed]
     return {
         "runs": [
             {
@@ -95,6 +97,23 @@ def benchmark_plots(runs: Sequence[NamedRun]) -> list[Plot]:
     return [
         Plot(f"benchmark_{number}", key.removeprefix("eval/"), "", (key,))
         for number, key in enumerate(results)
+    ]
+
+
+def own_plots(runs: Sequence[NamedRun]) -> list[Plot]:
+    """Return a plot for each metric that only a file of --code adds.
+
+    Metrics with a common prefix, such as train/weight_norm/0 and train/weight_norm/1, share a plot.
+    """
+    listed = {key for plot in PLOTS for key in plot.keys}
+    names: dict[str, None] = {}
+    for key in dict.fromkeys(key for run in runs for key in sorted(run.metrics.columns)):
+        if key not in listed and not key.startswith(OURS):
+            group, slash, _ = key.rpartition("/")
+            names[f"{group}{slash}" if "/" in group else key] = None
+    return [
+        Plot(f"own_{number}", name.strip("/").removeprefix("train/"), "", (name,))
+        for number, name in enumerate(names)
     ]
 
 

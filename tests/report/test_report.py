@@ -184,6 +184,18 @@ def test_named_sets_and_other_tasks(tmp_path: Path) -> None:
     ]
 
 
+def test_metrics_of_the_file_of_code_have_plots(tmp_path: Path) -> None:
+    """Those with one prefix share a plot; ours have no second one."""
+    own = {"train/z_loss": 0.5, "train/norm/0": 1.0, "train/norm/1": 2.0, "score": 3.0}
+    run = make_run(tmp_path / "run", [record(step, **own) for step in (1, 2)])
+    plots = drawn(page(run))["panels"]
+    found = {plot["title"]: [curve["key"] for curve in plot["curves"]] for plot in plots}
+    assert found["norm"] == ["train/norm/0", "train/norm/1"]
+    assert found["z_loss"] == ["train/z_loss"]
+    assert found["score"] == ["score"]
+    assert not {"skipped", "spikes", "loss"} & found.keys()
+
+
 def test_a_long_run_is_thinned_on_a_small_page(tmp_path: Path) -> None:
     records = [record(step) for step in range(1, 6001)]
     records[4321]["train/loss"] = 77.0

@@ -34,7 +34,9 @@ DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
 def rich(step: int) -> dict[str, float]:
     """Return a record with a value for every plot."""
     found = record(
-        step, **{"perf/mfu": 0.4, "train/skipped": step // 15, "train/spikes": step // 25}
+        step,
+        **{"perf/mfu": 0.4, "train/skipped": step // 15, "train/spikes": step // 25},
+        **{"train/z": 1 / step, "train/norm/0": step, "train/norm/1": step + 1},
     )
     if step % 10 == 0:
         found |= {"eval/val_loss/a": 2.0 + 1 / step, "eval/val_loss/b": 3.0 + 1 / step}
@@ -76,7 +78,7 @@ def show(browser: Browser, url: str, theme: str = "light", width: int = 1280) ->
 def check_plots(browser: Browser) -> None:
     """Assert that every plot has its curves and ticks, none cut off."""
     plots = browser.evaluate(DRAWN)
-    assert [plot["name"] for plot in plots] == [*PANELS, "benchmark_0"]
+    assert [plot["name"] for plot in plots] == [*PANELS, "benchmark_0", "own_0", "own_1"]
     for plot in plots:
         assert plot["drawn"] == plot["curves"] > 0, plot
         assert plot["ticks"] >= 3, plot

@@ -329,7 +329,8 @@ def own_metrics(run: Training) -> Record:
     if isinstance(run.compute_loss, OwnLoss):
         record |= run.compute_loss.metrics(run.accelerator)
     if own.metrics is not None:
-        record |= checked_record(own.metrics(run), own.place("metrics"))
+        with torch.no_grad():
+            record |= checked_record(own.metrics(run), own.place("metrics"))
     return record
 
 

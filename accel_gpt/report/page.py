@@ -211,6 +211,8 @@ def facts_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
     rows = []
     for name in facts[0]:
         values = [of_run[name] for of_run in facts]
+        if not any(values):
+            continue
         rows.append((name, values[:1] if len(set(values)) == 1 else values))
     return rows
 
@@ -227,6 +229,7 @@ def run_facts(run: NamedRun) -> dict[str, str]:
         packages = NOT_RECORDED
     return {
         "Model": describe_model(run),
+        "Own code": describe_code(run),
         "Data": "\n".join(map(str, data)),
         "Hardware": describe_hardware(run),
         "Commit": str(run.last_launch("commit") or NOT_RECORDED),
@@ -236,9 +239,27 @@ def run_facts(run: NamedRun) -> dict[str, str]:
     }
 
 
+def describe_code(run: NamedRun) -> str:
+    """Return the file of --code, its hash and its functions; "" without a file."""
+    code = run.last_launch("code")
+    if not isinstance(code, dict):
+        return ""
+    functions = ", ".join(map(str, own_functions(run)))
+    return f"{code.get('file')} ({str(code.get('sha256'))[:12]}): {functions}"
+
+
+def own_functions(run: NamedRun) -> list[object]:
+    """Return the names of the functions in the file of --code."""
+    functions = run.last_launch("code", "functions")
+    return functions if isinstance(functions, list) else []
+
+
 def describe_model(run: NamedRun) -> str:
     """Return preset, parameters and shape, such as `gpt2, 124,439,808 parameters, 12 layers`."""
-    parts = [in_one_line(run.config.get("model.preset", NOT_RECORDED))]
+    name = run.config.get("model.preset", NOT_RECORDED)
+    if "model" in own_functions(run):
+        name = run.last_launch("code", "file")
+    parts = [in_one_line(name)]
     parameters = run.last_launch("model", "parameters")
     if isinstance(parameters, int):
         parts.append(f"{parameters:,} parameters")

@@ -144,7 +144,7 @@ def plot_entry(plot: Plot, runs: Sequence[NamedRun]) -> dict[str, Any]:
                 continue
             if not single:
                 color = number
-            elif plot.name == "val_sets":
+            elif plot.keys[0].endswith("/"):
                 color = index
             else:
                 color = COLORS.get(key, 0)

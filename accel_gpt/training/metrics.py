@@ -87,7 +87,7 @@ def checked_record(found: object, place: str) -> Record:
         )
         try:
             assert not isinstance(value, str)
-            record[name] = float(value)
+            record[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (AssertionError, TypeError, ValueError, RuntimeError):  # a tensor of several numbers
             raise UserError(f"{place} returned {name} as {value!r:.60}; return a number") from None
     return record

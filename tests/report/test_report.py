@@ -184,11 +184,16 @@ def test_named_sets_and_other_tasks(tmp_path: Path) -> None:
     ]
 
 
-def test_metrics_of_the_file_of_code_have_plots(tmp_path: Path) -> None:
+def test_the_file_of_code_is_named_and_its_metrics_have_plots(tmp_path: Path) -> None:
     """Those with one prefix share a plot; ours have no second one."""
     own = {"train/z_loss": 0.5, "train/norm/0": 1.0, "train/norm/1": 2.0, "score": 3.0}
-    run = make_run(tmp_path / "run", [record(step, **own) for step in (1, 2)])
-    plots = drawn(page(run))["panels"]
+    code = {"file": "mine.py", "sha256": "abc" * 20, "functions": ["model", "loss"]}
+    launches = [{**LAUNCH, "code": code}]
+    run = make_run(tmp_path / "run", [record(step, **own) for step in (1, 2)], launches)
+    text = page(run)
+    assert "mine.py (abcabcabcabc): model, loss" in text
+    assert "mine.py, 30,000 parameters" in text
+    plots = drawn(text)["panels"]
     found = {plot["title"]: [curve["key"] for curve in plot["curves"]] for plot in plots}
     assert found["norm"] == ["train/norm/0", "train/norm/1"]
     assert found["z_loss"] == ["train/z_loss"]

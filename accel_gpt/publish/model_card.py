@@ -10,6 +10,7 @@ of registered benchmarks only (https://huggingface.co/docs/hub/eval-results, rea
 import contextlib
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,7 @@ def write_card(
         **values_of_model(checkpoint, state),
         **values_of_run(run, state),
         "state": state,
+        "own": state.code.functions if state.code else [],
         "newest": newest,
         "has_curve": has_curve,
         "repo": repo,
@@ -339,7 +341,7 @@ def render(values: Mapping[str, Any]) -> str:
     environment = Environment(
         autoescape=True, finalize=to_markdown, trim_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"code": code, "fenced": fenced, "plural": plural}
+    environment.filters |= {"code": code, "fenced": fenced, "plural": plural, "word": shell_word}
     template = Path(__file__).with_name("model_card.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(values)
 
@@ -356,6 +358,11 @@ def to_markdown(value: object) -> Markup:
 def code(text: str) -> Markup:
     """Quote a name as code."""
     return Markup(f"`{single_line(text).replace('`', '')}`")
+
+
+def shell_word(text: str) -> Markup:
+    """Quote a name for a shell in a block of code."""
+    return Markup(shlex.quote(single_line(text).replace("`", "")))
 
 
 def fenced(text: str, language: str) -> Markup:

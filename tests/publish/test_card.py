@@ -112,6 +112,22 @@ def write(
     return (to / "README.md").read_text(encoding="utf-8")
 
 
+def test_names_the_file_of_code_that_trained_it(make: Make, tmp_path: Path) -> None:
+    """The optimizer of the config did not train it."""
+    checkpoint = make()
+    file = checkpoint / "trainer_state.json"
+    code = {"file": "a b.py", "sha256": "e3b0" * 16, "functions": ["optimizer", "lr", "loss"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"code": code}))
+    text = write(checkpoint, tmp_path / "card")
+    assert "accel_gpt/train.py config.yaml --code 'a b.py'\n```" in text
+    assert "| Optimizer | optimizer() of `a b.py` |" in text
+    assert "| Schedule | lr() of `a b.py` |" in text
+    assert f"SHA-256 is `{'e3b0' * 16}`" in text
+    assert "adamw" not in text
+    assert "Weight decay" not in text
+    assert "Gradient clipping" in text
+
+
 def config_in(text: str) -> str:
     return text.split("```yaml\n")[1].split("\n```")[0]
 

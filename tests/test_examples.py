@@ -1,0 +1,475 @@
+"""Each file in examples/ trains and shows its own property.
+
+The slow tests prove for each file that killed and resumed runs equal an undisturbed run bit for
+bit, on one process and on changing numbers of processes, and that a new process samples.
+"""
+
+import ast
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import accel_gpt
+from accel_gpt import train
+from accel_gpt.cli import dispatch
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.experiment import Config, SampleConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.data.corpus import open_corpus
+from accel_gpt.evals.validation import ignore_progress
+from accel_gpt.model.generate import stream
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.loss import IGNORE
+from accel_gpt.own_code import load_own_code
+from tests.conftest import QUIET, launch, run_here, tiny
+from tests.test_train import assert_same_weights, records
+
+Arguments = Callable[..., list[str]]
+Printed = pytest.CaptureFixture[str]
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+SCRIPTS = ("own_loop.py",)  # not files for --code
+CODES = [name for name in EXAMPLES if name not in SCRIPTS]
+MOST_LINES = 80
+FEW_STEPS = ("--train.max_steps", "4", "--eval.every", "2", "--sample.every", "0")
+# what an example needs beside the config of the small run
+NEEDS = {
+    "own_shards.py": ("--data.train", "{mine}", "--data.tokenizer", "bytes"),
+    "sliding_window.py": ("--model.extra.window", "8"),
+}
+
+
+@dataclass
+class Example:
+    """The functions of a file in examples/, and its other names."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        self.own = load_own_code(str(ROOT / "examples" / self.name))
+        functions = [getattr(self.own, name) for name in self.own.functions]
+        self.names: dict[str, Any] = functions[0].__globals__
+
+    def model(self, config: ModelConfig, vocab_size: int, **changes: Any) -> nn.Module:
+        """Return the model of the example, with weights from a fixed seed."""
+        assert self.own.model is not None
+        torch.manual_seed(1)
+        made: nn.Module = self.own.model(Config(model=config, **changes), vocab_size)
+        if isinstance(made, GPT):
+            made.init_weights()
+        return made
+
+
+@pytest.fixture
+def own_ids(corpus: Path, tmp_path: Path) -> Path:
+    """A folder of raw uint32 ids in two files for train and one for val."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    text = (tmp_path / "text.txt").read_bytes()
+    ids = np.frombuffer(text, dtype=np.uint8).astype(np.uint32)
+    for name, part in (("train_0", ids[:9000]), ("train_1", ids[9000:18_000])):
+        part.tofile(mine / f"{name}.bin")
+    ids[18_000:].tofile(mine / "val_0.bin")
+    return mine
+
+
+@pytest.fixture
+def example_run(small_run: Arguments, own_ids: Path) -> Callable[..., list[str]]:
+    """Arguments of a tiny run with an example; more options may follow."""
+
+    def arguments(name: str, *options: str) -> list[str]:
+        needs = [word.replace("{mine}", str(own_ids)) for word in NEEDS.get(name, ())]
+        return small_run("--code", str(ROOT / "examples" / name), *needs, *options)
+
+    return arguments
+
+
+# --------------------------------------------------------------------------- all examples
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
+    path = ROOT / "examples" / name
+    text = path.read_text()
+    assert len(text.splitlines()) < MOST_LINES
+    module = ast.parse(text)
+    docstring = ast.get_docstring(module) or ""
+    assert f"examples/{name}" in docstring
+    for node in ast.walk(module):  # public names only
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_gpt"):
+            assert not [alias.name for alias in node.names if alias.name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_the_command_of_an_example_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    docstring = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text())) or ""
+    lines = docstring.replace("\\\n", " ").splitlines()
+    commands = [line.split() for line in lines if line.strip().startswith("accel-gpt train ")]
+    assert commands
+    for words in commands:
+        config = load_config(words[2:], "test")
+        assert config.own.name == name
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_an_example_trains_stops_resumes_and_is_sampled(
+    name: str, example_run: Arguments, tmp_path: Path, capsys: Printed
+) -> None:
+    """The records cover the metrics of the example too, which verify-resume does not compare."""
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert launch(example_run(name, *FEW_STEPS, "--out_dir", str(whole))) == 0
+    own = example_run(name, *FEW_STEPS, "--out_dir", str(parted))
+    assert launch([*own, "--train.stop_at", "2"]) == 0
+    assert launch(own) == 0
+    assert records(parted) == records(whole)
+    assert_same_tensors(parted, whole, 4)
+    capsys.readouterr()
+    code = str(ROOT / "examples" / name)
+    words = ["sample", str(parted), "--code", code, "--prompt", "the king", "--max_new_tokens", "4"]
+    assert run_here(dispatch, words) == 0
+    assert capsys.readouterr().out.startswith("the king")
+
+
+def assert_same_tensors(one: Path, two: Path, step: int) -> None:
+    """Assert equal weights in the checkpoints of a step."""
+    first, second = (
+        load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+        for run in (one, two)
+    )
+    assert_same_weights(first, second)
+
+
+# --------------------------------------------------------------------------- own_model.py
+
+
+def test_the_scan_of_own_model_is_the_recurrence() -> None:
+    scan = Example("own_model.py").names["scan"]
+    generator = torch.Generator().manual_seed(0)
+    a = torch.rand(2, 11, 3, generator=generator)
+    b = torch.randn(2, 11, 3, generator=generator)
+    h = torch.zeros(2, 3)
+    expected = []
+    for t in range(11):
+        h = a[:, t] * h + b[:, t]
+        expected.append(h)
+    torch.testing.assert_close(scan(a, b), torch.stack(expected, dim=1))
+
+
+def test_own_model_sees_all_earlier_tokens_and_no_later_one() -> None:
+    model = Example("own_model.py").model(tiny(), 20)
+    nn.init.normal_(model.head.weight)
+    changed = changed_positions(model, position=5, length=12)
+    assert changed == list(range(5, 12))
+
+
+def changed_positions(model: nn.Module, position: int, length: int) -> list[int]:
+    """Return where the logits change if the token at `position` does."""
+    tokens = torch.arange(length)[None] % 16
+    other = tokens.clone()
+    other[0, position] = 17
+    model.eval()
+    with torch.no_grad():
+        difference = (model(tokens) - model(other)).abs().amax(-1)[0]
+    return difference.nonzero()[:, 0].tolist()
+
+
+# --------------------------------------------------------------------------- sliding_window.py
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_token_beyond_the_window_does_not_change_the_logits(layers: int) -> None:
+    config = tiny(n_layer=layers, extra={"window": 3})
+    model = Example("sliding_window.py").model(config, 20)
+    # a layer carries a token on by two positions
+    assert changed_positions(model, position=4, length=16) == list(range(4, 5 + 2 * layers))
+
+
+def test_a_window_as_long_as_the_context_is_plain_attention() -> None:
+    config = tiny(extra={"window": 16})
+    model = Example("sliding_window.py").model(config, 20)
+    plain = GPT(config, 20, init=False)
+    plain.tie_weights()
+    plain.build_buffers()
+    plain.load_state_dict(model.state_dict())
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_generation_in_a_window_is_the_same_with_the_cache(preset: str) -> None:
+    """Beyond the context of 16 tokens too, where the cache is computed anew."""
+    model = Example("sliding_window.py").model(tiny(preset, extra={"window": 3}), 20)
+    prompt = torch.tensor([[1, 2, 3, 4, 5]])
+    config = SampleConfig(max_new_tokens=20, temperature=1.0, top_k=None)
+    texts = []
+    for use_cache in (True, False):
+        generator = torch.Generator().manual_seed(3)
+        tokens = list(stream(model, prompt, config, generator, use_cache=use_cache))
+        texts.append(torch.cat(tokens).tolist())
+    assert texts[0] == texts[1]
+    cache = model.make_cache(16)
+    inputs = torch.arange(12)[None]
+    with torch.no_grad():
+        parts = [model(inputs[:, :5], cache=cache), model(inputs[:, 5:9], cache=cache)]
+        parts += [model(inputs[:, i : i + 1], cache=cache) for i in range(9, 12)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(inputs))
+
+
+def test_the_window_refuses_document_masks(example_run: Arguments, capsys: Printed) -> None:
+    assert launch(example_run("sliding_window.py", "--data.document_mask", "true")) == 2
+    assert "set data.document_mask to false" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- moe.py
+
+
+def test_each_token_is_the_gated_sum_of_its_likeliest_experts() -> None:
+    example = Example("moe.py")
+    config = tiny(n_layer=1, extra={"experts": 4, "top_k": 2})
+    layer = example.model(config, 20).blocks[0].mlp
+    nn.init.normal_(layer.router.weight)
+    rows: list[int] = []
+    for expert in layer.experts:
+        expert.register_forward_hook(lambda _, given, out: rows.append(len(given[0])))
+    x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0))
+    found = layer(x)
+    assert sum(rows) == 2 * 7 * 2  # each token is in two experts
+    assert len(set(rows)) > 1
+    probabilities, chosen, gates = layer.route(x.flatten(0, 1))
+    torch.testing.assert_close(gates.sum(-1), torch.ones(14))
+    for token, out in zip(range(14), found.flatten(0, 1), strict=True):
+        likeliest = probabilities[token].argsort(descending=True)[:2].tolist()
+        assert chosen[token].tolist() == likeliest
+        share = probabilities[token, likeliest]
+        outs = [layer.experts[e](x.flatten(0, 1)[token, None])[0] for e in likeliest]
+        expected = sum(s * o for s, o in zip(share / share.sum(), outs, strict=True))
+        torch.testing.assert_close(out, expected)
+
+
+def test_the_balance_is_one_if_the_router_has_no_preference_and_more_if_it_has() -> None:
+    layer = Example("moe.py").model(tiny(n_layer=1), 20).blocks[0].mlp
+    x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
+    nn.init.zeros_(layer.router.weight)
+    layer(x)
+    assert layer.balance.item() == pytest.approx(1.0)
+    x[..., 0] = 50.0
+    layer.router.weight.data[0, 0] = 1.0  # all tokens prefer the first expert
+    layer(x)
+    assert layer.balance.item() == pytest.approx(4 / 2)  # E f P = 4 x 1/2 x 1
+
+
+def test_flops_count_the_chosen_experts_only() -> None:
+    example = Example("moe.py")
+    config = tiny(n_layer=1, extra={"experts": 4, "top_k": 1})
+    router = 32 * 4
+    plain = GPT(config, 20).flops_per_token()
+    assert example.model(config, 20).flops_per_token() == plain + 6 * router
+
+
+def test_the_loss_of_moe_is_cross_entropy_and_balance(
+    example_run: Arguments, tmp_path: Path
+) -> None:
+    short = ("--train.max_steps", "3", "--train.micro_batch_size", "4", *QUIET)
+    assert launch(example_run("moe.py", *short)) == 0
+    for record in records(tmp_path / "run"):
+        total = record["train/cross_entropy"] + 0.01 * record["train/balance"]
+        assert record["train/loss"] == pytest.approx(total)
+        assert record["train/balance"] > 0.9
+
+
+# --------------------------------------------------------------------------- optimizer, rate, loss
+
+
+def test_lion_updates_as_in_the_paper() -> None:
+    """Chen et al. 2023, algorithm 2, number by number."""
+    lr, beta1, beta2, decay = 0.1, 0.9, 0.99, 0.5
+    start = [1.0, -2.0, 0.5, 3.0]
+    gradients = [[0.3, -0.1, 0.0, 2.0], [-0.01, 4.0, 1.0, -0.2]]
+    weight = nn.Parameter(torch.tensor([start]))
+    optimizer = Example("lion.py").names["Lion"]([weight], lr, (beta1, beta2), decay)
+    expected = list(start)
+    momentum = [0.0] * 4
+    for gradient in gradients:
+        weight.grad = torch.tensor([gradient])
+        optimizer.step()
+        for i, g in enumerate(gradient):
+            c = beta1 * momentum[i] + (1 - beta1) * g
+            sign = (c > 0) - (c < 0)
+            expected[i] -= lr * (sign + decay * expected[i])
+            momentum[i] = beta2 * momentum[i] + (1 - beta2) * g
+        torch.testing.assert_close(weight.data[0], torch.tensor(expected))
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg"][0], torch.tensor(momentum))
+
+
+def test_lion_decays_matrices_only() -> None:
+    model = GPT(tiny("gpt2", bias=True), 20)
+    own = Example("lion.py").own
+    assert own.optimizer is not None
+    made = own.optimizer(model, Config())
+    for group in made.param_groups:
+        for p in group["params"]:
+            assert (group["weight_decay"] > 0) == (p.ndim >= 2)
+    assert sum(len(group["params"]) for group in made.param_groups) == len(list(model.parameters()))
+
+
+def test_z_loss_is_logged_beside_the_cross_entropy(example_run: Arguments, tmp_path: Path) -> None:
+    short = ("--train.max_steps", "3", "--train.micro_batch_size", "4", *QUIET)
+    assert launch(example_run("z_loss.py", *short)) == 0
+    for record in records(tmp_path / "run"):
+        parts = record["train/cross_entropy"] + record["train/z_loss"]
+        assert record["train/loss"] == pytest.approx(parts)
+        # at the start, log Z is about the log of 257 tokens
+        assert record["train/z_loss"] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.1)
+
+
+def test_z_loss_by_hand() -> None:
+    """Logits of 0 and log 3: Z is 4. The ignored target counts in neither part."""
+    own = Example("z_loss.py").own
+    assert own.loss is not None
+    logits = torch.tensor([[[0.0, math.log(3)], [50.0, 7.0]]])
+    targets = torch.tensor([[0, IGNORE]])
+    total, parts = own.loss(lambda tokens, documents: logits, targets, targets, None)
+    assert parts["cross_entropy"].item() == pytest.approx(math.log(4))
+    assert parts["z_loss"].item() == pytest.approx(1e-4 * math.log(4) ** 2)
+    assert total.item() == pytest.approx(math.log(4) + 1e-4 * math.log(4) ** 2)
+
+
+def test_the_rate_falls_with_the_root_of_the_step(example_run: Arguments, tmp_path: Path) -> None:
+    short = ("--train.max_steps", "8", "--schedule.warmup_steps", "2", *QUIET)
+    assert launch(example_run("inverse_sqrt.py", *short)) == 0
+    found = [record["train/lr"] for record in records(tmp_path / "run")]
+    shares = [0.5, 1.0, *(math.sqrt(2 / step) for step in range(3, 9))]
+    assert found == pytest.approx([1e-2 * share for share in shares])
+
+
+# --------------------------------------------------------------------------- block_norms.py
+
+
+@pytest.mark.parametrize(("optimizer", "moment"), [("adamw", "exp_avg"), ("muon", None)])
+def test_norms_of_blocks_are_those_of_the_checkpoint(
+    optimizer: str, moment: str | None, example_run: Arguments, tmp_path: Path
+) -> None:
+    short = ("--train.max_steps", "3", "--optim.name", optimizer, *QUIET)
+    assert launch(example_run("block_norms.py", *short)) == 0
+    record = records(tmp_path / "run")[-1]
+    model, _ = accel_gpt.load(tmp_path / "run")
+    for number, block in enumerate(model.blocks):
+        flat = torch.cat([p.flatten() for p in block.parameters()])
+        assert record[f"train/weight_norm/{number}"] == pytest.approx(flat.norm().item())
+        assert record[f"train/average_gradient_norm/{number}"] > 0
+    if moment:
+        file = tmp_path / "run" / "checkpoints" / "step_00000003" / "optimizer.bin"
+        state = torch.load(file, weights_only=True)["state"].values()
+        total = sum(one[moment].square().sum().item() for one in state)
+        blocks = [record[f"train/average_gradient_norm/{number}"] for number in range(2)]
+        assert 0 < sum(norm**2 for norm in blocks) < total  # the rest is of the embeddings
+
+
+# --------------------------------------------------------------------------- own_shards.py
+
+
+def test_the_ids_that_are_trained_on_are_those_of_the_files(
+    example_run: Arguments, own_ids: Path
+) -> None:
+    config = load_config(example_run("own_shards.py"), "test")
+    corpus = open_corpus(config)
+    files = sorted(own_ids.glob("train_*.bin"))
+    assert len(files) == 2
+    (source,) = corpus.train.sources
+    arrays = source.split.arrays
+    for file, array in zip(files, arrays, strict=True):
+        assert isinstance(array, np.memmap)
+        assert array.tobytes() == file.read_bytes()
+    text = (own_ids.parent / "text.txt").read_text()
+    assert corpus.tokenizer.decode(arrays[1][:8].tolist()) == text[9000:9008]
+
+
+# --------------------------------------------------------------------------- exact_match.py
+
+
+class Numbers:
+    """A tokenizer of texts such as `3 14 2`."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def exact_match(model: nn.Module, config: ModelConfig) -> float:
+    """Return the score of a model on the questions in the file of `config.extra`."""
+    own = Example("exact_match.py").own
+    assert own.evaluate is not None
+    run = SimpleNamespace(
+        config=Config(model=config),
+        gpt=model,
+        tokenizer=Numbers(),
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+        on_progress=ignore_progress,
+    )
+    with torch.no_grad():
+        found: float = own.evaluate(run)["eval/exact_match"]
+    return found
+
+
+def test_a_model_that_always_answers_right_scores_one(tmp_path: Path) -> None:
+    """The right answers are what the model generates; the others differ in the last token."""
+    file = tmp_path / "questions.jsonl"
+    config = tiny(extra={"questions": str(file)})
+    torch.manual_seed(2)
+    model = GPT(config, 20).eval()
+    nn.init.normal_(model.wte.weight)
+    sampling = SampleConfig(max_new_tokens=3, temperature=0)
+    right, wrong = [], []
+    for question in ([1, 2, 3], [7], [4] * 12, [5, 9] * 10):  # the last is longer than the context
+        prompt = torch.tensor([question])
+        answer = torch.cat(list(stream(model, prompt, sampling, torch.Generator()))).tolist()
+        for rows, last in ((right, answer[-1]), (wrong, (answer[-1] + 1) % 20)):
+            texts = [" ".join(map(str, ids)) for ids in (question, [*answer[:-1], last])]
+            rows.append(json.dumps({"question": texts[0], "answer": texts[1]}))
+    for rows, score in ((right, 1.0), (wrong, 0.0), (right[:3] + wrong[:1], 0.75)):
+        file.write_text("\n".join(rows) + "\n")
+        assert exact_match(model, config) == score
+
+
+def test_a_file_of_questions_that_is_missing_is_named(
+    example_run: Arguments, tmp_path: Path, capsys: Printed
+) -> None:
+    missing = str(tmp_path / "none.jsonl")
+    own = example_run("exact_match.py", "--model.extra.questions", missing, *FEW_STEPS)
+    assert launch(own) == 2
+    shown = capsys.readouterr().err
+    assert missing in shown
+    assert "exact_match.py, line" in shown
+
+
+# --------------------------------------------------------------------------- callback.py
+
+
+def test_the_callback_stops_a_run_that_gets_worse_and_the_run_resumes(
+    example_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    config, _, code = example_run("callback.py")
+    losses = iter([3.0, 2.0, 2.1, 2.2, 1.9, 1.8])  # at steps 2, 4, ..., 12
+
+    def evaluate(*_: Any, **__: Any) -> dict[str, float]:
+        return {"eval/val_loss": next(losses)}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    options = {"code": code, "eval.every": 2, "sample.every": 0, "checkpoint.every": 100}
+    run = accel_gpt.run(config, options)
+    assert "has risen 2 times in a row" in capsys.readouterr().out
+    (checkpoint,) = (run.path / "checkpoints").glob("step_*")
+    assert checkpoint.name in ("step_00000008", "step_00000009")
+    run = accel_gpt.run(config, options)
+    assert run.metrics.index[-1] == 12
+    assert "has risen" not in capsys.readouterr().out

@@ -182,8 +182,11 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
 
 def describe_failure(error: Exception) -> str | None:
     """Return a sentence for an error that a user can mend; None for any other error."""
+    place = place_in_own_code(error)
     if isinstance(error, AccelGPTError):
-        return str(error)
+        # a message that does not name the file, of a function of ours that the file calls
+        file = place.partition(",")[0] if place else ""
+        return f"{place}: {error}" if file not in str(error) else str(error)
     # torch raises RuntimeError if malloc fails
     malloc_failed = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
     if isinstance(error, MemoryError) or malloc_failed:
@@ -191,7 +194,6 @@ def describe_failure(error: Exception) -> str | None:
             f"out of memory ({first_line(error)[-120:]}); lower the model's "
             "size, train.micro_batch_size or sample.num; accel-gpt plan shows the memory they need"
         )
-    place = place_in_own_code(error)
     if place is not None:
         return f"{place}: {type(error).__name__}: {first_line(error)}"
     if isinstance(error, OSError) and error.errno in NO_ROOM:

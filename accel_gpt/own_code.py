@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import decode_source, module_from_spec, spec_from_loader
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -87,19 +87,19 @@ class OwnCode:
 
     def place(self, name: str) -> str:
         """Return the file, line and name of a function, for an error."""
-        code = getattr(inspect.unwrap(getattr(self, name)), "__code__", None)
-        line = f", line {code.co_firstlineno}" if code else ""
-        return f"{self.file}{line}: {name}()"
+        return f"{self.file}{line_of(getattr(self, name))}: {name}()"
 
 
 class HeldSource(SourceFileLoader):
     """Execute a source that was read before; never read or write compiled code.
 
     So what runs has the hash that a checkpoint records, also if the file changes meanwhile.
+    `given`: the path as the user typed it, for errors.
     """
 
-    def __init__(self, name: str, path: str, source: bytes) -> None:
-        super().__init__(name, path)
+    def __init__(self, name: str, given: str, source: bytes) -> None:
+        super().__init__(name, str(Path(given).expanduser().absolute()))
+        self.given = given
         self.source = source
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
@@ -121,9 +121,15 @@ def load_own_code(path: str) -> OwnCode:
         source = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise UserError(f"--code {path} cannot be read: {error.strerror}") from None
+    require(path.endswith(".py"), f"--code {path} is no Python file, whose name ends with .py")
+    require(b"\0" not in source, f"--code {path} holds zero bytes, so it is no Python file")
+    try:
+        decode_source(source)  # Python itself takes any bytes in a comment
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UserError(f"--code {path} is no UTF-8 text; save it as UTF-8: {error}") from None
     digest = hashlib.sha256(source).hexdigest()
     name = f"own_code_{digest[:16]}"
-    loader = HeldSource(name, str(Path(path).expanduser().absolute()), source)
+    loader = HeldSource(name, path, source)
     spec = spec_from_loader(name, loader)
     assert spec is not None
     module = module_from_spec(spec)
@@ -133,11 +139,14 @@ def load_own_code(path: str) -> OwnCode:
     except SyntaxError as error:
         if error.filename != loader.path:
             raise
-        raise UserError(f"{path}, line {error.lineno}: {error.msg}") from None
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise UserError(f"{path}{line}: {error.msg}") from None
     found = {name: getattr(module, name) for name in ARGUMENTS if hasattr(module, name)}
-    names = ", ".join(ARGUMENTS)
-    require(bool(found), f"--code {path} defines none of {names}; name a function so")
     doubts = tuple(misspelled(module, found))
+    if not found:
+        names = ", ".join(ARGUMENTS)
+        advice = "; ".join(doubts) or "define at least one of them"
+        raise UserError(f"--code {path} defines none of the functions {names}; {advice}")
     own = OwnCode(file=path, source=source, doubts=doubts, **found)
     for name in found:
         check_function(own, name)
@@ -155,10 +164,23 @@ def check_function(own: OwnCode, name: str) -> None:
         return
     try:
         signature.bind(*ARGUMENTS[name])
-    except TypeError as error:
+    except TypeError:
         raise UserError(
-            f"{own.place(name)} is called as {call}, but it does not take these arguments: {error}"
+            f"{own.place(name)} is called as {call}, but takes {signature}; give it these arguments"
         ) from None
+
+
+def line_of(function: Function) -> str:
+    """Return `, line N` for the line at which a function begins; "" if it has none."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f", line {code.co_firstlineno}" if code else ""
+
+
+def place_of(function: Function) -> str:
+    """Return the file, line and name of a function of --code, for an error."""
+    loader = getattr(function, "__globals__", {}).get("__loader__")
+    file = f"{loader.given}{line_of(function)}: " if isinstance(loader, HeldSource) else ""
+    return f"{file}{getattr(function, '__name__', 'the function')}()"
 
 
 def misspelled(module: ModuleType, found: Collection[str]) -> Iterator[str]:
@@ -183,9 +205,10 @@ def place_in_own_code(error: BaseException) -> str | None:
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if isinstance(frame.f_globals.get("__loader__"), HeldSource):
+        loader = frame.f_globals.get("__loader__")
+        if isinstance(loader, HeldSource):
             code = frame.f_code
             where = "" if code.co_name == "<module>" else f", in {code.co_qualname}"
-            place = f"{code.co_filename}, line {trace.tb_lineno}{where}"
+            place = f"{loader.given}, line {trace.tb_lineno}{where}"
         trace = trace.tb_next
     return place

@@ -35,7 +35,7 @@ from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.model.language_model import LanguageModel, draw_weights
-from accel_gpt.optim.groups import configure, fraction_at, set_rates
+from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rates
 from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
@@ -304,10 +304,11 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         check_skipped(run)  # before the step is saved
         if logging:
             record |= metrics
-            record["train/lr"] = config.optim.lr * fraction_at(state.step - 1, config, run.plan)
+            peak = logged_peak(run.optimizer, config.optim)
+            record["train/lr"] = peak * fraction_at(state.step - 1, config, run.plan)
             record |= reporter.step_metrics(state.step, run.loader)
             with saving_on_error(run):
-                record |= own_metrics(run)
+                record |= own_metrics(run, record)
     with reporter.stopwatch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
             # the checkpoint of this step stores the record, so that a resumed run can publish it
@@ -322,15 +323,16 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     return stopping
 
 
-def own_metrics(run: Training) -> Record:
-    """Return the parts of the loss and the metrics that the file of --code adds."""
+def own_metrics(run: Training, others: Record) -> Record:
+    """Return the parts of the loss and the metrics that the file of --code adds to `others`."""
     own = run.config.own
     record: Record = {}
     if isinstance(run.compute_loss, OwnLoss):
         record |= run.compute_loss.metrics(run.accelerator)
     if own.metrics is not None:
         with torch.no_grad():
-            record |= checked_record(own.metrics(run), own.place("metrics"))
+            found = own.metrics(run)
+        record |= checked_record(found, own.place("metrics"), {**others, **record})
     return record
 
 

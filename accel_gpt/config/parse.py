@@ -397,7 +397,9 @@ def flatten(
         if key not in sections(cls):
             hint = check_key(cls, key, where)
             require(
-                key not in all_options(cls) or not all_options(cls)[key].command_line_only,
+                value is None
+                or key not in all_options(cls)
+                or not all_options(cls)[key].command_line_only,
                 f"{key} {where} would execute a file, so only the command line may set it; remove "
                 f"it, and use --{key}",
             )
@@ -561,16 +563,17 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 def scalar(key: str, value: Any) -> Any:
     """Return a value of `model.extra`; a text that spells a number or a truth value becomes one."""
+    found = value
+    if isinstance(value, str):
+        for kind in (bool, float, int):
+            with contextlib.suppress(msgspec.ValidationError):
+                found = msgspec.convert(value, kind, strict=False)
+    finite = not isinstance(found, float) or math.isfinite(found)
     require(
-        isinstance(value, Scalar),
+        isinstance(found, Scalar) and found not in NULLS and finite,
         f"{key} is {value!r:.200}; expected a number, a text, true or false",
     )
-    if not isinstance(value, str):
-        return value
-    for kind in (int, float, bool):
-        with contextlib.suppress(msgspec.ValidationError):
-            return msgspec.convert(value, kind, strict=False)
-    return value
+    return found
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.foreign import BLOCK, BLOCKS, DataFolder, TokenFile, foreign_tokenizer
-from accel_gpt.data.shards import NoSplit, Shard, Split, Tokens
+from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError
+from accel_gpt.errors import UserError, require
+from accel_gpt.own_code import place_of
+
+ARRAYS = "return one-dimensional arrays of token ids, which are whole numbers"
 
 
 def open_own_shards(
@@ -22,30 +25,30 @@ def open_own_shards(
 ) -> tuple[Split, Tokenizer]:
     """Call `function` for a split; return the split and its tokenizer.
 
-    Raises `DataError` unless it returns one-dimensional arrays of whole numbers, with at least one
+    Raises `UserError` unless it returns one-dimensional arrays of whole numbers, with at least one
     token.
     """
+    place = place_of(function)
     returned = function(folder.path, split)
-    if not isinstance(returned, list | tuple):
-        raise DataError(
-            f"shards() returned {type(returned).__name__} for the {split} split; return a list of "
-            "arrays of token ids"
-        )
-    arrays = [np.asanyarray(array) for array in returned]
-    for number, array in enumerate(arrays):
-        if array.ndim != 1 or array.dtype.kind not in "ui":
-            raise DataError(
-                f"array {number} that shards() returned for the {split} split holds {array.dtype} "
-                f"of shape {array.shape}; return one-dimensional arrays of token ids"
-            )
+    require(
+        isinstance(returned, list | tuple),
+        f"{place} returned {type(returned).__name__} for the {split} split; return a list of "
+        "arrays of token ids",
+    )
+    arrays = [
+        checked_array(array, f"{place} returned for the {split} split, as array {number},")
+        for number, array in enumerate(returned)
+    ]
     arrays = [array for array in arrays if len(array)]
-    if not arrays:
-        raise NoSplit(
-            f"shards() returned no tokens for the {split} split of {folder.path}; return arrays "
-            "for train and for val"
-        )
+    require(
+        bool(arrays),
+        f"{place} returned no tokens for the {split} split of {folder.path}; return arrays for "
+        "train and for val",
+    )
     dtype = np.result_type(*arrays)
-    names = [f"array {number}" for number in range(len(arrays))]
+    if dtype.kind not in "ui":  # the common type of int64 and uint64 is float64
+        dtype = np.dtype(np.int64)
+    names = [f"array {number} of {place}" for number in range(len(arrays))]
     made_by = foreign_tokenizer(folder, [TokenFile(names[0], "own", dtype, 0)], tokenizer)
     content = [
         [len(array), hashlib.sha256(b"".join(sampled_tokens(array))).hexdigest()]
@@ -65,6 +68,19 @@ def open_own_shards(
         arrays=tuple(arrays),
     )
     return opened, made_by
+
+
+def checked_array(value: Any, returned: str) -> Tokens:
+    """Return an array of token ids; raise `UserError` unless it is one, after `returned`."""
+    try:
+        array: Tokens = np.asanyarray(value)
+    except ValueError:  # lists of several lengths
+        raise UserError(f"{returned} a list of lists; {ARRAYS}") from None
+    require(
+        array.ndim == 1 and (array.dtype.kind in "ui" or not len(array)),
+        f"{returned} {array.dtype} of shape {array.shape}; {ARRAYS}",
+    )
+    return array
 
 
 def sampled_tokens(array: Tokens) -> Iterator[bytes]:

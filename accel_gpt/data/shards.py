@@ -41,7 +41,7 @@ def token_beyond(file: str | Path, token: int, index: int, vocab_size: int) -> D
     """Return the error for a token beyond the vocabulary, at `index` of a file."""
     return DataError(
         f"{file} holds token {token} at index {index:,}, beyond the vocabulary of {vocab_size}; "
-        "raise model.vocab_size above it, or prepare the data again"
+        "raise model.vocab_size above it, or make the data again"
     )
 
 
@@ -118,9 +118,10 @@ class Split:
             for row, number, first in zip(tokens, shard.tolist(), start.tolist(), strict=True):
                 row[:] = self.arrays[number][first : first + length]
             if self.dtype.kind == "i" and tokens.size and tokens.min() < 0:
+                number = int(shard[tokens.min(axis=1).argmin()])
                 raise DataError(
-                    f"the {self.name} split of {self.folder} holds token {tokens.min()}; shards() "
-                    "must return ids of 0 and more"
+                    f"{self.shards[number].name} holds token {tokens.min()}; return ids of 0 and "
+                    "more"
                 )
             return tokens
         begin = start * self.dtype.itemsize

@@ -41,9 +41,16 @@ def evaluate(
     metrics: dict[str, float] = {}
     for evaluation in evaluations:
         if last_step or not evaluation.last_step_only:
-            metrics |= evaluation.metrics(
+            found = evaluation.metrics(
                 model=model, accelerator=accelerator, on_progress=on_progress
             )
+            both = sorted(metrics.keys() & found.keys())
+            require(
+                not both,
+                f"evaluate() in the file of --code returned {both[:1]}, the name of another "
+                "metric; choose another name",
+            )
+            metrics |= found
     return metrics
 
 

@@ -24,6 +24,9 @@ class LanguageModel(nn.Module):
 
     config: ModelConfig
     vocab_size: int
+    given: ModelConfig | None = None
+    """What `model()` of --code was called with, for checkpoints: its model may have another
+    `config`. None: the same."""
     recompute = False  # activation checkpointing of each block
     bf16_residual = False  # residual stream in bf16 under autocast to bf16
     remake: "Callable[[], LanguageModel] | None" = None

@@ -66,6 +66,16 @@ class OwnModel(LanguageModel):
                 f"the module of {self.place} returns {found}, but must return the logits {shape}: "
                 "sequences, tokens, vocabulary"
             )
+        if not logits.is_floating_point():
+            raise UserError(
+                f"the module of {self.place} returns {logits.dtype}, but logits are floating-point "
+                "numbers"
+            )
+        if self.training and torch.is_grad_enabled() and not logits.requires_grad:
+            raise UserError(
+                f"the logits of the module of {self.place} have no gradient, so no weight would be "
+                "trained; leave out detach() and torch.no_grad() in its forward"
+            )
         if targets is None:
             return logits[:, -1:] if last_only else logits
         if per_sequence:
@@ -126,12 +136,22 @@ def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
         isinstance(made, nn.Module) and next(made.parameters(), None) is not None,
         f"{place} returned {type(made).__name__}; return a torch.nn.Module with parameters",
     )
+    require(
+        any(p.requires_grad for p in made.parameters()),
+        f"{place} returned a module without trainable parameters; set requires_grad of some",
+    )
     if isinstance(made, GPT):
         require(
             made.vocab_size == vocab_size,
             f"{place} returned a GPT of {made.vocab_size:,} tokens; give it vocab_size, "
             f"{vocab_size:,}",
         )
+        require(
+            made.config.block_size >= config.model.block_size,
+            f"{place} returned a GPT with a block_size of {made.config.block_size:,}, but "
+            f"model.block_size is {config.model.block_size:,}; give it config.model.block_size",
+        )
+        made.given = config.model
         made.tie_weights()
         made.build_buffers()
         return made

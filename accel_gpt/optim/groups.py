@@ -1,6 +1,7 @@
 """Build the optimizer and its parameter groups. Each group has its own peak learning rate."""
 
 import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,11 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     optimizer: GuardedAdamW
     if config.name == "muon":
-        require(bool(matrices), "optim.name is muon but the model has no blocks; set it to adamw")
+        require(
+            bool(matrices),
+            "optim.name is muon, but no layer of the model has the attribute muon_rows, which "
+            "says that Muon updates its weight; set optim.name to adamw",
+        )
         optimizer = MuonAdamW(groups, lr=config.lr, compiled=compiled, mesh=mesh)
     else:
         optimizer = GuardedAdamW(groups, lr=config.lr, fused=True)
@@ -154,6 +159,12 @@ def state_names(group: dict[str, Any]) -> set[str] | None:
     return {"step", "exp_avg", "exp_avg_sq"}
 
 
+def logged_peak(optimizer: torch.optim.Optimizer, config: OptimConfig) -> float:
+    """Return the peak of train/lr: optim.lr, or the rate of an own optimizer's first group."""
+    group = optimizer.param_groups[0]
+    return float(group[PEAK]) if OPTIONS in group else config.lr
+
+
 def set_rates(
     optimizer: torch.optim.Optimizer, optim: OptimConfig, fraction: float, step: int
 ) -> None:
@@ -183,11 +194,11 @@ def own_fraction(step: int, config: Config, plan: Plan) -> float:
     """Call `lr()` in the file of --code; raise `UserError` unless it returns a finite number."""
     assert config.own.lr is not None
     found = config.own.lr(step, config, plan)
-    number = isinstance(found, int | float) and not isinstance(found, bool)
+    number = isinstance(found, numbers.Real) and not isinstance(found, bool)  # also of NumPy
     require(
-        number and math.isfinite(found),
-        f"{config.own.place('lr')} returned {found!r:.60} after {step:,} steps; return a share of "
-        "the peak, a finite number such as 0.5",
+        number and 0 <= found < math.inf,
+        f"{config.own.place('lr')} returned {found!r:.60} after {step:,} steps; return the share "
+        "of the peak as a number of 0 or more, such as 0.5",
     )
     return float(found)
 

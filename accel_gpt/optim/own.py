@@ -4,6 +4,7 @@ The host waits for the device in each step, unless the optimizer reads `found_in
 on the device, as the fused ones of torch do.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.errors import UserError, require
+from accel_gpt.config.plan import plural
+from accel_gpt.errors import UserError, first_line, require
 from accel_gpt.model.sharding import is_sharded, local_shard
 from accel_gpt.optim.adamw import UNGUARDED, Guard, given_to_kernel
 from accel_gpt.optim.groups import OPTIONS, PEAK
@@ -118,7 +120,13 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the inner optimizer; see `keep_options`."""
         now = [group[OPTIONS] for group in self.param_groups]
-        self.inner.load_state_dict(state_dict)
+        try:
+            self.inner.load_state_dict(state_dict)
+        except Exception as error:  # an optimizer of yours may raise any
+            raise UserError(
+                f"{type(self.inner).__name__}.load_state_dict() raises {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from None
         self.keep_options(now)
 
     def group_values(self) -> list[dict[str, Any]]:
@@ -169,7 +177,24 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
         f"{place} returned {type(made).__name__}; return a torch.optim.Optimizer, whose "
         "state_dict() a checkpoint stores",
     )
+    for group in made.param_groups:
+        require(
+            "lr" in group,
+            f"the optimizer of {place} has a group without lr; give each group a learning rate, "
+            "lr: its peak",
+        )
+    require(
+        steps_alone(made),
+        f"the step() of {type(made).__name__}, the optimizer of {place}, needs arguments, such as "
+        "a closure that computes the loss again; use an optimizer that updates by step()",
+    )
     held = {id(p) for group in made.param_groups for p in group["params"]}
+    foreign = held - {id(p) for p in model.parameters()}
+    require(
+        not foreign,
+        f"the optimizer of {place} holds {plural(len(foreign), 'parameter')} that the model lacks; "
+        "give it those of model.parameters() alone",
+    )
     for name, p in model.named_parameters():
         require(
             id(p) in held or not p.requires_grad,
@@ -177,3 +202,12 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
             "parameters, or set requires_grad of the others to False",
         )
     return OwnOptimizer(made, place)
+
+
+def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` needs no arguments."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return False
+    return True

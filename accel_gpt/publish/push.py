@@ -20,7 +20,7 @@ from accel_gpt.publish.redaction import write_logs
 from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.export import write_model
-from accel_gpt.transformers_io.load import load_exportable
+from accel_gpt.transformers_io.load import check_exportable, load_exportable
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 T = TypeVar("T")
@@ -54,6 +54,8 @@ def push(
     """
     path = find_checkpoint(Path(run), checkpoint)
     verify_checkpoint(path)
+    pretrained = Pretrained(run, path, is_checkpoint=True)
+    check_exportable(pretrained)
     step = read_state(path).step
     with_retries(partial(create_repo, repo, private), repo)  # the Hub may reject it
     if if_missing:
@@ -63,7 +65,6 @@ def push(
     with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
         folder = Path(temporary) / "upload"
         folder.mkdir()
-        pretrained = Pretrained(run, path, is_checkpoint=True)
         model, tokenizer = load_exportable(pretrained)
         exported = write_model(model, tokenizer, pretrained, folder, dtype)
         del model

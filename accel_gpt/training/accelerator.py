@@ -263,11 +263,13 @@ def machine_mesh(config: Config, accelerator: Accelerator) -> "DeviceMesh | None
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UserError` unless the optimizer holds exactly the parameters of `model`.
+    """Raise `UserError` unless the optimizer holds exactly the trained parameters of `model`.
 
-    If an engine replaces parameters but the optimizer keeps the old ones, nothing is trained.
+    If an engine replaces parameters but the optimizer keeps the old ones, nothing is trained. An
+    optimizer of --code may also hold parameters that are not trained.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held -= {id(p) for p in model.parameters() if not p.requires_grad}
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     lost = [name for key, name in names.items() if key not in held]
     require(

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import require
 from accel_gpt.own_code import OwnCode
 from accel_gpt.training.metrics import Record, checked_record
 
@@ -46,6 +46,11 @@ class OwnLoss:
         pair = isinstance(returned, tuple) and len(returned) == 2
         loss: Tensor = returned[0] if pair else returned
         parts: Any = returned[1] if pair else {}
+        require(
+            isinstance(loss, Tensor),
+            f"{self.place} returned {type(loss).__name__}; return the loss, a tensor without "
+            "dimensions, or (loss, {name: scalar})",
+        )
         self.check_scalar("the loss", loss)
         require(
             loss.requires_grad or not torch.is_grad_enabled(),
@@ -57,17 +62,26 @@ class OwnLoss:
             "(loss, {name: scalar})",
         )
         for name, part in parts.items():
+            require(
+                isinstance(name, str),
+                f"{self.place} named a part of the loss {name!r}; use a text, such as 'z_loss'",
+            )
             self.check_scalar(repr(name), part)
         self.parts.append({name: part.detach() for name, part in parts.items()})
         return loss
 
     def check_scalar(self, name: str, value: object) -> None:
-        """Raise `UserError` unless `value` is a tensor with one number and no dimensions."""
+        """Raise `UserError` unless `value` is a tensor of one real number without dimensions."""
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         require(
             found == (),
             f"{self.place}: {name} must be a tensor without dimensions, but is {found}; take a "
             "mean",
+        )
+        assert isinstance(value, Tensor)
+        require(
+            not value.is_complex(),
+            f"{self.place}: {name} is a complex number; return a real one",
         )
 
     def metrics(self, accelerator: Accelerator) -> Record:
@@ -75,10 +89,14 @@ class OwnLoss:
         names = sorted(self.parts[-1])
         if not names:
             return {}
-        try:
-            rows = [torch.stack([parts[name].float() for name in names]) for parts in self.parts]
-        except KeyError as error:
-            raise UserError(f"{self.place} did not return the part {error} each time") from None
+        for parts in self.parts:
+            differing = sorted(parts.keys() ^ set(names))
+            require(
+                not differing,
+                f"{self.place} returned the part {differing[:1]} for some micro-batches only; "
+                "return the same names each time",
+            )
+        rows = [torch.stack([parts[name].float() for name in names]) for parts in self.parts]
         means = torch.stack(rows).mean(0)
         if accelerator.num_processes > 1:
             means = accelerator.reduce(means, "mean")

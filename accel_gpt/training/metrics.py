@@ -10,7 +10,7 @@ import io
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,11 @@ COLUMNS = (
 Record = dict[str, float]
 
 
-def checked_record(found: object, place: str) -> Record:
+def checked_record(found: object, place: str, others: Collection[str] = ()) -> Record:
     """Return the metrics that a function of --code returned, as plain numbers.
 
     `place`: of the function, for errors. Raises `UserError` unless it returned {name: number}, with
-    names that no other metric has.
+    names that no other metric has; `others`: further such names.
     """
     require(
         isinstance(found, Mapping),
@@ -81,9 +81,13 @@ def checked_record(found: object, place: str) -> Record:
     record = {}
     for name, value in found.items():
         require(
-            isinstance(name, str) and name not in COLUMNS,
-            f"{place} returned the metric {name!r}; choose a text that is no other metric, such as "
+            isinstance(name, str),
+            f"{place} returned the metric {name!r}; its name must be a text, such as "
             "eval/exact_match",
+        )
+        require(
+            name not in COLUMNS and name not in others,
+            f"{place} returned {name!r}, the name of another metric; choose another name",
         )
         try:
             assert not isinstance(value, str)

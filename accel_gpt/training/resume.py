@@ -37,6 +37,7 @@ from accel_gpt.training.changes import (
     allowed_changes,
     check_same_config,
     check_same_run,
+    code_of,
     config_changes,
     length_keys,
 )
@@ -252,8 +253,12 @@ def load_on_this_rank(
         else:
             accelerator.load_state(str(path))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
+        hint = ""
+        if code_of(saved) != code_of(now):
+            used = f"with --code {saved.code}" if saved.code else "without --code"
+            hint = f"; it was made {used}: do the same, or set another out_dir"
         raise CheckpointError(
-            f"{path} does not fit this run: {describe_load_error(error)}"
+            f"{path} does not fit this run: {describe_load_error(error)}{hint}"
         ) from None
     finally:
         accelerator.scaler = scaler
@@ -361,7 +366,10 @@ def check_random_states(path: Path) -> None:
 
 
 def describe_load_error(error: Exception) -> str:
-    """Return the first line of an error, without torch's advice to set `weights_only=False`."""
+    """Return the first telling line of an error, without torch's advice on `weights_only=False`."""
     if "weights_only" in str(error):
         return "it holds objects other than tensors and plain values"
+    title, _, differences = str(error).partition("\n")
+    if title.startswith("Error(s) in loading state_dict"):  # of a module
+        return first_line(ValueError(differences))
     return first_line(error)

@@ -303,7 +303,8 @@ class CheckpointWriter:
     def write_common_files(self, folder: Path, fields: dict[str, Any], gpt: LanguageModel) -> None:
         """Write the files that belong to no rank; on rank 0."""
         write_json(folder / "trainer_state.json", fields)
-        model = {"format": FORMAT, "config": asdict(gpt.config), "vocab_size": gpt.vocab_size}
+        shape = asdict(gpt.given or gpt.config)
+        model = {"format": FORMAT, "config": shape, "vocab_size": gpt.vocab_size}
         write_json(folder / "model.json", model)
         self.tokenizer.save(folder)
         self.before_publish()

@@ -85,21 +85,24 @@ def load_found(
 
 
 def load_exportable(pretrained: Pretrained) -> tuple[GPT, Tokenizer]:
-    """Load a model for transformers or llama.cpp, as `load_found` does.
-
-    Raises `UserError` if `model()` of a file of --code made it, since they do not have its class.
-    """
-    if pretrained.is_checkpoint:
-        used = read_state(pretrained.folder).code
-        require(
-            used is None or "model" not in used.functions,
-            f"{pretrained.name} has the model() of {used.file if used else ''}, which neither "
-            "transformers nor llama.cpp has, so it cannot be exported; use accel-gpt sample and "
-            "evaluate",
-        )
+    """Load a model for transformers or llama.cpp; see `load_found` and `check_exportable`."""
+    check_exportable(pretrained)
     model, tokenizer = load_found(pretrained)
     assert isinstance(model, GPT)
     return model, tokenizer
+
+
+def check_exportable(pretrained: Pretrained) -> None:
+    """Raise `UserError` if `model()` of --code made a model: transformers lacks its class."""
+    if not pretrained.is_checkpoint:
+        return
+    used = read_state(pretrained.folder).code
+    require(
+        used is None or "model" not in used.functions,
+        f"{pretrained.name} has the model() of {used.file if used else ''}, which neither "
+        "transformers nor llama.cpp has, so it cannot be exported; use accel-gpt sample and "
+        "evaluate",
+    )
 
 
 def load_checkpoint(

@@ -174,13 +174,7 @@ def set_up(
     checkpoint = choose_checkpoint(config, state, log)
     check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
-    gradients = make_gradients(
-        accelerator=accelerator,
-        model=model,
-        exact=config.train.reproducible,
-        seed=config.seed,
-        draws=config.model.dropout > 0 or config.own.draws,
-    )
+    gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
     if checkpoint:
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)

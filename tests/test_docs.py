@@ -302,6 +302,7 @@ OTHERS = (
     *("gunzip", "mkdocs", "pip", "pre-commit", "pytest", "python3", "tensorboard"),
     *(".", "export", "while", "done", ""),
 )
+OWN_LOOP = "examples/own_loop.py"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -312,7 +313,7 @@ def parse_ours(words: Sequence[str]) -> None:
 
 def parse_launched(script: str, words: Sequence[str], module: bool) -> None:
     """Parse the command of a launcher: our training script, or our commands as a module."""
-    if script == "accel_gpt/train.py":
+    if script in ("accel_gpt/train.py", OWN_LOOP):
         parse_ours(["train", *words])
     elif module and script == "accel_gpt.cli":
         parse_ours(words)
@@ -341,6 +342,8 @@ def parse_words(words: Sequence[str], marked: bool) -> None:
         parse_ours(["train", *rest[1:]])
     elif program == "python" and rest[0] == "-c":
         compile(rest[1], "command", "exec")
+    elif program == "python" and rest[0] == OWN_LOOP:
+        parse_ours(["train", *rest[1:]])
     else:
         assert marked or program in OTHERS, f"{program} is not known; mark it as `# needs ...`"
     if program == "pip":

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
@@ -164,12 +165,8 @@ class ExactGradients(Gradients):
         return loss
 
 
-def make_gradients(
-    accelerator: Accelerator, model: nn.Module, exact: bool, seed: int, draws: bool
-) -> Gradients:
-    """Make the `Gradients` of a wrapped model; `ExactGradients` if `exact` (train.reproducible).
-
-    `draws`: whether the forward pass draws random numbers, as dropout does.
-    """
-    kind = ExactGradients if exact else Gradients
-    return kind(accelerator=accelerator, model=model, seed=seed, draws=draws)
+def make_gradients(config: Config, accelerator: Accelerator, model: nn.Module) -> Gradients:
+    """Make the `Gradients` of a wrapped model; `ExactGradients` with `train.reproducible`."""
+    kind = ExactGradients if config.train.reproducible else Gradients
+    draws = config.model.dropout > 0 or config.own.draws
+    return kind(accelerator=accelerator, model=model, seed=config.seed, draws=draws)

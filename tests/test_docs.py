@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
@@ -40,6 +41,7 @@ from accel_gpt.data.hub_folder import HubFolder
 from accel_gpt.data.remote import TRIES
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
+from accel_gpt.own_code import ARGUMENTS, load_own_code
 from accel_gpt.training.metrics import COLUMNS
 from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import THOROUGH, launch
@@ -185,6 +187,24 @@ def test_every_file_of_a_run_has_a_row(train_once: Callable[..., Path]) -> None:
     names = {path.name for path in (*folder.iterdir(), *checkpoint.iterdir())}
     top = {name.partition("/")[0] for name in known}
     assert {re.sub(r"\d+", "N", name) for name in names} <= known | top
+
+
+def test_the_edits_of_nanogpt_train(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    """The pieces of code of the section, joined in one file."""
+    page = (ROOT / "docs/how-to/from-nanogpt.md").read_text(encoding="utf-8")
+    section = page.partition("\n## What you edited there")[2].partition("\n## ")[0]
+    file = tmp_path / "my.py"
+    file.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", section, flags=re.S)))
+    assert set(load_own_code(str(file)).functions) == ARGUMENTS.keys() - {"after_evaluation"}
+    ids = np.frombuffer((tmp_path / "text.txt").read_bytes(), np.uint8).astype(np.uint32)
+    ids[:16_000].tofile(tmp_path / "train.bin")
+    ids[16_000:].tofile(tmp_path / "val.bin")
+    words = ("--code", str(file), "--data.train", str(tmp_path), "--data.tokenizer", "bytes")
+    assert launch(small_run(*words, "--train.max_steps", "3", "--sample.every", "0")) == 0
+    last = [*RunFolder(tmp_path / "run").records()][-1]
+    assert last["train/lr"] == pytest.approx(1e-2 * (2 / 3) ** 0.5)
+    assert last["train/embedding_norm"] > 0
+    assert 4 < last["eval/hamlet_loss"] < 7  # log(257) is 5.5
 
 
 def test_every_exit_code_has_a_row() -> None:
@@ -387,6 +407,7 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     """Options and shipped configs must exist; models, runs and files need not."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", "configs")
+    shutil.copytree(ROOT / "examples", "examples")
     for name in (
         "my.yaml",
         "CONFIG.yaml",
@@ -399,6 +420,7 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
             "data: {train: data/own}\ntrain: {max_steps: 8}\nmodel: {vocab_size: 257}\n"
         )
     Path("input.txt").touch()
+    Path("my.py").write_text("def lr(step, config, plan):\n    return 1.0\n")
     monkeypatch.setattr(resolve, "inherit", dict)
     monkeypatch.setattr(resolve, "inherit_published", dict)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)

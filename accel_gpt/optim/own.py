@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
@@ -103,10 +103,17 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                 "groups, and no checkpoint can hold it; keep tensors, numbers and texts there",
             )
         for p, state in self.state.items():
+            if not is_sharded(p):
+                continue
             for key, value in state.items():
+                require(
+                    isinstance(value, Tensor | int | float),
+                    f"the optimizer of {self.place} keeps {key}, a {type(value).__name__}, but "
+                    "with FSDP a checkpoint holds only tensors and numbers; train with DDP",
+                )
                 whole = not isinstance(value, Tensor) or not value.dim()
                 require(
-                    not is_sharded(p) or whole or (is_sharded(value) and value.shape == p.shape),
+                    whole or (is_sharded(value) and value.shape == p.shape),
                     f"the optimizer of {self.place} keeps {key} in another shape than its "
                     "parameter, but FSDP shards both alike; train with DDP",
                 )
@@ -118,7 +125,7 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the inner optimizer; see `keep_options`."""
+        """Load the state of the inner optimizer; see `keep_options` and `restore_types`."""
         now = [group[OPTIONS] for group in self.param_groups]
         try:
             self.inner.load_state_dict(state_dict)
@@ -127,22 +134,36 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                 f"{type(self.inner).__name__}.load_state_dict() raises {type(error).__name__}: "
                 f"{first_line(error)}"
             ) from None
+        self.restore_types(state_dict)
         self.keep_options(now)
 
+    def restore_types(self, saved: Mapping[str, Any]) -> None:
+        """Restore the tensors that torch has converted to the type of their parameter.
+
+        `Optimizer.load_state_dict` makes float32 of bfloat16, and of a count of int64.
+        """
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, parameters, strict=True):
+            state = saved["state"].get(number, {})
+            if tree_structure(state) == tree_structure(self.state.get(p, {})):
+                self.state[p] = tree_map(as_saved, self.state[p], state)
+
     def group_values(self) -> list[dict[str, Any]]:
-        """Return the values of each group, without its parameters."""
+        """Return the values of each group for JSON, without its parameters."""
         found = []
         for group in self.param_groups:
-            found.append({key: value for key, value in group.items() if key != "params"})
+            values = {key: value for key, value in group.items() if key != "params"}
+            found.append(tree_map(as_number, values))
         return found
 
     def load_group_values(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Load what `group_values` returned, from JSON; see `keep_options`."""
+        """Load what `group_values` or the groups of `state_dict` hold; see `keep_options`."""
         now = [group[OPTIONS] for group in self.param_groups]
         if len(saved) != len(now):
             raise UserError(f"it has {len(saved)} groups of parameters, but there are {len(now)}")
         for group, values in zip(self.param_groups, saved, strict=True):
-            group |= {key: as_tuple(value) for key, value in values.items()}
+            group |= {key: as_tuple(one) for key, one in values.items() if key != "params"}
         self.keep_options(now)
 
     def keep_options(self, now: Sequence[dict[str, Any]]) -> None:
@@ -157,6 +178,18 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                     group[key] = value
             group[OPTIONS] = options
             group[PEAK] = float(options["lr"])
+
+
+def as_saved(loaded: Any, saved: Any) -> Any:
+    """Return a value of the state, with the type that it was saved with."""
+    if not isinstance(saved, Tensor) or loaded.dtype == saved.dtype:
+        return loaded
+    return saved.to(loaded.device)
+
+
+def as_number(value: Any) -> Any:
+    """Return a tensor of one number, such as a learning rate, as this number."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def as_tuple(value: Any) -> Any:

@@ -21,6 +21,7 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    convert_outputs_to_fp32,
     gather_object,
     parse_flag_from_env,
     patch_environment,
@@ -36,7 +37,7 @@ from accel_gpt.launcher import (
     local_world_size,
 )
 from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.model.own import make_model
+from accel_gpt.model.own import OwnModel, make_model
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.optim.own import OwnOptimizer, make_own_optimizer
@@ -202,6 +203,8 @@ def build_model(
         # `prepare` finds an optimizer's parameters by their data pointers. Meta tensors have none,
         # so `prepare` gets a dummy optimizer.
         optimizer = torch.optim.SGD(gpt.parameters())
+        if config.own.draws and accelerator.mixed_precision != "no":
+            compute_as_replicas(gpt, accelerator.device.type)
     else:
         mesh = machine_mesh(config, accelerator)
         optimizer = build_optimizer(gpt, config, mesh)
@@ -215,6 +218,19 @@ def build_model(
     gc.collect()
     gc.freeze()  # these objects live to the end: later collections need not search them
     return gpt, model, wrapped
+
+
+def compute_as_replicas(gpt: LanguageModel, device_type: str) -> None:
+    """Let a model compute under FSDP as Accelerate lets it under DDP, for the file of --code.
+
+    FSDP casts the weights to bf16, and nothing else. A module of yours may also have buffers in
+    float32, so it needs autocast; a loss of yours needs logits in float32.
+    """
+    forward: Any = gpt.forward
+    if isinstance(gpt, OwnModel):
+        forward = torch.autocast(device_type, torch.bfloat16)(forward)
+    own: Any = gpt
+    own.forward = convert_outputs_to_fp32(forward)
 
 
 def build_optimizer(

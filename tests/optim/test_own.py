@@ -177,6 +177,22 @@ def test_adamw_with_our_groups_trains_as_ours(
         assert here["train/lr"] == there["train/lr"]
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gradient_is_clipped_before_the_update(
+    fused: bool, small_run: Arguments, tmp_path: Path
+) -> None:
+    """The step of SGD is its rate times the norm to which the gradient is clipped."""
+    rate = "\n\ndef lr(step, config, plan):\n    return 1.0\n"
+    made = f"torch.optim.SGD(model.parameters(), lr=0.5, fused={fused})"
+    code = write(tmp_path, returns(made) + rate)
+    options = ("--optim.grad_clip", "0.1", "--checkpoint.every", "1", "--train.max_steps", "3")
+    assert launch(small_run(*QUIET, *options, "--code", code)) == 0
+    before, after = (weights(tmp_path / "run", step) for step in (2, 3))
+    moved = torch.cat([(after[name] - before[name]).flatten() for name in after])
+    assert records(tmp_path / "run")[2]["train/grad_norm"] > 0.1
+    assert float(moved.norm()) == pytest.approx(0.5 * 0.1, rel=1e-4)
+
+
 def test_numbers_texts_and_tensors_of_any_shape_survive_a_resume(
     small_run: Arguments, tmp_path: Path
 ) -> None:

@@ -1,12 +1,15 @@
 """Each file in examples/ trains and shows its own property.
 
 The slow tests prove for each file that killed and resumed runs equal an undisturbed run bit for
-bit, on one process and on changing numbers of processes, and that a new process samples.
+bit on changing numbers of processes, and that a new process samples. With ACCEL_GPT_THOROUGH=1,
+they also do so on one process without train.reproducible.
 """
 
 import ast
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ import accel_gpt
 from accel_gpt import train
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.resolve import load_config
+from accel_gpt.commands.verify_resume import Finding, run_values
 from accel_gpt.config.experiment import Config, SampleConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.corpus import open_corpus
@@ -31,7 +35,9 @@ from accel_gpt.model.generate import stream
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.own_code import load_own_code
-from tests.conftest import QUIET, launch, run_here, tiny
+from tests.conftest import QUIET, THOROUGH, launch, run_here, tiny
+from tests.test_launch import PLAIN
+from tests.test_matrix import work
 from tests.test_train import assert_same_weights, records
 
 Arguments = Callable[..., list[str]]
@@ -133,7 +139,12 @@ def test_an_example_trains_stops_resumes_and_is_sampled(
     assert launch([*own, "--train.stop_at", "2"]) == 0
     assert launch(own) == 0
     assert records(parted) == records(whole)
-    assert_same_tensors(parted, whole, 4)
+    first, second = run_values(parted, 4), run_values(whole, 4)
+    for kind in ("weights", "optimizer state"):
+        finding = Finding(kind, exact=True)
+        finding.compare(first[kind], second[kind])
+        assert finding.compared
+        assert finding.equal, finding
     capsys.readouterr()
     code = str(ROOT / "examples" / name)
     words = ["sample", str(parted), "--code", code, "--prompt", "the king", "--max_new_tokens", "4"]
@@ -141,13 +152,83 @@ def test_an_example_trains_stops_resumes_and_is_sampled(
     assert capsys.readouterr().out.startswith("the king")
 
 
-def assert_same_tensors(one: Path, two: Path, step: int) -> None:
-    """Assert equal weights in the checkpoints of a step."""
-    first, second = (
-        load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
-        for run in (one, two)
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "1,2"] if THOROUGH else ["1,2"])
+@pytest.mark.parametrize("name", CODES)
+def test_an_example_that_is_killed_and_resumed_equals_never_stopped(
+    name: str, processes: str, example_run: Arguments, tmp_path: Path, capsys: Printed
+) -> None:
+    """With `1,2`, one process is killed, and two go on: so two processes also equal one."""
+    options = ["--steps", "120", "--kills", "1", "--seed", "74", "--processes", processes]
+    options += ["--train.reproducible", str(processes != "1").lower()]
+    options += ["--train.micro_batch_size", "4", "--checkpoint.every", "10", "--sample.every", "0"]
+    options += ["--eval.every", "60", "--eval.tokens", "256"]
+    assert run_here(dispatch, ["verify-resume", *example_run(name, *options)]) == 0
+    shown = capsys.readouterr()
+    assert "with 1 kill" in shown.out
+    assert "equals never stopping, bit for bit" in shown.out
+    assert "no values" not in shown.out
+    for count in processes.split(","):
+        assert f"on {count} process" in shown.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CODES)
+def test_a_new_process_samples_an_example(
+    name: str, example_run: Arguments, tmp_path: Path
+) -> None:
+    assert launch(example_run(name, *FEW_STEPS)) == 0
+    code = str(ROOT / "examples" / name)
+    words = ["sample", "run", "--code", code, "--prompt", "the king", "--max_new_tokens", "8"]
+    command = [sys.executable, "-m", "accel_gpt.cli", *words]
+    environment = {**PLAIN, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert_same_weights(first, second)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the king")
+
+
+@pytest.mark.slow
+def test_sharded_processes_train_stop_and_resume_an_own_model_with_an_own_optimizer(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """Two processes under FSDP2, with the functions of two examples in one file."""
+    code = tmp_path / "both.py"
+    parts = [(ROOT / "examples" / name).read_text() for name in ("own_model.py", "lion.py")]
+    code.write_text("\n".join(parts))
+    alike = ["--code", str(code), *FEW_STEPS, "--checkpoint.every", "1"]
+    alike += ["--train.micro_batch_size", "2", "--train.mixed_precision", "no"]
+    whole = ["--out_dir", str(tmp_path / "whole")]
+    parted = ["--out_dir", str(tmp_path / "parted")]
+    tasks = [
+        ["stopped", small_run(*alike, *parted), 2, None],
+        ["whole", small_run(*alike, *whole), 0, None],
+        ["resumed", small_run(*alike, *parted), 0, None],
+    ]
+    work("fsdp2", 2, tasks, tmp_path)
+    assert records(tmp_path / "parted") == records(tmp_path / "whole")
+    files = shards_of(tmp_path / "whole")
+    assert sorted(files) == [
+        f"{kind}_{rank}.safetensors" for kind in ("optimizer", "weights") for rank in range(2)
+    ]
+    others = shards_of(tmp_path / "parted")
+    for name, tensors in files.items():
+        assert_same_weights(tensors, others[name])
+    assert any(name.endswith(".exp_avg") for name in files["optimizer_1.safetensors"])
+    model, _ = accel_gpt.load(tmp_path / "parted", code=code)
+    rows = sum(len(files[f"weights_{rank}.safetensors"]["inner.head.weight"]) for rank in range(2))
+    assert model.inner.head.weight.shape == (rows, 32)
+    alone = tmp_path / "alone"
+    assert launch(small_run(*alike, "--out_dir", str(alone))) == 0
+    for sharded, single in zip(records(tmp_path / "whole"), records(alone), strict=True):
+        assert sharded["train/loss"] == pytest.approx(single["train/loss"], abs=1e-4)
+
+
+def shards_of(run: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors in each file of the last checkpoint of a sharded run."""
+    folder = run / "checkpoints" / "step_00000004"
+    return {file.name: load_file(file) for file in folder.glob("*.safetensors")}
 
 
 # --------------------------------------------------------------------------- own_model.py

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import accel_gpt
 from accel_gpt import cli
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.errors import CheckpointError, UserError
@@ -159,6 +160,41 @@ def test_nothing_is_unpickled_nor_executed_while_a_run_is_taken_up(
     proven = events(tmp_path, "PROVE")
     assert any("pickle.find_class" in event for event in proven)
     assert any("exec <string>" in event for event in proven)
+
+
+def test_no_file_names_code_that_is_executed(
+    checkpoint: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run from someone else, whose files name its code.py: commands that open the run."""
+    run, canary = tmp_path / "run", tmp_path / "executed"
+    code = run / "code.py"
+    code.write_text(
+        f"open({str(canary)!r}, 'w').close()\ndef lr(step, config, plan):\n    return 1.0\n"
+    )
+    content = json.loads((checkpoint / "trainer_state.json").read_text())
+    content["config"]["code"] = str(code)
+    plant(checkpoint, "trainer_state.json", json.dumps(content).encode(), fitting=True)
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"code: {code}\n")
+    longer = ["--train.max_steps", "3", "--checkpoint.allow_change", "train.max_steps"]
+    start = ["--model.init_from", str(run), "--out_dir", str(tmp_path / "new")]
+    for words, expected in (
+        (["train", str(run / "config.yaml")], 2),
+        (["evaluate", str(run)], 2),
+        (["sample", str(run), "--max_new_tokens", "2"], 0),
+        (["inspect", str(run)], 0),
+        (["report", str(run)], 0),
+        (["train", *small_run(*SHORT, *start)], 0),
+        (["train", *small_run(*SHORT, *longer)], 0),
+    ):
+        assert run_here(cli.dispatch, words) == expected, words
+        refused = "config.yaml would execute a file" in capsys.readouterr().err
+        assert refused == (expected == 2), words
+        assert not canary.exists(), words
+    accel_gpt.load(run)
+    assert not canary.exists()
+    run_here(cli.dispatch, ["sample", str(run), "--code", str(code), "--max_new_tokens", "2"])
+    assert canary.exists(), "the payload would have worked"
 
 
 # --------------------------------------------------------------------------- manifests

@@ -24,6 +24,7 @@ from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.divergence import StepGuard
 from accel_gpt.training.gradients import make_gradients, micro_batches
+from accel_gpt.training.losses import make_loss
 from accel_gpt.training.metrics import MetricsLog
 from accel_gpt.training.process import make_host_group
 from accel_gpt.training.resume import choose_checkpoint, restore
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     evaluations = open_evaluations(config, corpus)
     # model, optimizer, checkpoints
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
+    compute_loss = make_loss(config.own, plan.accumulation_steps)
     gradients = make_gradients(config, accelerator, model)
     guard = StepGuard(config.train, accelerator.device)
     folder = Path(config.out_dir)
@@ -80,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         batches = micro_batches(loader, accelerator, plan, corpus.document_end)
         for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
             with gradients.micro_step(first):
-                loss = model(tokens, targets, documents=documents)
+                loss = compute_loss(model, tokens, targets, documents)
                 gradients.backward(loss * weight)
         loss = gradients.finish()
         norm = gradients.norm()

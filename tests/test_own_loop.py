@@ -69,7 +69,25 @@ def documents(folder: Path) -> str:
     return str(folder / "documents")
 
 
-@pytest.mark.parametrize("kind", ["plain", "documents", "muon"])
+OWN = """
+import torch
+from torch.nn.functional import cross_entropy
+
+def optimizer(model, config):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+def lr(step, config, plan):
+    return 0.9**step
+
+def loss(model, tokens, targets, documents):
+    return cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+def evaluate(run):
+    return {"eval/weights": next(run.gpt.parameters()).norm()}
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "documents", "muon", "code"])
 def test_the_loop_equals_accel_gpt_train_and_resumes(
     kind: str, small_run: Arguments, tmp_path: Path
 ) -> None:
@@ -78,6 +96,9 @@ def test_the_loop_equals_accel_gpt_train_and_resumes(
         options += ["--data.train", documents(tmp_path), "--data.document_mask", "true"]
     elif kind == "muon":
         options += ["--optim.name", "muon", "--schedule.name", "wsd"]
+    elif kind == "code":
+        (tmp_path / "my.py").write_text(OWN)
+        options += ["--code", str(tmp_path / "my.py")]
     ours = tmp_path / "ours"
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"

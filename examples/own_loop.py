@@ -103,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
             if evaluating:
                 record |= evaluate(evaluations, gpt, accelerator, last_step=last)
                 state.note_evaluation(record["eval/val_loss"])
+                accelerator.print(f"step {state.step}: val loss {state.val_loss:.4f}")
             accelerator.print(f"step {state.step}: loss {record['train/loss']:.4f}")
             if accelerator.is_main_process:
                 metrics.write(record)

@@ -21,6 +21,22 @@ from tests.test_train import assert_same_weights, records, weights
 ROOT = Path(__file__).resolve().parents[1]
 LOOP = ROOT / "examples" / "own_loop.py"
 PAGE = "docs/how-to/own-loop.md"
+OWN = """
+import torch
+from torch.nn.functional import cross_entropy
+
+def optimizer(model, config):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+def lr(step, config, plan):
+    return 0.9**step
+
+def loss(model, tokens, targets, documents):
+    return cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+def evaluate(run):
+    return {"eval/weights": next(run.gpt.parameters()).norm()}
+"""
 
 Arguments = Callable[..., list[str]]
 
@@ -67,24 +83,6 @@ def documents(folder: Path) -> str:
     file.write_text("\n".join(rows))
     prepare(PrepareConfig(source="jsonl", path=str(file), tokenizer="bytes"), folder / "documents")
     return str(folder / "documents")
-
-
-OWN = """
-import torch
-from torch.nn.functional import cross_entropy
-
-def optimizer(model, config):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-def lr(step, config, plan):
-    return 0.9**step
-
-def loss(model, tokens, targets, documents):
-    return cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
-
-def evaluate(run):
-    return {"eval/weights": next(run.gpt.parameters()).norm()}
-"""
 
 
 @pytest.mark.parametrize("kind", ["plain", "documents", "muon", "code"])

@@ -37,7 +37,7 @@ def after_evaluation(run, record):
     (text,) = write_text(run.gpt, run.corpus.tokenizer, "", sampling, generator)
     if not run.accelerator.is_main_process:
         return
-    print(f"step {run.state.step:,}: val loss {record['eval/val_loss']:.4f}\n{text}\n")
+    print(f"step {run.state.step:,}: val loss {record['eval/val_loss']:.4f}\n{text}\n", flush=True)
     # the losses of all launches are in the folder of the run, this one included
     losses = accel_gpt.Run(Path(run.config.out_dir)).metrics["eval/val_loss"].dropna()
     if _has_risen(losses.tolist()):

@@ -20,6 +20,7 @@ from accel_gpt.own_code import place_in_own_code
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # the messages of CPU and CUDA
+UNUSED = "find_unused_parameters"  # in the message of DDP
 # errors of a path that the user gave: no permission, a folder, too long, its parent is a file,
 # read-only
 PATH_ERRORS = (
@@ -193,6 +194,11 @@ def describe_failure(error: Exception) -> str | None:
         return (
             f"out of memory ({first_line(error)[-120:]}); lower the model's "
             "size, train.micro_batch_size or sample.num; accel-gpt plan shows the memory they need"
+        )
+    if isinstance(error, RuntimeError) and UNUSED in str(error):
+        return (
+            "a step did not use all parameters of the model in its loss, but DDP waits for the "
+            "gradient of each; use all of them in each step, or remove those that no step uses"
         )
     if place is not None:
         return f"{place}: {type(error).__name__}: {first_line(error)}"

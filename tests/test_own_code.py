@@ -1,11 +1,23 @@
 """`--code FILE`: what is wrong in the file is one sentence with its place, and costs no step."""
 
+import json
+import shutil
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import accel_gpt
+from accel_gpt.commands import sweep
+from accel_gpt.commands.series import SeriesRun
+from accel_gpt.errors import UserError
+from accel_gpt.training import compilation
 from tests.conftest import QUIET, launch, small_config
+from tests.test_golden import call
+from tests.test_train import records
 
 # the smallest model: 257 x 16 weights in, 16 x 257 out
 NET = """
@@ -404,6 +416,30 @@ def folder(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return corpus.parent
 
 
+@pytest.fixture
+def made_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Train the runs of a sweep in this process; return the names of those that were trained."""
+    trained = []
+
+    class Series:
+        def __init__(self, runs: Sequence[SeriesRun]) -> None:
+            self.runs = runs
+
+        def train(self) -> dict[str, str]:
+            for run in self.runs:
+                if run.finished:
+                    continue
+                run.folder.mkdir(exist_ok=True)
+                words = [str(run.config), "--out_dir", str(run.folder), "--log.level", "warning"]
+                words += [] if run.code is None else ["--code", str(run.code)]
+                assert launch(words) == 0
+                trained.append(run.name)
+            return {}
+
+    monkeypatch.setattr(sweep, "Series", Series)
+    return trained
+
+
 def train(*options: str, steps: int = 3) -> int:
     """Train a few steps quietly with my.py; return the exit code."""
     words = ["small.yaml", *QUIET, "--log.level", "warning", "--checkpoint.every", "0"]
@@ -501,4 +537,218 @@ def test_a_misspelled_function_is_a_warning(
     assert train(steps=3) == 0
     assert capfd.readouterr().err == (
         "WARNING: my.py: nothing calls evaluat(); did you mean evaluate? Name a helper _evaluat\n"
+    )
+
+
+# --------------------------------------------------------------------------- a run and its file
+
+RATE = function("lr", "step, config, plan", "return 1.0")
+
+
+def test_a_resume_without_the_file_or_with_another_asks(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = folder / "my.py"
+    own.write_text(RATE)
+    assert train("--train.stop_at", "2", steps=4) == 0
+    capfd.readouterr()
+    words = ["small.yaml", *QUIET, "--log.level", "warning", "--checkpoint.every", "0"]
+    words += ["--train.max_steps", "4"]
+    assert launch(words) == 2
+    error = capfd.readouterr().err
+    assert "code was my.py (" in error
+    assert "), is null (add --code my.py); restore the old value" in error
+    own.write_text(f"{RATE}# edited\n")
+    assert train(steps=4) == 2
+    error = capfd.readouterr().err
+    assert error.endswith("or accept it with --checkpoint.allow_change code\n")
+    assert saved(folder) == [2]
+    assert train("--checkpoint.allow_change", "code", steps=4) == 0  # its advice
+    assert train(steps=4) == 0  # the new file is the run's from now on
+
+
+@pytest.mark.slow
+def test_another_model_or_optimizer_does_not_fit_and_says_what_did(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = folder / "my.py"
+    own.write_text(f"{SGD}model.parameters(), lr=0.1, momentum=0.9)\n")
+    assert train() == 0
+    allow = ("--checkpoint.allow_change", "code")
+    own.write_text(f"{SGD}model.parameters(), lr=0.1)\n".replace("SGD", "Adam"))
+    assert train(*allow, *ADAMW) == 4
+    error = capfd.readouterr().err
+    assert "does not fit this run: Adam.load_state_dict() raises KeyError: 'step'; it was" in error
+    assert "made with --code my.py (" in error
+    assert error.endswith("): do the same, or set another out_dir\n")
+    own.write_text(MODEL)
+    assert train(*allow, *ADAMW) == 4
+    assert "does not fit this run: Missing key(s) in state_dict: " in capfd.readouterr().err
+    assert saved(folder) == [3]
+
+
+def test_commands_that_open_a_run_with_an_own_model_ask_for_its_file(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = folder / "my.py"
+    own.write_text(MODEL)
+    assert train(*ADAMW) == 0
+    capfd.readouterr()
+    other = folder / "rate.py"
+    other.write_text(RATE)
+    ask = (
+        "error: run/checkpoints/step_00000003 was made with model() of my.py (its copy is "
+        "run/code.py); add --code my.py\n"
+    )
+    for words in (
+        ["sample", "run"],
+        ["sample", "run/checkpoints/step_00000003"],
+        ["evaluate", "run"],
+        ["train", "small.yaml", "--out_dir", "tuned", "--model.init_from", "run"],
+    ):
+        assert call(*words) == 2, words
+        assert capfd.readouterr().err == ask
+        assert call(*words, "--code", "rate.py") == 2, words
+        assert capfd.readouterr().err.splitlines()[-1] == ask.strip()
+    refused = "run has the model() of my.py, which neither transformers nor llama.cpp has"
+    for words in (
+        ["export", "run", "--to", "exported"],
+        ["export", "run", "--gguf", "model.gguf"],
+        ["push", "run", "--repo", "me/mine"],
+    ):
+        assert call(*words) == 2, words
+        assert refused in capfd.readouterr().err
+    assert not (folder / "exported").exists()
+    assert call("sample", "run", "--code", "my.py", "--num", "1", "--max_new_tokens", "3") == 0
+    assert capfd.readouterr().err == ""
+    own.write_text(f"{MODEL}# edited\n")
+    assert call("sample", "run", "--code", "my.py", "--num", "1", "--max_new_tokens", "3") == 0
+    assert "but --code is my.py as it is now" in capfd.readouterr().err
+
+
+def test_no_file_that_is_read_can_name_code(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my.py").write_text("raise SystemExit('executed')\n")
+    named = folder / "named.yaml"
+    named.write_text((folder / "small.yaml").read_text() + "code: my.py\n")
+    copied = folder / "someones" / "config.yaml"
+    copied.parent.mkdir()
+    copied.write_text(named.read_text())
+    for words in (
+        ["train", "named.yaml"],
+        ["train", "someones/config.yaml"],
+        ["plan", "named.yaml"],
+        ["bench", "named.yaml"],
+        ["sweep", "named.yaml", "--optim.lr", "1e-3,2e-3"],
+        ["verify-resume", "named.yaml"],
+    ):
+        assert call(*words) == 2, words
+        error = capfd.readouterr().err
+        assert "would execute a file, so only the command line may set it" in error, words
+        assert "executed" not in error
+    named.write_text((folder / "small.yaml").read_text() + "code: null\n")
+    assert call("plan", "named.yaml") == 0
+
+
+@pytest.mark.slow
+def test_the_python_interface_takes_the_file_as_it_is_at_each_call(folder: Path) -> None:
+    own = folder / "my.py"
+    options = {"code": "my.py", "train.max_steps": 3, "optim.name": "adamw", "eval.every": 0}
+    options |= {"sample.every": 0, "log.level": "warning"}
+    own.write_text(MODEL + function("metrics", "run", "return {'own/number': 1}"))
+    run = accel_gpt.run("small.yaml", options)
+    assert [record["own/number"] for record in records(run.path)] == [1, 1, 1]
+    assert len(run.sample("the", code="my.py", num=2, max_new_tokens=4)) == 2
+    own.write_text(own.read_text().replace("return {'own/number': 1}", "return {'own/number': 2}"))
+    run = accel_gpt.run("small.yaml", {**options, "out_dir": "second"})
+    assert [record["own/number"] for record in records(run.path)] == [2, 2, 2]
+    model, tokenizer = accel_gpt.load("second", code="my.py")
+    assert tokenizer.vocab_size == 257
+    assert sum(p.numel() for p in model.parameters()) == 257 * 16 + 17 * 257
+    with pytest.raises(UserError, match=r"add --code my\.py"):
+        accel_gpt.load("second")
+    own.write_text(function("lr", "step, config, plan", "raise KeyError('gone')"))
+    with pytest.raises(KeyError):  # Python shows where
+        accel_gpt.run("small.yaml", {**options, "out_dir": "third"})
+
+
+def test_plan_and_bench_count_an_own_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    own = folder / "my.py"
+    own.write_text(
+        f"{MODEL}\n\ndef _flops(net):\n    return 123\n\n\nNet.flops_per_token = _flops\n"
+    )
+    assert call("plan", "small.yaml", "--code", "my.py") == 0
+    assert "8,481   of the model() in my.py" in capfd.readouterr().out
+    assert call("plan", "small.yaml", "--code", "my.py", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["parameters"], found["flops_per_token"]) == (8481, 123)
+    assert call("bench", "small.yaml", "--code", "my.py", "--steps", "2", *ADAMW) == 0
+    assert "8,481 parameters, 0.0 MFLOP a token" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_sweep_over_files_reuses_the_runs_of_those_that_did_not_change(
+    folder: Path, made_runs: list[str]
+) -> None:
+    (folder / "a.py").write_text(RATE)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "b.py").write_text(RATE.replace("1.0", "0.5"))
+    sweep = ["sweep", "small.yaml", "--code", "null,a.py,sub/b.py", "--out_dir", "swept"]
+    sweep += ["--train.max_steps", "3", "--eval.every", "0", "--sample.every", "0"]
+    assert call(*sweep) == 0
+    assert made_runs == ["code=null,seed=1337", "code=a.py,seed=1337", "code=b.py,seed=1337"]
+    made_runs.clear()
+    (folder / "a.py").write_text(f"{RATE}# edited\n")
+    assert call(*sweep) == 0
+    assert made_runs == ["code=a.py,seed=1337"]
+    assert len([path for path in (folder / "swept").iterdir() if path.is_dir()]) == 4
+
+
+@pytest.mark.slow
+def test_auto_finds_a_micro_batch_size_for_an_own_model_and_loss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "my.py").write_text(f"{MODEL}{LOSS}    return model(tokens, targets)\n")
+    assert train(*ADAMW, "--train.micro_batch_size", "auto") == 0
+    assert saved(folder) == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uploads_here")
+def test_a_run_that_lost_its_checkpoints_goes_on_from_the_copy_with_its_file(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my.py").write_text(RATE)
+    copy = ("--checkpoint.copy_to", str(folder / "copies"))
+    assert train(*copy, "--train.stop_at", "2", steps=4) == 0
+    shutil.rmtree(folder / "run")
+    (folder / "my.py").write_text(f"{RATE}# edited\n")
+    assert train(*copy, steps=4) == 2
+    assert "code was my.py (" in capfd.readouterr().err
+    (folder / "my.py").write_text(RATE)
+    assert train(*copy, steps=4) == 0
+    assert saved(folder)[-1] == 4
+
+
+def test_an_own_model_and_loss_compile_without_a_graph_break(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The model is traced as one graph; no kernel is compiled. Errors keep their place."""
+    plain = nn.Module.compile
+    monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
+    options = {"backend": "eager", "fullgraph": True}
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: plain(module, **options))
+    part = f"{LOSS}    loss = model(tokens, targets)\n    return loss, {{'z': loss}}\n"
+    (folder / "my.py").write_text(MODEL + part)
+    torch._dynamo.reset()
+    assert train(*ADAMW, "--train.compile", "true") == 0
+    assert capfd.readouterr().err == ""
+    (folder / "my.py").write_text(RAISES["Own.forward"])
+    options["fullgraph"] = False
+    torch._dynamo.reset()
+    assert train(*ADAMW, "--train.compile", "true", "--out_dir", "second") == 2
+    line = RAISES["Own.forward"].splitlines().index("        raise KeyError('gone')") + 1
+    assert (
+        capfd.readouterr().err == f"error: my.py, line {line}, in Own.forward: KeyError: 'gone'\n"
     )

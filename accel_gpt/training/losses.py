@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accel_gpt.errors import require
 from accel_gpt.own_code import OwnCode
 from accel_gpt.training.metrics import Record, checked_record
+from accel_gpt.training.ranks import all_gather
 
 ComputeLoss = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -37,6 +38,7 @@ class OwnLoss:
         self.function = own.loss
         self.place = own.place("loss")
         self.parts: deque[Mapping[str, Tensor]] = deque(maxlen=micro_steps)
+        self.names: list[str] | None = None  # of the parts, the same from the first step on
 
     def __call__(
         self, model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None
@@ -85,10 +87,20 @@ class OwnLoss:
         )
 
     def metrics(self, accelerator: Accelerator) -> Record:
-        """Return the parts of the last step; a collective if it has parts."""
-        names = sorted(self.parts[-1])
-        if not names:
-            return {}
+        """Return the parts of the last step; a collective at the first call, or if it has parts.
+
+        Raises `UserError` unless all micro-batches, steps and ranks have the same parts.
+        """
+        if self.names is None:
+            self.names = sorted(self.parts[-1])
+            first, *others = all_gather(self.names)
+            for other in others:
+                require(
+                    other == first,
+                    f"{self.place} returned the parts {first} on rank 0, but {other} on another; "
+                    "return the same names on all ranks",
+                )
+        names = self.names
         for parts in self.parts:
             differing = sorted(parts.keys() ^ set(names))
             require(
@@ -96,6 +108,8 @@ class OwnLoss:
                 f"{self.place} returned the part {differing[:1]} for some micro-batches only; "
                 "return the same names each time",
             )
+        if not names:
+            return {}
         rows = [torch.stack([parts[name].float() for name in names]) for parts in self.parts]
         means = torch.stack(rows).mean(0)
         if accelerator.num_processes > 1:

@@ -137,6 +137,7 @@ def test_dropout_buffers_and_tied_weights_survive_a_resume(
     assert len(text[0]) > 20
 
 
+@pytest.mark.slow
 def test_the_first_weights_depend_on_the_seed_alone(small_run: Arguments, tmp_path: Path) -> None:
     """They are those of the constructor after seeding, whatever drew before."""
     source = f"{NET}\ntorch.rand(7)\n"
@@ -210,7 +211,16 @@ def test_two_processes_train_bit_for_bit_as_one(small_run: Arguments, tmp_path: 
     """With dropout, an own optimizer and train.reproducible; stopped on two, resumed on one."""
     code = write(tmp_path, (NET + LION).replace("self.seen += 1", "pass"))
     options = (*OPTIONS, "--code", code, "--train.reproducible", "true", "--train.max_steps", "5")
-    options += ("--train.micro_batch_size", "2", "--eval.every", "3", "--checkpoint.keep_last", "9")
+    options += (
+        "--model.dropout",
+        "0",
+        "--train.micro_batch_size",
+        "2",
+        "--eval.every",
+        "3",
+        "--checkpoint.keep_last",
+        "9",
+    )
     whole, parted = (
         small_run(*options, "--out_dir", str(tmp_path / part)) for part in ("whole", "parted")
     )
@@ -261,3 +271,25 @@ def test_a_sharded_own_run_continues_on_one_process_and_back(
             assert other["train/z_loss"] == pytest.approx(one["train/z_loss"], abs=1e-6)
             assert other["train/first_token"] == pytest.approx(one["train/first_token"])
             assert other["own/seen"] == one["own/seen"] == one["step"]
+
+
+@pytest.mark.slow
+def test_ranks_with_other_parts_of_the_loss_end_with_one_sentence(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """They would wait for each other in the sum of the parts."""
+    own = NET.replace('{"z_loss": z_loss, ', '{"z_loss" + "s" * int(os.environ["RANK"]): z_loss, ')
+    code = write(tmp_path, f"import os\n{own}")
+    run = small_run(*OPTIONS, "--code", code, "--train.micro_batch_size", "4")
+    with pytest.raises(AssertionError, match=r"the parts .* on rank 0, but"):
+        work("ddp", 2, [["run", run, 0, None]], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_weight_that_no_loss_uses_is_one_sentence_on_two_processes(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    own = NET.replace("self.layers =", "self.spare = nn.Linear(3, 3)\n        self.layers =")
+    run = small_run(*OPTIONS, "--code", write(tmp_path, own), "--train.micro_batch_size", "4")
+    with pytest.raises(AssertionError, match="error: a step did not use all parameters of the mod"):
+        work("ddp", 2, [["run", run, 0, None]], tmp_path)

@@ -113,7 +113,13 @@ def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("Adafactor", "NAdam")))
+        for name in OPTIMIZERS
+    ],
+)
 def test_a_skipped_step_changes_neither_weights_nor_state(
     name: str, small_run: Arguments, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ PAGES = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 FILES = (".py", ".bin", ".json", ".safetensors")  # endings of files that look like keys
-NOT_OURS = ("my.py", "code.py")  # a file of the reader, and its copy in the folder of a run
+NOT_OURS = ("my.py", "variant.py", "code.py")  # files of the reader, a copy in a run's folder
 # pages that name files of other projects
 FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md", "evaluation.md")
 
@@ -391,6 +391,13 @@ def inline_commands(page: str) -> list[Line]:
     return [Line(placeholders.sub(lambda name: EXAMPLES[name[0]], one), "") for one in whole]
 
 
+def write_variant(folder: Path) -> None:
+    """Write `variant.py`, the first Python block of the page on experiments."""
+    page = (ROOT / "docs/how-to/experiment.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    (folder / "variant.py").write_text(code, encoding="utf-8")
+
+
 def marked_or_parsed(page: str) -> None:
     """Parse every command of a page."""
     for line in (*shell_lines(page), *inline_commands(page)):
@@ -421,6 +428,7 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
             "data: {train: data/own}\ntrain: {max_steps: 8}\nmodel: {vocab_size: 257}\n"
         )
     Path("input.txt").touch()
+    write_variant(tmp_path)
     Path("my.py").write_text("def lr(step, config, plan):\n    return 1.0\n")
     monkeypatch.setattr(resolve, "inherit", dict)
     monkeypatch.setattr(resolve, "inherit_published", dict)
@@ -501,6 +509,8 @@ SHORTER = {
     "step-840": "step-12",
     "--checkpoint 560": "--checkpoint 8",
     "--train.max_steps 1200": "--train.max_steps 16",
+    "null,variant.py --seed 1,2,3": "null,variant.py --seed 1",
+    "--train.max_steps 60,48": "--train.max_steps 4,3",
     "--train.max_steps 60": "--train.max_steps 4",
     "--vocab_size 4096": "--vocab_size 300",
     "--vocab_size 1024": "--vocab_size 300",
@@ -532,6 +542,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     code = (PACKAGE / "train.py").read_text(encoding="utf-8")
     (folder / "input.txt").write_text(text + code)
+    write_variant(folder)
     for number in range(4):
         for place in ("notes", "custom_texts"):
             part = folder / place / f"part{number}"

@@ -85,9 +85,7 @@ def documents(folder: Path) -> str:
     return str(folder / "documents")
 
 
-@pytest.mark.parametrize(
-    "kind", ["plain", "documents", "code", pytest.param("muon", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["plain", "documents", "muon", "code"])
 def test_the_loop_equals_accel_gpt_train_and_resumes(
     kind: str, small_run: Arguments, tmp_path: Path
 ) -> None:

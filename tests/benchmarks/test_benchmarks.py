@@ -116,3 +116,33 @@ def test_the_transfer_of_rates(tmp_path: Path) -> None:
     found = report_of(tmp_path, "transfer.py", *options)
     assert {row["step"] for row in found["coordinates"]} == set(range(11))
     assert (tmp_path / "out" / "coordinates.png").stat().st_size > 10_000
+
+
+def test_rules_that_keep_changes(tmp_path: Path) -> None:
+    text = tmp_path / "input.txt"
+    text.write_text(text_of(60_000), encoding="utf-8")
+    options = ("--out", str(tmp_path / "out"), "--text", str(text))
+    few = ("--of_each", "1", "--seeds", "5", "--steps", "12")
+    found = report_of(tmp_path, "keep_rule.py", *options, *few)
+    losses = found["losses"]
+    baseline = losses.pop("baseline")
+    assert set(losses) == {
+        "redrawn 1",
+        "rounded rate 1",
+        "rolled batch 1",
+        "rate x 1.02",
+        "rate x 1.02, redrawn",
+    }
+    assert losses["redrawn 1"] != baseline
+    assert losses["rolled batch 1"] == pytest.approx(baseline, abs=1e-2)
+    shares = {row["changes"]: row for row in found["changes"]}
+    for name, by_seed in losses.items():
+        lower = [by_seed[seed] < before for seed, before in baseline.items()]
+        assert shares[name.removesuffix(" 1")]["one run, the same seed"] == sum(lower) / 5
+    for row in found["rules"]:
+        for which, changes in (("nothing", 3), ("help", 2)):
+            judged = [row[f"{which}, {verdict}"] for verdict in ("kept", "rejected", "undecided")]
+            assert sum(judged) == pytest.approx(changes)
+    one_run, _, _, sweep = found["rules"]
+    assert one_run["runs"] == 6
+    assert 6 * 3 <= sweep["runs"] <= 6 * 5  # no verdict from fewer than three seeds

@@ -85,7 +85,9 @@ def documents(folder: Path) -> str:
     return str(folder / "documents")
 
 
-@pytest.mark.parametrize("kind", ["plain", "documents", "muon", "code"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "documents", "code", pytest.param("muon", marks=pytest.mark.slow)]
+)
 def test_the_loop_equals_accel_gpt_train_and_resumes(
     kind: str, small_run: Arguments, tmp_path: Path
 ) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 import accel_gpt
 from accel_gpt.commands import sweep
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.errors import UserError
-from accel_gpt.training import compilation
+from accel_gpt.training import auto_batch, compilation
 from tests.conftest import QUIET, launch, small_config
 from tests.test_golden import call
 from tests.test_train import records
@@ -705,13 +707,17 @@ def test_a_sweep_over_files_reuses_the_runs_of_those_that_did_not_change(
     assert len([path for path in (folder / "swept").iterdir() if path.is_dir()]) == 4
 
 
-@pytest.mark.slow
-def test_auto_finds_a_micro_batch_size_for_an_own_model_and_loss(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "my.py").write_text(f"{MODEL}{LOSS}    return model(tokens, targets)\n")
-    assert train(*ADAMW, "--train.micro_batch_size", "auto") == 0
-    assert saved(folder) == [3]
+def test_auto_tries_a_step_with_the_own_model_loss_and_optimizer(folder: Path) -> None:
+    """This is what train.micro_batch_size auto measures on a GPU."""
+    called = "\n\ndef _note(name):\n    with open('called', 'a') as file:\n"
+    called += "        file.write(f'{name} ')\n"
+    model = MODEL.replace("    return Net(", "    _note('model')\n    return Net(")
+    loss = f"{LOSS}    _note('loss')\n    return model(tokens, targets)\n"
+    made = SGD.replace("    return", "    _note('optimizer')\n    return")
+    (folder / "my.py").write_text(f"{called}{model}{loss}{made}model.parameters(), lr=0.1)\n")
+    config = load_config(["small.yaml", *ADAMW, "--code", "my.py"], "test")
+    auto_batch.try_step(config, 257, Accelerator(cpu=True))
+    assert (folder / "called").read_text() == "model optimizer loss loss "
 
 
 @pytest.mark.slow

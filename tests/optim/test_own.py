@@ -195,7 +195,9 @@ def test_a_gradient_is_clipped_before_the_update(
     assert launch(small_run(*QUIET, *options, "--code", code)) == 0
     before, after = (weights(tmp_path / "run", step) for step in (2, 3))
     moved = torch.cat([(after[name] - before[name]).flatten() for name in after])
-    assert records(tmp_path / "run")[2]["train/grad_norm"] > 0.1
+    last = records(tmp_path / "run")[2]
+    assert last["train/grad_norm"] > 0.1
+    assert last["train/lr"] == 0.5  # its own, not optim.lr
     assert float(moved.norm()) == pytest.approx(0.5 * 0.1, rel=1e-4)
 
 

@@ -75,9 +75,7 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
         divisor = self.divisor_and_grad_scale()
         if self.reads_guard:
             with given_to_kernel(self.inner, skip, divisor):
-                result = self.inner.step()
-            self.check_state()
-            return result
+                return self.update()
         guards = [guard for guard in (skip, divisor) if guard is not None]
         values = torch.stack(guards).tolist() if guards else []  # waits for the device
         if skip is not None and values[0]:
@@ -87,7 +85,20 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                 for p in group["params"]:
                     if p.grad is not None:
                         local_shard(p.grad).div_(values[-1])
-        result = self.inner.step()
+        return self.update()
+
+    def update(self) -> Any:
+        """Call the inner optimizer. Raises `UserError` if it cannot update the shards of FSDP."""
+        try:
+            result = self.inner.step()
+        except (NotImplementedError, RuntimeError) as error:
+            sharded = any(is_sharded(p) for group in self.param_groups for p in group["params"])
+            if not sharded or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UserError(
+                f"the step() of {type(self.inner).__name__}, the optimizer of {self.place}, cannot "
+                f"update the shards of FSDP: {first_line(error)}; train with DDP"
+            ) from error
         self.check_state()
         return result
 

@@ -9,6 +9,7 @@ import torch
 
 from accel_gpt import train
 from tests.conftest import QUIET, launch
+from tests.test_matrix import work
 from tests.test_train import assert_same_weights, records, weights
 from tests.training.test_numerics import Waits
 
@@ -84,6 +85,20 @@ def optimizer(model, config):
 def metrics(run):
     group = run.optimizer.param_groups[0]
     return {"own/updates": group["updates"], "own/decay": group["decay"]}
+"""
+KEEPS_A_TEXT = """
+import torch
+
+
+class Own(torch.optim.SGD):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["kind"] = "own"
+        return super().step()
+
+
+def optimizer(model, config):
+    return Own(model.parameters(), lr=0.1)
 """
 
 
@@ -246,3 +261,24 @@ def optimizer(model, config):
     first, last = (weights(tmp_path / "run", step) for step in (2, 4))
     still = [name for name in last if torch.equal(first[name], last[name])]
     assert still == ["wpe.weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            returns(OPTIMIZERS["Adafactor"]),
+            r"step\(\) of Adafactor, .* cannot update the shards of",
+        ),
+        (KEEPS_A_TEXT, "optimizer of .* keeps kind, a str, but with FSDP a checkpoint holds only"),
+    ],
+    ids=["Adafactor", "a text"],
+)
+def test_an_optimizer_that_fsdp_cannot_shard_is_one_sentence(
+    source: str, expected: str, small_run: Arguments, tmp_path: Path
+) -> None:
+    code = ("--code", write(tmp_path, source), "--model.extra.decay", "0.1")
+    run = small_run(*QUIET, *code, "--train.micro_batch_size", "4")
+    with pytest.raises(AssertionError, match=f"error: the {expected}"):
+        work("fsdp2", 2, [["run", run, 0, None]], tmp_path)

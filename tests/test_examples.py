@@ -107,7 +107,7 @@ def example_run(small_run: Arguments, own_ids: Path) -> Callable[..., list[str]]
 def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     path = ROOT / "examples" / name
     text = path.read_text()
-    assert len(text.splitlines()) < MOST_LINES or name in SCRIPTS
+    assert len(text.splitlines()) < MOST_LINES
     module = ast.parse(text)
     docstring = ast.get_docstring(module) or ""
     assert f"examples/{name}" in docstring

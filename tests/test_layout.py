@@ -39,7 +39,7 @@ TOOLS = [
     ["transformers_io"],
     ["publish"],
     ["commands"],
-    ["api"],
+    ["api", "pieces"],
     ["cli"],
 ]
 LEVELS = TRAINER + TOOLS

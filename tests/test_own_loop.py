@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel_gpt import pieces
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.checkpoint import read_evaluated
@@ -146,9 +148,13 @@ def test_the_page_shows_the_file() -> None:
 
 
 def test_the_page_names_each_piece_and_its_file() -> None:
+    """They are the names in accel_gpt/pieces.py, and the loop uses all of them."""
+    used = set(re.findall(r"\bpieces\.(\w+)", LOOP.read_text(encoding="utf-8")))
+    assert used == set(pieces.__all__)
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("|")]
-    for node in ast.parse(LOOP.read_text(encoding="utf-8")).body:
+    source = Path(pieces.__file__).read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_gpt."):
             file = (node.module or "").removeprefix("accel_gpt.").replace(".", "/") + ".py"
             for alias in node.names:

@@ -1,0 +1,55 @@
+"""The pieces of `accel-gpt train`, for a training loop of your own.
+
+docs/how-to/own-loop.md describes each, and `examples/own_loop.py` uses them all. Their names stay,
+with the arguments, methods and attributes that the example uses. All other names may change.
+"""
+
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.commands.train import find_initial_weights
+from accel_gpt.config.plan import make_plan
+from accel_gpt.console import run_main
+from accel_gpt.data.corpus import open_corpus
+from accel_gpt.evals.evaluation import evaluate, open_evaluations
+from accel_gpt.launcher import world_size
+from accel_gpt.optim.groups import configure, fraction_at, set_rates
+from accel_gpt.prepare.missing_data import ensure_data
+from accel_gpt.training.accelerator import build_model, start_accelerator
+from accel_gpt.training.auto_batch import resolve_micro_batch_size
+from accel_gpt.training.compilation import resolve_compile
+from accel_gpt.training.divergence import StepGuard
+from accel_gpt.training.gradients import make_gradients, micro_batches
+from accel_gpt.training.losses import make_loss
+from accel_gpt.training.metrics import MetricsLog
+from accel_gpt.training.process import make_host_group
+from accel_gpt.training.resume import choose_checkpoint, restore
+from accel_gpt.training.saving import CheckpointWriter
+from accel_gpt.training.setup import new_state
+
+__all__ = (
+    "CheckpointWriter",
+    "MetricsLog",
+    "StepGuard",
+    "build_model",
+    "choose_checkpoint",
+    "configure",
+    "ensure_data",
+    "evaluate",
+    "find_initial_weights",
+    "fraction_at",
+    "load_config",
+    "make_gradients",
+    "make_host_group",
+    "make_loss",
+    "make_plan",
+    "micro_batches",
+    "new_state",
+    "open_corpus",
+    "open_evaluations",
+    "resolve_compile",
+    "resolve_micro_batch_size",
+    "restore",
+    "run_main",
+    "set_rates",
+    "start_accelerator",
+    "world_size",
+)

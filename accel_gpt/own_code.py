@@ -127,13 +127,12 @@ def load_own_code(path: str) -> OwnCode:
         decode_source(source)  # Python itself takes any bytes in a comment
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UserError(f"--code {path} is no UTF-8 text; save it as UTF-8: {error}") from None
-    digest = hashlib.sha256(source).hexdigest()
-    name = f"own_code_{digest[:16]}"
-    loader = HeldSource(name, path, source)
-    spec = spec_from_loader(name, loader)
+    module_name = f"own_code_{hashlib.sha256(source).hexdigest()[:16]}"
+    loader = HeldSource(module_name, path, source)
+    spec = spec_from_loader(module_name, loader)
     assert spec is not None
     module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and torch.compile look it up
+    sys.modules[module_name] = module  # dataclasses and torch.compile look it up
     try:
         loader.exec_module(module)
     except SyntaxError as error:

@@ -46,9 +46,10 @@ METRICS = (  # name, prefix of the keys
     ("batch hashes", "data/batch_hash"),
     ("evaluations", "eval/"),
 )
-KINDS = ("steps", *dict(METRICS), "weights", "optimizer state")
+OTHER = "other metrics"  # such as those of --code; not speed and memory
+KINDS = ("steps", *dict(METRICS), OTHER, "weights", "optimizer state")
 # values that may differ with the number of processes; JUDGED must lie within the tolerance
-ROUNDED = ("losses", "gradient norms", "evaluations", "weights", "optimizer state")
+ROUNDED = ("losses", "gradient norms", "evaluations", OTHER, "weights", "optimizer state")
 JUDGED = ("losses", "evaluations")
 
 
@@ -276,14 +277,18 @@ def run_values(folder: Path, steps: int) -> dict[str, dict[Any, Any]]:
     found: dict[str, dict[Any, Any]] = {kind: {} for kind in KINDS}
     for number, record in enumerate(records, start=1):
         found["steps"][number, "step"] = record["step"]
-        for kind, prefix in METRICS:
-            for key, value in record.items():
-                if key.startswith(prefix):
-                    found[kind][record["step"], key] = value
+        for key, value in record.items():
+            if key not in ("step", "time") and not key.startswith("perf/"):
+                found[metric_kind(key)][record["step"], key] = value
     found["weights"] = load_file(checkpoint / "model.safetensors")
     optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True, map_location="cpu")
     found["optimizer state"] = flatten_state(optimizer)
     return found
+
+
+def metric_kind(key: str) -> str:
+    """Return the kind of values that a key of metrics.jsonl belongs to."""
+    return next((kind for kind, prefix in METRICS if key.startswith(prefix)), OTHER)
 
 
 def flatten_state(value: Any, name: str = "") -> dict[str, Any]:

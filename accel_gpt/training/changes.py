@@ -40,7 +40,7 @@ def check_same_run(
     kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
     rejected = {}
     for key, change in changes.items():
-        if kinds[key] == "refuse" or key.partition("[")[0] not in allowed:
+        if kinds[key] == "refuse" or not is_allowed(key, allowed):
             rejected[key] = change
     if code_of(saved) != code_of(now) and "code" not in allowed:
         rejected["code"] = (saved.code, now.code)
@@ -58,6 +58,12 @@ def check_same_run(
         raise CheckpointError(f"{problem}; restore {old_values}, or set another out_dir")
     hint = allow_hint([key.partition("[")[0] for key in rejected])
     raise UserError(f"{problem}; restore {old_values}, set another out_dir{hint}")
+
+
+def is_allowed(key: str, allowed: tuple[str, ...]) -> bool:
+    """Return whether `allowed` lists a key, or the option that the key belongs to."""
+    name = key.partition("[")[0]
+    return any(name == one or name.startswith(f"{one}.") for one in allowed)
 
 
 def code_of(state: TrainState) -> str:

@@ -93,6 +93,7 @@ def test_the_same_run_is_equal(tmp_path: Path) -> None:
 
 def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Path) -> None:
     line = {"train/loss": NEXT, "train/lr": 0.2, "data/batch_hash": 5, "eval/x": 1}
+    line |= {"train/z_loss": 3.0, "perf/mfu": 0.5}
     more = {"a.weight": torch.tensor([[0, 1, 2], [3, 4.5, 7]])}
     moments = {"step": torch.tensor(5.0)}
     found = compared(tmp_path / "1", line=line, weights=more, moments=moments)
@@ -104,6 +105,7 @@ def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Pat
         (found["learning rates"], 1, "step 2, train/lr: 0.1 {} 0.2 here"),
         (found["batch hashes"], 1, f"step 2, data/batch_hash: {2**47 + 2} {{}} 5 here"),
         (found["evaluations"], 1, "step 2, eval/x: nothing {} 1 here"),
+        (found["other metrics"], 1, "step 2, train/z_loss: nothing {} 3.0 here"),
         (found["weights"], 2, "a.weight[1, 1]: 4.0 {} 4.5 here"),
         (found["optimizer state"], 1, "state.0.step: 4.0 {} 5.0 here"),
         (lost["losses"], 1, f"step 3, train/loss: {5 / 3} {{}} nothing here"),

@@ -176,9 +176,28 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         write_err(f"{process}error: {text}")
         note_failure(f"error: {text}")
         return error.exit_code if isinstance(error, AccelGPTError) else UserError.exit_code
+    except SystemExit as error:
+        place = place_in_own_code(error)
+        if place is None or error.code:  # a signal also ends a process so
+            raise
+        write_err(
+            f"error: {place}: sys.exit() would look like a finished run; raise an error, or to "
+            "save and stop call signal.raise_signal(signal.SIGINT)"
+        )
+        return UserError.exit_code
     except KeyboardInterrupt:
         write_err(INTERRUPTED)
         return 130
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Return whether a module of this package raised an error."""
+    trace = error.__traceback__
+    name = ""
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__"))
+        trace = trace.tb_next
+    return name.startswith("accel_gpt.")
 
 
 def describe_failure(error: Exception) -> str | None:
@@ -200,7 +219,7 @@ def describe_failure(error: Exception) -> str | None:
             "a step did not use all parameters of the model in its loss, but DDP waits for the "
             "gradient of each; use all of them in each step, or remove those that no step uses"
         )
-    if place is not None:
+    if place is not None and not (isinstance(error, AssertionError) and raised_by_us(error)):
         return f"{place}: {type(error).__name__}: {first_line(error)}"
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return f"{error}; make room and launch again"

@@ -21,6 +21,7 @@ someone else executes nothing.
 import difflib
 import hashlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -117,17 +118,19 @@ def load_own_code(path: str) -> OwnCode:
     Raises `UserError` if there is no such file, if it defines none of the functions, or one with
     other arguments. An error inside the file is raised as it is; see `place_in_own_code`.
     """
+    is_python = path.endswith(".py") or not Path(path).expanduser().exists()
+    require(is_python, f"--code {path} is no Python file, whose name ends with .py")
     try:
         source = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise UserError(f"--code {path} cannot be read: {error.strerror}") from None
-    require(path.endswith(".py"), f"--code {path} is no Python file, whose name ends with .py")
     require(b"\0" not in source, f"--code {path} holds zero bytes, so it is no Python file")
     try:
         decode_source(source)  # Python itself takes any bytes in a comment
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UserError(f"--code {path} is no UTF-8 text; save it as UTF-8: {error}") from None
-    module_name = f"own_code_{hashlib.sha256(source).hexdigest()[:16]}"
+    # one module for each path, so that a notebook keeps the last version alone
+    module_name = f"own_code_{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:16]}"
     loader = HeldSource(module_name, path, source)
     spec = spec_from_loader(module_name, loader)
     assert spec is not None

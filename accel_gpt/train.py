@@ -30,12 +30,14 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
-from accel_gpt.errors import DataError, DivergedError
+from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.errors import AccelGPTError, DataError, DivergedError, require
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rates
+from accel_gpt.own_code import place_in_own_code
 from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
@@ -84,6 +86,11 @@ class Training:
     loader: Loader
     guard: StepGuard
     compute_loss: ComputeLoss
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the data, as `Evaluated.tokenizer`."""
+        return self.corpus.tokenizer
 
 
 # --------------------------------------------------------------------------- start
@@ -301,6 +308,8 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             peak = logged_peak(run.optimizer, config.optim)
             record["train/lr"] = peak * fraction_at(state.step - 1, config, run.plan)
             record |= reporter.step_metrics(state.step, run.loader)
+            if evaluating:
+                state.pending_record = dict(record)  # if own metrics fail, the evaluation stays due
             with saving_on_error(run):
                 record |= own_metrics(run, record)
     with reporter.stopwatch.pause() if pausing else contextlib.nullcontext():
@@ -332,16 +341,21 @@ def own_metrics(run: Training, others: Record) -> Record:
 
 @contextlib.contextmanager
 def saving_on_error(run: Training, saved: bool = False) -> Iterator[None]:
-    """Save the completed step if the block raises an error on all ranks, unless it is `saved`."""
+    """Save the completed step if data or a function of --code fail, unless it is `saved`.
+
+    Of several ranks, only an error that all ranks raise together saves the step.
+    """
     try:
         yield
     except StopRequested:
         raise
     except Exception as error:
-        # a function of --code may fail on one rank alone
         on_all_ranks = isinstance(error, DataError | RankError)
-        if (on_all_ranks or run.accelerator.num_processes == 1) and not saved:
-            save(run, must_succeed=True)
+        expected = isinstance(error, AccelGPTError) or place_in_own_code(error) is not None
+        alone = run.accelerator.num_processes == 1
+        if not saved and (on_all_ranks or (expected and alone)):
+            with contextlib.suppress(AccelGPTError):  # the first error says more
+                save(run, must_succeed=True)
         raise
 
 
@@ -423,7 +437,10 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     # a checkpoint's JSON stores null for a number that is not finite
     for key, value in (state.pending_record or {}).items():
         record[key] = math.nan if value is None else value
-    record |= evaluate(run.evaluations, run.gpt, run.accelerator, on_progress, last_step=last)
+    found = evaluate(run.evaluations, run.gpt, run.accelerator, on_progress, last_step=last)
+    twice = sorted(record.keys() & found.keys())
+    require(not twice, f"metrics() and evaluate() of {run.config.own.file} both return {twice[:1]}")
+    record |= found
     is_best = state.note_evaluation(record["eval/val_loss"])
     run.reporter.publish(state, record)
     if run.config.own.after_evaluation is not None:

@@ -433,7 +433,7 @@ def made_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                     continue
                 run.folder.mkdir(exist_ok=True)
                 words = [str(run.config), "--out_dir", str(run.folder), "--log.level", "warning"]
-                words += [] if run.code is None else ["--code", str(run.code)]
+                words += ["--code", run.own.file] if run.own.file else []
                 assert launch(words) == 0
                 trained.append(run.name)
             return {}
@@ -498,6 +498,26 @@ def test_a_mistake_after_a_step_loses_nothing(
     assert error.startswith(f"error: {expected}")
     assert error.count("\n") == 1
     assert saved(folder) == [step_saved]
+
+
+def test_metrics_that_fail_leave_the_evaluation_due(folder: Path) -> None:
+    code = folder / "my.py"
+    code.write_text(function("metrics", "run", "return {'x': 1 // (run.state.step - 4)}"))
+    assert train(*EVALUATED, steps=4) == 2
+    code.write_text(function("metrics", "run", "return {'x': 1}"))
+    assert train(*EVALUATED, "--checkpoint.allow_change", "code", steps=4) == 0
+    evaluated = [one["step"] for one in records(folder / "run") if "eval/val_loss" in one]
+    assert evaluated == [2, 4]
+
+
+def test_a_file_that_exits_is_no_finished_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = folder / "my.py"
+    for source in ("import sys\nsys.exit()\n", "def metrics(run):\n    exit(0)\n"):
+        code.write_text(source)
+        assert train() == 2
+        assert "my.py, line 2" in capfd.readouterr().err
 
 
 def test_an_error_inside_each_function_is_named_and_keeps_the_checkpoints(
@@ -600,7 +620,7 @@ def test_commands_that_open_a_run_with_an_own_model_ask_for_its_file(
     other.write_text(RATE)
     ask = (
         "error: run/checkpoints/step_00000003 was made with model() of my.py (its copy is "
-        "run/code.py); add --code my.py\n"
+        "run/code.py; read it first); add --code my.py\n"
     )
     for words in (
         ["sample", "run"],

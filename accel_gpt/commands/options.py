@@ -42,10 +42,9 @@ class Command(Section, prefix="--"):
     name: ClassVar[str]
     summary: ClassVar[str]  # in `accel-gpt --help`
 
-    @classmethod
-    def module(cls) -> str:
+    def module(self) -> str:
         """Return the name of the module in `accel_gpt.commands` that runs the command."""
-        return cls.name.replace("-", "_")
+        return self.name.replace("-", "_")
 
     @classmethod
     def commands_with(cls, name: str) -> list[str]:
@@ -523,23 +522,9 @@ class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
         "Print one JSON object instead of text.",
     )
 
-    @classmethod
-    def parse(cls, argv: Sequence[str]) -> "PlanCommand":
-        """Parse the options and load the config; a model of --code has another command."""
-        options = super().parse(argv)
-        if options.loaded.own.model is None:
-            return options
-        return PlanOwnModelCommand(**vars(options))
-
-
-@dataclass(frozen=True)
-class PlanOwnModelCommand(PlanCommand):
-    """Compute what a config with a model of --code needs."""
-
-    @classmethod
-    def module(cls) -> str:
-        """Return the name of the module, which imports torch."""
-        return "plan_own_model"
+    def module(self) -> str:
+        """Return the name of the module; a model of --code needs torch."""
+        return "plan" if self.loaded.own.model is None else "plan_own_model"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +59,7 @@ class SeriesRun:
         self.folder = out / safe
         self.log = self.folder / "output.log"
         self.config = out / f"{safe}.yaml"
-        self.code = out / f"{safe}.py" if config.own.file else None  # a copy of the file of --code
+        self.own = config.own
         folder = RunFolder(self.folder)
         before = folder.read_config()
         changed = recipe_differences(config, before)
@@ -81,8 +82,6 @@ class SeriesRun:
         self.divergence = self.folder / "diverged.txt"  # the error of a run that diverged
         out.mkdir(parents=True, exist_ok=True)
         write_file(self.config, [to_yaml(config).encode()])
-        if self.code is not None:
-            write_file(self.code, [config.own.source])
 
     @property
     def finished(self) -> bool:
@@ -107,6 +106,7 @@ class Series:
         self.free: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # devices without a run
         self.processes: list[subprocess.Popen[str]] = []
         self.received: int | None = None  # signal
+        self.private = ""  # a folder that only this user can write to
 
     def train(self) -> dict[str, str]:
         """Train all runs; return the error of each run that failed, by name.
@@ -117,7 +117,10 @@ class Series:
             self.free.put(device)
         handlers = {number: signal.signal(number, self.forward) for number in stop_signals()}
         try:
-            with ThreadPoolExecutor(len(self.devices)) as pool:
+            with (
+                tempfile.TemporaryDirectory(prefix="accel_gpt_code_") as self.private,
+                ThreadPoolExecutor(len(self.devices)) as pool,
+            ):
                 for _ in pool.map(self.train_run, self.runs):
                     pass  # raises the first error of a thread
         finally:
@@ -159,10 +162,13 @@ class Series:
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         arguments = ["train", str(run.config), f"--out_dir={run.folder}"]
-        if run.code is not None:
-            arguments.append(f"--code={run.code}")
         # the copies of several runs would overwrite each other
         arguments += ["--hub.push=never", "--checkpoint.copy_to=null"]
+        if run.own.file:  # a copy, so that you may change the file, but others cannot change it
+            code = Path(self.private, str(number), run.own.name)
+            code.parent.mkdir()
+            write_file(code, [run.own.source])
+            arguments.append(f"--code={code}")
         run.folder.mkdir(exist_ok=True)
         with run.log.open("ab") as log:
             process = launch_child(

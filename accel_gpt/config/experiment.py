@@ -498,9 +498,9 @@ class Config(Section):
         None,
         "Python file of yours that is executed; its functions replace parts of the run: model, "
         "optimizer, lr, loss, shards, metrics, evaluate, after_evaluation "
-        "(docs/how-to/experiment.md). null: none.",
+        "(docs/how-to/experiment.md). No config file can set it. null: none.",
         essential=True,
-        resume="free",
+        resume="ask",
         per_machine=True,
         command_line_only=True,
     )

@@ -204,8 +204,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
 
     extra: Mapping[str, Scalar] = option(
         {},
-        "Numbers and texts of your own for the file of --code, which reads config.model.extra: "
-        "{window: 64}, or --model.extra.window 64 on the command line.",
+        "Numbers and texts of your own for the functions of --code, by name: {window: 64}. On the "
+        "command line, one can also be set alone (docs/how-to/experiment.md).",
         resume="ask",
         inherited="default",
         published=False,

@@ -564,10 +564,12 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 def scalar(key: str, value: Any) -> Any:
     """Return a value of `model.extra`; a text that spells a number or a truth value becomes one."""
     found = value
-    if isinstance(value, str):
-        for kind in (bool, float, int):
-            with contextlib.suppress(msgspec.ValidationError):
-                found = msgspec.convert(value, kind, strict=False)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        found = value.lower() == "true"
+    elif isinstance(value, str):
+        for kind in (float, int):
+            with contextlib.suppress(ValueError):
+                found = kind(value)
     finite = not isinstance(found, float) or math.isfinite(found)
     require(
         isinstance(found, Scalar) and found not in NULLS and finite,

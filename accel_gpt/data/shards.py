@@ -41,7 +41,7 @@ def token_beyond(file: str | Path, token: int, index: int, vocab_size: int) -> D
     """Return the error for a token beyond the vocabulary, at `index` of a file."""
     return DataError(
         f"{file} holds token {token} at index {index:,}, beyond the vocabulary of {vocab_size}; "
-        "raise model.vocab_size above it, or make the data again"
+        "raise model.vocab_size above it, or prepare the data again"
     )
 
 

@@ -5,7 +5,8 @@
 Shapes: B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -85,6 +86,14 @@ def draw_weights(model: LanguageModel) -> None:
     for name, weight in model.named_parameters():
         load_full(weight, weights[name])
     copy_buffers(drawn, model)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let the CPU's generator start from `seed` inside the block, and restore it afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()

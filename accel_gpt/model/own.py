@@ -13,7 +13,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError, require
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import next_token_loss, sequence_losses
 
@@ -88,8 +88,9 @@ def unit_classes(module: nn.Module) -> list[str]:
     names: set[str] = set()
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
-            items = [one for one in child if next(one.parameters(), None) is not None]
-            names |= {type(one).__name__ for one in items}
+            # a class of torch, such as Linear, is also in other places of the model
+            kinds = {type(one) for one in child if not type(one).__module__.startswith("torch.")}
+            names |= {kind.__name__ for kind in kinds}
         else:
             names |= set(unit_classes(child))
     return sorted(names)
@@ -116,7 +117,8 @@ def make_model(
         return GPT.allocate(config.model, vocab_size, device)
 
     def make() -> LanguageModel:
-        return make_own_model(config, vocab_size)
+        with seeded(config.seed):
+            return make_own_model(config, vocab_size)
 
     with torch.device(device):
         model = make()

@@ -8,18 +8,21 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure
+from torch.utils._pytree import tree_map, tree_structure
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import UserError, first_line, require
+from accel_gpt.model.language_model import seeded
 from accel_gpt.model.sharding import is_sharded, local_shard
 from accel_gpt.optim.adamw import UNGUARDED, Guard, given_to_kernel
 from accel_gpt.optim.groups import OPTIONS, PEAK
 
-STORED = (Tensor, int, float, str, type(None))  # what a checkpoint can hold
+PLAIN = (int, float, bool, str, type(None))  # what a checkpoint can hold beside tensors
+CONTAINERS = (dict, list, tuple)
 
 
 class OwnOptimizer(Guard, torch.optim.Optimizer):
@@ -62,6 +65,8 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
     @property
     def reads_guard(self) -> bool:
         """Return whether the inner optimizer reads `found_inf` and `grad_scale` on the device."""
+        if not self.checked:  # in its first update, a fused kernel may skip without a state to skip
+            return False
         tensor = self.skip if self.skip is not None else self.divisor
         on_device = tensor is None or tensor.device.type not in UNGUARDED
         return on_device and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
@@ -99,20 +104,22 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                 f"the step() of {type(self.inner).__name__}, the optimizer of {self.place}, cannot "
                 f"update the shards of FSDP: {first_line(error)}; train with DDP"
             ) from error
-        self.check_state()
+        if not self.checked:
+            self.check_state()
+            self.checked = True
         return result
 
     def check_state(self) -> None:
-        """Raise `UserError` after the first update if a checkpoint could not hold the state."""
-        if self.checked:
-            return
-        self.checked = True
-        for value in tree_leaves(self.inner.state_dict()):
-            require(
-                isinstance(value, STORED),
-                f"the optimizer of {self.place} keeps a {type(value).__name__} in its state or its "
-                "groups, and no checkpoint can hold it; keep tensors, numbers and texts there",
-            )
+        """Raise `UserError` if a checkpoint could not hold the state.
+
+        Called after the first update, and at each save.
+        """
+        unknown = not_stored(plain(self.inner.state_dict()))
+        require(
+            unknown is None,
+            f"the optimizer of {self.place} keeps a {unknown} in its state or its groups, and no "
+            "checkpoint can hold it; keep tensors, numbers, texts, lists and dictionaries there",
+        )
         for p, state in self.state.items():
             if not is_sharded(p):
                 continue
@@ -132,8 +139,10 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
     # ----------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer."""
-        return self.inner.state_dict()
+        """Return the state of the inner optimizer, with numbers of Python for those of NumPy."""
+        self.check_state()
+        found: dict[str, Any] = plain(self.inner.state_dict())
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the inner optimizer; see `keep_options` and `restore_types`."""
@@ -200,7 +209,21 @@ def as_saved(loaded: Any, saved: Any) -> Any:
 
 def as_number(value: Any) -> Any:
     """Return a tensor of one number, such as a learning rate, as this number."""
-    return value.item() if isinstance(value, Tensor) else value
+    return value.item() if isinstance(value, Tensor | np.generic) else value
+
+
+def plain(value: Any) -> Any:
+    """Return a state in which each number of NumPy is one of Python."""
+    return tree_map(lambda one: one.item() if isinstance(one, np.generic) else one, value)
+
+
+def not_stored(value: Any) -> str | None:
+    """Return the name of the first type in a state that no checkpoint can hold; None: none."""
+    if type(value) in CONTAINERS:
+        inside = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(not_stored, inside)), None)
+    stored = type(value) in PLAIN or isinstance(value, Tensor)
+    return None if stored else type(value).__name__
 
 
 def as_tuple(value: Any) -> Any:
@@ -215,7 +238,8 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
     """
     assert config.own.optimizer is not None
     place = config.own.place("optimizer")
-    made = config.own.optimizer(model, config)
+    with seeded(config.seed):
+        made = config.own.optimizer(model, config)
     require(
         isinstance(made, torch.optim.Optimizer),
         f"{place} returned {type(made).__name__}; return a torch.optim.Optimizer, whose "

@@ -334,7 +334,8 @@ def check_code(path: Path, own: OwnCode, needed: Collection[str]) -> None:
     for name in sorted(needed):
         if name in used.functions and getattr(own, name) is None:
             copy = path.parent.parent / CODE
-            where = f" (its copy is {copy})" if copy.is_file() else ""
+            is_copy = copy.is_file() and sha256(copy) == used.sha256
+            where = f" (its copy is {copy}; read it first)" if is_copy else ""
             raise UserError(
                 f"{path} was made with {name}() of {used.file}{where}; add --code {used.file}"
             )

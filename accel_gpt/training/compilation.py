@@ -126,7 +126,8 @@ def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool,
 def estimated_seconds(config: Config, plan: Plan) -> float:
     """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
     device = PartialState().device
-    gpt = make_model(config, vocabulary_of(config), "meta")
+    # a model of --code may not work on the device meta
+    gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")
     tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
     flops = tokens_per_rank * gpt.flops_per_token()
     if device.type == "cpu":

@@ -144,5 +144,6 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
         raise DivergedError(
             f"after step {step:,} the weights of rank {rank} differ from rank 0 ({name} has norm "
             f"{norms[rank, number]:.7g}, not {norms[0, number]:.7g}), and were not saved; check "
-            "the memory and network of the machines; a new launch resumes from the last checkpoint"
+            "the memory and network of the machines, and that --code computes the same on each; a "
+            "new launch resumes from the last checkpoint"
         )

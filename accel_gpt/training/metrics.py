@@ -22,6 +22,7 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import strict_json, sync, write_all, write_file
 from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.sharding import is_sharded
 from accel_gpt.model.sizes import mfu
 from accel_gpt.training.devices import peak_flops
 from accel_gpt.training.machine import device_name, memory_gb
@@ -89,12 +90,27 @@ def checked_record(found: object, place: str, others: Collection[str] = ()) -> R
             name not in COLUMNS and name not in others,
             f"{place} returned {name!r}, the name of another metric; choose another name",
         )
-        try:
-            assert not isinstance(value, str)
-            record[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (AssertionError, TypeError, ValueError, RuntimeError):  # a tensor of several numbers
-            raise UserError(f"{place} returned {name} as {value!r:.60}; return a number") from None
+        number = number_in(value)
+        if number is None:
+            raise UserError(f"{place} returned {name} as {value!r:.60}; return a number")
+        record[name] = number
     return record
+
+
+def number_in(value: object) -> float | None:
+    """Return a number, or a tensor or array of one, as a float; None for any other value.
+
+    A collective for a tensor that FSDP shards.
+    """
+    if isinstance(value, torch.Tensor):
+        whole = value.full_tensor() if is_sharded(value) else value
+        return float(whole.detach()) if whole.numel() == 1 and not whole.is_complex() else None
+    if isinstance(value, str):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]  # also of NumPy
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 class MetricsLog:

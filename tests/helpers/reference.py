@@ -67,8 +67,8 @@ def keys_page() -> Iterator[str]:
         a YAML file with every key, its meaning, and its value in NAME: a shipped config, a file
         or a run's folder.
 
-        `N` is a whole number, `NUMBER` any number, `A,...` a list: numbers with commas on the
-        command line, or YAML such as `[{path: a}, {path: b}]`.
+        `N` is a whole number, `NUMBER` any number, `VALUE` a mapping in YAML. `A,...` is a list:
+        numbers with commas on the command line, or YAML such as `[{path: a}, {path: b}]`.
         The column *resume* says what happens if you resume a run with another value. Other data
         are found by their content, and need `checkpoint.allow_change: [data.train]`.
         """
@@ -87,8 +87,9 @@ def keys_page() -> Iterator[str]:
 
 def sections_of(kind: Any, prefix: str) -> Iterator[str]:
     """Write the tables of the sections inside a section."""
-    for name, value in vars(kind()).items():
-        if is_section(value):
+    for name, hint in field_types(kind).items():
+        value = getattr(kind(), name)
+        if is_section(hint):
             yield from keys_of(type(value), f"{prefix}{name}.", f"{prefix}{name}")
             yield from sections_of(type(value), f"{prefix}{name}.")
 

@@ -100,6 +100,11 @@ def model(config, vocab_size):
     shape = replace(config.model, n_layer=2 * config.model.n_layer)
     return Larger(shape, vocab_size, init=False)
 """
+DECAY = """
+
+def metrics(run):
+    return {"own/decay": run.gpt.inner.layers[0].decay[0]}
+"""
 OPTIONS = (*QUIET, "--optim.name", "adamw", "--model.extra.x", "1")
 
 
@@ -202,7 +207,8 @@ def test_a_changed_gpt_keeps_muon_flops_and_its_cache(small_run: Arguments, tmp_
 SEEN = """
 
 def metrics(run):
-    return {"own/seen": float(run.gpt.inner.layers[0].seen)}
+    norm = run.gpt.inner.embedding.weight.norm()  # FSDP shards it
+    return {"own/seen": float(run.gpt.inner.layers[0].seen), "own/norm": norm}
 """
 
 
@@ -271,6 +277,19 @@ def test_a_sharded_own_run_continues_on_one_process_and_back(
             assert other["train/z_loss"] == pytest.approx(one["train/z_loss"], abs=1e-6)
             assert other["train/first_token"] == pytest.approx(one["train/first_token"])
             assert other["own/seen"] == one["own/seen"] == one["step"]
+            assert other["own/norm"] == pytest.approx(one["own/norm"], rel=1e-4)
+
+
+def test_random_buffers_are_the_same_whenever_the_model_is_opened(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """No checkpoint holds a buffer that is not persistent."""
+    code = write(tmp_path, NET.replace("0.5 ** torch.arange", "torch.randn") + DECAY)
+    assert launch(small_run(*OPTIONS, "--code", code, "--train.max_steps", "3")) == 0
+    trained = records(tmp_path / "run")[-1]["own/decay"]
+    for _ in range(2):
+        model, _ = load_pretrained(str(tmp_path / "run"), own=load_own_code(code))
+        assert model.inner.layers[0].decay[0].item() == trained
 
 
 @pytest.mark.slow

@@ -121,6 +121,37 @@ def states(run: Path, step: int) -> dict[str, Any]:
     return {f"{number}.{key}": value for number, one in state.items() for key, value in one.items()}
 
 
+def test_a_skipped_first_step_leaves_no_state_to_a_fused_kernel(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """torch allocates the momentum before its kernel skips, and would go on with any numbers."""
+    made = "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)"
+    poisoned = POISONED.replace("== 3", "== 1")
+    losses = []
+    for name in ("fused", "plain"):
+        code = write(tmp_path, returns(made.replace("True", str(name == "fused"))) + poisoned)
+        options = ("--train.max_steps", "5", "--out_dir", str(tmp_path / name), "--code", code)
+        assert launch(small_run(*QUIET, *options)) == 0
+        losses.append([one["train/loss"] for one in records(tmp_path / name)[1:]])
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_numbers_of_numpy_are_stored_and_other_values_refused(
+    small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = (*QUIET, "--log.level", "warning", "--checkpoint.every", "1")
+    options = (*options, "--train.max_steps", "4", "--code")
+    of_numpy = "torch.optim.SGD(model.parameters(), lr=np.sqrt(0.01), momentum=0.9)"
+    code = write(tmp_path, f"import numpy as np\n{returns(of_numpy)}")
+    assert launch(small_run(*options, code, "--train.stop_at", "2")) == 0
+    assert launch(small_run(*options, code)) == 0
+    late = "{1} if self.state[p] else 0"  # not in the first update
+    code = write(tmp_path, KEEPS_A_TEXT.replace('"own"', late))
+    capfd.readouterr()
+    assert launch(small_run(*options, code, "--out_dir", str(tmp_path / "late"))) == 4
+    assert "keeps a set in its state" in capfd.readouterr().err
+
+
 def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
     assert first.keys() == second.keys()
     return all(
@@ -176,7 +207,7 @@ def test_only_an_optimizer_without_the_guard_on_the_device_waits(
     code = write(tmp_path, returns(OPTIMIZERS[name]))
     options = ("--train.max_steps", "4", "--model.dropout", "0", "--train.skip_spikes", "true")
     assert launch(small_run(*QUIET, *options, "--code", code)) == 0
-    assert [count > 0 for count in counts] == [waits] * 4
+    assert [count > 0 for count in counts] == [True, *[waits] * 3]  # the first one has no state
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -268,7 +268,7 @@ def test_an_option_that_changes_wins_over_the_checkpoint_and_counts_continue(
     code = ("--code", write(tmp_path, KEEPS_ALL_KINDS))
     own = small_run(*QUIET, *code, "--train.max_steps", "6")
     assert launch([*own, "--model.extra.decay", "0.1", "--train.stop_at", "3"]) == 0
-    allow = ("--checkpoint.allow_change", "model.extra.decay")
+    allow = ("--checkpoint.allow_change", "model.extra")
     assert launch([*own, "--model.extra.decay", "0.5", *allow]) == 0
     lines = records(tmp_path / "run")
     assert [line["own/decay"] for line in lines] == [0.1, 0.1, 0.1, 0.5, 0.5, 0.5]

@@ -31,7 +31,7 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, DataError, DivergedError, require
+from accel_gpt.errors import AccelGPTError, DataError, DivergedError, UserError, require
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
@@ -351,7 +351,7 @@ def saving_on_error(run: Training, saved: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         on_all_ranks = isinstance(error, DataError | RankError)
-        expected = isinstance(error, AccelGPTError) or place_in_own_code(error) is not None
+        expected = isinstance(error, UserError) or place_in_own_code(error) is not None
         alone = run.accelerator.num_processes == 1
         if not saved and (on_all_ranks or (expected and alone)):
             with contextlib.suppress(AccelGPTError):  # the first error says more

@@ -90,12 +90,12 @@ BAD: dict[str, tuple[str, tuple[str, ...], str]] = {
     "logits of another shape": (
         net("return super().forward(tokens)[:, 1:]"),
         ADAMW,
-        f"{OF_NET} returns (8, 31, 257), but must return the logits (8, 32, 257)",
+        f"{OF_NET} returns (1, 15, 257), but must return the logits (1, 16, 257)",
     ),
     "logits in a tuple": (
         net("return super().forward(tokens), None"),
         ADAMW,
-        f"the module of {OF_NET} returns tuple, but must return the logits (8, 32, 257)",
+        f"the module of {OF_NET} returns tuple, but must return the logits (1, 16, 257)",
     ),
     "logits of whole numbers": (
         net("return super().forward(tokens).long()"),
@@ -106,6 +106,25 @@ BAD: dict[str, tuple[str, tuple[str, ...], str]] = {
         net("return super().forward(tokens).detach()"),
         ADAMW,
         f"the logits of the module of {OF_NET} have no gradient",
+    ),
+    "logits of later tokens": (
+        net("return super().forward(tokens.flip(1))"),
+        ADAMW,
+        f"the logits of {OF_NET} depend on later tokens",
+    ),
+    "a tensor that is no buffer": (
+        f"{NET}class Own(Net):\n    def __init__(self, size):\n        super().__init__(size)\n"
+        "        self.pos = torch.ones(2)\ndef model(config, vocab_size):\n"
+        "    return Own(vocab_size)\n",
+        ADAMW,
+        "pos of Own is a tensor, but neither a parameter nor a buffer",
+    ),
+    "blocks that share a cache": (
+        "from accel_gpt.model.gpt import GPT\ndef model(config, vocab_size):\n"
+        "    gpt = GPT(config.model, vocab_size, init=False)\n    gpt.blocks[1] = gpt.blocks[0]\n"
+        "    return gpt\n",
+        (),
+        "the GPT of my.py, line 2: model() computes other logits with its cache",
     ),
     "no module": (
         function("model", "config, vocab_size", "return 3"),

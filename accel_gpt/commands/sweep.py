@@ -39,7 +39,7 @@ def run(options: SweepCommand) -> int:
         sweep = Sweep(options.grid)
         sweep.train()
         sweep.write()
-    return 1 if sweep.failed else 0
+    return 1 if sweep.broken else 0
 
 
 class Sweep:
@@ -54,7 +54,7 @@ class Sweep:
         self.losses: defaultdict[str, dict[int, float]] = defaultdict(dict)  # inf: diverged
         self.times: defaultdict[str, list[float]] = defaultdict(list)  # of a step, in seconds
         self.lines: list[str] = []  # below the table
-        self.failed = False
+        self.broken: set[str] = set()  # settings with a run that failed without diverging
 
     def changed(self, prefixes: tuple[str, ...], *settings: Setting) -> list[str]:
         """Return the keys with these prefixes that settings change, compared with the baseline."""
@@ -68,10 +68,14 @@ class Sweep:
     def train(self) -> None:
         """Train one seed after another, with the settings whose answer is not clear."""
         for seed in self.seeds:
-            settings = [setting for setting in self.others if not self.compare(setting).settled]
+            settings = [setting for setting in self.others if not self.is_settled(setting)]
             if not settings:
                 return
             self.train_seed(seed, [self.baseline, *settings])
+
+    def is_settled(self, setting: Setting) -> bool:
+        """Return whether a setting takes no more seeds: its answer is clear, or a run failed."""
+        return setting.name in self.broken or self.compare(setting).settled
 
     def train_seed(self, seed: int, settings: Sequence[Setting]) -> None:
         """Train the runs of a seed side by side; read their losses and the times of a step."""
@@ -81,7 +85,8 @@ class Sweep:
             runs.append(SeriesRun(f"{setting.name},seed={seed}", self.folder, config))
         failures = Series(runs).train()
         for setting, run in zip(settings, runs, strict=True):
-            self.failed |= run.name in failures and not run.diverged
+            if run.name in failures and not run.diverged:
+                self.broken.add(setting.name)
             loss = final_loss(run, self.metric)
             if loss is not None:
                 self.losses[setting.name][seed] = loss

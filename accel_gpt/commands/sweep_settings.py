@@ -73,7 +73,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     require(
         bool(several),
         "there is nothing to compare; give a second config, or an option several values, as in "
-        "--optim.lr 1e-3,3e-3",
+        f"{example_of_values(given)}",
     )
     runs = math.prod(map(len, swept.values())) * max(1, len(seeds))
     require(
@@ -96,6 +96,11 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
         settings=[with_own_text(setting, settings[0]) for setting in settings],
     )
+
+
+def example_of_values(given: Mapping[str, str]) -> str:
+    """Return an option with two values, for an error; null: the run without a file of --code."""
+    return f"--code null,{given['code']}" if "code" in given else "--optim.lr 1e-3,3e-3"
 
 
 def word_of(key: str, value: str, values: Sequence[str]) -> str:

@@ -36,6 +36,7 @@ from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.training.checkpoint import find_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 
+POLL_SECONDS = 0.005  # between two looks at the step of a launch
 LAST_LINES = 30  # shown of a launch that failed; torchrun adds about 20 to the trainer's
 TOLERANCE = 1e-3  # relative, of losses on several numbers of processes; assumption
 METRICS = (  # name, prefix of the keys
@@ -85,7 +86,7 @@ def run(options: VerifyResumeCommand) -> int:
             write_err(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    return 0 if trial.equal else 1
+    return 0 if trial.equal and trial.proven else 1
 
 
 # --------------------------------------------------------------------------- launches
@@ -113,6 +114,7 @@ class Trial:
         self.runs = 0
         self.kills = 0
         self.failed = False  # a launch failed
+        self.resumed: set[int] = set()  # steps at which a launch went on
         self.world_sizes: list[int] = []  # of each launch
         self.seconds: list[float] = []  # of each launch
 
@@ -120,6 +122,11 @@ class Trial:
     def equal(self) -> bool:
         """Whether all runs so far are as equal as required."""
         return all(finding.equal for finding in self.findings)
+
+    @property
+    def proven(self) -> bool:
+        """Whether a launch resumed between the first and the last step, if launches were killed."""
+        return bool(self.resumed) or not self.options.kills
 
     def run(self) -> None:
         """Train once undisturbed, then with kills until all have happened or a run differs."""
@@ -137,16 +144,27 @@ class Trial:
                 shutil.rmtree(folder)
 
     def train_with_kills(self, folder: Path, run_seconds: float) -> int:
-        """Launch a run and kill it at random moments, until it is done; return the launches."""
+        """Launch a run and kill it at random moments, until it is done; return the launches.
+
+        Every second moment, the first one included, is a random step; the others are random times,
+        so that some are in the start-up.
+        """
         launches = 0
         done = False
         while not done:
             kill_after = None
+            at_step = None
+            step = RunFolder(folder).step
             if self.kills < self.options.kills:
                 kill_after = self.random.uniform(0, run_seconds)
+                if self.kills % 2 == 0 and step + 1 < self.options.steps:
+                    at_step = self.random.randrange(step + 1, self.options.steps)
             world_size = self.random.choice(self.options.processes)
-            done = self.launch(folder, world_size, kill_after)
+            done = self.launch(folder, world_size, kill_after, at_step)
             launches += 1
+            began = RunFolder(folder).last_launch("step")
+            if began is not None and 0 < began < self.options.steps:
+                self.resumed.add(began)
         return launches
 
     def compare(self, whole: Path, folder: Path) -> None:
@@ -159,10 +177,13 @@ class Trial:
         verdict = f"DIFFERS in {', '.join(differing)}" if differing else "agrees"
         write_err(f"{folder.name} {verdict}")
 
-    def launch(self, folder: Path, world_size: int, kill_after: float | None) -> bool:
-        """Launch a run, and kill it after `kill_after` seconds; return whether it was done before.
+    def launch(
+        self, folder: Path, world_size: int, kill_after: float | None, at_step: int | None = None
+    ) -> bool:
+        """Launch a run, and kill it; return whether it was done before.
 
-        Raises `LaunchFailed` with the last lines of its output if it fails.
+        Kills it when it has logged `at_step`, or if that is None after `kill_after` seconds. Raises
+        `LaunchFailed` with the last lines of its output if it fails.
         """
         self.world_sizes.append(world_size)
         number = len(self.world_sizes)
@@ -178,8 +199,12 @@ class Trial:
                 own_group=True,
             )
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(kill_after)
+            if at_step is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(kill_after)
+            else:
+                while process.poll() is None and RunFolder(folder).step < at_step:
+                    time.sleep(POLL_SECONDS)
         finally:
             late = process.poll() is None
             if late:
@@ -216,6 +241,8 @@ class Trial:
         """Return a summary, a table of the findings, and the first difference of each kind."""
         if not self.equal:
             result = "stop and resume is NOT the same as never stopping"
+        elif not self.proven:
+            result = "no launch resumed between the first and the last step; raise --steps"
         elif self.exact:
             result = "stop and resume equals never stopping, bit for bit"
         else:
@@ -228,8 +255,10 @@ class Trial:
             f"{plural(self.runs, 'run')} of {plural(self.options.steps, 'step')} with "
             f"{plural(self.kills, 'kill')}, compared with an undisturbed run; "
             f"{len(self.world_sizes)} launches on {sizes} {processes}, "
-            f"{sum(self.seconds):.0f} s\n\n"
+            f"{sum(self.seconds):.0f} s\n"
         )
+        steps = ", ".join(f"{step:,}" for step in sorted(self.resumed))
+        text += f"launches resumed from step {steps}\n\n" if steps else "no launch resumed\n\n"
         header = ("", "compared", "different", "largest difference", "")
         rows = [header, *(finding.row() for finding in self.findings)]
         text += table(rows, "<", ">", ">", ">", "<")

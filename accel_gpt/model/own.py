@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError, require
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.gpt import GPT, evaluating
 from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import next_token_loss, sequence_losses
+
+CHECKED_TOKENS = 16
+MOST_CHECKED = 1_000_000_000  # parameters of a model of which a second copy is made; assumption
 
 
 class OwnModel(LanguageModel):
@@ -142,6 +145,13 @@ def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
         any(p.requires_grad for p in made.parameters()),
         f"{place} returned a module without trainable parameters; set requires_grad of some",
     )
+    for module in made.modules():
+        for name, value in vars(module).items():
+            require(
+                not isinstance(value, Tensor),
+                f"{place}: {name} of {type(module).__name__} is a tensor, but neither a parameter "
+                f'nor a buffer, so no checkpoint holds it; use register_buffer("{name}", ...)',
+            )
     if isinstance(made, GPT):
         require(
             made.vocab_size == vocab_size,
@@ -178,3 +188,53 @@ def takes_documents(module: nn.Module) -> bool:
     except TypeError:
         return False
     return True
+
+
+# --------------------------------------------------------------------------- the check
+
+
+@torch.no_grad()
+def check_own_model(config: Config, model: LanguageModel, device: torch.device) -> None:
+    """Raise `UserError` if logits depend on later tokens, or differ with the cache of keys.
+
+    Both are found on a copy of the model with random weights, since weights that begin at zero hide
+    them. Models above `MOST_CHECKED` parameters are not checked.
+    """
+    if model.remake is None or model.parameter_count() > MOST_CHECKED:
+        return
+    place = config.own.place("model")
+    copy = model.remake().to(device)
+    copy.init_weights()
+    for weight in copy.parameters():
+        weight.add_(torch.randn_like(weight), alpha=0.1)
+    T = min(config.model.block_size, CHECKED_TOKENS)
+    half = T // 2
+    tokens = torch.arange(T, device=device)[None] % copy.vocab_size
+    others = tokens.clone()
+    others[:, half:] = (others[:, half:] + 1) % copy.vocab_size
+    documents = torch.zeros_like(tokens) if config.data.document_mask else None
+    with evaluating(copy):
+        logits = copy(tokens, documents=documents)
+        changed = copy(others, documents=documents)
+        inner = copy.inner if isinstance(copy, OwnModel) else copy
+        require(
+            same_logits(logits[:, :half], changed[:, :half]) or not getattr(inner, "causal", True),
+            f"the logits of {place} depend on later tokens, so its loss says nothing about text; "
+            "let a token see those before it only, or set causal = False on the module to allow it",
+        )
+        cache = copy.make_cache(T)
+        if cache is None:
+            return
+        copy(tokens[:, :half], cache=cache)
+        continued = copy(tokens[:, half:], cache=cache)
+        require(
+            same_logits(copy(tokens)[:, half:], continued),
+            f"the GPT of {place} computes other logits with its cache of keys and values, so it "
+            "would sample other text; give each attention layer a number of its own, attn.layer",
+        )
+
+
+def same_logits(one: Tensor, two: Tensor) -> bool:
+    """Return whether two logits are equal within rounding; numbers that are not finite are."""
+    difference = (one.float() - two.float()).abs().max()
+    return not difference > 1e-3 * max(1.0, float(one.abs().max()))

@@ -66,7 +66,7 @@ def is_missing(data: DataConfig) -> bool:
 
     Raises `UserError` if an existing folder does not match the config.
     """
-    if data.own_shards is not None:
+    if data.own_shards is not None and data.prepare.source is None:
         return False
     folder = Path(str(data.folder))
     is_remote = is_url(str(data.folder))

@@ -27,6 +27,19 @@ def cross_entropy(
     return loss
 
 
+class Called:
+    """The model as `loss()` gets it: calls go through DDP, attributes are those of the model."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        self.wrapped = wrapped
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapped(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self.wrapped, "module", self.wrapped), name)
+
+
 class OwnLoss:
     """Calls `loss()` of the file of --code, and keeps the parts that it names.
 
@@ -44,7 +57,7 @@ class OwnLoss:
         self, model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Return the loss (); raise `UserError` unless it is a scalar that has a gradient."""
-        returned = self.function(model, tokens, targets, documents)
+        returned = self.function(Called(model), tokens, targets, documents)
         pair = isinstance(returned, tuple) and len(returned) == 2
         loss: Tensor = returned[0] if pair else returned
         parts: Any = returned[1] if pair else {}

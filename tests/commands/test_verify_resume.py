@@ -176,6 +176,7 @@ def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
     small_run: Arguments, rooms: Path, tmp_path: Path, pretended: Pretended, capsys: Printed
 ) -> None:
     whole = make_run(tmp_path / "whole")
+    (whole / "run.json").write_text('{"launches": [{"step": 2}]}')  # one resumed from step 2
     worlds = pretended(whole, whole)
     options = ["--steps", "4", "--kills", "4", "--processes", "2,1,4"]
     assert call(*small_run(*options, "--train.micro_batch_size", "2")) == 0
@@ -186,7 +187,11 @@ def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
     assert "with 4 kills, compared with an undisturbed run" in shown.out
     assert f"{len(worlds)} launches" in shown.out
     assert "set train.reproducible to true for equality bit for bit" in shown.out
+    assert "launches resumed from step 2\n" in shown.out
     assert not list(rooms.iterdir())
+    (whole / "run.json").unlink()
+    assert call(*small_run("--steps", "4", "--kills", "1")) == 1
+    assert "no launch resumed between the first and the last step" in capsys.readouterr().out
 
 
 def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(

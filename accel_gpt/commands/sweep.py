@@ -69,7 +69,7 @@ class Sweep:
         """Train one seed after another, with the settings whose answer is not clear."""
         for seed in self.seeds:
             settings = [setting for setting in self.others if not self.is_settled(setting)]
-            if not settings:
+            if not settings or self.baseline.name in self.broken:
                 return
             self.train_seed(seed, [self.baseline, *settings])
 

@@ -161,6 +161,12 @@ def test_a_run_that_fails_for_another_reason_is_no_verdict(
     assert verdicts(capsys) == ["no seed has the val loss of optim.lr=3e-3 and optim.lr=1e-3"]
 
 
+def test_a_setting_whose_run_fails_takes_no_more_seeds(made: Callable[..., int]) -> None:
+    Trained.failing = {"optim.lr=3e-3,seed=1"}
+    assert made("--optim.lr", "1e-3,3e-3", "--seed=1,2") == 1
+    assert Trained.launched == ["optim.lr=1e-3,seed=1", "optim.lr=3e-3,seed=1"]
+
+
 def test_two_configs_of_different_tokenizers_are_compared_in_bits_per_byte(
     made: Callable[..., int],
     small_run: Callable[..., list[str]],

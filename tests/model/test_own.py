@@ -62,7 +62,7 @@ def model(config, vocab_size):
 
 
 def loss(model, tokens, targets, documents):
-    logits = model(tokens)
+    logits = model(tokens)[..., : model.vocab_size]
     entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     z_loss = 1e-3 * logits.logsumexp(-1).square().mean()
     return entropy + z_loss, {"z_loss": z_loss, "first_token": tokens[:, 0].float().mean()}

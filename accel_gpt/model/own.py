@@ -17,7 +17,7 @@ from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import next_token_loss, sequence_losses
 
-CHECKED_TOKENS = 16
+CHECKED_TOKENS = 16  # of the texts that check a model; assumption
 MOST_CHECKED = 1_000_000_000  # parameters of a model of which a second copy is made; assumption
 
 

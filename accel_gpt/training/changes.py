@@ -113,6 +113,8 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differe
     for key, (was, new) in differences(before, now).items():
         if resume_kind(key, before, now) in ("free", "start"):
             continue
+        if option_of(key).command_line_only:  # a file that names it has no effect
+            continue
         if key.startswith("data.val") and relocated(was, *out_dirs) == new:
             continue
         changes[key] = (was, new)

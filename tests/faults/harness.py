@@ -29,7 +29,6 @@ KILLED = -signal.SIGKILL
 FSDP = {
     **{"ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
     **{"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"},
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
 }
 CLOCK = ("time", "tokens_this_launch")  # figures that depend on the clock or on restarts
 LAUNCH_STATE = ("seconds", "world_size", "config")

@@ -173,9 +173,10 @@ def check_function(own: OwnCode, name: str) -> None:
 
 
 def line_of(function: Function) -> str:
-    """Return `, line N` for the line at which a function begins; "" if it has none."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f", line {code.co_firstlineno}" if code else ""
+    """Return `, line N` for the line at which a function of the file begins; else ""."""
+    inner: Any = inspect.unwrap(function)
+    in_file = isinstance(getattr(inner, "__globals__", {}).get("__loader__"), HeldSource)
+    return f", line {inner.__code__.co_firstlineno}" if in_file else ""
 
 
 def place_of(function: Function) -> str:

@@ -31,7 +31,7 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, DataError, DivergedError, UserError, require
+from accel_gpt.errors import AccelGPTError, DataError, DivergedError, UserError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
@@ -440,10 +440,14 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     # a checkpoint's JSON stores null for a number that is not finite
     for key, value in (state.pending_record or {}).items():
         record[key] = math.nan if value is None else value
-    found = evaluate(run.evaluations, run.gpt, run.accelerator, on_progress, last_step=last)
-    twice = sorted(record.keys() & found.keys())
-    require(not twice, f"metrics() and evaluate() of {run.config.own.file} both return {twice[:1]}")
-    record |= found
+    record = evaluate(
+        evaluations=run.evaluations,
+        model=run.gpt,
+        accelerator=run.accelerator,
+        on_progress=on_progress,
+        last_step=last,
+        known=record,
+    )
     is_best = state.note_evaluation(record["eval/val_loss"])
     run.reporter.publish(state, record)
     if run.config.own.after_evaluation is not None:

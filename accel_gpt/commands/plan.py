@@ -72,12 +72,12 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
 
 
 def uncounted(config: Config) -> list[str]:
-    """Return a line on what the plan does not count of a file of --code."""
-    if config.own.optimizer is None and config.own.loss is None:
-        return []
+    """Return a line for each function of --code whose memory and time the plan does not know."""
+    counted_as = {"loss": "cross entropy", "optimizer": f"optim.name {config.optim.name}"}
     return [
-        f"the loss() and optimizer() of {config.own.file} are counted as cross entropy and "
-        f"optim.name {config.optim.name}"
+        f"{name}() of {config.own.file} is counted as {what}"
+        for name, what in counted_as.items()
+        if name in config.own.functions
     ]
 
 

@@ -47,7 +47,7 @@ METRICS = (  # name, prefix of the keys
     ("batch hashes", "data/batch_hash"),
     ("evaluations", "eval/"),
 )
-OTHER = "other metrics"  # such as those of --code; not speed and memory
+OTHER = "other metrics"  # counts, epochs and the metrics of --code; not speed or memory
 KINDS = ("steps", *dict(METRICS), OTHER, "weights", "optimizer state")
 # values that may differ with the number of processes; JUDGED must lie within the tolerance
 ROUNDED = ("losses", "gradient norms", "evaluations", OTHER, "weights", "optimizer state")

@@ -146,20 +146,38 @@ def open_foreign(
             content.append([tokens, hashlib.sha256(sampled).hexdigest()])
     if not shards:
         raise DataError(f"the {split} shards of {folder.path} are all empty; write them again")
-    identity = json.dumps([made_by.fingerprint, content])
-    opened = Split(
+    opened = split_without_index(
         folder=folder.path,
         name=split,
-        shards=tuple(shards),
+        shards=shards,
         dtype=np.dtype(f"<u{files[0].dtype.itemsize}"),
-        vocab_size=made_by.vocab_size,
-        eot_id=made_by.eot_id,
-        tokenizer_kind=made_by.kind,
-        tokenizer_fingerprint=made_by.fingerprint,
-        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        remote=folder.remote,
+        tokenizer=made_by,
+        content=content,
     )
-    return opened, made_by
+    return replace(opened, remote=folder.remote), made_by
+
+
+def split_without_index(
+    folder: Path,
+    name: str,
+    shards: Sequence[Shard],
+    dtype: np.dtype[Any],
+    tokenizer: Tokenizer,
+    content: Sequence[Sequence[Any]],
+) -> Split:
+    """Return a split whose fingerprint follows from tokenizer and `content`, one for each shard."""
+    identity = json.dumps([tokenizer.fingerprint, content])
+    return Split(
+        folder=folder,
+        name=name,
+        shards=tuple(shards),
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        eot_id=tokenizer.eot_id,
+        tokenizer_kind=tokenizer.kind,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+    )
 
 
 # --------------------------------------------------------------------------- which files

@@ -5,13 +5,20 @@ The arrays may be `numpy.memmap`: only what is trained on is read. Their tokeniz
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.foreign import BLOCK, BLOCKS, DataFolder, TokenFile, foreign_tokenizer
+from accel_gpt.data.foreign import (
+    BLOCK,
+    BLOCKS,
+    DataFolder,
+    TokenFile,
+    foreign_tokenizer,
+    split_without_index,
+)
 from accel_gpt.data.shards import Shard, Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
@@ -54,20 +61,15 @@ def open_own_shards(
         [len(array), hashlib.sha256(b"".join(sampled_tokens(array))).hexdigest()]
         for array in arrays
     ]
-    identity = json.dumps([made_by.fingerprint, content])
-    opened = Split(
+    opened = split_without_index(
         folder=folder.path,
         name=split,
-        shards=tuple(Shard(name, len(one)) for name, one in zip(names, arrays, strict=True)),
+        shards=[Shard(name, len(one)) for name, one in zip(names, arrays, strict=True)],
         dtype=dtype,
-        vocab_size=made_by.vocab_size,
-        eot_id=made_by.eot_id,
-        tokenizer_kind=made_by.kind,
-        tokenizer_fingerprint=made_by.fingerprint,
-        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        arrays=tuple(arrays),
+        tokenizer=made_by,
+        content=content,
     )
-    return opened, made_by
+    return replace(opened, arrays=tuple(arrays)), made_by
 
 
 def checked_array(value: Any, returned: str) -> Tokens:

@@ -1,8 +1,9 @@
 """List and make the evaluations of a run: each computes metrics of a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from accelerate import Accelerator
 
@@ -17,6 +18,8 @@ from accel_gpt.evals.validation import OnProgress, check_evaluated, ignore_progr
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.training.metrics import checked_record
+
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,10 @@ def evaluate(
     accelerator: Accelerator,
     on_progress: OnProgress = ignore_progress,
     last_step: bool = True,
+    known: Mapping[str, float] = NO_METRICS,
 ) -> dict[str, float]:
-    """Compute the metrics of all evaluations; a collective."""
-    metrics: dict[str, float] = {}
+    """Add the metrics of all evaluations to the `known` ones of the step; a collective."""
+    metrics = dict(known)
     for evaluation in evaluations:
         if last_step or not evaluation.last_step_only:
             found = evaluation.metrics(

@@ -107,12 +107,9 @@ class GPT(LanguageModel):
     def flops_per_token(self) -> int:
         """Compute the FLOPs to train on one token, from the weights of this model.
 
-        See `sizes.training_flops`. All weights with two or more dimensions are in matrix
-        products, except those of embeddings.
+        See `sizes.training_flops`. The head counts without its padded rows.
         """
-        embeddings = {id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding)}
-        apart = embeddings | {id(self.head.weight)}
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1 and id(p) not in apart)
+        matrices = sum(p.numel() for p in self.matrices() if p is not self.head.weight)
         return training_flops(self.config, matrices + self.vocab_size * self.config.n_embd)
 
     def make_cache(self, tokens: int) -> KVCache:

@@ -64,15 +64,17 @@ class LanguageModel(nn.Module):
         """Count the parameters, tied weights once, with padded rows of the vocabulary."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self) -> int:
-        """Compute the FLOPs to train on one token: 6 for each weight in a matrix product.
-
-        These are all weights with two or more dimensions, except those of embeddings. Attention
-        and other products of activations do not count.
-        """
+    def matrices(self) -> list[nn.Parameter]:
+        """Return the weights in matrix products: two or more dimensions, and no embedding."""
         embeddings = {id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding)}
-        weights = [p for p in self.parameters() if p.ndim > 1 and id(p) not in embeddings]
-        return 6 * sum(p.numel() for p in weights)
+        return [p for p in self.parameters() if p.ndim > 1 and id(p) not in embeddings]
+
+    def flops_per_token(self) -> int:
+        """Compute the FLOPs to train on one token: 6 for each weight of `matrices`.
+
+        Attention and other products of activations do not count.
+        """
+        return 6 * sum(p.numel() for p in self.matrices())
 
 
 def draw_weights(model: LanguageModel) -> None:

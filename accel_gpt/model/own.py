@@ -18,7 +18,7 @@ from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import next_token_loss, sequence_losses
 
 CHECKED_TOKENS = 16  # of the texts that check a model; assumption
-MOST_CHECKED = 1_000_000_000  # parameters of a model of which a second copy is made; assumption
+MOST_CHECKED = 1_000_000_000  # parameters; a larger model is not copied for the check; assumption
 
 
 class OwnModel(LanguageModel):
@@ -230,7 +230,7 @@ def check_own_model(config: Config, model: LanguageModel, device: torch.device) 
         require(
             same_logits(copy(tokens)[:, half:], continued),
             f"the GPT of {place} computes other logits with its cache of keys and values, so it "
-            "would sample other text; give each attention layer a number of its own, attn.layer",
+            "would sample other text; number the attention layers by attn.layer",
         )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_gpt.model.sharding import local_shard
+
 # devices whose fused kernel ignores `found_inf` and `grad_scale`; the host reads them instead
 UNGUARDED = ("mps",)
 AMP = ("found_inf", "grad_scale")  # attributes that `torch.amp.GradScaler` sets
@@ -83,6 +85,14 @@ def given_to_kernel(
             setattr(optimizer, name, value)
 
 
+def divide_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor | float) -> None:
+    """Divide the gradients of all parameters in place; under FSDP, this rank's shards."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                local_shard(p.grad).div_(divisor)
+
+
 class GuardedAdamW(Guard, torch.optim.AdamW):
     """Update the parameters by fused AdamW, or skip the update if `skip` is 1.
 
@@ -107,10 +117,7 @@ class GuardedAdamW(Guard, torch.optim.AdamW):
         if skip is not None and skip.device.type in UNGUARDED and skip.item():
             return None
         if divisor is not None and divisor.device.type in UNGUARDED:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.grad /= divisor
+            divide_gradients(self, divisor)
             divisor = None
         with given_to_kernel(self, skip, divisor):
             return update(self, closure)

@@ -17,8 +17,8 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import UserError, first_line, require
 from accel_gpt.model.language_model import seeded
-from accel_gpt.model.sharding import is_sharded, local_shard
-from accel_gpt.optim.adamw import UNGUARDED, Guard, given_to_kernel
+from accel_gpt.model.sharding import is_sharded
+from accel_gpt.optim.adamw import UNGUARDED, Guard, divide_gradients, given_to_kernel
 from accel_gpt.optim.groups import OPTIONS, PEAK
 
 PLAIN = (int, float, bool, str, type(None))  # what a checkpoint can hold beside tensors
@@ -28,8 +28,8 @@ CONTAINERS = (dict, list, tuple)
 class OwnOptimizer(Guard, torch.optim.Optimizer):
     """Guard the optimizer that `optimizer()` in the file of --code returns.
 
-    Groups and state are those of the inner optimizer. In each group, `PEAK` is the learning rate
-    that it was made with.
+    It has no groups and no state of its own: the inner optimizer holds them. In each group, `PEAK`
+    is the learning rate that `optimizer()` gave it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, place: str) -> None:
@@ -42,17 +42,17 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
             group[PEAK] = float(group["lr"])
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute of torch
         """Return the groups of the inner optimizer."""
         return self.inner.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:  # type: ignore[override]  # an attribute of torch
         """Return the state of the inner optimizer."""
         return self.inner.state
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:  # type: ignore[override]  # an attribute of torch
         """Return the default options of the inner optimizer."""
         return self.inner.defaults
 
@@ -86,10 +86,7 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
         if skip is not None and values[0]:
             return None
         if divisor is not None and values[-1] != 1:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        local_shard(p.grad).div_(values[-1])
+            divide_gradients(self, values[-1])
         return self.update()
 
     def update(self) -> Any:
@@ -105,16 +102,13 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                 f"update the shards of FSDP: {first_line(error)}; train with DDP"
             ) from error
         if not self.checked:
-            self.check_state()
+            self.state_dict()  # a state that no checkpoint can hold is an error now
             self.checked = True
         return result
 
-    def check_state(self) -> None:
-        """Raise `UserError` if a checkpoint could not hold the state.
-
-        Called after the first update, and at each save.
-        """
-        unknown = not_stored(plain(self.inner.state_dict()))
+    def check_state(self, packed: Mapping[str, Any]) -> None:
+        """Raise `UserError` if a checkpoint could not hold the state; `packed`: the same."""
+        unknown = not_stored(packed)
         require(
             unknown is None,
             f"the optimizer of {self.place} keeps a {unknown} in its state or its groups, and no "
@@ -139,10 +133,13 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
     # ----------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer, with numbers of Python for those of NumPy."""
-        self.check_state()
-        found: dict[str, Any] = plain(self.inner.state_dict())
-        return found
+        """Return the state of the inner optimizer; NumPy numbers become Python numbers.
+
+        Raises `UserError` if a checkpoint could not hold it.
+        """
+        packed: dict[str, Any] = plain(self.inner.state_dict())
+        self.check_state(packed)
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the inner optimizer; see `keep_options` and `restore_types`."""
@@ -170,9 +167,9 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                 self.state[p] = tree_map(as_saved, self.state[p], state)
 
     def group_values(self) -> list[dict[str, Any]]:
-        """Return the values of each group for JSON, without its parameters."""
+        """Return the values of each group for JSON, without its parameters; see `state_dict`."""
         found = []
-        for group in self.param_groups:
+        for group in self.state_dict()["param_groups"]:
             values = {key: value for key, value in group.items() if key != "params"}
             found.append(tree_map(as_number, values))
         return found
@@ -209,7 +206,7 @@ def as_saved(loaded: Any, saved: Any) -> Any:
 
 def as_number(value: Any) -> Any:
     """Return a tensor of one number, such as a learning rate, as this number."""
-    return value.item() if isinstance(value, Tensor | np.generic) else value
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def plain(value: Any) -> Any:
@@ -261,7 +258,7 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
     require(
         not foreign,
         f"the optimizer of {place} holds {plural(len(foreign), 'parameter')} that the model lacks; "
-        "give it those of model.parameters() alone",
+        "give it only parameters of model.parameters()",
     )
     for name, p in model.named_parameters():
         require(

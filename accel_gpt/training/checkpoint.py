@@ -37,7 +37,7 @@ from accel_gpt.errors import (
 )
 from accel_gpt.files import describe_path, sha256, strict_json, write_file
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
-from accel_gpt.launcher import PRECISIONS
+from accel_gpt.launcher import PRECISIONS, is_main
 from accel_gpt.own_code import OwnCode
 from accel_gpt.training.run_folder import (
     CHECKPOINT,
@@ -324,10 +324,7 @@ def earlier_precision(out_dir: str, resume: str) -> tuple[str, str] | None:
 
 
 def check_code(path: Path, own: OwnCode, needed: Collection[str]) -> None:
-    """Raise `UserError` if a checkpoint was made with a `needed` function that `own` lacks.
-
-    Warns if the file of --code is not the one that made the checkpoint.
-    """
+    """Raise `UserError` if a checkpoint was made with a `needed` function that `own` lacks."""
     used = read_state(path).code
     if used is None:
         return
@@ -339,7 +336,12 @@ def check_code(path: Path, own: OwnCode, needed: Collection[str]) -> None:
             raise UserError(
                 f"{path} was made with {name}() of {used.file}{where}; add --code {used.file}"
             )
-    if own.file and own.sha256 != used.sha256:
+
+
+def warn_of_other_code(path: Path, own: OwnCode) -> None:
+    """Print a line if the file of --code is not the one that made a checkpoint."""
+    used = read_state(path).code
+    if used is not None and own.file and own.sha256 != used.sha256 and is_main():
         write_err(f"WARNING: {path} was made with {used}, but --code is {own.name} as it is now")
 
 

@@ -28,7 +28,7 @@ def cross_entropy(
 
 
 class Called:
-    """The model as `loss()` gets it: calls go through DDP, attributes are those of the model."""
+    """The model as `loss()` gets it: a call goes through DDP, an attribute is read behind it."""
 
     def __init__(self, wrapped: nn.Module) -> None:
         self.wrapped = wrapped

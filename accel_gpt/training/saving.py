@@ -247,7 +247,6 @@ class CheckpointWriter:
             moments = moments_of(gpt, optimizer)
             header = {}
             if isinstance(optimizer.optimizer, OwnOptimizer):
-                optimizer.optimizer.check_state()
                 header[GROUPS] = json.dumps(optimizer.optimizer.group_values())
             return {
                 f"weights_{rank}.safetensors": rank_content(weights, self.main),

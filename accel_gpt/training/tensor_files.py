@@ -46,8 +46,7 @@ def moments_of(gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> dict[str,
     """Return the tensors of the optimizer by name, for example `wte.weight.exp_avg`.
 
     Creates missing tensors as zeros. A number in the state becomes a tensor; its name ends with
-    `NUMBER`. Call `weights_of` first: it reshards weights that FSDP left
-    gathered.
+    `NUMBER`. Call `weights_of` first: it reshards weights that FSDP left gathered.
     """
     names = {id(p): name for name, p in gpt.named_parameters()}
     moments = {}

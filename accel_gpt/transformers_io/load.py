@@ -32,6 +32,7 @@ from accel_gpt.training.checkpoint import (
     read_shape,
     read_state,
     verify_checkpoint,
+    warn_of_other_code,
 )
 from accel_gpt.training.tensor_files import read_weights
 from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
@@ -117,6 +118,7 @@ def load_checkpoint(
     except CheckpointError as error:
         raise CheckpointError(f"{error}{intact_hint(path)}") from None
     check_code(path, own, {"model"})
+    warn_of_other_code(path, own)
     shape, vocab_size = read_shape(path)
     config = Config(model=shape)
     if own.model is not None:
@@ -133,6 +135,7 @@ def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
     if pretrained.is_checkpoint:
         verify_checkpoint(pretrained.folder, model_only=True)
         check_code(pretrained.folder, config.own, {"model"})
+        warn_of_other_code(pretrained.folder, config.own)
         read_weights(pretrained.folder, gpt)
         return
     if not isinstance(gpt, GPT):

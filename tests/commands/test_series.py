@@ -89,6 +89,29 @@ def test_a_diverged_run_is_not_launched_again_and_keeps_its_error(
     assert len(launched) == 1
 
 
+def test_a_run_executes_a_copy_of_the_file_that_only_this_user_can_change(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may be able to write to the folder of the sweep, or you may edit the file."""
+    own = tmp_path / "own.py"
+    source = "def lr(step, config, plan):\n    return 1.0\n"
+    own.write_text(source)
+    config = load_config([*small_run(), "--code", str(own)], "")
+    own.write_text("edited")
+    seen: list[tuple[str, int, bool]] = []
+
+    def launch(words: list[str], environment: Mapping[str, str], **options: Any) -> Any:
+        (code,) = [Path(word.removeprefix("--code=")) for word in words if word[:7] == "--code="]
+        mode = code.parent.parent.stat().st_mode & 0o777
+        seen.append((code.read_text(), mode, code.is_relative_to(tmp_path / "out")))
+        options.pop("own_group")
+        return subprocess.Popen([sys.executable, "-c", "pass"], text=True, **options)
+
+    monkeypatch.setattr(series, "launch_child", launch)
+    Series([SeriesRun("a", tmp_path / "out", config)]).train()
+    assert seen == [(source, 0o700, False)]
+
+
 @pytest.mark.slow
 def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
     small_run: Callable[..., list[str]],

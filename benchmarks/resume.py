@@ -1,0 +1,497 @@
+"""Measure who resumes on the right data: stop trainers in many ways and see what they read next.
+
+    python benchmarks/resume.py PEERS [--systems NAME ...] [--jobs 2] [--json FILE]
+
+PEERS is a folder with checkouts of accelerate, nanoGPT, litgpt and nanochat, which are run
+unmodified by their documented commands (`resume_drivers.py`). A checkout with a `.venv` is run by
+its Python. `record_training.py` records each update from outside: the token ids that entered the
+model, the loss, and fingerprints of weights and optimizer state. So the step that a launch resumed
+from is the step after which the run had these weights, whatever the trainer prints.
+
+Each trainer runs undisturbed, then stops as each line of the tables says. The random steps, delays
+and bits have a fixed seed. Weights, data and losses have the same bits in each launch of a trainer
+that resumes exactly; the moments of the kills vary with the machine.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, make_parser, print_table, save_report, start_report
+from resume_drivers import DRIVERS, EVERY, STEPS, Driver
+from safetensors.torch import load_file
+
+from accel_gpt.commands.verify_resume import kill_tree
+
+KILLS = 10  # of one run, at random moments
+SAVE_KILLS = 20  # each within a save
+FLIPS = 8  # random bits of the newest checkpoint, one a trial
+STOP = 34  # updates before SIGTERM, before twice the processes, and before a bit is flipped
+POISONED = 45  # the update whose loss is NaN
+PACE = 0.05  # seconds slept after each update, so that a save does not span many
+GAP = 0.3  # seconds without a change between two saves
+POLL = 0.002  # seconds between two looks at a run
+LIMIT = 300  # seconds that a launch may take
+TERM_LIMIT = 60  # seconds that a trainer may take to end after SIGTERM
+SEED = 1
+Update = dict[str, Any]  # a line of `record_training.py`, of all processes together
+
+
+def main() -> None:
+    """Run every experiment for every trainer, and print the tables."""
+    parser = make_parser(__doc__, peer=False)
+    parser.add_argument("peers", type=Path)
+    parser.add_argument("--systems", nargs="+", choices=DRIVERS, default=[*DRIVERS])
+    parser.add_argument("--jobs", type=int, default=1, help="trainers that run at a time")
+    args = parser.parse_args()
+    report = start_report()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        work = Path(folder)
+        jobs = {name: pool.submit(measure, name, args.peers, work) for name in args.systems}
+        report["found"] = {name: job.result() for name, job in jobs.items()}
+    save_report(args.json, report)
+    print_report(report["found"])
+
+
+def measure(name: str, peers: Path, work: Path) -> dict[str, Any]:
+    """Run every experiment for one trainer."""
+    driver = DRIVERS[name](peers.resolve(), work / name)
+    whole = Run(driver, "undisturbed")
+    whole.launch()
+    found: dict[str, Any] = {"updates": len(whole.path), "seconds": round(whole.seconds)}
+    for what, experiment in EXPERIMENTS.items():
+        found[what] = experiment(driver, whole, random.Random(SEED))
+        print(f"{name}, {what}: {json.dumps(found[what])}", flush=True)
+    return found
+
+
+# --------------------------------------------------------------------------- runs
+
+
+class Run:
+    """A run of a trainer: its folder, and what its launches did.
+
+    `path`: the updates that led to the present weights; those that a kill undid are not in it.
+    `start`: the update that the newest launch resumed from; None if it began with weights that the
+    run never had. `intact`: whether it had the optimizer's state of that update, too.
+    """
+
+    def __init__(self, driver: Driver, name: str) -> None:
+        self.driver = driver
+        self.out = driver.work / name
+        self.out.mkdir()
+        self.records = driver.work / f"{name}.jsonl"
+        self.log = driver.work / f"{name}.log"
+        self.weights = driver.work / f"{name}.pt"
+        self.path: list[Update] = []
+        self.first: tuple[int, int] | None = None  # fingerprints before the first update
+        self.start: int | None = 0
+        self.intact = True
+        self.launches = 0
+        self.fresh = 0  # updates of the newest launch
+        self.seconds = 0.0
+        self.saves: list[float] = []  # seconds from the first to the last change of each save
+
+    def launch(
+        self,
+        stop: Callable[["Run"], bool] = lambda run: False,
+        signal_number: int = signal.SIGKILL,
+        processes: int = 1,
+        **environment: str,
+    ) -> int:
+        """Start or resume the run; signal it once `stop` returns True. Return its exit code."""
+        self.launches += 1
+        self.fresh = 0
+        self.start = None
+        words = self.driver.command(self.out, processes)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        recorder = ROOT / "benchmarks/record_training.py"
+        start = [*launcher, str(processes)] if processes > 1 else []
+        self.records.unlink(missing_ok=True)
+        begun = time.monotonic()
+        with self.log.open("wb") as log:
+            process = subprocess.Popen(
+                [self.driver.python, *start, str(recorder), *map(str, words)],
+                cwd=self.driver.folder,
+                env=os.environ
+                | {
+                    "OMP_NUM_THREADS": "1",
+                    "TORCHDYNAMO_DISABLE": "1",
+                    "RECORD": str(self.records),
+                    "RECORD_LAUNCH": str(self.launches),
+                    "RECORD_PACE": str(PACE),
+                    "RECORD_WEIGHTS": str(self.weights),
+                }
+                | self.driver.environment
+                | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+        try:
+            self.watch(process, stop, begun, processes)
+            if process.poll() is None and signal_number != signal.SIGKILL:
+                process.send_signal(signal_number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(TERM_LIMIT)
+        finally:
+            if process.poll() is None:
+                kill_tree(process)
+        self.read(processes)
+        self.seconds = time.monotonic() - begun
+        return process.returncode
+
+    def watch(
+        self,
+        process: subprocess.Popen[str],
+        stop: Callable[["Run"], bool],
+        begun: float,
+        processes: int,
+    ) -> None:
+        """Follow a launch until it ends or shall be stopped; measure its saves."""
+        seen = self.area()
+        first = last = 0.0
+        while process.poll() is None and time.monotonic() < begun + LIMIT:
+            self.read(processes)
+            area = self.area()
+            now = time.monotonic()
+            if area != seen:
+                first = first or now
+                last = now
+                seen = area
+            elif first and now > last + GAP:
+                self.saves.append(last - first)
+                first = 0.0
+            if stop(self):
+                return
+            time.sleep(POLL)
+
+    def area(self) -> frozenset[tuple[str, int, int]]:
+        """Return the names, sizes and times of the files that a save changes."""
+        found = set()
+        for top in self.out.glob(self.driver.area or self.driver.pattern):
+            walk = os.walk(top)  # skips folders that are renamed or removed meanwhile
+            below = (os.path.join(folder, name) for folder, _, names in walk for name in names)
+            for path in (str(top), *below):
+                with contextlib.suppress(OSError):
+                    status = os.stat(path)
+                    found.add((path, status.st_size, status.st_mtime_ns))
+        return frozenset(found)
+
+    def read(self, processes: int) -> None:
+        """Read the updates of the newest launch."""
+        text = self.records.read_text(encoding="utf-8") if self.records.exists() else ""
+        if text.count("\n") // processes <= self.fresh:
+            return
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+        ranks = [[line for line in lines if line["rank"] == rank] for rank in range(processes)]
+        updates = [merge(parts) for parts in zip(*ranks, strict=False)]
+        if not self.fresh and updates:
+            self.locate(updates[0]["before"])
+        self.path += updates[self.fresh :]
+        self.fresh = len(updates)
+
+    def locate(self, before: list[int]) -> None:
+        """Find the update after which the run had the weights that a launch began with."""
+        self.first = self.first or before
+        had = [self.first, *(update["after"] for update in self.path)]
+        places = [step for step, one in enumerate(had) if one[0] == before[0]]
+        if places:
+            self.start = places[-1]
+            self.intact = had[self.start] == before
+            del self.path[self.start :]
+
+
+def merge(parts: Sequence[Update]) -> Update:
+    """Return one update of several processes: all rows, and the mean loss."""
+    rows = [row for part in parts for row in part["rows"]]
+    return {**parts[0], "rows": rows, "loss": statistics.fmean(part["loss"] for part in parts)}
+
+
+def at_update(step: int) -> Callable[[Run], bool]:
+    """Stop when the run has made `step` updates."""
+    return lambda run: bool(run.fresh) and len(run.path) >= step
+
+
+def after_first_update(run: Run) -> bool:
+    """Stop when the launch has made an update."""
+    return bool(run.fresh)
+
+
+def resume(run: Run, stop: Callable[[Run], bool], **options: Any) -> str:
+    """Resume a run as documented; if that fails, remove the newest checkpoint and try again.
+
+    Returns what happened: "exact" (weights and optimizer of an update of this run), "wrong
+    optimizer", "wrong weights" (weights that the run never had), "by hand" (exact, but only after
+    checkpoints were removed) or "nothing left" (it had to start again).
+    """
+    updates = len(run.path)
+    removed = 0
+    while True:
+        run.launch(stop, **options)
+        if run.fresh:
+            break
+        left = run.driver.checkpoints(run.out)
+        if not left:
+            raise SystemExit(f"{run.driver.name} failed:\n{run.log.read_text()[-3000:]}")
+        for path in left[-1]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        removed += 1
+    if run.start is None:
+        return "wrong weights"
+    if run.start == 0 and updates >= EVERY:
+        return "nothing left"
+    if not run.intact:
+        return "wrong optimizer"
+    return "by hand" if removed else "exact"
+
+
+# --------------------------------------------------------------------------- experiments
+
+
+def kill_anywhere(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
+    """Kill a run ten times at random moments; compare it with the undisturbed one."""
+    run = Run(driver, "killed")
+    lost = []
+    resumed = STEPS
+    results = Counter[str]()
+    run.launch(at_random_moment(steps := sorted(chance.sample(range(5, STEPS), KILLS)), chance))
+    for step in [*steps[1:], None]:
+        updates = len(run.path)
+        stop = at_random_moment([step], chance) if step else lambda run: False
+        results[resume(run, stop)] += 1
+        if run.start is not None:
+            lost.append(updates - run.start)
+            resumed = min(resumed, run.start)
+    return {
+        "resumes": dict(results),
+        "lost": sorted(lost),
+        **compare(run, whole, resumed),
+        "weights": weight_difference(run, whole),
+    }
+
+
+def at_random_moment(steps: Sequence[int], chance: random.Random) -> Callable[[Run], bool]:
+    """Stop within the update after the first of `steps`."""
+    step = steps[0]
+    delay = chance.uniform(0, 2 * PACE)
+    reached = []
+
+    def stop(run: Run) -> bool:
+        if not reached and at_update(step)(run):
+            reached.append(time.monotonic() + delay)
+        return bool(reached) and time.monotonic() >= reached[0]
+
+    return stop
+
+
+def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
+    """Kill runs within their saves, twenty times; see what each resume finds."""
+    seconds = statistics.median(whole.saves)
+    results = Counter[str]()
+    lost = []
+    run = Run(driver, "saving_0")
+    run.launch(in_save(seconds, chance))
+    for number in range(1, SAVE_KILLS + 1):
+        updates = len(run.path)
+        result = resume(
+            run, in_save(seconds, chance) if number < SAVE_KILLS else after_first_update
+        )
+        results[result] += 1
+        if result in ("exact", "by hand"):
+            lost.append(updates - (run.start or 0))
+        if len(run.path) >= STEPS and number < SAVE_KILLS:
+            run = Run(driver, f"saving_{number}")
+            run.launch(in_save(seconds, chance))
+    return {"milliseconds": round(1e3 * seconds), "resumes": dict(results), "lost": sorted(lost)}
+
+
+def in_save(seconds: float, chance: random.Random) -> Callable[[Run], bool]:
+    """Stop at a random moment within the first save of a launch that has an older checkpoint."""
+    delay = chance.uniform(0, seconds)
+    seen: list[frozenset[tuple[str, int, int]]] = []
+    began = []
+
+    def stop(run: Run) -> bool:
+        if not run.fresh or len(run.path) < 2 * EVERY - 1:
+            return False
+        area = run.area()
+        if not seen:
+            seen.append(area)
+        if not began and area != seen[0]:
+            began.append(time.monotonic())
+        return bool(began) and time.monotonic() >= began[0] + delay
+
+    return stop
+
+
+def terminate(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
+    """Send SIGTERM; see how many updates the resumed run repeats."""
+    run = Run(driver, "terminated")
+    code = run.launch(at_update(STOP), signal.SIGTERM)
+    updates = len(run.path)
+    result = resume(run, after_first_update)
+    return {"exit_code": code, "resume": result, "lost": updates - (run.start or 0)}
+
+
+def on_two_processes(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
+    """Kill a run of one process, and resume it on two."""
+    run = Run(driver, "two")
+    run.launch(at_update(STOP))
+    run.launch(processes=2)
+    if not run.fresh:
+        lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line]
+        return {"error": (errors or lines)[0].strip()[-200:]}
+    return {"from": run.start, **compare(run, whole, run.start or 0)}
+
+
+def poison(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
+    """Make the loss of one update NaN; see which weights the checkpoints hold thirty updates on."""
+    run = Run(driver, "poisoned")
+    code = run.launch(at_update(POISONED + 3 * EVERY), RECORD_NAN=str(POISONED))
+    finite = [all(map(is_finite, files(one))) for one in driver.checkpoints(run.out)]
+    return {
+        "exit_code": code,
+        "updates": len(run.path),
+        "weights_finite": run.path[-1]["finite"],
+        "newest_checkpoint_finite": finite[-1],
+        "finite_checkpoints": f"{sum(finite)} of {len(finite)}",
+    }
+
+
+def flip_bits(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
+    """Flip one random bit of the newest checkpoint, eight times; see what a resume loads."""
+    run = Run(driver, "flipped")
+    run.launch(at_update(STOP))
+    path = list(run.path)
+    backup = driver.work / "backup"
+    shutil.copytree(run.out, backup)
+    undamaged = resume(run, after_first_update)
+    newest = run.start
+    results = Counter[str]()
+    for _ in range(FLIPS):
+        shutil.rmtree(run.out)
+        shutil.copytree(backup, run.out, copy_function=shutil.copy2)
+        run.path = list(path)
+        where = flip(files(driver.checkpoints(run.out)[-1]), chance)
+        result = resume(run, after_first_update)
+        if result == "exact":
+            result = "no effect" if run.start == newest else "skipped"
+        results[result] += 1
+        print(f"{driver.name}, bit of {where}: {result}, from {run.start}", flush=True)
+    return {"undamaged": undamaged, "resumes": dict(results)}
+
+
+def files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files at and below some paths."""
+    found = [one for path in paths for one in (path, *path.rglob("*"))]
+    return sorted(path for path in found if path.is_file())
+
+
+def flip(paths: Sequence[Path], chance: random.Random) -> str:
+    """Flip a bit; each bit of all files is as likely. Return where."""
+    sizes = [path.stat().st_size for path in paths]
+    path = chance.choices(paths, sizes)[0]
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    content[place] ^= 1 << chance.randrange(8)
+    changed = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(changed.st_atime_ns, changed.st_mtime_ns))
+    return f"{path.name}, byte {place}"
+
+
+def is_finite(path: Path) -> bool:
+    """Return whether a file of a checkpoint holds only finite tensors; True if it holds none."""
+    if path.suffix == ".safetensors":
+        content: Any = load_file(path)
+    elif path.suffix in (".pt", ".pth", ".bin"):
+        content = torch.load(path, weights_only=False)
+    else:
+        return True
+    return all(bool(one.isfinite().all()) for one in tensors(content))
+
+
+def tensors(content: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors in nested mappings and lists."""
+    if torch.is_tensor(content):
+        yield content
+    elif isinstance(content, dict):
+        for one in content.values():
+            yield from tensors(one)
+    elif isinstance(content, list | tuple):
+        for one in content:
+            yield from tensors(one)
+
+
+def compare(run: Run, whole: Run, since: int) -> dict[str, Any]:
+    """Compare what a run read and its losses from an update on with the undisturbed run.
+
+    "wrong": sequences that the undisturbed run did not read in the same update. "repeated": over
+    the whole run, sequences read more often than there; as many were read less often.
+    """
+    parts = run.driver.parts
+    pairs = list(zip(run.path, whole.path, strict=False))
+    wrong = 0
+    for ours, other in pairs[since:]:
+        wrong += sum((read([ours], parts) - read([other], parts)).values())
+    ours, others = (read([pair[side] for pair in pairs], parts) for side in (0, 1))
+    return {
+        "updates": len(run.path),
+        "read": sum(read([pair[0] for pair in pairs[since:]], parts).values()),
+        "wrong": wrong,
+        "repeated": sum((ours - others).values()),
+        "distinct": f"{len(ours)} of {len(others)}",
+        "loss": max((abs(one["loss"] - two["loss"]) for one, two in pairs), default=0.0),
+    }
+
+
+def read(updates: Sequence[Update], parts: Callable[[list[int]], list[Any]]) -> Counter[Any]:
+    """Count how often each piece of data was read."""
+    return Counter(part for update in updates for row in update["rows"] for part in parts(row))
+
+
+def weight_difference(run: Run, whole: Run) -> float:
+    """Return the largest difference of two runs' final weights."""
+    one, two = (torch.load(side.weights) for side in (run, whole))
+    return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
+
+
+EXPERIMENTS: dict[str, Callable[[Driver, Run, random.Random], dict[str, Any]]] = {
+    "killed": kill_anywhere,
+    "killed in a save": kill_in_saves,
+    "SIGTERM": terminate,
+    "two processes": on_two_processes,
+    "NaN": poison,
+    "flipped bit": flip_bits,
+}
+
+
+def print_report(found: dict[str, dict[str, Any]]) -> None:
+    """Print one table for each experiment."""
+    for what in EXPERIMENTS:
+        print(f"\n{what}")
+        keys = list(dict.fromkeys(key for one in found.values() for key in one[what]))
+        rows = [
+            [name, *(str(one[what].get(key, "")) for key in keys)] for name, one in found.items()
+        ]
+        print_table(["trainer", *keys], rows)
+
+
+if __name__ == "__main__":
+    main()

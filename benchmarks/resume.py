@@ -26,11 +26,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, make_parser, print_table, save_report, start_report
+from common import ROOT, attempt, make_parser, print_table, run_command, save_report, start_report
 from resume_drivers import DRIVERS, EVERY, STEPS, Driver
 from safetensors.torch import load_file
 
@@ -71,10 +72,24 @@ def measure(name: str, peers: Path, work: Path) -> dict[str, Any]:
     driver = DRIVERS[name](peers.resolve(), work / name)
     whole = Run(driver, "undisturbed")
     whole.launch()
-    found: dict[str, Any] = {"updates": len(whole.path), "seconds": round(whole.seconds)}
+    found: dict[str, Any] = {"versions": versions(driver), "updates": len(whole.path)}
     for what, experiment in EXPERIMENTS.items():
-        found[what] = experiment(driver, whole, random.Random(SEED))
+        work = partial(experiment, driver, whole, random.Random(SEED))
+        found[what] = attempt(f"{name}, {what}", work) or {"error": "not measured"}
         print(f"{name}, {what}: {json.dumps(found[what])}", flush=True)
+    return found
+
+
+def versions(driver: Driver) -> str:
+    """Return the packages of a trainer's environment, and the commit of its checkout."""
+    names = ["torch", "accelerate", "transformers", "lightning", "litdata"]
+    script = (
+        "import importlib.metadata as m; names = {d.name for d in m.distributions()}; "
+        f"print(', '.join(f'{{n}} {{m.version(n)}}' for n in {names} if n in names))"
+    )
+    found = run_command([driver.python, "-c", script]).strip()
+    if driver.peer is not None and (driver.peer / ".git").exists():
+        found += " at " + run_command(["git", "rev-parse", "--short", "HEAD"], driver.peer).strip()
     return found
 
 
@@ -301,7 +316,7 @@ def at_random_moment(steps: Sequence[int], chance: random.Random) -> Callable[[R
 
 def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Kill runs within their saves, twenty times; see what each resume finds."""
-    seconds = statistics.median(whole.saves)
+    seconds = statistics.median(sorted(whole.saves)[-(STEPS // EVERY) :])
     results = Counter[str]()
     lost = []
     run = Run(driver, "saving_0")
@@ -488,9 +503,18 @@ def print_report(found: dict[str, dict[str, Any]]) -> None:
         print(f"\n{what}")
         keys = list(dict.fromkeys(key for one in found.values() for key in one[what]))
         rows = [
-            [name, *(str(one[what].get(key, "")) for key in keys)] for name, one in found.items()
+            [name] + [cell(one[what].get(key, "")) for key in keys] for name, one in found.items()
         ]
         print_table(["trainer", *keys], rows)
+
+
+def cell(value: Any) -> str:
+    """Return a figure as the cell of a table: counts by name, a list by its median and maximum."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
+    if isinstance(value, list):
+        return f"{statistics.median(value):g} ({min(value)} to {max(value)})" if value else ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -112,13 +112,13 @@ class AccelGPT(Driver):
 
 
 # Replaces what Accelerate's example downloads: the data set, tokenizer, metric and BERT become the
-# sequences, none, none and a GPT-2 of transformers.
+# sequences, none, none and a GPT-2 of transformers. On several processes its batch is that of all.
 STAND_INS = """
-import sys, types
-import datasets, numpy, torch, transformers
+import functools, os, re, runpy, sys, types
+import accelerate, datasets, numpy, torch, transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-stream, T, vocab = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+stream, T, vocab, form = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 tokens = numpy.fromfile(stream, numpy.uint16).reshape(-1, T)
 
 def load_dataset(*_):
@@ -142,14 +142,35 @@ def model(*_, **__):
     shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": T, "vocab_size": vocab}
     return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
 
+class Repaired(accelerate.Accelerator):
+    earlier = 0  # steps in the epochs before the one that the run resumed in
+
+    def skip_first_batches(self, loader, count):
+        epoch = int(re.search("step_([0-9]+)$", sys.argv[-1])[1]) // len(loader)
+        self.earlier = epoch * len(loader)
+        loader.set_epoch(epoch)
+        rest = super().skip_first_batches(loader, count)
+        loader.iteration = epoch + 1
+        return rest
+
+    def save_state(self, folder):
+        parent, step = re.match("(.*step_)([0-9]+)$", folder).groups()
+        return super().save_state(f"{parent}{int(step) + self.earlier}")
+
 evaluate = types.ModuleType("evaluate")
 evaluate.load = lambda *_: Metric()
 sys.modules["evaluate"] = evaluate
 datasets.load_dataset = load_dataset
 transformers.AutoTokenizer.from_pretrained = lambda *_: Tokenizer()
 transformers.AutoModelForSequenceClassification.from_pretrained = model
-del sys.argv[:4]
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__"})
+options = {"split_batches": True} if "WORLD_SIZE" in os.environ else {}
+if form == "repaired":
+    options["use_seedable_sampler"] = True
+    accelerate.Accelerator = Repaired
+config = functools.partial(accelerate.DataLoaderConfiguration, **options)
+accelerate.DataLoaderConfiguration = config
+del sys.argv[:5]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -163,63 +184,31 @@ class AccelerateExample(Driver):
     name = "Accelerate, its example"
     repository = "accelerate"
     pattern = "step_*"
+    form = "as it is"
 
     def prepare(self) -> None:
         """Write the stand-ins for what the example downloads."""
         (self.work / "stand_ins.py").write_text(STAND_INS, encoding="utf-8")
-        for processes in (1, 2):  # its batch is that of a process, and no option of it
-            size = f'"batch_size": {BATCH // processes}'
-            text = replaced(self.example(), '"batch_size": 16', size)
-            (self.work / f"example_{processes}.py").write_text(text, encoding="utf-8")
-
-    def example(self) -> str:
-        """Return the text of the example."""
-        assert self.peer is not None
-        return (self.peer / "examples/by_feature/checkpointing.py").read_text(encoding="utf-8")
 
     def command(self, out: Path, processes: int) -> Sequence[str | Path]:
         """Return the example, with the newest folder if there is one."""
+        assert self.peer is not None
         words = [self.work / "stand_ins.py", self.work / "train.bin", str(T), str(VOCAB)]
-        words += [self.work / f"example_{processes}.py", "--cpu", "--output_dir", out]
-        words += ["--checkpointing_steps", str(EVERY)]
-        folders = sorted(out.glob(self.pattern), key=last_change)
-        return words + (["--resume_from_checkpoint", str(folders[-1])] if folders else [])
+        words += [self.form, self.peer / "examples/by_feature/checkpointing.py", "--cpu"]
+        words += ["--checkpointing_steps", str(EVERY), "--output_dir", out]
+        saved = self.checkpoints(out)
+        return words + (["--resume_from_checkpoint", str(saved[-1][0])] if saved else [])
 
 
 class AccelerateRepaired(AccelerateExample):
     """The example with what its users found (issues 2823, 3242 and pull request 4071).
 
-    The seedable sampler, the epoch set before batches are skipped, and folders named by the step of
-    the run, not of the epoch.
+    The seedable sampler, the epoch set before batches are skipped and counted on after them, and
+    folders named by the step of the run, not of the epoch.
     """
 
     name = "Accelerate, repaired"
-
-    def example(self) -> str:
-        """Return the changed text."""
-        text = super().example()
-        for old, new in (
-            (
-                "DataLoaderConfiguration(use_stateful",
-                "DataLoaderConfiguration(use_seedable_sampler=True, use_stateful",
-            ),
-            (
-                "        model.train()\n",
-                "        model.train()\n        train_dataloader.set_epoch(epoch)\n",
-            ),
-            (
-                "overall_step += resume_step\n",
-                "overall_step += resume_step + starting_epoch * len(train_dataloader)\n",
-            ),
-        ):
-            text = replaced(text, old, new)
-        return text
-
-
-def replaced(text: str, old: str, new: str) -> str:
-    """Return the text with its one `old` replaced."""
-    assert text.count(old) == 1, f"there is not one {old!r}"
-    return text.replace(old, new)
+    form = "repaired"
 
 
 TRAINER = """
@@ -425,7 +414,7 @@ class Nanochat(Driver):
         self.environment = {"NANOCHAT_BASE_DIR": str(base)}
         script = self.work / "prepare.py"
         script.write_text(PREPARE_NANOCHAT, encoding="utf-8")
-        run_command([self.python, script, base / "base_data_climbmix", "3", "2"], self.work)
+        run_command([self.python, script, base / "base_data_climbmix", "3", "8"], self.work)
         tokenizer = [self.python, "-m", "scripts.tok_train", "--vocab-size", str(VOCAB)]
         run_command(tokenizer, self.folder, **self.environment)
 

@@ -53,6 +53,8 @@ def resume(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "KILLS", 1)
     monkeypatch.setattr(module, "FLIPS", 1)
     monkeypatch.setattr(module, "PACE", 0.01)
+    for one in (module, importlib.import_module("resume_drivers")):
+        monkeypatch.setattr(one, "STEPS", 40)
     return module
 
 

@@ -44,7 +44,7 @@ STOP = 34  # updates before SIGTERM, before twice the processes, and before a bi
 POISONED = 45  # the update whose loss is NaN
 PACE = 0.05  # seconds slept after each update, so that a save does not span many
 GAP = 0.3  # seconds without a change between two saves
-POLL = 0.002  # seconds between two looks at a run
+POLL = 0.005  # seconds between two looks at a run
 LIMIT = 300  # seconds that a launch may take
 TERM_LIMIT = 60  # seconds that a trainer may take to end after SIGTERM
 SEED = 1
@@ -117,6 +117,7 @@ class Run:
         self.intact = True
         self.launches = 0
         self.fresh = 0  # updates of the newest launch
+        self.size = 0  # of its records, in bytes
         self.seconds = 0.0
         self.saves: list[float] = []  # seconds from the first to the last change of each save
 
@@ -130,6 +131,7 @@ class Run:
         """Start or resume the run; signal it once `stop` returns True. Return its exit code."""
         self.launches += 1
         self.fresh = 0
+        self.size = 0
         self.start = None
         words = self.driver.command(self.out, processes)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -209,9 +211,11 @@ class Run:
 
     def read(self, processes: int) -> None:
         """Read the updates of the newest launch."""
-        text = self.records.read_text(encoding="utf-8") if self.records.exists() else ""
-        if text.count("\n") // processes <= self.fresh:
+        size = self.records.stat().st_size if self.records.exists() else 0
+        if size == self.size:
             return
+        self.size = size
+        text = self.records.read_text(encoding="utf-8")
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
         ranks = [[line for line in lines if line["rank"] == rank] for rank in range(processes)]
         updates = [merge(parts) for parts in zip(*ranks, strict=False)]

@@ -2,8 +2,8 @@
 
 The slow tests prove for each file with a model, an optimizer, a loss or data that killed and
 resumed runs equal an undisturbed run bit for bit on changing numbers of processes, and for each
-model that a new process samples. With ACCEL_GPT_THOROUGH=1, they also kill the files that neither
-train nor read anything, and one process without train.reproducible.
+model that a new process samples. With ACCEL_GPT_THOROUGH=1, they also kill runs with the files of a
+rate, of metrics and of evaluations, and runs of one process without train.reproducible.
 """
 
 import ast
@@ -48,8 +48,8 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 SCRIPTS = ("own_loop.py",)  # not files for --code
 CODES = [name for name in EXAMPLES if name not in SCRIPTS]
 MODELS = [name for name in CODES if "def model(" in (ROOT / "examples" / name).read_text()]
-OBSERVERS = ("block_norms.py", "callback.py", "exact_match.py", "inverse_sqrt.py")
-KILLED = [name for name in CODES if THOROUGH or name not in OBSERVERS]  # all at full length
+STATELESS = ("block_norms.py", "callback.py", "exact_match.py", "inverse_sqrt.py")
+KILLED = [name for name in CODES if THOROUGH or name not in STATELESS]  # all at full length
 MOST_LINES = 80
 FEW_STEPS = ("--train.max_steps", "4", "--eval.every", "2", "--sample.every", "0")
 # what an example needs beside the config of the small run

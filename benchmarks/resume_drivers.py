@@ -442,9 +442,10 @@ class Nanochat(Driver):
         return ["-m", "scripts.base_train", *words]
 
     def checkpoints(self, out: Path) -> list[list[Path]]:
-        """Return the three files of each step."""
+        """Return the three files of each step that has them all: the model is written first."""
         steps = sorted({step_of(path) for path in out.iterdir()})
-        return [sorted(out.glob(f"*_{step:06}*")) for step in steps]
+        found = [sorted(out.glob(f"*_{step:06}*")) for step in steps]
+        return [files for files in found if len(files) >= len(("model", "meta", "optim"))]
 
     def parts(self, row: Sequence[int]) -> list[object]:
         """Return the numbers of the documents in a row: three tokens after each start."""

@@ -418,7 +418,6 @@ def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
     saving = [name for name in points if name != "step"]
     last_synced = max(i for i, name in enumerate(saving) if name == "file.synced")
     assert saving.index("manifest.due") > last_synced
-    assert saving[last_synced - 1] == "file.synced" or saving[last_synced - 2] == "file.synced"
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000004"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["files"].keys() >= {"random_states_0.pkl", "random_states_1.pkl"}

@@ -6,7 +6,7 @@
 The script runs unmodified; hooks of torch see what it does. `RECORD` names the file that gets one
 line of JSON for each update of each process:
 
-    launch, rank   from the environment: `RECORD_LAUNCH`, `RANK`
+    rank           of the process
     rows           token ids (B, T) that entered the model's first embedding, in training
     loss           mean of the losses that `backward` got
     before, after  fingerprints of weights and of the optimizer's state, around the update
@@ -82,7 +82,6 @@ class Recorder:
         self.updates += 1
         self.weights = parameters(optimizer)
         record = {
-            "launch": int(os.environ["RECORD_LAUNCH"]),
             "rank": int(os.environ.get("RANK", "0")),
             "rows": self.rows,
             "loss": sum(self.losses) / len(self.losses),

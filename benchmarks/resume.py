@@ -49,6 +49,7 @@ LIMIT = 300  # seconds that a launch may take
 TERM_LIMIT = 60  # seconds that a trainer may take to end after SIGTERM
 SEED = 1
 Update = dict[str, Any]  # a line of `record_training.py`, of all processes together
+Area = frozenset[tuple[str, int, int]]  # names, sizes and times of files
 
 
 def main() -> None:
@@ -74,8 +75,8 @@ def measure(name: str, peers: Path, work: Path) -> dict[str, Any]:
     whole.launch()
     found: dict[str, Any] = {"versions": versions(driver), "updates": len(whole.path)}
     for what, experiment in EXPERIMENTS.items():
-        work = partial(experiment, driver, whole, random.Random(SEED))
-        found[what] = attempt(f"{name}, {what}", work) or {"error": "not measured"}
+        trial = partial(experiment, driver, whole, random.Random(SEED))
+        found[what] = attempt(f"{name}, {what}", trial) or {"error": "not measured"}
         print(f"{name}, {what}: {json.dumps(found[what])}", flush=True)
     return found
 
@@ -101,7 +102,8 @@ class Run:
 
     `path`: the updates that led to the present weights; those that a kill undid are not in it.
     `start`: the update that the newest launch resumed from; None if it began with weights that the
-    run never had. `intact`: whether it had the optimizer's state of that update, too.
+    run never had. `intact`: whether it had the optimizer's state of that update, too. `saved`: what
+    a save may change, at the last look.
     """
 
     def __init__(self, driver: Driver, name: str) -> None:
@@ -115,10 +117,10 @@ class Run:
         self.first: tuple[int, int] | None = None  # fingerprints before the first update
         self.start: int | None = 0
         self.intact = True
-        self.launches = 0
+        self.saved: Area = frozenset()
+        self.ranks: list[list[Update]] = []  # what each process of the newest launch wrote
+        self.place = 0  # bytes of its records that were read
         self.fresh = 0  # updates of the newest launch
-        self.size = 0  # of its records, in bytes
-        self.seconds = 0.0
         self.saves: list[float] = []  # seconds from the first to the last change of each save
 
     def launch(
@@ -129,16 +131,15 @@ class Run:
         **environment: str,
     ) -> int:
         """Start or resume the run; signal it once `stop` returns True. Return its exit code."""
-        self.launches += 1
+        self.ranks = [[] for _ in range(processes)]
+        self.place = 0
         self.fresh = 0
-        self.size = 0
         self.start = None
         words = self.driver.command(self.out, processes)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         recorder = ROOT / "benchmarks/record_training.py"
         start = [*launcher, str(processes)] if processes > 1 else []
         self.records.unlink(missing_ok=True)
-        begun = time.monotonic()
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [self.driver.python, *start, str(recorder), *map(str, words)],
@@ -148,7 +149,6 @@ class Run:
                     "OMP_NUM_THREADS": "1",
                     "TORCHDYNAMO_DISABLE": "1",
                     "RECORD": str(self.records),
-                    "RECORD_LAUNCH": str(self.launches),
                     "RECORD_PACE": str(PACE),
                     "RECORD_WEIGHTS": str(self.weights),
                 }
@@ -160,7 +160,7 @@ class Run:
                 text=True,
             )
         try:
-            self.watch(process, stop, begun, processes)
+            self.watch(process, stop)
             if process.poll() is None and signal_number != signal.SIGKILL:
                 process.send_signal(signal_number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,28 +168,22 @@ class Run:
         finally:
             if process.poll() is None:
                 kill_tree(process)
-        self.read(processes)
-        self.seconds = time.monotonic() - begun
+        self.read()
         return process.returncode
 
-    def watch(
-        self,
-        process: subprocess.Popen[str],
-        stop: Callable[["Run"], bool],
-        begun: float,
-        processes: int,
-    ) -> None:
+    def watch(self, process: subprocess.Popen[str], stop: Callable[["Run"], bool]) -> None:
         """Follow a launch until it ends or shall be stopped; measure its saves."""
-        seen = self.area()
+        self.saved = self.area()
         first = last = 0.0
-        while process.poll() is None and time.monotonic() < begun + LIMIT:
-            self.read(processes)
+        end = time.monotonic() + LIMIT
+        while process.poll() is None and time.monotonic() < end:
+            self.read()
             area = self.area()
             now = time.monotonic()
-            if area != seen:
+            if area != self.saved:
                 first = first or now
                 last = now
-                seen = area
+                self.saved = area
             elif first and now > last + GAP:
                 self.saves.append(last - first)
                 first = 0.0
@@ -197,8 +191,8 @@ class Run:
                 return
             time.sleep(POLL)
 
-    def area(self) -> frozenset[tuple[str, int, int]]:
-        """Return the names, sizes and times of the files that a save changes."""
+    def area(self) -> Area:
+        """Look at the files that a save changes."""
         found = set()
         for top in self.out.glob(self.driver.area or self.driver.pattern):
             walk = os.walk(top)  # skips folders that are renamed or removed meanwhile
@@ -209,20 +203,24 @@ class Run:
                     found.add((path, status.st_size, status.st_mtime_ns))
         return frozenset(found)
 
-    def read(self, processes: int) -> None:
-        """Read the updates of the newest launch."""
-        size = self.records.stat().st_size if self.records.exists() else 0
-        if size == self.size:
+    def read(self) -> None:
+        """Read the new updates of the newest launch."""
+        if not self.records.exists():
             return
-        self.size = size
-        text = self.records.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
-        ranks = [[line for line in lines if line["rank"] == rank] for rank in range(processes)]
-        updates = [merge(parts) for parts in zip(*ranks, strict=False)]
-        if not self.fresh and updates:
-            self.locate(updates[0]["before"])
-        self.path += updates[self.fresh :]
-        self.fresh = len(updates)
+        with self.records.open("rb") as file:
+            file.seek(self.place)
+            written = file.read()
+        written = written[: written.rfind(b"\n") + 1]
+        self.place += len(written)
+        for line in written.splitlines():
+            record = json.loads(line)
+            self.ranks[record["rank"]].append(record)
+        for number in range(self.fresh, min(map(len, self.ranks))):
+            update = merge([rank[number] for rank in self.ranks])
+            if number == 0:
+                self.locate(update["before"])
+            self.path.append(update)
+            self.fresh += 1
 
     def locate(self, before: list[int]) -> None:
         """Find the update after which the run had the weights that a launch began with."""
@@ -251,7 +249,7 @@ def after_first_update(run: Run) -> bool:
     return bool(run.fresh)
 
 
-def resume(run: Run, stop: Callable[[Run], bool], **options: Any) -> str:
+def resume(run: Run, stop: Callable[[Run], bool]) -> str:
     """Resume a run as documented; if that fails, remove the newest checkpoint and try again.
 
     Returns what happened: "exact" (weights and optimizer of an update of this run), "wrong
@@ -261,7 +259,7 @@ def resume(run: Run, stop: Callable[[Run], bool], **options: Any) -> str:
     updates = len(run.path)
     removed = 0
     while True:
-        run.launch(stop, **options)
+        run.launch(stop)
         if run.fresh:
             break
         left = run.driver.checkpoints(run.out)
@@ -288,10 +286,11 @@ def kill_anywhere(driver: Driver, whole: Run, chance: random.Random) -> dict[str
     lost = []
     resumed = STEPS
     results = Counter[str]()
-    run.launch(at_random_moment(steps := sorted(chance.sample(range(5, STEPS), KILLS)), chance))
-    for step in [*steps[1:], None]:
+    first, *others = sorted(chance.sample(range(5, STEPS), KILLS))
+    run.launch(at_random_moment(first, chance))
+    for step in [*others, None]:
         updates = len(run.path)
-        stop = at_random_moment([step], chance) if step else lambda run: False
+        stop = at_random_moment(step, chance) if step else lambda run: False
         results[resume(run, stop)] += 1
         if run.start is not None:
             lost.append(updates - run.start)
@@ -304,16 +303,16 @@ def kill_anywhere(driver: Driver, whole: Run, chance: random.Random) -> dict[str
     }
 
 
-def at_random_moment(steps: Sequence[int], chance: random.Random) -> Callable[[Run], bool]:
-    """Stop within the update after the first of `steps`."""
-    step = steps[0]
+def at_random_moment(step: int, chance: random.Random) -> Callable[[Run], bool]:
+    """Stop within the update after the first `step` ones."""
     delay = chance.uniform(0, 2 * PACE)
-    reached = []
+    end: float | None = None
 
     def stop(run: Run) -> bool:
-        if not reached and at_update(step)(run):
-            reached.append(time.monotonic() + delay)
-        return bool(reached) and time.monotonic() >= reached[0]
+        nonlocal end
+        if end is None and at_update(step)(run):
+            end = time.monotonic() + delay
+        return end is not None and time.monotonic() >= end
 
     return stop
 
@@ -327,13 +326,12 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
     run.launch(in_save(seconds, chance))
     for number in range(1, SAVE_KILLS + 1):
         updates = len(run.path)
-        result = resume(
-            run, in_save(seconds, chance) if number < SAVE_KILLS else after_first_update
-        )
+        last = number == SAVE_KILLS
+        result = resume(run, after_first_update if last else in_save(seconds, chance))
         results[result] += 1
         if result in ("exact", "by hand"):
             lost.append(updates - (run.start or 0))
-        if len(run.path) >= STEPS and number < SAVE_KILLS:
+        if len(run.path) >= STEPS and not last:
             run = Run(driver, f"saving_{number}")
             run.launch(in_save(seconds, chance))
     return {"milliseconds": round(1e3 * seconds), "resumes": dict(results), "lost": sorted(lost)}
@@ -342,18 +340,16 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
 def in_save(seconds: float, chance: random.Random) -> Callable[[Run], bool]:
     """Stop at a random moment within the first save of a launch that has an older checkpoint."""
     delay = chance.uniform(0, seconds)
-    seen: list[frozenset[tuple[str, int, int]]] = []
-    began = []
+    before: Area | None = None
+    end: float | None = None
 
     def stop(run: Run) -> bool:
-        if not run.fresh or len(run.path) < 2 * EVERY - 1:
-            return False
-        area = run.area()
-        if not seen:
-            seen.append(area)
-        if not began and area != seen[0]:
-            began.append(time.monotonic())
-        return bool(began) and time.monotonic() >= began[0] + delay
+        nonlocal before, end
+        if run.fresh and len(run.path) >= 2 * EVERY - 1:
+            before = run.saved if before is None else before
+            if end is None and run.saved != before:
+                end = time.monotonic() + delay
+        return end is not None and time.monotonic() >= end
 
     return stop
 

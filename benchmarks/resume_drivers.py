@@ -1,9 +1,9 @@
 """How each trainer is run by `resume.py`: its data, its documented commands, its checkpoints.
 
-All train about the same GPT on the same stream of token ids: 4 layers of 128 channels, sequences of
-`T` tokens, `BATCH` of them an update, `STEPS` updates, a checkpoint every `EVERY` updates, float32,
-with dropout if the trainer has it. The ids are random, with a fixed seed; any four in a row occur
-once, so the first ids of a sequence tell where in the stream it begins.
+All train about the same GPT, of `SHAPE`, on the same stream of token ids: sequences of `T` tokens,
+`BATCH` of them an update, `STEPS` updates, a checkpoint every `EVERY` updates, float32, with
+dropout if the trainer has it. The ids are random, with a fixed seed; any four in a row occur once,
+so the first ids of a sequence tell where in the stream it begins.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from common import run_command
+from common import OURS, flags, run_command
 
 T = 32  # tokens of a sequence
 BATCH = 16  # sequences of an update, over all processes
@@ -23,6 +23,14 @@ EPOCHS = 3  # fixed in Accelerate's example
 STEPS = EPOCH * EPOCHS
 EVERY = 10  # updates between checkpoints: none falls on the end of an epoch
 VOCAB = 1024
+SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128}
+GPT2 = {  # the same for transformers
+    **SHAPE,
+    "n_positions": T,
+    "vocab_size": VOCAB,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 LR = 1e-3
 SEED = 42
 
@@ -36,7 +44,7 @@ def make_stream(length: int = EPOCH * BATCH * T) -> np.ndarray:
 
 
 class Driver:
-    """A trainer in a folder of its own, `work`; `checkout` is a copy of its repository.
+    """A trainer in a folder of its own, `work`; `peer` is its folder in PEERS.
 
     `pattern`: of checkpoints in the folder of a run; `area`: of all that a save changes, if more.
     """
@@ -90,16 +98,14 @@ class AccelGPT(Driver):
         options = {
             "out_dir": out,
             "data.train": self.work / "data",
-            "model.n_layer": 4,
-            "model.n_head": 4,
-            "model.n_embd": 128,
+            **{f"model.{key}": value for key, value in SHAPE.items()},
             "model.block_size": T,
             "model.dropout": 0.1,
             "train.tokens_per_step": BATCH * T,
             "train.micro_batch_size": BATCH // processes,
             "train.max_steps": STEPS,
             "train.mixed_precision": "no",
-            "train.compile": "false",
+            "train.compile": False,
             "optim.lr": LR,
             "schedule.warmup_steps": EVERY,
             "eval.every": 0,
@@ -107,19 +113,19 @@ class AccelGPT(Driver):
             "log.every": 1,
             "checkpoint.every": EVERY,
         }
-        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        return ["-m", "accel_gpt.cli", "train", self.work / "empty.yaml", *words]
+        return [*OURS, "train", self.work / "empty.yaml", *flags(options)]
 
 
 # Replaces what Accelerate's example downloads: the data set, tokenizer, metric and BERT become the
 # sequences, none, none and a GPT-2 of transformers. On several processes its batch is that of all.
 STAND_INS = """
-import functools, os, re, runpy, sys, types
+import functools, json, os, re, runpy, sys, types
 import accelerate, datasets, numpy, torch, transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-stream, T, vocab, form = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-tokens = numpy.fromfile(stream, numpy.uint16).reshape(-1, T)
+stream, form = sys.argv[1:3]
+shape = json.loads(sys.argv[3])
+tokens = numpy.fromfile(stream, numpy.uint16).reshape(-1, shape["n_positions"])
 
 def load_dataset(*_):
     one = datasets.Dataset.from_dict({
@@ -139,8 +145,7 @@ class Metric:
     def compute(self): return {}
 
 def model(*_, **__):
-    shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": T, "vocab_size": vocab}
-    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    return GPT2LMHeadModel(GPT2Config(**shape))
 
 class Repaired(accelerate.Accelerator):
     earlier = 0  # steps in the epochs before the one that the run resumed in
@@ -169,7 +174,7 @@ if form == "repaired":
     accelerate.Accelerator = Repaired
 config = functools.partial(accelerate.DataLoaderConfiguration, **options)
 accelerate.DataLoaderConfiguration = config
-del sys.argv[:5]
+del sys.argv[:4]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -193,8 +198,8 @@ class AccelerateExample(Driver):
     def command(self, out: Path, processes: int) -> Sequence[str | Path]:
         """Return the example, with the newest folder if there is one."""
         assert self.peer is not None
-        words = [self.work / "stand_ins.py", self.work / "train.bin", str(T), str(VOCAB)]
-        words += [self.form, self.peer / "examples/by_feature/checkpointing.py", "--cpu"]
+        words = [self.work / "stand_ins.py", self.work / "train.bin", self.form, json.dumps(GPT2)]
+        words += [self.peer / "examples/by_feature/checkpointing.py", "--cpu"]
         words += ["--checkpointing_steps", str(EVERY), "--output_dir", out]
         saved = self.checkpoints(out)
         return words + (["--resume_from_checkpoint", str(saved[-1][0])] if saved else [])
@@ -212,13 +217,15 @@ class AccelerateRepaired(AccelerateExample):
 
 
 TRAINER = """
-import glob, sys
+import glob, json, sys
 import numpy, torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 out, stream, lr = sys.argv[1:4]
-T, vocab, batch, steps, every, seed = map(int, sys.argv[4:])
-tokens = torch.from_numpy(numpy.fromfile(stream, numpy.uint16).astype(int)).reshape(-1, T)
+batch, steps, every, seed = map(int, sys.argv[4:8])
+shape = json.loads(sys.argv[8])
+ids = numpy.fromfile(stream, numpy.uint16).astype(int)
+tokens = torch.from_numpy(ids).reshape(-1, shape["n_positions"])
 
 class Sequences(torch.utils.data.Dataset):
     def __len__(self):
@@ -232,8 +239,7 @@ args = TrainingArguments(
     enable_jit_checkpoint=True,
 )
 torch.manual_seed(seed)
-shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": T, "vocab_size": vocab}
-model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+model = GPT2LMHeadModel(GPT2Config(**shape))
 trainer = Trainer(model, args, train_dataset=Sequences())
 trainer.train(resume_from_checkpoint=bool(glob.glob(out + "/checkpoint-*")))
 """
@@ -255,8 +261,9 @@ class HFTrainer(Driver):
 
     def command(self, out: Path, processes: int) -> Sequence[str | Path]:
         """Return the script with its arguments."""
-        numbers = (LR, T, VOCAB, BATCH // processes, STEPS, EVERY, SEED)
-        return [self.work / "trainer.py", out, self.work / "train.bin", *map(str, numbers)]
+        numbers = map(str, (LR, BATCH // processes, STEPS, EVERY, SEED))
+        script = self.work / "trainer.py"
+        return [script, out, self.work / "train.bin", *numbers, json.dumps(GPT2)]
 
 
 class NanoGPT(Driver):
@@ -267,24 +274,20 @@ class NanoGPT(Driver):
     pattern = "ckpt.pt"
 
     def prepare(self) -> None:
-        """Copy the repository and write its data."""
+        """Write its data."""
         assert self.peer is not None
-        self.folder = self.work / "nanoGPT"
-        ignored = shutil.ignore_patterns(".git", ".venv", "*.bin")
-        shutil.copytree(self.peer, self.folder, ignore=ignored)
-        write_nanogpt_data(self.folder / "data/numbered", self.work / "train.bin")
+        self.folder = self.peer
+        write_nanogpt_data(self.work / "data", self.work / "train.bin")
 
     def command(self, out: Path, processes: int) -> Sequence[str | Path]:
         """Return train.py with its options."""
         options = {
             "out_dir": out,
-            "dataset": "numbered",
+            "dataset": self.work / "data",  # an absolute path replaces its folder `data`
             "device": "cpu",
             "dtype": "float32",
             "compile": False,
-            "n_layer": 4,
-            "n_head": 4,
-            "n_embd": 128,
+            **SHAPE,
             "block_size": T,
             "dropout": 0.1,
             "batch_size": BATCH // processes,
@@ -342,10 +345,8 @@ class LitGPT(Driver):
                 "block_size": T,
                 "vocab_size": VOCAB,
                 "padded_vocab_size": VOCAB,
-                "n_layer": 4,
-                "n_head": 4,
-                "n_embd": 128,
-                "intermediate_size": 512,
+                **SHAPE,
+                "intermediate_size": 4 * SHAPE["n_embd"],
             },
             "precision": "32-true",
             "resume": "auto",
@@ -401,7 +402,6 @@ class Nanochat(Driver):
 
     name = "nanochat"
     repository = "nanochat"
-    pattern = "*.pt"
     area = "*"
 
     def prepare(self) -> None:
@@ -435,17 +435,16 @@ class Nanochat(Driver):
             "save-every": EVERY,
             "model-tag": out.name,
         }
-        words = [f"--{key}={value}" for key, value in options.items()]
         saved = self.checkpoints(out)
         if saved:
-            words.append(f"--resume-from-step={step_of(saved[-1][0])}")
-        return ["-m", "scripts.base_train", *words]
+            options["resume-from-step"] = step_of(saved[-1][0])
+        return ["-m", "scripts.base_train", *flags(options)]
 
     def checkpoints(self, out: Path) -> list[list[Path]]:
-        """Return the three files of each step that has them all: the model is written first."""
+        """Return the files of each step that has model, metadata and optimizer, written last."""
         steps = sorted({step_of(path) for path in out.iterdir()})
         found = [sorted(out.glob(f"*_{step:06}*")) for step in steps]
-        return [files for files in found if len(files) >= len(("model", "meta", "optim"))]
+        return [files for files in found if len(files) >= 3]  # two, and one of each rank
 
     def parts(self, row: Sequence[int]) -> list[object]:
         """Return the numbers of the documents in a row: three tokens after each start."""

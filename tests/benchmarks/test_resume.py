@@ -62,7 +62,7 @@ def resume(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_wrong_data_and_damage_are_seen(resume: ModuleType, tmp_path: Path, forgets: bool) -> None:
     drivers = importlib.import_module("resume_drivers")
 
-    class Scripted(drivers.Driver):  # type: ignore[misc, name-defined]
+    class Scripted(drivers.Driver):
         name = "scripted"
         pattern = "step_*"
         area = "*"

@@ -111,7 +111,7 @@ def fingerprints(optimizer: Optimizer) -> tuple[int, int]:
     state = 0
     for one in parameters(optimizer):
         weights = checksum(one, weights)
-        for _, value in sorted(optimizer.state[one].items()):
+        for _, value in sorted(optimizer.state.get(one, {}).items()):
             if torch.is_tensor(value) and value.dim():
                 state = checksum(value, state)
     return weights, state

@@ -83,7 +83,7 @@ def measure(name: str, peers: Path, work: Path) -> dict[str, Any]:
 
 def versions(driver: Driver) -> str:
     """Return the packages of a trainer's environment, and the commit of its checkout."""
-    names = ["torch", "accelerate", "transformers", "lightning", "litdata"]
+    names = ["torch", "accelerate", "transformers", "lightning", "litdata", "torchdata"]
     script = (
         "import importlib.metadata as m; names = {d.name for d in m.distributions()}; "
         f"print(', '.join(f'{{n}} {{m.version(n)}}' for n in {names} if n in names))"
@@ -100,10 +100,10 @@ def versions(driver: Driver) -> str:
 class Run:
     """A run of a trainer: its folder, and what its launches did.
 
-    `path`: the updates that led to the present weights; those that a kill undid are not in it.
-    `start`: the update that the newest launch resumed from; None if it began with weights that the
-    run never had. `intact`: whether it had the optimizer's state of that update, too. `saved`: what
-    a save may change, at the last look.
+    `path`: the updates that led to the present weights, as far as they are known. `start`: the
+    update that the newest launch resumed from; None if it began with weights that the run never
+    had. `intact`: whether it had the optimizer's state of that update, too. `undone`: updates that
+    the newest launch makes again. `saved`: what a save may change, at the last look.
     """
 
     def __init__(self, driver: Driver, name: str) -> None:
@@ -117,6 +117,7 @@ class Run:
         self.first: tuple[int, int] | None = None  # fingerprints before the first update
         self.start: int | None = 0
         self.intact = True
+        self.undone: list[Update] = []
         self.saved: Area = frozenset()
         self.ranks: list[list[Update]] = []  # what each process of the newest launch wrote
         self.place = 0  # bytes of its records that were read
@@ -175,8 +176,8 @@ class Run:
         """Follow a launch until it ends or shall be stopped; measure its saves."""
         self.saved = self.area()
         first = last = 0.0
-        end = time.monotonic() + LIMIT
-        while process.poll() is None and time.monotonic() < end:
+        begun = time.monotonic()
+        while process.poll() is None:
             self.read()
             area = self.area()
             now = time.monotonic()
@@ -189,6 +190,8 @@ class Run:
                 first = 0.0
             if stop(self):
                 return
+            if now > begun + LIMIT:
+                raise SystemExit(f"{self.driver.name} went on for {LIMIT} s")
             time.sleep(POLL)
 
     def area(self) -> Area:
@@ -226,11 +229,12 @@ class Run:
         """Find the update after which the run had the weights that a launch began with."""
         self.first = self.first or before
         had = [self.first, *(update["after"] for update in self.path)]
-        places = [step for step, one in enumerate(had) if one[0] == before[0]]
-        if places:
-            self.start = places[-1]
-            self.intact = had[self.start] == before
-            del self.path[self.start :]
+        whole = [step for step, one in enumerate(had) if one == before]
+        weights = [step for step, one in enumerate(had) if one[0] == before[0]]
+        self.intact = bool(whole)
+        self.start = (whole or weights or [None])[-1]
+        self.undone = self.path[self.start or 0 :]
+        del self.path[self.start or 0 :]
 
 
 def merge(parts: Sequence[Update]) -> Update:
@@ -252,9 +256,9 @@ def after_first_update(run: Run) -> bool:
 def resume(run: Run, stop: Callable[[Run], bool]) -> str:
     """Resume a run as documented; if that fails, remove the newest checkpoint and try again.
 
-    Returns what happened: "exact" (weights and optimizer of an update of this run), "wrong
-    optimizer", "wrong weights" (weights that the run never had), "by hand" (exact, but only after
-    checkpoints were removed) or "nothing left" (it had to start again).
+    Returns what it began with: "intact" (weights and optimizer of an update of this run), "by hand"
+    (the same, but only after checkpoints were removed), "nothing left" (it had to start again),
+    "wrong optimizer", or "wrong weights" (weights that the run never had).
     """
     updates = len(run.path)
     removed = 0
@@ -274,7 +278,12 @@ def resume(run: Run, stop: Callable[[Run], bool]) -> str:
         return "nothing left"
     if not run.intact:
         return "wrong optimizer"
-    return "by hand" if removed else "exact"
+    return "by hand" if removed else "intact"
+
+
+def makes_again(run: Run) -> bool:
+    """Return whether a launch read and lost in its first update what the run did before."""
+    return all(run.path[-run.fresh][key] == run.undone[0][key] for key in ("rows", "loss"))
 
 
 # --------------------------------------------------------------------------- experiments
@@ -318,10 +327,16 @@ def at_random_moment(step: int, chance: random.Random) -> Callable[[Run], bool]:
 
 
 def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
-    """Kill runs within their saves, twenty times; see what each resume finds."""
+    """Kill runs within their saves, twenty times; see what each resume finds.
+
+    "incomplete": saves that could not be resumed from. "again": resumes whose first update had the
+    data and loss that it had before, of those where it had been made.
+    """
     seconds = statistics.median(sorted(whole.saves)[-(STEPS // EVERY) :])
     results = Counter[str]()
     lost = []
+    incomplete = 0
+    again = []
     run = Run(driver, "saving_0")
     run.launch(in_save(seconds, chance))
     for number in range(1, SAVE_KILLS + 1):
@@ -329,12 +344,20 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
         last = number == SAVE_KILLS
         result = resume(run, after_first_update if last else in_save(seconds, chance))
         results[result] += 1
-        if result in ("exact", "by hand"):
+        incomplete += run.start != updates // EVERY * EVERY
+        if result in ("intact", "by hand"):
             lost.append(updates - (run.start or 0))
+            again += [makes_again(run)] if run.undone else []
         if len(run.path) >= STEPS and not last:
             run = Run(driver, f"saving_{number}")
             run.launch(in_save(seconds, chance))
-    return {"milliseconds": round(1e3 * seconds), "resumes": dict(results), "lost": sorted(lost)}
+    return {
+        "milliseconds": round(1e3 * seconds),
+        "incomplete": incomplete,
+        "resumes": dict(results),
+        "lost": sorted(lost),
+        "again": f"{sum(again)} of {len(again)}",
+    }
 
 
 def in_save(seconds: float, chance: random.Random) -> Callable[[Run], bool]:
@@ -360,19 +383,20 @@ def terminate(driver: Driver, whole: Run, chance: random.Random) -> dict[str, An
     code = run.launch(at_update(STOP), signal.SIGTERM)
     updates = len(run.path)
     result = resume(run, after_first_update)
-    return {"exit_code": code, "resume": result, "lost": updates - (run.start or 0)}
+    lost = None if run.start is None else updates - run.start
+    return {"exit_code": code, "resume": result, "lost": lost}
 
 
 def on_two_processes(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Kill a run of one process, and resume it on two."""
+    if driver.needs_gpus:
+        return {"not on a CPU": driver.needs_gpus}
     run = Run(driver, "two")
     run.launch(at_update(STOP))
     run.launch(processes=2)
-    if not run.fresh:
-        lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line]
-        return {"error": (errors or lines)[0].strip()[-200:]}
-    return {"from": run.start, **compare(run, whole, run.start or 0)}
+    if run.start is None:
+        raise SystemExit(f"{driver.name} failed:\n{run.log.read_text()[-3000:]}")
+    return {"from": run.start, **compare(run, whole, run.start)}
 
 
 def poison(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
@@ -390,7 +414,10 @@ def poison(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
 
 
 def flip_bits(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
-    """Flip one random bit of the newest checkpoint, eight times; see what a resume loads."""
+    """Flip one random bit of the newest checkpoint, eight times; see what a resume loads.
+
+    "no effect": the resume was intact, and its first update had the same data and loss.
+    """
     run = Run(driver, "flipped")
     run.launch(at_update(STOP))
     path = list(run.path)
@@ -398,6 +425,7 @@ def flip_bits(driver: Driver, whole: Run, chance: random.Random) -> dict[str, An
     shutil.copytree(run.out, backup)
     undamaged = resume(run, after_first_update)
     newest = run.start
+    expected = run.path[-run.fresh]
     results = Counter[str]()
     for _ in range(FLIPS):
         shutil.rmtree(run.out)
@@ -405,8 +433,11 @@ def flip_bits(driver: Driver, whole: Run, chance: random.Random) -> dict[str, An
         run.path = list(path)
         where = flip(files(driver.checkpoints(run.out)[-1]), chance)
         result = resume(run, after_first_update)
-        if result == "exact":
-            result = "no effect" if run.start == newest else "skipped"
+        if result == "intact" and run.start != newest:
+            result = "skipped"
+        elif result == "intact":
+            same = run.path[-run.fresh] == expected
+            result = "no effect" if same else "another update"
         results[result] += 1
         print(f"{driver.name}, bit of {where}: {result}, from {run.start}", flush=True)
     return {"undamaged": undamaged, "resumes": dict(results)}
@@ -458,7 +489,7 @@ def compare(run: Run, whole: Run, since: int) -> dict[str, Any]:
     """Compare what a run read and its losses from an update on with the undisturbed run.
 
     "wrong": sequences that the undisturbed run did not read in the same update. "repeated": over
-    the whole run, sequences read more often than there; as many were read less often.
+    the whole run, sequences read more often than there.
     """
     parts = run.driver.parts
     pairs = list(zip(run.path, whole.path, strict=False))

@@ -47,12 +47,14 @@ class Driver:
     """A trainer in a folder of its own, `work`; `peer` is its folder in PEERS.
 
     `pattern`: of checkpoints in the folder of a run; `area`: of all that a save changes, if more.
+    `needs_gpus`: why several processes do.
     """
 
     name = ""
     repository = ""  # folder in PEERS; its .venv is used if there is one
     pattern = ""
     area = ""
+    needs_gpus = ""
 
     def __init__(self, peers: Path, work: Path) -> None:
         self.work = work
@@ -190,6 +192,7 @@ class AccelerateExample(Driver):
     repository = "accelerate"
     pattern = "step_*"
     form = "as it is"
+    options: Sequence[str] = ()
 
     def prepare(self) -> None:
         """Write the stand-ins for what the example downloads."""
@@ -200,9 +203,16 @@ class AccelerateExample(Driver):
         assert self.peer is not None
         words = [self.work / "stand_ins.py", self.work / "train.bin", self.form, json.dumps(GPT2)]
         words += [self.peer / "examples/by_feature/checkpointing.py", "--cpu"]
-        words += ["--checkpointing_steps", str(EVERY), "--output_dir", out]
+        words += ["--checkpointing_steps", str(EVERY), "--output_dir", out, *self.options]
         saved = self.checkpoints(out)
         return words + (["--resume_from_checkpoint", str(saved[-1][0])] if saved else [])
+
+
+class AccelerateStateful(AccelerateExample):
+    """The example with its option for the stateful loader of torchdata."""
+
+    name = "Accelerate, stateful"
+    options = ("--use_stateful_dataloader",)
 
 
 class AccelerateRepaired(AccelerateExample):
@@ -272,6 +282,7 @@ class NanoGPT(Driver):
     name = "nanoGPT"
     repository = "nanoGPT"
     pattern = "ckpt.pt"
+    needs_gpus = "DDP sets a CUDA device"
 
     def prepare(self) -> None:
         """Write its data."""
@@ -329,6 +340,7 @@ class LitGPT(Driver):
     name = "LitGPT"
     repository = "litgpt"
     pattern = "step-*"
+    needs_gpus = "FSDP shards over GPUs"
 
     def prepare(self) -> None:
         """Write the data set in eight chunks, by LitData, and the config."""
@@ -403,6 +415,7 @@ class Nanochat(Driver):
     name = "nanochat"
     repository = "nanochat"
     area = "*"
+    needs_gpus = "process group on CUDA only"
 
     def prepare(self) -> None:
         """Write documents, and train its tokenizer on them."""
@@ -414,7 +427,7 @@ class Nanochat(Driver):
         self.environment = {"NANOCHAT_BASE_DIR": str(base)}
         script = self.work / "prepare.py"
         script.write_text(PREPARE_NANOCHAT, encoding="utf-8")
-        run_command([self.python, script, base / "base_data_climbmix", "3", "8"], self.work)
+        run_command([self.python, script, base / "base_data_climbmix", "5", "8"], self.work)
         tokenizer = [self.python, "-m", "scripts.tok_train", "--vocab-size", str(VOCAB)]
         run_command(tokenizer, self.folder, **self.environment)
 
@@ -483,6 +496,7 @@ DRIVERS = {
     for one in (
         AccelGPT,
         AccelerateExample,
+        AccelerateStateful,
         AccelerateRepaired,
         HFTrainer,
         NanoGPT,

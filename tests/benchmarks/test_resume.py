@@ -80,7 +80,7 @@ def test_wrong_data_and_damage_are_seen(resume: ModuleType, tmp_path: Path, forg
     assert whole.launch() == 0
     assert len(whole.path) == drivers.STEPS
     killed = resume.kill_anywhere(driver, whole, random.Random(1))
-    assert killed["resumes"] == {"exact": 1}
+    assert killed["resumes"] == {"intact": 1}
     assert killed["read"] > 0
     if forgets:
         assert killed["wrong"] == killed["read"]
@@ -89,5 +89,5 @@ def test_wrong_data_and_damage_are_seen(resume: ModuleType, tmp_path: Path, forg
         assert (killed["wrong"], killed["repeated"]) == (0, 0)
         assert (killed["loss"], killed["weights"]) == (0.0, 0.0)
         flipped = resume.flip_bits(driver, whole, random.Random(1))
-        assert flipped["undamaged"] == "exact"
+        assert flipped["undamaged"] == "intact"
         assert flipped["resumes"].keys() <= {"wrong weights", "wrong optimizer", "by hand"}

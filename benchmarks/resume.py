@@ -344,7 +344,8 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
         last = number == SAVE_KILLS
         result = resume(run, after_first_update if last else in_save(seconds, chance))
         results[result] += 1
-        incomplete += run.start != updates // EVERY * EVERY
+        went_on = result == "intact" and updates - (run.start or 0) < EVERY // 2
+        incomplete += not went_on
         if result in ("intact", "by hand"):
             lost.append(updates - (run.start or 0))
             again += [makes_again(run)] if run.undone else []

@@ -45,7 +45,7 @@ POISONED = 45  # the update whose loss is NaN
 PACE = 0.05  # seconds slept after each update, so that a save does not span many
 GAP = 0.3  # seconds without a change between two saves
 POLL = 0.005  # seconds between two looks at a run
-LIMIT = 300  # seconds that a launch may take
+QUIET = 120  # seconds without an update after which a launch hangs
 TERM_LIMIT = 60  # seconds that a trainer may take to end after SIGTERM
 SEED = 1
 Update = dict[str, Any]  # a line of `record_training.py`, of all processes together
@@ -176,7 +176,8 @@ class Run:
         """Follow a launch until it ends or shall be stopped; measure its saves."""
         self.saved = self.area()
         first = last = 0.0
-        begun = time.monotonic()
+        heard = time.monotonic()
+        updates = 0
         while process.poll() is None:
             self.read()
             area = self.area()
@@ -190,8 +191,12 @@ class Run:
                 first = 0.0
             if stop(self):
                 return
-            if now > begun + LIMIT:
-                raise SystemExit(f"{self.driver.name} went on for {LIMIT} s")
+            if self.fresh > updates:
+                updates = self.fresh
+                heard = now
+            elif now > heard + QUIET:
+                print(f"{self.out}: killed, as it hangs after {updates} updates", flush=True)
+                return
             time.sleep(POLL)
 
     def area(self) -> Area:

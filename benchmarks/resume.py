@@ -2,11 +2,12 @@
 
     python benchmarks/resume.py PEERS [--systems NAME ...] [--jobs 2] [--json FILE]
 
-PEERS is a folder with checkouts of accelerate, nanoGPT, litgpt and nanochat, which are run
-unmodified by their documented commands (`resume_drivers.py`). A checkout with a `.venv` is run by
-its Python. `record_training.py` records each update from outside: the token ids that entered the
-model, the loss, and fingerprints of weights and optimizer state. So the step that a launch resumed
-from is the step after which the run had these weights, whatever the trainer prints.
+PEERS is a folder with checkouts of accelerate, nanoGPT, litgpt and nanochat, which are run by their
+documented commands (`resume_drivers.py`), without `torch.compile`. A `.venv` in a checkout, and in
+a folder `transformers`, is the Python that runs it. `record_training.py` records each update from
+outside: the token ids that entered the model, the loss, and fingerprints of weights and optimizer
+state. So the step that a launch resumed from is the step after which the run had these weights,
+whatever the trainer prints.
 
 Each trainer runs undisturbed, then stops as each line of the tables says. The random steps, delays
 and bits have a fixed seed. Weights, data and losses have the same bits in each launch of a trainer
@@ -73,6 +74,8 @@ def measure(name: str, peers: Path, work: Path) -> dict[str, Any]:
     driver = DRIVERS[name](peers.resolve(), work / name)
     whole = Run(driver, "undisturbed")
     whole.launch()
+    if whole.code:
+        raise SystemExit(f"{name} failed: {last_line(whole)}")
     found: dict[str, Any] = {"versions": versions(driver), "updates": len(whole.path)}
     for what, experiment in EXPERIMENTS.items():
         trial = partial(experiment, driver, whole, random.Random(SEED))
@@ -123,6 +126,7 @@ class Run:
         self.place = 0  # bytes of its records that were read
         self.fresh = 0  # updates of the newest launch
         self.saves: list[float] = []  # seconds from the first to the last change of each save
+        self.code = 0  # that the newest launch ended with
 
     def launch(
         self,
@@ -130,8 +134,8 @@ class Run:
         signal_number: int = signal.SIGKILL,
         processes: int = 1,
         **environment: str,
-    ) -> int:
-        """Start or resume the run; signal it once `stop` returns True. Return its exit code."""
+    ) -> None:
+        """Start or resume the run; signal it once `stop` returns True."""
         self.ranks = [[] for _ in range(processes)]
         self.place = 0
         self.fresh = 0
@@ -170,7 +174,7 @@ class Run:
             if process.poll() is None:
                 kill_tree(process)
         self.read()
-        return process.returncode
+        self.code = process.returncode
 
     def watch(self, process: subprocess.Popen[str], stop: Callable[["Run"], bool]) -> None:
         """Follow a launch until it ends or shall be stopped; measure its saves."""
@@ -194,9 +198,11 @@ class Run:
             if self.fresh > updates:
                 updates = self.fresh
                 heard = now
-            elif now > heard + QUIET:
+            elif now > heard + QUIET and updates:
                 print(f"{self.out}: killed, as it hangs after {updates} updates", flush=True)
                 return
+            elif now > heard + QUIET:
+                raise SystemExit(f"{self.out} makes no update")
             time.sleep(POLL)
 
     def area(self) -> Area:
@@ -261,7 +267,7 @@ def after_first_update(run: Run) -> bool:
 def resume(run: Run, stop: Callable[[Run], bool]) -> str:
     """Resume a run as documented; if that fails, remove the newest checkpoint and try again.
 
-    Returns what it began with: "intact" (weights and optimizer of an update of this run), "by hand"
+    Returns what it began with: "intact" (weights and moments of an update of this run), "by hand"
     (the same, but only after checkpoints were removed), "nothing left" (it had to start again),
     "wrong optimizer", or "wrong weights" (weights that the run never had).
     """
@@ -273,7 +279,8 @@ def resume(run: Run, stop: Callable[[Run], bool]) -> str:
             break
         left = run.driver.checkpoints(run.out)
         if not left:
-            raise SystemExit(f"{run.driver.name} failed:\n{run.log.read_text()[-3000:]}")
+            raise SystemExit(f"{run.driver.name} failed: {last_line(run)}")
+        print(f"{run.out}: {left[-1][0].name} removed, after: {last_line(run)}", flush=True)
         for path in left[-1]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         removed += 1
@@ -286,9 +293,10 @@ def resume(run: Run, stop: Callable[[Run], bool]) -> str:
     return "by hand" if removed else "intact"
 
 
-def makes_again(run: Run) -> bool:
-    """Return whether a launch read and lost in its first update what the run did before."""
-    return all(run.path[-run.fresh][key] == run.undone[0][key] for key in ("rows", "loss"))
+def last_line(run: Run) -> str:
+    """Return the last line that a launch wrote."""
+    lines = run.log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]
 
 
 # --------------------------------------------------------------------------- experiments
@@ -314,6 +322,7 @@ def kill_anywhere(driver: Driver, whole: Run, chance: random.Random) -> dict[str
         "lost": sorted(lost),
         **compare(run, whole, resumed),
         "weights": weight_difference(run, whole),
+        "exit_code": run.code,
     }
 
 
@@ -334,14 +343,14 @@ def at_random_moment(step: int, chance: random.Random) -> Callable[[Run], bool]:
 def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Kill runs within their saves, twenty times; see what each resume finds.
 
-    "incomplete": saves that could not be resumed from. "again": resumes whose first update had the
-    data and loss that it had before, of those where it had been made.
+    "incomplete": saves that could not be resumed from. "again": resumes whose first update had been
+    made before; how many had the same data, and the same loss.
     """
     seconds = statistics.median(sorted(whole.saves)[-(STEPS // EVERY) :])
     results = Counter[str]()
     lost = []
     incomplete = 0
-    again = []
+    again = Counter[str]()
     run = Run(driver, "saving_0")
     run.launch(in_save(seconds, chance))
     for number in range(1, SAVE_KILLS + 1):
@@ -351,9 +360,13 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
         results[result] += 1
         went_on = result == "intact" and updates - (run.start or 0) < EVERY // 2
         incomplete += not went_on
-        if result in ("intact", "by hand"):
-            lost.append(updates - (run.start or 0))
-            again += [makes_again(run)] if run.undone else []
+        if run.start is not None:
+            lost.append(updates - run.start)
+        if result in ("intact", "by hand") and run.undone:
+            first, before = run.path[-run.fresh], run.undone[0]
+            again["of"] += 1
+            again["data"] += first["rows"] == before["rows"]
+            again["loss"] += first["loss"] == before["loss"]
         if len(run.path) >= STEPS and not last:
             run = Run(driver, f"saving_{number}")
             run.launch(in_save(seconds, chance))
@@ -362,7 +375,7 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
         "incomplete": incomplete,
         "resumes": dict(results),
         "lost": sorted(lost),
-        "again": f"{sum(again)} of {len(again)}",
+        "again": dict(again),
     }
 
 
@@ -386,7 +399,8 @@ def in_save(seconds: float, chance: random.Random) -> Callable[[Run], bool]:
 def terminate(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Send SIGTERM; see how many updates the resumed run repeats."""
     run = Run(driver, "terminated")
-    code = run.launch(at_update(STOP), signal.SIGTERM)
+    run.launch(at_update(STOP), signal.SIGTERM)
+    code = run.code
     updates = len(run.path)
     result = resume(run, after_first_update)
     lost = None if run.start is None else updates - run.start
@@ -394,24 +408,33 @@ def terminate(driver: Driver, whole: Run, chance: random.Random) -> dict[str, An
 
 
 def on_two_processes(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
-    """Kill a run of one process, and resume it on two."""
+    """Kill a run of one process, and resume it on two.
+
+    "from scratch": wrong sequences of a run that began on two processes.
+    """
     if driver.needs_gpus:
         return {"not on a CPU": driver.needs_gpus}
     run = Run(driver, "two")
     run.launch(at_update(STOP))
     run.launch(processes=2)
     if run.start is None:
-        raise SystemExit(f"{driver.name} failed:\n{run.log.read_text()[-3000:]}")
-    return {"from": run.start, **compare(run, whole, run.start)}
+        raise SystemExit(f"{driver.name} failed: {last_line(run)}")
+    scratch = Run(driver, "two_from_scratch")
+    scratch.launch(at_update(STOP), processes=2)
+    return {
+        "from": run.start,
+        **compare(run, whole, run.start),
+        "from scratch": compare(scratch, whole, 0)["wrong"],
+    }
 
 
 def poison(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Make the loss of one update NaN; see which weights the checkpoints hold thirty updates on."""
     run = Run(driver, "poisoned")
-    code = run.launch(at_update(POISONED + 3 * EVERY), RECORD_NAN=str(POISONED))
+    run.launch(at_update(POISONED + 3 * EVERY), RECORD_NAN=str(POISONED))
     finite = [all(map(is_finite, files(one))) for one in driver.checkpoints(run.out)]
     return {
-        "exit_code": code,
+        "exit_code": run.code,
         "updates": len(run.path),
         "weights_finite": run.path[-1]["finite"],
         "newest_checkpoint_finite": finite[-1],
@@ -494,8 +517,8 @@ def tensors(content: Any) -> Iterator[torch.Tensor]:
 def compare(run: Run, whole: Run, since: int) -> dict[str, Any]:
     """Compare what a run read and its losses from an update on with the undisturbed run.
 
-    "wrong": sequences that the undisturbed run did not read in the same update. "repeated": over
-    the whole run, sequences read more often than there.
+    "wrong": sequences that the undisturbed run did not read in the same update. Of the sequences
+    that it read over the whole run, "more": reads beyond as many; "never": those not read.
     """
     parts = run.driver.parts
     pairs = list(zip(run.path, whole.path, strict=False))
@@ -507,8 +530,8 @@ def compare(run: Run, whole: Run, since: int) -> dict[str, Any]:
         "updates": len(run.path),
         "read": sum(read([pair[0] for pair in pairs[since:]], parts).values()),
         "wrong": wrong,
-        "repeated": sum((ours - others).values()),
-        "distinct": f"{len(ours)} of {len(others)}",
+        "more": sum(max(ours[part] - count, 0) for part, count in others.items()),
+        "never": f"{len(others.keys() - ours.keys())} of {len(others)}",
         "loss": max((abs(one["loss"] - two["loss"]) for one, two in pairs), default=0.0),
     }
 

@@ -185,7 +185,7 @@ class AccelerateExample(Driver):
     """Accelerate's `examples/by_feature/checkpointing.py`, as it is, on our data and model.
 
     Its usage guide (docs/source/usage_guides/checkpoint.md) shows the same calls. The user names
-    the folder to resume from: the newest.
+    the folder to resume from: that which changed last, since numbers count from the last resume.
     """
 
     name = "Accelerate, its example"
@@ -216,13 +216,13 @@ class AccelerateStateful(AccelerateExample):
 
 
 class AccelerateRepaired(AccelerateExample):
-    """The example with what its users found (issues 2823, 3242 and pull request 4071).
+    """The example with what its users found for its data (issues 2823, 3242, pull request 4071).
 
     The seedable sampler, the epoch set before batches are skipped and counted on after them, and
     folders named by the step of the run, not of the epoch.
     """
 
-    name = "Accelerate, repaired"
+    name = "Accelerate, data repaired"
     form = "repaired"
 
 
@@ -415,7 +415,7 @@ class Nanochat(Driver):
     name = "nanochat"
     repository = "nanochat"
     area = "*"
-    needs_gpus = "process group on CUDA only"
+    needs_gpus = "on CPUs each process trains alone"
 
     def prepare(self) -> None:
         """Write documents, and train its tokenizer on them."""

@@ -85,6 +85,8 @@ def test_wrong_data_and_damage_are_seen(resume: ModuleType, tmp_path: Path, forg
     assert killed["read"] > 0
     if forgets:
         assert killed["wrong"] == killed["read"]
+        assert killed["more"] > 0
+        assert killed["never"] != "0 of 640"
         assert killed["weights"] > 0
     else:
         assert (killed["wrong"], killed["more"], killed["never"]) == (0, 0, "0 of 640")

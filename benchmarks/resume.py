@@ -63,8 +63,9 @@ def main() -> None:
     report = start_report()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         work = Path(folder)
-        jobs = {name: pool.submit(measure, name, args.peers, work) for name in args.systems}
-        report["found"] = {name: job.result() for name, job in jobs.items()}
+        trials = {name: partial(measure, name, args.peers, work) for name in args.systems}
+        jobs = {name: pool.submit(attempt, name, trial) for name, trial in trials.items()}
+        report["found"] = {name: job.result() for name, job in jobs.items() if job.result()}
     save_report(args.json, report)
     print_report(report["found"])
 

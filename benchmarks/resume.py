@@ -199,11 +199,11 @@ class Run:
             if self.fresh > updates:
                 updates = self.fresh
                 heard = now
-            elif now > heard + QUIET and updates:
+            elif now > heard + QUIET:
+                if not updates:
+                    raise SystemExit(f"{self.out} makes no update")
                 print(f"{self.out}: killed, as it hangs after {updates} updates", flush=True)
                 return
-            elif now > heard + QUIET:
-                raise SystemExit(f"{self.out} makes no update")
             time.sleep(POLL)
 
     def area(self) -> Area:
@@ -296,8 +296,8 @@ def resume(run: Run, stop: Callable[[Run], bool]) -> str:
 
 def last_line(run: Run) -> str:
     """Return the last line that a launch wrote."""
-    lines = run.log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]
+    lines = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+    return lines[-1][-200:]
 
 
 # --------------------------------------------------------------------------- experiments
@@ -329,12 +329,19 @@ def kill_anywhere(driver: Driver, whole: Run, chance: random.Random) -> dict[str
 
 def at_random_moment(step: int, chance: random.Random) -> Callable[[Run], bool]:
     """Stop within the update after the first `step` ones."""
-    delay = chance.uniform(0, 2 * PACE)
+    return soon_after(at_update(step), 2 * PACE, chance)
+
+
+def soon_after(
+    begun: Callable[[Run], bool], seconds: float, chance: random.Random
+) -> Callable[[Run], bool]:
+    """Stop at a random moment within `seconds` after `begun` first returns True."""
+    delay = chance.uniform(0, seconds)
     end: float | None = None
 
     def stop(run: Run) -> bool:
         nonlocal end
-        if end is None and at_update(step)(run):
+        if end is None and begun(run):
             end = time.monotonic() + delay
         return end is not None and time.monotonic() >= end
 
@@ -382,19 +389,16 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
 
 def in_save(seconds: float, chance: random.Random) -> Callable[[Run], bool]:
     """Stop at a random moment within the first save of a launch that has an older checkpoint."""
-    delay = chance.uniform(0, seconds)
     before: Area | None = None
-    end: float | None = None
 
-    def stop(run: Run) -> bool:
-        nonlocal before, end
-        if run.fresh and len(run.path) >= 2 * EVERY - 1:
-            before = run.saved if before is None else before
-            if end is None and run.saved != before:
-                end = time.monotonic() + delay
-        return end is not None and time.monotonic() >= end
+    def begun(run: Run) -> bool:
+        nonlocal before
+        if not at_update(2 * EVERY - 1)(run):
+            return False
+        before = run.saved if before is None else before
+        return run.saved != before
 
-    return stop
+    return soon_after(begun, seconds, chance)
 
 
 def terminate(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
@@ -446,7 +450,7 @@ def poison(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
 def flip_bits(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Flip one random bit of the newest checkpoint, eight times; see what a resume loads.
 
-    "no effect": the resume was intact, and its first update had the same data and loss.
+    "no effect": the resume was intact, and its first update the same; "another update": it was not.
     """
     run = Run(driver, "flipped")
     run.launch(at_update(STOP))
@@ -518,8 +522,8 @@ def tensors(content: Any) -> Iterator[torch.Tensor]:
 def compare(run: Run, whole: Run, since: int) -> dict[str, Any]:
     """Compare what a run read and its losses from an update on with the undisturbed run.
 
-    "wrong": sequences that the undisturbed run did not read in the same update. Of the sequences
-    that it read over the whole run, "more": reads beyond as many; "never": those not read.
+    "wrong": sequences that the undisturbed run did not read in the same update. Of all sequences
+    that it read, "never": those that this run did not read; "more": reads beyond the same number.
     """
     parts = run.driver.parts
     pairs = list(zip(run.path, whole.path, strict=False))

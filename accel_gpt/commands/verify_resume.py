@@ -182,8 +182,8 @@ class Trial:
     ) -> bool:
         """Launch a run, and kill it; return whether it was done before.
 
-        Kills it when it has logged `at_step`, or if that is None after `kill_after` seconds. Raises
-        `LaunchFailed` with the last lines of its output if it fails.
+        Kills it when it has logged `at_step` and saved a checkpoint, or if that is None after
+        `kill_after` seconds. Raises `LaunchFailed` with the last lines of its output if it fails.
         """
         self.world_sizes.append(world_size)
         number = len(self.world_sizes)
@@ -203,7 +203,8 @@ class Trial:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(kill_after)
             else:
-                while process.poll() is None and RunFolder(folder).step < at_step:
+                run = RunFolder(folder)
+                while process.poll() is None and (run.step < at_step or not run.checkpoints):
                     time.sleep(POLL_SECONDS)
         finally:
             late = process.poll() is None

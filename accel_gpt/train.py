@@ -11,11 +11,16 @@ due after it.
 """
 
 import contextlib
+import gc
 import math
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from accel_gpt.console import exit_while_importing, run_main
 
@@ -25,7 +30,9 @@ if __name__ == "__main__":
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.memory import clear_device_cache
 
+from accel_gpt.config.budget import Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import Corpus, open_corpus
@@ -41,6 +48,15 @@ from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rate
 from accel_gpt.own_code import place_in_own_code
 from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
+from accel_gpt.training.budget import (
+    EVALUATION_SHARE,
+    FEWEST_MEASURED,
+    MEASURED_SHARE,
+    MOST_SECONDS,
+    REHEARSAL,
+    rehearsal_config,
+    resolve_budget,
+)
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.divergence import StepGuard, check_weights
@@ -48,7 +64,7 @@ from accel_gpt.training.gradients import Gradients, make_gradients, micro_batche
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
 from accel_gpt.training.metrics import Record, checked_record
 from accel_gpt.training.process import make_host_group
-from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_same
+from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_all, require_same
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 from accel_gpt.training.resume import choose_checkpoint, restore
 from accel_gpt.training.saving import CheckpointWriter, describe_newest
@@ -109,6 +125,7 @@ def train(
     weights of a run that has no checkpoint. `on_checkpoint` is called on rank 0 with the folder of
     each new checkpoint, before older ones are pruned.
     """
+    started = time.monotonic()
     stop = launch.stop
     plan = launch.plan
     config = pin_data(config)
@@ -119,6 +136,9 @@ def train(
         stop.connect_ranks(config.train.time_limit, group)
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
+    measure = partial(rehearse, config, plan, accelerator, initialize, stop)
+    config, plan = resolve_budget(config, plan, measure, started)
+    launch.plan = plan
     with open_display(config, plan, accelerator) as display, launch.showing(display):
         with Watchdog(init_timeout, INIT_TIMEOUT, "has not opened data, model and checkpoint"):
             run = set_up(
@@ -242,6 +262,115 @@ def set_up(
     reporter.start(run.corpus, state)
     model.train()  # evaluation and sampling restore this mode
     return run
+
+
+# --------------------------------------------------------------------------- the rehearsal
+
+
+def rehearse(
+    config: Config,
+    plan: Plan,
+    accelerator: Accelerator,
+    initialize: Callable[[LanguageModel], None],
+    stop: StopSignal,
+    seconds: float,
+) -> Costs:
+    """Measure the parts of a run with a `train.budget` of `seconds`, on this rank; a collective.
+
+    Makes a few steps, an evaluation, the samples and a save in a hidden folder of the run. Leaves
+    no trace in the run that follows. Raises `UserError` if an evaluation takes too long.
+    """
+    folder = Path(config.out_dir, REHEARSAL)
+    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
+    start = time.monotonic()
+    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
+    on_main(lambda: folder.mkdir())
+    try:
+        with (
+            Display(False, "warning", plan) as display,
+            Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
+        ):
+            run = set_up(
+                config=rehearsal_config(config, str(folder)),
+                plan=plan,
+                accelerator=accelerator,
+                display=display,
+                initialize=initialize,
+            )
+        set_up_seconds = time.monotonic() - start
+        with (
+            Watchdog(config.train.step_timeout) as watchdog,
+            contextlib.closing(run.writer),
+            contextlib.closing(run.loader),
+        ):
+            run.reporter.watchdog = watchdog
+            costs = measure_costs(run, stop, seconds)
+        run.corpus.remove_cache()
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+    del run
+    accelerator.free_memory()
+    gc.unfreeze()  # `build_model` froze the objects of the rehearsal
+    clear_device_cache(garbage_collection=True)
+    if accelerator.scaler and scale:
+        accelerator.scaler.load_state_dict(scale)
+    return replace(costs, start=costs.start + set_up_seconds)
+
+
+def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
+    """Time the parts of a run on this rank; a collective.
+
+    `seconds`: of the budget. `Costs.start` is the time that the first step takes longer than
+    others, since it compiles.
+    """
+    device = run.accelerator.device
+    longest = EVALUATION_SHARE * seconds
+    began = 0.0
+
+    def timed(work: Callable[[], object]) -> float:
+        nonlocal began
+        began = time.monotonic()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        run.reporter.heartbeat()
+        return time.monotonic() - began
+
+    def on_progress(done: int, total: int) -> None:
+        run.reporter.heartbeat()
+        if done & (done - 1) == 0:  # 0 and powers of 2: the check takes time on several ranks
+            spent = on_main(lambda: time.monotonic() - began)
+            require_all(
+                spent <= longest,
+                f"one evaluation takes more than a tenth of train.budget "
+                f"{run.config.train.budget}; lower eval.tokens, raise train.budget, or set "
+                "eval.whole_at_end to false",
+            )
+
+    def evaluate_once(last_step_only: bool) -> None:
+        chosen = [one for one in run.evaluations if one.last_step_only == last_step_only]
+        evaluate(chosen, run.gpt, run.accelerator, on_progress)
+
+    first = timed(lambda: update(run))
+    steps = [timed(lambda: update(run))]
+    measured = min(MEASURED_SHARE * seconds, MOST_SECONDS)
+    while on_main(lambda: len(steps) < FEWEST_MEASURED or sum(steps) < measured):
+        steps.append(timed(lambda: update(run)))
+    step = fmean(steps)
+    evaluation = timed(lambda: evaluate_once(last_step_only=False))
+    last_evaluation = timed(lambda: evaluate_once(last_step_only=True))
+    samples = 0.0
+    if run.config.sample.every:
+        samples = timed(lambda: write_samples(run, stop))
+    return Costs(
+        start=max(first - step, 0.0),
+        step=step,
+        evaluation=evaluation,
+        last_evaluation=last_evaluation,
+        samples=samples,
+        save=timed(lambda: save(run, must_succeed=True)),
+    )
 
 
 # --------------------------------------------------------------------------- the step

@@ -26,7 +26,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size
+from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_expected_length
 from accel_gpt.cost.forecast import run_hours
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
@@ -76,13 +76,12 @@ def bench(options: BenchCommand) -> Report | None:
     seconds = duration(INIT_TIMEOUT, config.train.init_timeout)
     vocab_size, source = on_main_before_join(lambda: vocabulary_size(config, None), seconds)
     measured = steps_only(config)
-    run_steps = make_plan(measured, 1).max_steps
-    steps = max(run_steps, options.warmup + options.steps + options.parts)
+    steps = max(make_plan(measured, 1).max_steps, options.warmup + options.steps + options.parts)
     with explain_lost_rank(world_size()), tempfile.TemporaryDirectory() as out:
         measured = replace(
             measured,
             out_dir=out,
-            train=replace(measured.train, max_steps=steps, max_tokens=None),
+            train=replace(measured.train, max_steps=steps, max_tokens=None, budget=None),
         )
         measured = with_random_tokens(measured, vocab_size, Path(out, "data"))
         plan = make_plan(measured, world_size())
@@ -104,7 +103,7 @@ def bench(options: BenchCommand) -> Report | None:
         ):
             training.reporter.watchdog = watchdog
             report = measure_steps(options, training)
-        report |= whole_run(config, run_steps, report["tokens_per_second"])
+        report |= whole_run(config, report["tokens_per_second"])
         report["vocabulary"] = {"tokens": vocab_size, "source": source}
         accelerator.end_training()
     return report if is_main() else None
@@ -173,15 +172,23 @@ def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
     return replace(config, data=data, model=model)
 
 
-def whole_run(config: Config, steps: int, tokens_per_second: float) -> Report:
-    """Return the hours that all `steps` steps of `config` take at the measured speed.
+def whole_run(config: Config, tokens_per_second: float) -> Report:
+    """Return the steps of a run of `config`, and the hours that they take at the measured speed.
 
     Includes evaluations, if it is known how many tokens they read; excludes saves, samples and
     HellaSwag.
     """
+    budget = config.train.budget
+    config = with_expected_length(config, tokens_per_second)
+    steps = make_plan(config, 1).max_steps
     tokens = steps * config.train.tokens_per_step
     hours, evaluating = run_hours(tokens, tokens_per_second, evaluation_tokens(config, steps))
-    return {"run_steps": steps, "run_hours": hours, "evaluation_hours": evaluating}
+    return {
+        "budget": budget,
+        "run_steps": steps,
+        "run_hours": hours,
+        "evaluation_hours": evaluating,
+    }
 
 
 def measure_steps(options: BenchCommand, run: Training) -> Report:
@@ -335,6 +342,8 @@ def bench_text(report: Report) -> str:
     median = f"median of {plural(report['steps'], 'step')}"
     first = f"the first took {report['first_step_seconds']:.2f} s"
     hours = f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}"
+    if report["budget"]:
+        hours = f"train.budget {report['budget']} comes to {hours}"
     if report["evaluation_hours"] is None:
         hours += "; excludes evaluations, saves, samples and HellaSwag"
     else:

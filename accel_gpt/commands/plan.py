@@ -14,10 +14,17 @@ from typing import Any
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
+from accel_gpt.config.plan import (
+    Plan,
+    fitting_sizes,
+    make_plan,
+    plural,
+    reference_steps,
+    with_size,
+)
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size
+from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_expected_length
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at
 from accel_gpt.cost.memory import Machine, footprint, largest_size
@@ -55,6 +62,11 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
     vocab_size, source = vocabulary_size(config, options.vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
+    notes = [*describe_depth(to_flat(config)), *uncounted(config)]
+    if config.train.budget:
+        speed, _ = planned_speed(options, config, vocab_size, machine)
+        notes.append(describe_budget(config, speed))
+        config = with_expected_length(config, speed)
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
     return {
@@ -63,12 +75,20 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": parameter_counts(config.model, vocab_size),
         "length": run_length(config, vocab_size, plan),
-        "depth": list(describe_depth(to_flat(config))),
-        "not_counted": uncounted(config),
+        "notes": notes,
         "memory": plan_memory(options, config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
     }
+
+
+def describe_budget(config: Config, tokens_per_second: float | None) -> str:
+    """Return the line on `train.budget`: what its number of steps depends on."""
+    budget = f"train.budget {config.train.budget}: the first launch sets the steps"
+    if tokens_per_second:
+        return f"{budget}; expected at the speed below"
+    steps = plural(reference_steps(config), "step")
+    return f"{budget}; the speed is unknown, so the figures below are for {steps}"
 
 
 def uncounted(config: Config) -> list[str]:
@@ -285,8 +305,7 @@ def planned_speed(
 def plan_text(report: Mapping[str, Any]) -> str:
     """Format the report as a table; the sections are separated by empty lines."""
     lines = [f"{report['config']} on {report['machine']}"]
-    lines.extend(report["depth"])
-    lines.extend(report["not_counted"])
+    lines.extend(report["notes"])
     lines.append("")
     rows = table([*size_rows(report), *cost_rows(report)], "<25", ">16", "<", gap=3)
     return "\n".join(lines) + "\n" + rows + verdict(report["memory"]) + "\n"

@@ -11,7 +11,7 @@ from accel_gpt.commands.options import PlanCommand
 from accel_gpt.commands.plan import gigabytes, make_machine
 from accel_gpt.config.plan import make_plan, with_size
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size
+from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_expected_length
 from accel_gpt.cost.forecast import ASSUMED_MFU, run_hours
 from accel_gpt.errors import require
 from accel_gpt.model.own import make_model
@@ -44,16 +44,17 @@ def forecast_own(options: PlanCommand) -> dict[str, Any]:
         "train.micro_batch_size is auto, but the memory of your model is known only on the "
         "device; set a number, such as --train.micro_batch_size 8",
     )
-    plan = make_plan(config, machine.devices)
-    config = with_size(config, plan.micro_batch_size)
     model = make_model(config, vocab_size, "meta")
     parameters = model.parameter_count()
     flops = model.flops_per_token()
-    tokens = plan.max_steps * plan.tokens_per_step
     peak = machine.peak(config.train.matmul_precision)
     speed = options.tokens_per_second
     if speed is None and peak is not None:
         speed = (options.mfu or ASSUMED_MFU) * peak * machine.devices / flops
+    config = with_expected_length(config, speed)
+    plan = make_plan(config, machine.devices)
+    config = with_size(config, plan.micro_batch_size)
+    tokens = plan.max_steps * plan.tokens_per_step
     hours = None
     if speed is not None:
         hours, _ = run_hours(tokens, speed, evaluation_tokens(config, plan.max_steps))

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,7 @@ from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT, stop_signals
 from accel_gpt.report.curves import read_metrics
+from accel_gpt.training.budget import earlier_length
 from accel_gpt.training.display import Progress
 from accel_gpt.training.run_folder import RunFolder
 
@@ -62,7 +64,7 @@ class SeriesRun:
         self.own = config.own
         folder = RunFolder(self.folder)
         before = folder.read_config()
-        changed = recipe_differences(config, before)
+        changed = recipe_differences(with_earlier_length(config, self.folder), before)
         train = to_flat(config)["data.train"]
         prepared_for_series = train == str(out / "data")
         if before and before.get("data.train", train) != train and not prepared_for_series:
@@ -73,7 +75,8 @@ class SeriesRun:
                 f"{self.folder} was trained with {key} {then}, but now has {now}; set it to the "
                 "same value, or choose another folder"
             )
-        self.steps = make_plan(config, 1).last_step
+        self.budget = config.train.budget
+        self.planned = make_plan(config, 1).last_step
         require(
             folder.step <= self.steps,
             f"{self.folder} was trained to step {folder.step}, but now ends at step {self.steps}; "
@@ -82,6 +85,11 @@ class SeriesRun:
         self.divergence = self.folder / "diverged.txt"  # the error of a run that diverged
         out.mkdir(parents=True, exist_ok=True)
         write_file(self.config, [to_yaml(config).encode()])
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run. If it has a `train.budget`, its first launch sets them."""
+        return (self.budget and RunFolder(self.folder).max_steps) or self.planned
 
     @property
     def finished(self) -> bool:
@@ -156,7 +164,8 @@ class Series:
         """Start the process of a run, show its progress, and note how it ends."""
         where = f" on GPU {device}" if device is not None else ""
         number = self.runs.index(run) + 1
-        write_err(f"{run.name}: run {number} of {len(self.runs)}, to step {run.steps:,}{where}")
+        length = f"for {run.budget}" if run.budget else f"to step {run.steps:,}"
+        write_err(f"{run.name}: run {number} of {len(self.runs)}, {length}{where}")
         started = time.monotonic()
         environment = {STOP_WITH_PARENT: "1"}
         if device is not None:
@@ -217,6 +226,14 @@ def recipe_differences(config: Config, before: Mapping[str, Any]) -> Differences
         if key in before and now != "auto" and option_of(key).resume != "free":
             found[key] = (then, now)
     return found
+
+
+def with_earlier_length(config: Config, folder: Path) -> Config:
+    """Return `config` with the length that an earlier launch in `folder` set for `train.budget`."""
+    if config.train.budget is None:
+        return config
+    earlier = earlier_length(replace(config, out_dir=str(folder)))
+    return config if earlier is None else earlier.resolve(config)
 
 
 def visible_devices() -> list[str | None]:

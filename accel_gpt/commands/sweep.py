@@ -52,6 +52,7 @@ class Sweep:
         self.metric = "val_bits_per_byte" if self.changed(TEXT, *self.others) else "val_loss"
         self.unit = "bits per byte" if self.metric == "val_bits_per_byte" else "val loss"
         self.losses: defaultdict[str, dict[int, float]] = defaultdict(dict)  # inf: diverged
+        self.steps: defaultdict[str, list[int]] = defaultdict(list)  # of a run
         self.times: defaultdict[str, list[float]] = defaultdict(list)  # of a step, in seconds
         self.lines: list[str] = []  # below the table
         self.broken: set[str] = set()  # settings with a run that failed without diverging
@@ -87,6 +88,7 @@ class Sweep:
         for setting, run in zip(settings, runs, strict=True):
             if run.name in failures and not run.diverged:
                 self.broken.add(setting.name)
+            self.steps[setting.name].append(run.steps)
             loss = final_loss(run, self.metric)
             if loss is not None:
                 self.losses[setting.name][seed] = loss
@@ -97,13 +99,32 @@ class Sweep:
         """Return the time of a run, divided by the baseline's; None: not known."""
         if setting.name not in self.times or self.baseline.name not in self.times:
             return None
-        seconds = setting.steps * statistics.median(self.times[setting.name])
-        return seconds / (self.baseline.steps * statistics.median(self.times[self.baseline.name]))
+        return self.seconds(setting) / self.seconds(self.baseline)
+
+    def seconds(self, setting: Setting) -> float:
+        """Return the seconds of all steps of a run; medians over the seeds."""
+        seconds = statistics.median(self.times[setting.name])
+        return statistics.median(self.steps[setting.name]) * seconds
+
+    def tokens(self, setting: Setting) -> float | None:
+        """Return the tokens of a run, divided by the baseline's; None: not known."""
+        if setting.name not in self.steps or self.baseline.name not in self.steps:
+            return None
+        mine, others = (
+            statistics.median(self.steps[one.name]) * one.config.train.tokens_per_step
+            for one in (setting, self.baseline)
+        )
+        return mine / others
 
     def compare(self, setting: Setting) -> Comparison:
         """Compare the losses of a setting with the baseline's."""
         baseline = self.losses[self.baseline.name]
         return compare(self.losses[setting.name], baseline, settings=len(self.others))
+
+    @property
+    def in_equal_time(self) -> bool:
+        """Return whether a time budget sets the length of all runs."""
+        return all(one.config.train.budget for one in (self.baseline, *self.others))
 
     # ----------------------------------------------------------------------- the result
 
@@ -120,7 +141,7 @@ class Sweep:
         settings = [
             {
                 "name": setting.name,
-                "steps": setting.steps,
+                "steps": self.steps[setting.name],  # of each seed
                 "time": self.time(setting),
                 "losses": self.losses[setting.name],  # null: diverged
                 "comparison": asdict(self.compare(setting)),
@@ -136,12 +157,13 @@ class Sweep:
         """Return the cells of a setting in the table."""
         losses = self.losses[setting.name]
         finite = [loss for loss in losses.values() if math.isfinite(loss)]
+        tokens = self.tokens(setting)
         time = self.time(setting)
         return [
             setting.name,
             f"{statistics.fmean(finite):.4f}" if finite else "",
             "baseline" if setting is self.baseline else self.compare(setting).cell,
-            f"{setting.tokens / self.baseline.tokens:.2f} x",
+            f"{tokens:.2f} x" if tokens else "",
             f"{time:.2f} x" if time else "",
             str(len(losses)),
         ]
@@ -164,7 +186,11 @@ class Sweep:
                 count = plural(found.seeds, "seed")
                 parts.append(f"{one} diverged with {len(diverged)} of {count}: {seeds}")
         time = self.time(setting)
-        if found.differences and time and abs(time - 1) > SAME_TIME:
+        tokens = self.tokens(setting)
+        if self.in_equal_time:
+            if tokens and abs(tokens - 1) > SAME_TIME:
+                parts.append(f"its budget was enough for {tokens:.2f} times the tokens")
+        elif found.differences and time and abs(time - 1) > SAME_TIME:
             parts.append(f"equal tokens took {time:.2f} times as long")
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
 

@@ -17,7 +17,6 @@ from accel_gpt.config.parse import (
     read_options,
     read_values,
 )
-from accel_gpt.config.plan import make_plan
 from accel_gpt.config.shipped import resolve_config
 from accel_gpt.config.values import to_flat
 from accel_gpt.errors import require
@@ -32,16 +31,6 @@ class Setting:
 
     name: str  # the config, if there are several, and the values
     config: Config
-
-    @property
-    def steps(self) -> int:
-        """Return the steps of a run."""
-        return make_plan(self.config, 1).last_step
-
-    @property
-    def tokens(self) -> int:
-        """Return the training tokens of a run."""
-        return self.steps * self.config.train.tokens_per_step
 
 
 @dataclass(frozen=True)

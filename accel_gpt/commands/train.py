@@ -70,7 +70,7 @@ def train_config(config: Config, source: str) -> int:
                     checkpoint=config.checkpoint,
                     hub=config.hub,
                     run=Path(config.out_dir),
-                    final_step=launch.plan.max_steps,
+                    final_step=lambda: launch.plan.max_steps,  # train.budget sets it later
                     log=launch.log,
                 )
             if uploader:

@@ -44,7 +44,7 @@ class TrainConfig(
     )
     max_steps: int | None = option(
         None,
-        "Number of optimizer steps in the run. Set this or max_tokens.",
+        "Number of optimizer steps in the run. Set this, max_tokens or budget.",
         above=0,
         essential=True,
     )
@@ -53,6 +53,14 @@ class TrainConfig(
         "Number of tokens in the run. Set this or max_steps. For N epochs, set N times the number "
         "of train tokens; the first lines of a run print this number.",
         above=0,
+    )
+    budget: str | None = option(
+        None,
+        "Time that the run takes on this machine, such as 5m, from the prepared data to the last "
+        "checkpoint. The first launch measures a few steps, an evaluation, samples and a save, and "
+        "sets max_steps. The number never changes again. Warm-up, decay and intervals are scaled "
+        "to it from max_steps or max_tokens, if these are set as well.",
+        essential=True,
     )
     stop_at: int | None = option(
         None,
@@ -183,7 +191,7 @@ class TrainConfig(
         return self.micro_batch_size
 
     def _check(self) -> None:
-        for name in ("time_limit", "step_timeout", "init_timeout"):
+        for name in ("budget", "time_limit", "step_timeout", "init_timeout"):
             duration(f"train.{name}", getattr(self, name))
         require(
             not (self.reproducible and self.compiled),

@@ -22,6 +22,7 @@ from accel_gpt.config.foreign_names import COMMAND_OPTIONS, FOREIGN_NAMES
 from accel_gpt.config.help import format_help
 from accel_gpt.config.model import Scalar
 from accel_gpt.config.options import all_options, field_types, own_options
+from accel_gpt.config.plan import LENGTH_KEYS
 from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import (
     build,
@@ -129,7 +130,8 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     """Read the keys that the YAML file at `path` sets, overridden by the options in `argv`.
 
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
-    replaces all keys of the group in the file. If an option sets data.train, the file's data.text
+    replaces all keys of the group in the file. A length replaces the file's train.budget. If an
+    option sets data.train, the file's data.text
     is dropped. The file's data.prepare is dropped if an option sets data.train, or sets
     data.prepare.source to null, and no option sets a key of data.prepare. If an option names
     another text, the file's `KEYS_OF_TEXT` are dropped. If the file is the config.yaml of a run
@@ -145,6 +147,8 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
         if any(options.get(key) is not None for key in group):
             for key in group:
                 values.pop(key, None)
+    if any(options.get(key) is not None for key in LENGTH_KEYS):
+        values.pop("train.budget", None)
     prepares = any(options[key] is not None for key in options if key.startswith(PREPARE))
     if "data.train" in options:
         values.pop("data.text", None)

@@ -13,6 +13,15 @@ WSD_DECAY_SHARE = 0.2
 
 
 @dataclass(frozen=True)
+class Budget:
+    """How the length of a run was found from `train.budget`, at its first launch."""
+
+    asked: str  # the value of train.budget
+    thin: int  # factor on the intervals of evaluations, samples and saves
+    step_seconds: float  # of a step, as measured
+
+
+@dataclass(frozen=True)
 class Plan:
     """Hold the batch and length of a run."""
 
@@ -24,6 +33,7 @@ class Plan:
     warmup_steps: int
     decay_steps: int
     stop_at: int | None = None  # step after which this launch stops
+    budget: Budget | None = None  # None: the config sets the length
 
     @property
     def last_step(self) -> int:
@@ -71,11 +81,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     """Derive the plan; raises `UserError` if options contradict each other."""
     train = config.train
     schedule = config.schedule
-    require(
-        train.max_steps is not None or train.max_tokens is not None,
-        "the length of the run is not set; set train.max_steps or train.max_tokens",
-    )
-    max_steps = train.max_steps or in_steps(train.max_tokens, train.tokens_per_step)
+    max_steps = reference_steps(config)
     warmup = schedule.warmup_steps
     if schedule.name != "constant":
         require(
@@ -104,6 +110,30 @@ def make_plan(config: Config, world_size: int) -> Plan:
     )
 
 
+def reference_steps(config: Config) -> int:
+    """Return the number of steps that the warm-up, the decay and the intervals are meant for.
+
+    This is the length of the run. Under `train.budget` it is the length that the config sets
+    besides, or if there is none, a run with each interval at least once.
+    """
+    train = config.train
+    if train.max_steps or train.max_tokens:
+        return train.max_steps or in_steps(train.max_tokens, train.tokens_per_step)
+    require(
+        train.budget is not None,
+        "the length of the run is not set; set train.max_steps, train.max_tokens or train.budget",
+    )
+    schedule = config.schedule
+    return max(
+        10 * schedule.warmup_steps,
+        schedule.warmup_steps + (schedule.decay_steps or 0),
+        config.eval.every,
+        config.checkpoint.every,
+        config.sample.every,
+        config.log.every,
+    )
+
+
 def shorten(config: Config, steps: int) -> Config:
     """Return a copy of `config` for a run of `steps` steps that logs every step and saves often.
 
@@ -120,7 +150,7 @@ def shorten(config: Config, steps: int) -> Config:
     return replace(
         config,
         schedule=schedule,
-        train=replace(config.train, max_steps=steps, max_tokens=None, stop_at=None),
+        train=replace(config.train, max_steps=steps, max_tokens=None, budget=None, stop_at=None),
         sample=replace(config.sample, every=0),
         log=LogConfig(every=1, trackers=(), batch_hash=True),
         hub=replace(config.hub, push="never"),

@@ -4,11 +4,14 @@ Needs no torch.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from accel_gpt.config.budget import PLANNED_SHARE, Costs, fit
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
 from accel_gpt.config.vocabulary import tokenizer_vocab_size
-from accel_gpt.cost.forecast import evaluation_count
+from accel_gpt.cost.forecast import FORWARD_SHARE, evaluation_count
 from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data, train_paths, val_paths
@@ -87,6 +90,24 @@ def evaluation_tokens(config: Config, steps: int) -> int | None:
             return None
         total += whole
     return total
+
+
+def with_expected_length(config: Config, tokens_per_second: float | None) -> Config:
+    """Return `config` with the steps that its `train.budget` comes to at a speed.
+
+    Leaves out the start, saves, samples and HellaSwag. Returns `config` unchanged if it has no
+    budget, or if the speed is unknown.
+    """
+    seconds = duration("train.budget", config.train.budget)
+    if seconds is None or not tokens_per_second:
+        return config
+    only_at_end = replace(config, eval=replace(config.eval, every=0))
+    evaluated = evaluation_tokens(only_at_end, 1) or 0
+    costs = Costs(
+        step=config.train.tokens_per_step / tokens_per_second,
+        evaluation=FORWARD_SHARE * evaluated / tokens_per_second,
+    )
+    return fit(config, costs, PLANNED_SHARE * seconds)[0]
 
 
 def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int | None:

@@ -82,12 +82,12 @@ def open_uploader(
     checkpoint: CheckpointConfig,
     hub: HubConfig,
     run: Path,
-    final_step: int,
+    final_step: Callable[[], int],
     log: Callable[[str], None],
 ) -> "Uploader | None":
     """Start the uploader of the run in `run`, on rank 0; None if it uploads nothing.
 
-    `final_step`: the step that `hub.push: end` uploads.
+    `final_step` returns the step that `hub.push: end` uploads.
     """
     targets = targets_of(checkpoint, hub, run)
     if not targets:
@@ -104,7 +104,7 @@ class Uploader:
         run: Path,
         targets: list[Target],
         push_all: bool,
-        final_step: int,
+        final_step: Callable[[], int],
         log: Callable[[str], None],
     ) -> None:
         self.targets = targets
@@ -196,7 +196,7 @@ class Uploader:
         """
         if self.newest is None:
             return []
-        final = step_of(self.newest) == self.final_step
+        final = step_of(self.newest) == self.final_step()
         push_is_due = self.ending if final else self.push_all
         return [
             target

@@ -16,6 +16,7 @@ import torch
 from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import first_line, require
@@ -125,6 +126,9 @@ def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool,
 
 def estimated_seconds(config: Config, plan: Plan) -> float:
     """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
+    budget = duration("train.budget", config.train.budget)
+    if budget:
+        return budget
     device = PartialState().device
     # a model of --code may not work on the device meta
     gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")

@@ -26,6 +26,7 @@ from accel_gpt.files import free_bytes, strict_json, write_file
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.own_code import OwnCode
+from accel_gpt.training.budget import Pace
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.display import Display, can_draw
 from accel_gpt.training.machine import describe_machine
@@ -71,6 +72,7 @@ class Reporter:
         self.check_folder = check_folder  # raises `BusyError` if the run has lost its folder
         self.out_dir = Path(config.out_dir)
         self.speed = Speed(gpt, plan, accelerator)
+        self.pace = Pace(plan.budget, display.log)
         self.trackers = Trackers(
             accelerator, config.log.trackers, self.out_dir, self.speed.peak is not None
         )
@@ -229,7 +231,10 @@ class Reporter:
 
         A collective if `log.batch_hash` is set.
         """
-        return self.speed.metrics(self.stopwatch.lap(step)) | self.batch_hash(loader)
+        steps = step - self.stopwatch.step
+        seconds_per_step = self.stopwatch.lap(step)
+        self.pace.note(step, steps, seconds_per_step)
+        return self.speed.metrics(seconds_per_step) | self.batch_hash(loader)
 
     def batch_hash(self, loader: Loader) -> Record:
         """Return the hash of the last global batch if `log.batch_hash` is set, by an all-reduce."""
@@ -346,14 +351,16 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
     if config.own.model is not None:
         code = f" --code {shlex.quote(config.own.file)}"
         use = ""
-    allow = ""
+    more = f"a larger {length}"
+    if plan.budget:
+        more = f"--{length} N in place of --train.budget"
     if config.schedule.name != "constant":
-        allow = f" and --checkpoint.allow_change {length}"
+        more += f" and --checkpoint.allow_change {length}"
     return (
         f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}\n"
         f"  run         {out} ({files})\n"
         f'  try         accel-gpt sample {out}{code} --prompt "..."\n'
         f"  curves      accel-gpt report {out}\n"
         f"{use}"
-        f"  train more  the same command with a larger {length}{allow}"
+        f"  train more  the same command with {more}"
     )

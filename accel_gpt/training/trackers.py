@@ -40,6 +40,8 @@ class Trackers:
         They store the config, as YAML or by dotted keys. Raises `UserError` if a tracker does not
         start, for example wandb without a login.
         """
+        if not self.names:
+            return
         accelerator = self.accelerator
         kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
         if accelerator.is_main_process and set(self.names) - {"tensorboard"}:

@@ -181,7 +181,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
 
 def open_copies(tmp_path: Path, place: str) -> Uploader:
     kept = CheckpointConfig(copy_to=place, keep_last=2)
-    copies = open_uploader(kept, HubConfig(), tmp_path / "run", 9, print)
+    copies = open_uploader(kept, HubConfig(), tmp_path / "run", lambda: 9, print)
     assert copies
     return copies
 

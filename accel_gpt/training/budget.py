@@ -1,0 +1,150 @@
+"""Find the length of a run with `train.budget`, and watch the speed that the length relies on.
+
+The length never changes again: later launches read it from the run's folder.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from accel_gpt.config.budget import PLANNED_SHARE, Costs, fit, with_length
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
+from accel_gpt.config.plan import Budget, Plan, make_plan, plural
+from accel_gpt.errors import UserError
+from accel_gpt.training.checkpoint import earlier_choice
+from accel_gpt.training.display import print_line
+from accel_gpt.training.ranks import all_gather, on_main
+from accel_gpt.training.run_folder import RunFolder
+
+MEASURED_SHARE = 0.03  # of the budget, for the measured steps; assumption
+MOST_SECONDS = 30.0  # for the measured steps, if the budget is long
+FEWEST_MEASURED = 3  # measured steps
+EVALUATION_SHARE = 0.1  # largest share of the budget for one evaluation; assumption
+REHEARSAL = ".rehearsal"  # folder in the run's folder
+SLOW = 2.0  # a slow moment: so many times the measured seconds of a step
+WINDOW_SECONDS = 60.0  # length of the moments that are compared
+
+
+def resolve_budget(
+    config: Config, plan: Plan, measure: Callable[[float], Costs], started: float
+) -> tuple[Config, Plan]:
+    """Replace `train.budget` by a number of steps; a collective.
+
+    `measure` gets the seconds of the budget, and returns what the parts of the run take on this
+    rank. `started`: the time at which the budget began, by `time.monotonic`. Raises `UserError` if
+    the budget is too short, or if the run has another length.
+    """
+    asked = config.train.budget
+    seconds = duration("train.budget", asked)
+    if seconds is None:
+        return config, plan
+    earlier: EarlierLength | None = on_main(lambda: earlier_length(config))
+    budget: Budget | None
+    if earlier is not None:
+        budget = earlier.budget
+        config = earlier.resolve(config)
+        reason = f"as in {earlier.file}"
+    else:
+        costs = slowest(all_gather(measure(seconds)))
+        left = PLANNED_SHARE * seconds - (time.monotonic() - started)
+        config, budget = fit(config, costs, on_main(lambda: left))
+        reason = costs.describe()
+    plan = replace(make_plan(config, plan.world_size), budget=budget)
+    found = f"{plural(plan.max_steps, 'step')} in {asked}"
+    print_line(config.log.level, f"budget   {found}: {reason}")
+    return config, plan
+
+
+def slowest(costs: Sequence[Costs]) -> Costs:
+    """Return the costs of the slowest ranks, which the others wait for."""
+    return Costs(
+        step=max(one.step for one in costs),
+        start=max(one.start for one in costs),
+        evaluation=max(one.evaluation for one in costs),
+        last_evaluation=max(one.last_evaluation for one in costs),
+        samples=max(one.samples for one in costs),
+        save=max(one.save for one in costs),
+    )
+
+
+def rehearsal_config(config: Config, folder: str) -> Config:
+    """Return the config of a rehearsal in `folder`: it publishes nothing."""
+    return replace(
+        config,
+        out_dir=folder,
+        train=replace(config.train, profile=0),
+        checkpoint=replace(config.checkpoint, resume="never", copy_to=None, async_save=False),
+        log=replace(config.log, trackers=(), dashboard=False, level="warning"),
+        hub=replace(config.hub, push="never"),
+    )
+
+
+@dataclass(frozen=True)
+class EarlierLength:
+    """The length of a run that a launch resumes."""
+
+    steps: int
+    budget: Budget | None  # None: unknown, since the run was restored from a copy
+    file: str  # that has the number of steps
+
+    def resolve(self, config: Config) -> Config:
+        """Return `config` with this length in place of `train.budget`."""
+        return with_length(config, self.steps, self.budget.thin if self.budget else 1)
+
+
+def earlier_length(config: Config) -> EarlierLength | None:
+    """Return the length of the run that a launch resumes; None if there is no run.
+
+    Raises `UserError` unless `train.budget` is the budget of the run.
+    """
+    out_dir = config.out_dir
+    steps, file = earlier_choice(out_dir, config.checkpoint.resume, "train.max_steps")
+    if not file:
+        return None
+    run = RunFolder(out_dir)
+    budget = msgspec.convert(run.last_launch("plan", "budget"), Budget | None)
+    asked = config.train.budget
+    own = Path(file).is_relative_to(out_dir)
+    if own and steps and (not run.launches or (budget and budget.asked == asked)):
+        return EarlierLength(steps, budget, file)
+    length = f"{steps:,} steps" if steps else "another length"
+    if budget:
+        length += f", from train.budget {budget.asked}"
+    raise UserError(
+        f"train.budget is {asked}, but the run in {file} has {length}, and no budget changes the "
+        "length of a run; set train.max_steps instead of train.budget, or another out_dir"
+    )
+
+
+class Pace:
+    """Warns of a slow moment of a run with a budget. The length of the run stays as it is."""
+
+    def __init__(self, budget: Budget | None, log: Callable[[str], None]) -> None:
+        self.budget = budget
+        self.log = log
+        self.steps = 0  # in the present window
+        self.seconds = 0.0
+        self.is_slow = False
+
+    def note(self, step: int, steps: int, seconds_per_step: float) -> None:
+        """Note the speed of the last `steps` steps, up to `step`."""
+        if self.budget is None:
+            return
+        self.steps += steps
+        self.seconds += steps * seconds_per_step
+        if self.seconds < WINDOW_SECONDS:
+            return
+        times = self.seconds / self.steps / self.budget.step_seconds
+        if times > SLOW and not self.is_slow:
+            self.log(
+                f"WARNING: up to step {step:,}, a step took {times:.1f} times as long as the "
+                f"{self.budget.step_seconds:.2g} s for which train.budget {self.budget.asked} set "
+                "the length; the run takes longer than its budget"
+            )
+        self.is_slow = times > SLOW
+        self.steps = 0
+        self.seconds = 0.0

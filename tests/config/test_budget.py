@@ -1,0 +1,99 @@
+"""`train.budget`: the longest run within a time, and the intervals that follow from it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_gpt.config.budget import FEWEST_STEPS, PAUSE_SHARE, Costs, fit, with_length
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import make_plan
+from accel_gpt.config.values import build, to_flat
+from accel_gpt.errors import UserError
+
+BUDGET = {"train.budget": "5m", "train.tokens_per_step": 65_536, "model.block_size": 64}
+
+
+def config_with(**keys: object) -> Config:
+    """Return a config with a budget; keys have __ in place of dots."""
+    flat = {key.replace("__", "."): value for key, value in keys.items()}
+    config: Config = build(Config, {**to_flat(Config()), **BUDGET, **flat})
+    return config
+
+
+COSTS = st.builds(
+    Costs,
+    step=st.floats(0.001, 5),
+    start=st.floats(0, 60),
+    evaluation=st.floats(0, 30),
+    last_evaluation=st.floats(0, 10),
+    samples=st.floats(0, 10),
+    save=st.floats(0, 10),
+)
+
+
+@given(COSTS, st.floats(10, 20_000), st.integers(1, 50_000), st.integers(0, 3000))
+def test_the_longest_run_within_the_budget(
+    costs: Costs, seconds: float, every: int, warmup: int
+) -> None:
+    config = config_with(eval__every=every, schedule__warmup_steps=warmup)
+
+    def spent(steps: int, thin: int) -> float:
+        return (
+            costs.start + steps * costs.step + costs.pauses(with_length(config, steps, thin), steps)
+        )
+
+    if min(spent(FEWEST_STEPS, thin) for thin in (1, 10**6)) > seconds:
+        with pytest.raises(UserError, match="but 10 steps with an evaluation"):
+            fit(config, costs, seconds)
+        return
+    run, budget = fit(config, costs, seconds)
+    plan = make_plan(run, 1)  # warm-up and decay fit into it
+    steps = plan.max_steps
+    assert steps >= FEWEST_STEPS
+    assert run.train.budget is None
+    assert run == with_length(config, steps, budget.thin)
+    assert spent(steps, budget.thin) <= seconds
+    pauses = costs.pauses(run, steps)
+    alone = costs.pauses(with_length(config, steps, thin=10**6), steps)
+    assert pauses <= max(PAUSE_SHARE * seconds, alone)
+
+
+def test_no_pauses_leave_no_second_unused() -> None:
+    config = config_with(eval__every=0, checkpoint__every=0, sample__every=0)
+    run, budget = fit(config, Costs(step=0.5, start=3), 60)
+    assert run.train.max_steps == 114
+    assert budget.thin == 1
+
+
+def test_lengths_are_scaled_from_the_length_that_they_are_meant_for() -> None:
+    meant = config_with(
+        train__max_steps=1000,
+        schedule__warmup_steps=100,
+        schedule__name="wsd",
+        schedule__decay_steps=300,
+        eval__every=250,
+        sample__every=500,
+        checkpoint__every=200,
+        log__every=10,
+    )
+    run = with_length(meant, 2500)
+    assert run.schedule.warmup_steps == 250
+    assert run.schedule.decay_steps == 750
+    assert (run.eval.every, run.sample.every, run.checkpoint.every) == (625, 1250, 500)
+    assert run.log.every == 25
+    assert with_length(meant, 2500, thin=2).eval.every == 1250
+    tokens = replace(meant, train=replace(meant.train, max_steps=None, max_tokens=65_536_000))
+    assert with_length(tokens, 2500) == run
+    nothing = config_with(eval__every=0, checkpoint__every=100, sample__every=50)
+    assert with_length(nothing, 50).checkpoint.every == 50  # once in the run
+    assert with_length(nothing, 50).eval.every == 0
+
+
+@given(st.integers(2, 10**6), st.integers(0, 2000), st.integers(1, 2000))
+def test_a_schedule_fits_any_length(steps: int, warmup: int, decay: int) -> None:
+    config = config_with(
+        schedule__name="wsd", schedule__warmup_steps=warmup, schedule__decay_steps=decay
+    )
+    assert make_plan(with_length(config, steps), 1).max_steps == steps

@@ -1,0 +1,141 @@
+"""Runs with `train.budget`: a rehearsal leaves no trace, and the length never changes again."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt import train
+from accel_gpt.config.budget import Costs, with_length
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Budget
+from accel_gpt.training import budget
+from accel_gpt.training.budget import WINDOW_SECONDS, Pace
+from tests.conftest import launch
+from tests.test_launch import TORCHRUN, TRAIN, finish
+from tests.test_train import records
+
+Arguments = Callable[..., list[str]]
+FOR_TEN_MINUTES = ("--train.budget", "10m")
+
+
+@pytest.fixture
+def eight_steps(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
+    """Let a budget come to eight steps, whatever this machine measures; return what it measures."""
+    measured: list[Costs] = []
+
+    def fit(config: Config, costs: Costs, _: float) -> tuple[Config, Budget]:
+        measured.append(costs)
+        return with_length(config, 8, thin=2), Budget("10m", thin=2, step_seconds=costs.step)
+
+    monkeypatch.setattr(budget, "fit", fit)
+    monkeypatch.setattr(train, "MOST_SECONDS", 0.0)
+    return measured
+
+
+def without_speed(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run without what depends on the machine."""
+    return [
+        {k: v for k, v in one.items() if not k.startswith("perf/") and k != "time"}
+        for one in records(run)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--model.dropout", "0.1", "--optim.name", "muon"), ("--train.micro_batch_size", "auto")],
+    ids=["adamw", "muon with dropout", "auto"],
+)
+def test_a_rehearsal_leaves_no_trace(
+    options: Sequence[str], small_run: Arguments, eight_steps: list[Costs], tmp_path: Path
+) -> None:
+    """The run equals one whose config sets the steps, bit for bit."""
+    assert launch(small_run(*FOR_TEN_MINUTES, *options)) == 0
+    (costs,) = eight_steps
+    assert min(costs.step, costs.evaluation, costs.samples, costs.save, costs.start) > 0
+    assert not [*(tmp_path / "run").glob(".re*")]
+    again = ["train", "config.yaml", "--out_dir", str(tmp_path / "again")]
+    assert launch([str(tmp_path / "run/config.yaml"), *again[2:]]) == 0
+    assert without_speed(tmp_path / "run") == without_speed(tmp_path / "again")
+    plan = json.loads((tmp_path / "run/run.json").read_text())["launches"][-1]["plan"]
+    assert plan["max_steps"] == 8
+    assert plan["budget"]["asked"] == "10m"
+
+
+def test_a_later_launch_keeps_the_length(
+    small_run: Arguments,
+    eight_steps: list[Costs],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = tmp_path / "whole"
+    assert launch(small_run(*FOR_TEN_MINUTES, "--out_dir", str(whole))) == 0
+    assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "5")) == 0
+    assert launch(small_run(*FOR_TEN_MINUTES)) == 0
+    assert len(eight_steps) == 2  # the last launch measured nothing
+    assert without_speed(whole)[-1] == without_speed(tmp_path / "run")[-1]
+    assert f"8 steps in 10m: as in {tmp_path / 'run' / 'config.yaml'}" in capsys.readouterr().err
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert config == (whole / "config.yaml").read_text().replace("/whole", "/run")
+
+
+@pytest.mark.usefixtures("eight_steps")
+def test_another_budget_is_another_run(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*FOR_TEN_MINUTES)) == 0
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    assert launch(small_run("--train.budget", "20m")) == 2
+    assert "has 8 steps, from train.budget 10m" in capsys.readouterr().err
+    fixed = str(tmp_path / "fixed")
+    assert launch(small_run("--out_dir", fixed)) == 0
+    assert launch(small_run(*FOR_TEN_MINUTES, "--out_dir", fixed)) == 2
+    assert "has 12 steps, and no budget changes" in capsys.readouterr().err
+    of_other = ("--checkpoint.resume", str(tmp_path / "run/checkpoints/step_00000008"))
+    assert launch(small_run(*FOR_TEN_MINUTES, *of_other, "--out_dir", f"{fixed}2")) == 2
+    assert "set train.max_steps instead" in capsys.readouterr().err
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("eight_steps")
+def test_a_copy_knows_the_length(small_run: Arguments, tmp_path: Path) -> None:
+    copied = ("--checkpoint.copy_to", str(tmp_path / "copies"))
+    assert launch(small_run(*FOR_TEN_MINUTES, *copied, "--train.stop_at", "4")) == 0
+    (tmp_path / "run").rename(tmp_path / "lost")
+    assert launch(small_run(*FOR_TEN_MINUTES, *copied)) == 0
+    assert records(tmp_path / "run")[-1]["step"] == 8
+
+
+def test_too_short_a_budget(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run("--train.budget", "0.01s")) == 2
+    shown = capsys.readouterr().err
+    assert re.search(r"error: one evaluation takes more than a tenth of train.budget 0.01s", shown)
+    assert not [*(tmp_path / "run").glob(".re*")]
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_the_length(small_run: Arguments, tmp_path: Path) -> None:
+    """Real figures: each rank measures other times."""
+    pair = ("--train.micro_batch_size", "2", "--train.budget", "25s", "--eval.tokens", "256")
+    command = [*TORCHRUN, "--nproc_per_node", "2", TRAIN, *small_run(*pair)]
+    shown = finish([*command, "--train.stop_at", "6"], tmp_path)
+    steps = re.search(r"^budget   ([\d,]+) steps in 25s: a step", shown, re.MULTILINE)
+    assert steps, shown
+    assert f"train.stop_at: saved at step 6 of {steps[1]}" in shown
+    assert f"{steps[1]} steps in 25s: as in" in finish([*command, "--train.stop_at", "7"], tmp_path)
+
+
+def test_a_slow_moment_is_told_once() -> None:
+    told: list[str] = []
+    pace = Pace(Budget("5m", thin=1, step_seconds=0.5), told.append)
+    for step in range(10, 1000, 10):  # as planned, then three times as slow, then as planned
+        pace.note(step, 10, 1.5 if 300 < step <= 500 else 0.6)
+    assert len(told) == 1
+    assert "a step took 3.0 times as long as the 0.5 s" in told[0]
+    Pace(None, told.append).note(10, 10, WINDOW_SECONDS)
+    assert len(told) == 1

@@ -51,7 +51,9 @@ KEYS_OF_TEXT: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
             *SUBSET,
             "data.prepare.text_field",
             "data.prepare.separator",
+            "sample.prompts",
         ),
+        "data.train": ("data.text", "sample.prompts"),
         "data.prepare.path": ("data.prepare.dataset", *SUBSET),
         "data.prepare.dataset": ("data.prepare.path", *SUBSET),
     }
@@ -131,11 +133,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
 
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
     replaces all keys of the group in the file. A length replaces the file's train.budget. If an
-    option sets data.train, the file's data.text
-    is dropped. The file's data.prepare is dropped if an option sets data.train, or sets
-    data.prepare.source to null, and no option sets a key of data.prepare. If an option names
-    another text, the file's `KEYS_OF_TEXT` are dropped. If the file is the config.yaml of a run
-    that was moved, its paths are updated.
+    option names another text, the file's `KEYS_OF_TEXT` are dropped. The file's data.prepare is
+    dropped if an option sets data.train, or sets data.prepare.source to null, and no option sets a
+    key of data.prepare. If the file is the config.yaml of a run that was moved, its paths are
+    updated.
     """
     content = read_yaml(path)
     require(isinstance(content, dict), f"{path} holds no keys; {advice_on_content(path)}")
@@ -150,8 +151,6 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     if any(options.get(key) is not None for key in LENGTH_KEYS):
         values.pop("train.budget", None)
     prepares = any(options[key] is not None for key in options if key.startswith(PREPARE))
-    if "data.train" in options:
-        values.pop("data.text", None)
     if ("data.train" in options or f"{PREPARE}source" in options) and not prepares:
         for key in [key for key in values if key.startswith(PREPARE)]:
             del values[key]

@@ -15,6 +15,7 @@ from accel_gpt.children import launch_child
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
+from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, check_folder
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths
@@ -55,7 +56,10 @@ def ensure_data(config: Config) -> None:
     with all_ranks():
         if prepares:
             check_text(config)
-            settings = {"out": str(folder), **asdict(config.data.prepare)}
+            prepare_config = config.data.prepare
+            text = prepare_config.path or prepare_config.dataset or prepare_config.source
+            write_err(f"data     {folder} does not exist: preparing it from {text}")
+            settings = {"out": str(folder), **asdict(prepare_config)}
     run_prepare(settings)
     if missing:
         wait_for_file(folder / INDEX)
@@ -78,7 +82,7 @@ def is_missing(data: DataConfig) -> bool:
     require(
         not is_remote,
         f"data.train is {data.folder}, but data.prepare would prepare a local folder; to train on "
-        "the shards at the URL, remove data.prepare, or add --data.prepare.source null",
+        "the shards at the URL, remove data.prepare, or give --data.train on the command line",
     )
     require(
         bool(data.folder),

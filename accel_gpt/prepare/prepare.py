@@ -231,10 +231,13 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
     if config.source == "auto":
         config = replace(config, source=made.get("source", "auto"))
     if differ := differing_settings(made, settings(config), index.tokenizer.fingerprint):
-        raise UserError(
-            f"data folder {out} was prepared with other settings ({differ}); delete it, or choose "
-            "another folder"
-        )
+        advice = "delete it, or choose another folder"
+        if keep_changed:  # the start of a run
+            advice = (
+                "to train on it as it is, give --data.train on the command line, or remove "
+                "data.prepare from the config"
+            )
+        raise UserError(f"data folder {out} was prepared with other settings ({differ}); {advice}")
     if text_changed(config, made.get(FINGERPRINT)):
         problem = f"the files of {config.path or config.source} have changed since {out} was"
         require(keep_changed, f"{problem} prepared; delete it, or choose another folder")

@@ -182,7 +182,7 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     own = small_run("--data.train", URL, "--eval.tokens", "64", "--checkpoint.every", "4")
     prepares = ["--data.prepare.source", "dataset", "--data.prepare.dataset", "user/text"]
     assert run_here(command.main, [*own, *prepares]) == 2
-    assert "add --data.prepare.source null" in capsys.readouterr().err
+    assert "give --data.train on the command line" in capsys.readouterr().err
     assert run_here(command.main, [*own, "--train.stop_at", "4"]) == 0
     caches = tmp_path / "cache" / "accel_gpt" / "shards"
     assert len(list(caches.iterdir())) == 1

@@ -334,7 +334,9 @@ def parse_ours(words: Sequence[str]) -> None:
 
 def parse_launched(script: str, words: Sequence[str], module: bool) -> None:
     """Parse the command of a launcher: our training script, or our commands as a module."""
-    if script in ("accel_gpt/train.py", OWN_LOOP):
+    if script == "accel_gpt.train":
+        assert module
+    if script in ("accel_gpt/train.py", "accel_gpt.train", OWN_LOOP):
         parse_ours(["train", *words])
     elif module and script == "accel_gpt.cli":
         parse_ours(words)

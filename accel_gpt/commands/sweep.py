@@ -2,7 +2,7 @@
 
 A setting is a combination of a config and values; the first one is the baseline. Each run has a
 folder below `--out_dir`. The result goes to `sweep.json` there.
-docs/explanation/sweep.md describes the comparison.
+docs/how-to/sweep.md describes the comparison.
 """
 
 import math

@@ -19,6 +19,8 @@ from accel_gpt.commands import sweep
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.commands.sweep_settings import read_grid, split_values
+from accel_gpt.config.budget import with_length
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import step_name
@@ -51,6 +53,13 @@ class Trained:
             run.folder.mkdir(exist_ok=True)
             self.launched.append(run.name)
             config = load_config([str(run.config)], "")
+            launch = LAUNCH
+            if config.train.budget:
+                config = self.spend(config)
+                budget = {"asked": run.budget, "thin": 1, "step_seconds": 0.1}
+                plan = {"max_steps": config.train.max_steps, "budget": budget}
+                launch = {**LAUNCH, "plan": plan}
+                (run.folder / "run.json").write_text(json.dumps({"launches": [launch]}))
             loss = LOSSES[config.optim.lr] - 0.1 * run.steps + 10 * NOISE[config.seed % 8]
             loss += NOISE[(config.seed + round(1e4 * config.optim.lr) + run.steps) % 8]
             loss -= 0.4 * (config.model.n_layer - 2)
@@ -65,11 +74,17 @@ class Trained:
             layers = {"perf/step_ms": 50.0 * config.model.n_layer * slower}
             found = {"eval/val_loss": loss, "eval/val_bits_per_byte": loss / 2}
             first = record(1, **{"perf/step_ms": 9000.0})
-            run.folder.rmdir()
-            make_run(run.folder, [first, record(run.steps, **layers, **found)], [LAUNCH])
+            steps = run.steps
+            shutil.rmtree(run.folder)
+            make_run(run.folder, [first, record(steps, **layers, **found)], [launch])
             (run.folder / "config.yaml").write_text(to_yaml(config))
             (run.folder / "checkpoints" / step_name(run.steps)).mkdir(parents=True)
         return failures
+
+    @staticmethod
+    def spend(config: Config) -> Config:
+        """Return a config with the steps that a budget comes to: fewer if it has more layers."""
+        return with_length(config, 80 // config.model.n_layer + config.seed)
 
 
 @pytest.fixture
@@ -139,6 +154,22 @@ def test_added_seeds_and_values_keep_the_runs_that_exist(
     assert made("--optim.lr", "1e-3,2e-3,3e-3", "--seed", "1,2") == 0
     assert (tmp_path / "sweep/sweep.json").read_bytes() == before
     assert len(Trained.launched) == 6
+
+
+def test_with_a_budget_each_run_has_the_steps_that_it_came_to(
+    made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model.n_layer", "2,4", "--seed=1,2,3", "--train.budget", "5m")
+    assert made(*words) == 0
+    out = capsys.readouterr().out
+    assert "model.n_layer=4 is worse than model.n_layer=2" in out
+    assert out.splitlines()[-1].endswith("; its budget was enough for 0.52 times the tokens")
+    settings = json.loads((tmp_path / "sweep/sweep.json").read_text())["settings"]
+    assert [one["steps"] for one in settings] == [[41, 42, 43], [21, 22, 23]]
+    assert made(*words) == 0
+    assert len(Trained.launched) == len(set(Trained.launched))
+    assert made(*words[:-1], "6m") == 2
+    assert "from train.budget 5m" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lr", ["1", "2"])

@@ -116,7 +116,8 @@ def earlier_length(config: Config) -> EarlierLength | None:
         length += f", from train.budget {budget.asked}"
     raise UserError(
         f"train.budget is {asked}, but the run in {file} has {length}, and no budget changes the "
-        "length of a run; set train.max_steps instead of train.budget, or another out_dir"
+        "length of a run; set another out_dir, or train the run on with its config.yaml and "
+        "--train.max_steps"
     )
 
 

@@ -351,16 +351,20 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
     if config.own.model is not None:
         code = f" --code {shlex.quote(config.own.file)}"
         use = ""
-    more = f"a larger {length}"
-    if plan.budget:
-        more = f"--{length} N in place of --train.budget"
+    more = f"the same command with a larger {length}"
+    allow = f" and --checkpoint.allow_change {length}"
+    if plan.budget:  # config.yaml has the warm-up and intervals that the budget came to
+        words = ["accel-gpt", "train", str(Path(config.out_dir, "config.yaml"))]
+        words += ["--code", config.own.file] if config.own.file else []
+        more = f"{shlex.join(words)} --{length} N"
+        allow = f" --checkpoint.allow_change {length}"
     if config.schedule.name != "constant":
-        more += f" and --checkpoint.allow_change {length}"
+        more += allow
     return (
         f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}\n"
         f"  run         {out} ({files})\n"
         f'  try         accel-gpt sample {out}{code} --prompt "..."\n'
         f"  curves      accel-gpt report {out}\n"
         f"{use}"
-        f"  train more  the same command with {more}"
+        f"  train more  {more}"
     )

@@ -71,15 +71,23 @@ def test_a_later_launch_keeps_the_length(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And the last line says how to train on: from the config of the run."""
     whole = tmp_path / "whole"
+    run = tmp_path / "run"
     assert launch(small_run(*FOR_TEN_MINUTES, "--out_dir", str(whole))) == 0
     assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "5")) == 0
+    capsys.readouterr()
     assert launch(small_run(*FOR_TEN_MINUTES)) == 0
     assert len(eight_steps) == 2  # the last launch measured nothing
-    assert without_speed(whole)[-1] == without_speed(tmp_path / "run")[-1]
-    assert f"8 steps in 10m: as in {tmp_path / 'run' / 'config.yaml'}" in capsys.readouterr().err
-    config = (tmp_path / "run" / "config.yaml").read_text()
-    assert config == (whole / "config.yaml").read_text().replace("/whole", "/run")
+    shown = capsys.readouterr().err
+    assert f"8 steps in 10m: as in {run / 'config.yaml'}" in shown
+    assert without_speed(whole)[-1] == without_speed(run)[-1]
+    config = (whole / "config.yaml").read_text().replace("/whole", "/run")
+    assert (run / "config.yaml").read_text() == config
+    more = re.search(r"train more  accel-gpt train (.*) N (.*)", shown)
+    assert more
+    assert launch([*more[1].split(), "10", *more[2].split()]) == 0
+    assert records(run)[-1]["step"] == 10
 
 
 @pytest.mark.usefixtures("eight_steps")
@@ -96,7 +104,7 @@ def test_another_budget_is_another_run(
     assert "has 12 steps, and no budget changes" in capsys.readouterr().err
     of_other = ("--checkpoint.resume", str(tmp_path / "run/checkpoints/step_00000008"))
     assert launch(small_run(*FOR_TEN_MINUTES, *of_other, "--out_dir", f"{fixed}2")) == 2
-    assert "set train.max_steps instead" in capsys.readouterr().err
+    assert "the run in" in capsys.readouterr().err
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 

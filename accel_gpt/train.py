@@ -264,115 +264,6 @@ def set_up(
     return run
 
 
-# --------------------------------------------------------------------------- the rehearsal
-
-
-def rehearse(
-    config: Config,
-    plan: Plan,
-    accelerator: Accelerator,
-    initialize: Callable[[LanguageModel], None],
-    stop: StopSignal,
-    seconds: float,
-) -> Costs:
-    """Measure the parts of a run with a `train.budget` of `seconds`, on this rank; a collective.
-
-    Makes a few steps, an evaluation, the samples and a save in a hidden folder of the run. Leaves
-    no trace in the run that follows. Raises `UserError` if an evaluation takes too long.
-    """
-    folder = Path(config.out_dir, REHEARSAL)
-    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
-    start = time.monotonic()
-    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
-    on_main(lambda: folder.mkdir())
-    try:
-        with (
-            Display(False, "warning", plan) as display,
-            Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
-        ):
-            run = set_up(
-                config=rehearsal_config(config, str(folder)),
-                plan=plan,
-                accelerator=accelerator,
-                display=display,
-                initialize=initialize,
-            )
-        set_up_seconds = time.monotonic() - start
-        with (
-            Watchdog(config.train.step_timeout) as watchdog,
-            contextlib.closing(run.writer),
-            contextlib.closing(run.loader),
-        ):
-            run.reporter.watchdog = watchdog
-            costs = measure_costs(run, stop, seconds)
-        run.corpus.remove_cache()
-    finally:
-        if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
-    del run
-    accelerator.free_memory()
-    gc.unfreeze()  # `build_model` froze the objects of the rehearsal
-    clear_device_cache(garbage_collection=True)
-    if accelerator.scaler and scale:
-        accelerator.scaler.load_state_dict(scale)
-    return replace(costs, start=costs.start + set_up_seconds)
-
-
-def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
-    """Time the parts of a run on this rank; a collective.
-
-    `seconds`: of the budget. `Costs.start` is the time that the first step takes longer than
-    others, since it compiles.
-    """
-    device = run.accelerator.device
-    longest = EVALUATION_SHARE * seconds
-    began = 0.0
-
-    def timed(work: Callable[[], object]) -> float:
-        nonlocal began
-        began = time.monotonic()
-        work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        run.reporter.heartbeat()
-        return time.monotonic() - began
-
-    def on_progress(done: int, total: int) -> None:
-        run.reporter.heartbeat()
-        if done & (done - 1) == 0:  # 0 and powers of 2: the check takes time on several ranks
-            spent = on_main(lambda: time.monotonic() - began)
-            require_all(
-                spent <= longest,
-                f"one evaluation takes more than a tenth of train.budget "
-                f"{run.config.train.budget}; lower eval.tokens, raise train.budget, or set "
-                "eval.whole_at_end to false",
-            )
-
-    def evaluate_once(last_step_only: bool) -> None:
-        chosen = [one for one in run.evaluations if one.last_step_only == last_step_only]
-        evaluate(chosen, run.gpt, run.accelerator, on_progress)
-
-    first = timed(lambda: update(run))
-    steps = [timed(lambda: update(run))]
-    measured = min(MEASURED_SHARE * seconds, MOST_SECONDS)
-    while on_main(lambda: len(steps) < FEWEST_MEASURED or sum(steps) < measured):
-        steps.append(timed(lambda: update(run)))
-    step = fmean(steps)
-    evaluation = timed(lambda: evaluate_once(last_step_only=False))
-    last_evaluation = timed(lambda: evaluate_once(last_step_only=True))
-    samples = 0.0
-    if run.config.sample.every:
-        samples = timed(lambda: write_samples(run, stop))
-    return Costs(
-        start=max(first - step, 0.0),
-        step=step,
-        evaluation=evaluation,
-        last_evaluation=last_evaluation,
-        samples=samples,
-        save=timed(lambda: save(run, must_succeed=True)),
-    )
-
-
 # --------------------------------------------------------------------------- the step
 
 
@@ -617,6 +508,115 @@ def save(run: Training, must_succeed: bool) -> None:
         run.writer.save_last(state, run.gpt, run.optimizer)
     else:
         run.writer.save(state, run.gpt, run.optimizer)
+
+
+# --------------------------------------------------------------------------- train.budget
+
+
+def rehearse(
+    config: Config,
+    plan: Plan,
+    accelerator: Accelerator,
+    initialize: Callable[[LanguageModel], None],
+    stop: StopSignal,
+    seconds: float,
+) -> Costs:
+    """Measure the parts of a run with a `train.budget` of `seconds`, on this rank; a collective.
+
+    Makes a few steps, an evaluation, the samples and a save in a hidden folder of the run. Leaves
+    no trace in the run that follows. Raises `UserError` if an evaluation takes too long.
+    """
+    folder = Path(config.out_dir, REHEARSAL)
+    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
+    start = time.monotonic()
+    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
+    on_main(lambda: folder.mkdir())
+    try:
+        with (
+            Display(False, "warning", plan) as display,
+            Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
+        ):
+            run = set_up(
+                config=rehearsal_config(config, str(folder)),
+                plan=plan,
+                accelerator=accelerator,
+                display=display,
+                initialize=initialize,
+            )
+        set_up_seconds = time.monotonic() - start
+        with (
+            Watchdog(config.train.step_timeout) as watchdog,
+            contextlib.closing(run.writer),
+            contextlib.closing(run.loader),
+        ):
+            run.reporter.watchdog = watchdog
+            costs = measure_costs(run, stop, seconds)
+        run.corpus.remove_cache()
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+    del run
+    accelerator.free_memory()
+    gc.unfreeze()  # `build_model` froze the objects of the rehearsal
+    clear_device_cache(garbage_collection=True)
+    if accelerator.scaler and scale:
+        accelerator.scaler.load_state_dict(scale)
+    return replace(costs, start=costs.start + set_up_seconds)
+
+
+def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
+    """Time the parts of a run on this rank; a collective.
+
+    `seconds`: of the budget. `Costs.start` is the time that the first step takes longer than
+    others, since it compiles.
+    """
+    device = run.accelerator.device
+    longest = EVALUATION_SHARE * seconds
+    began = 0.0
+
+    def timed(work: Callable[[], object]) -> float:
+        nonlocal began
+        began = time.monotonic()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        run.reporter.heartbeat()
+        return time.monotonic() - began
+
+    def on_progress(done: int, total: int) -> None:
+        run.reporter.heartbeat()
+        if done & (done - 1) == 0:  # 0 and powers of 2: the check takes time on several ranks
+            spent = on_main(lambda: time.monotonic() - began)
+            require_all(
+                spent <= longest,
+                "one evaluation takes more than a tenth of train.budget "
+                f"{run.config.train.budget}; lower eval.tokens, raise train.budget, or set "
+                "eval.whole_at_end to false",
+            )
+
+    def evaluate_once(last_step_only: bool) -> None:
+        chosen = [one for one in run.evaluations if one.last_step_only == last_step_only]
+        evaluate(chosen, run.gpt, run.accelerator, on_progress)
+
+    first = timed(lambda: update(run))
+    steps = [timed(lambda: update(run))]
+    measured = min(MEASURED_SHARE * seconds, MOST_SECONDS)
+    while on_main(lambda: len(steps) < FEWEST_MEASURED or sum(steps) < measured):
+        steps.append(timed(lambda: update(run)))
+    step = fmean(steps)
+    evaluation = timed(lambda: evaluate_once(last_step_only=False))
+    last_evaluation = timed(lambda: evaluate_once(last_step_only=True))
+    samples = 0.0
+    if run.config.sample.every:
+        samples = timed(lambda: write_samples(run, stop))
+    return Costs(
+        start=max(first - step, 0.0),
+        step=step,
+        evaluation=evaluation,
+        last_evaluation=last_evaluation,
+        samples=samples,
+        save=timed(lambda: save(run, must_succeed=True)),
+    )
 
 
 if __name__ == "__main__":

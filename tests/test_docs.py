@@ -61,6 +61,20 @@ NOT_OURS = ("my.py", "variant.py", "code.py")  # files of the reader, a copy in 
 # pages that name files of other projects
 FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md", "evaluation.md")
 
+# options of the Trainer and of run_clm.py that its page shows, by topic
+MOST_USED = (
+    *("output_dir", "train_file", "validation_file", "dataset_name", "tokenizer_name"),
+    *("model_name_or_path", "block_size"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("max_steps", "num_train_epochs"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
+    *("optim", "weight_decay", "max_grad_norm"),
+    *("bf16", "fp16", "torch_compile", "gradient_checkpointing", "fsdp", "deepspeed"),
+    *("logging_steps", "report_to", "eval_strategy", "eval_steps"),
+    *("save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end"),
+    *("resume_from_checkpoint", "push_to_hub", "seed"),
+)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -157,10 +171,11 @@ def test_what_is_made_from_the_code_is_up_to_date() -> None:
         check(name, "\n".join(lines()).rstrip() + "\n")
     interface = "\n".join(reference.python_section()).rstrip()
     check("docs/reference/python.md", interface, r"<!-- interface -->\n(.*?)\n<!-- end -->")
+    most_used = {name: HF_TRAINER[name] for name in MOST_USED}
     for page, mark, trainer, table in (
         ("docs/how-to/from-nanogpt.md", "nanogpt", "nanoGPT", NANOGPT),
         ("docs/how-to/from-nanogpt.md", "llm.c", "llm.c", LLM_C),
-        ("docs/how-to/from-hf-trainer.md", "names", "Trainer, run_clm.py", HF_TRAINER),
+        ("docs/how-to/from-hf-trainer.md", "names", "Trainer, run_clm.py", most_used),
     ):
         made = "".join(f"{line}\n" for line in table_of_names(trainer, table))
         check(page, made, rf"<!-- {mark} -->\n(.*?)<!-- end -->")

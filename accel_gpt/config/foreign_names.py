@@ -1,7 +1,7 @@
 """Map the option names of other trainers to keys of this package.
 
-The error for an unknown key uses these tables. docs/how-to/from-nanogpt.md and
-docs/how-to/from-hf-trainer.md show those of nanoGPT, llm.c and the Trainer.
+The error for an unknown key uses these tables. docs/how-to/from-nanogpt.md shows the tables of
+nanoGPT and llm.c, and docs/how-to/from-hf-trainer.md the most used names of the Trainer.
 """
 
 from collections.abc import Mapping, Sequence

@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, trained here or elsewhere; a notebook shows its loss curves."""
+    """The folder of a run. As the last line of a notebook cell, it shows the loss curves."""
 
     path: Path
 
     @property
     def metrics(self) -> "DataFrame":
-        """One row per record of metrics.jsonl, indexed by step; NaN if a record lacks a metric."""
+        """The records of metrics.jsonl, a row per step; NaN if a record lacks a metric."""
         from pandas import DataFrame
 
         (run,) = open_runs([str(self.path)])
@@ -106,10 +106,10 @@ def load(
     device: torch.device | str = "cpu",
     code: str | Path | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load the model, in evaluation mode, and the tokenizer of a run, a folder or a Hub id.
+    """Load the model and the tokenizer of a run, a folder or a Hub id.
 
-    `checkpoint` selects a checkpoint of a run: last, best, or a step. `code`: your file with whose
-    `model()` the run was made; it is executed.
+    The model is in evaluation mode. `checkpoint`: which checkpoint of a run, as last, best or a
+    step. `code`: if the run used a `model()` of your file, the path of this file; it is executed.
     """
     own = load_code(None if code is None else str(code))
     return load_pretrained(str(name), str(checkpoint), device, own)
@@ -118,10 +118,10 @@ def load(
 def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:
     """Train as `accel-gpt train CONFIG --section.key value ...` does, or resume the run.
 
-    `config`: a YAML file or the name of a shipped one. `options`: {"section.key": value}, or
-    {"section": {"key": value}}. `processes`: if more than one, torchrun starts them. An interrupt
-    saves the run and returns it. Raises `UserError` for a mistake, and another class of
-    accel_gpt/errors.py for any other failure.
+    `config`: a YAML file, or the name of a shipped config. `options`: {"section.key": value}, or
+    {"section": {"key": value}}. `processes`: number of processes; torchrun starts more than one.
+    An interrupt saves the run and returns it. Raises `UserError` for a mistake, and another class
+    of accel_gpt/errors.py for any other failure.
     """
     require(
         isinstance(processes, int) and processes > 0,

@@ -112,8 +112,8 @@ class DumpConfigCommand(TrainCommand):
 class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
     """Turn text into token shards; if it is stopped, the same command resumes.
 
-    PATH is short for --path. RECIPE is a YAML file or the name of a shipped one. It holds any of
-    these options as `key: value`; options on the command line override it. Examples:
+    PATH is short for --path. RECIPE is a YAML file with these options as `key: value`, or the name
+    of a shipped recipe. Options on the command line override it. Examples:
       accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
       accel-gpt prepare fineweb_edu_10bt --workers 8
       accel-gpt prepare --path crawl.jsonl --tokenizer gpt2 --out data/crawl
@@ -129,7 +129,8 @@ class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
     )
     out: str = option(
         "",
-        "Folder to create. empty: data/<name of path, or source>_<tokenizer>.",
+        "Folder to create. empty: data/NAME_TOKENIZER, where NAME is the last part of the path, "
+        "or the source.",
     )
 
     def _check(self) -> None:
@@ -217,8 +218,8 @@ class SampleCommand(Command):
     )
     prompt: str = option(
         "",
-        "Text to continue; a special token that it spells is read as that token. empty: the start "
-        "of a document.",
+        "Text to continue. If it contains the text of a special token, that token is used. empty: "
+        "start a new document.",
     )
     num: int = option(
         1,
@@ -240,13 +241,12 @@ class SampleCommand(Command):
     )
     code: str | None = option(
         None,
-        "Python file of yours with which the run was made, if it has a model(); it is executed. "
-        "null: none.",
+        "Your Python file, if the run was trained with --code and the file has a model(). The "
+        "file is executed. null: none.",
     )
     interactive: bool = option(
         False,
-        "Continue each line that you type on a terminal, token by token. \\n in a line is a line "
-        "break.",
+        "Continue each line that you type in a terminal. For a line break within a text, type \\n.",
     )
 
     def _check(self) -> None:
@@ -262,9 +262,10 @@ class SampleCommand(Command):
 
 @dataclass(frozen=True)
 class EvaluateCommand(Command):
-    """Evaluate a model on held-out data and on benchmarks; print the metrics, change no file.
+    """Evaluate a model on held-out data and on benchmarks, and print the metrics.
 
-    On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ... Examples:
+    Changes no file. On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ...
+    Examples:
       accel-gpt evaluate runs/quickstart
       accel-gpt evaluate runs/quickstart --checkpoint best --tokens null
       accel-gpt evaluate gpt2 --data data/web --hellaswag hellaswag_val.jsonl
@@ -277,8 +278,8 @@ class EvaluateCommand(Command):
     checkpoint: str = same_option(SampleCommand, "checkpoint")
     code: str | None = option(
         None,
-        "Python file of yours with which the run was made, if it has a model(), shards() or "
-        "evaluate(); it is executed. null: none.",
+        "Your Python file, if the run was trained with --code and the file has a model(), "
+        "shards() or evaluate(). The file is executed. null: none.",
     )
     data: str | None = option(
         None,
@@ -286,14 +287,14 @@ class EvaluateCommand(Command):
     )
     tokens: int | Literal["run"] | None = option(
         "run",
-        "Tokens to evaluate in each split, spread evenly; at most 524,288 of the train split. "
-        "null: all of val. run: eval.tokens of the run.",
+        "Number of tokens to evaluate in each split, at most 524,288 in the train split. null: "
+        "all tokens of the val split. run: eval.tokens of the run.",
         above=0,
     )
     hellaswag: str | None = option(
         None,
-        "JSONL file in the original format, or a Hub id such as Rowan/hellaswag. null: the run's "
-        "eval.hellaswag.",
+        "HellaSwag questions: a JSONL file in the original format, or a Hub id such as "
+        "Rowan/hellaswag. null: the run's eval.hellaswag.",
     )
     hellaswag_limit: int | None = option(
         None,
@@ -302,7 +303,7 @@ class EvaluateCommand(Command):
     )
     tasks: tuple[str, ...] = option(
         (),
-        "Task of lm-evaluation-harness, such as arc_easy; needs lm-eval and a single process. "
+        "Task of lm-evaluation-harness, such as arc_easy. Needs lm-eval and a single process. "
         "Repeat the option for several tasks.",
     )
     tasks_limit: int | None = option(
@@ -363,8 +364,8 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
     )
     as_: Literal["qwen3"] | None = option(
         None,
-        "Convert a model of the preset fast, for programs that do not know its class. A GGUF file "
-        "always holds it as qwen3.",
+        "qwen3: write a model of the preset fast as Qwen3, for programs that do not know its "
+        "class. A GGUF file always holds it as Qwen3.",
     )
     overwrite: bool = option(
         False,
@@ -372,8 +373,8 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
     )
     license: str | None = option(
         None,
-        "Licence of the weights, by its identifier on the Hub, for the metadata of a GGUF file. "
-        "null: hub.license of the run.",
+        "Licence of the weights for the metadata of a GGUF file, as the Hub names it. null: "
+        "hub.license of the run.",
     )
 
     def _check(self) -> None:
@@ -419,7 +420,7 @@ class PushCommand(Command):
     license: str | None = same_option(HubConfig, "license")
     language: str | None = option(
         None,
-        "Language of the text, for the model card, by its code: en, de, ... or several: en,de.",
+        "Language of the text as a code, for the model card: en, de, ... or several: en,de.",
     )
 
     def _check(self) -> None:
@@ -431,7 +432,7 @@ class PushCommand(Command):
 class InspectCommand(Command):
     """Show and verify the content of data, a run or a checkpoint.
 
-    The exit code is 3 if data is damaged, and 4 if a checkpoint is damaged. Examples:
+    If data is damaged, the exit code is 3. If a checkpoint is damaged, it is 4. Examples:
       accel-gpt inspect data/stdlib_bpe4096
       accel-gpt inspect runs/quickstart --quick
       accel-gpt inspect runs/quickstart/checkpoints/step_00001000 --json
@@ -459,7 +460,7 @@ class InspectCommand(Command):
     )
     dtype: Literal["uint16", "uint32"] | None = option(
         None,
-        "Type of the ids in files that do not say it, such as raw .bin and .npy files.",
+        "Type of the token ids, for files that do not record it, such as raw .bin and .npy files.",
     )
 
 
@@ -467,7 +468,7 @@ class InspectCommand(Command):
 class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
     """Compute what a config needs: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
-    You can also set any --section.key of the config. Trains nothing and needs no GPU. Examples:
+    It trains nothing and needs no GPU. You can also set any --section.key of the config. Examples:
       accel-gpt plan quickstart
       accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --price 2.5
       accel-gpt plan llama_7b --gpus 64 --gpu h100 --distribution fsdp
@@ -479,7 +480,7 @@ class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
 
     gpus: int = option(
         1,
-        "Number of devices of all nodes, one process each.",
+        "Number of devices of all nodes together. Each has one process.",
         above=0,
     )
     gpu: str | None = option(
@@ -497,14 +498,14 @@ class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
     )
     mfu: float | None = option(
         None,
-        "Share of the devices' peak FLOP/s that training reaches, 0 to 1. null: an assumption.",
+        "Share of the devices' peak FLOP/s that training reaches, 0 to 1. null: an assumed value.",
         above=0,
         at_most=1,
     )
     tokens_per_second: float | None = option(
         None,
-        "Tokens per second of all devices together, as `accel-gpt bench` measures it, instead of "
-        "--mfu.",
+        "Tokens per second of all devices together, as `accel-gpt bench` measures them. It "
+        "replaces --mfu.",
         above=0,
     )
     price: float | None = option(
@@ -529,11 +530,11 @@ class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
 
 @dataclass(frozen=True)
 class SweepCommand(Command):
-    """Compare configs, or values of --section.key options, listed with commas, over seeds.
+    """Compare configs, or values of keys, over several seeds.
 
-    Each setting is compared with the first one, by runs with the same seed. A setting takes no
-    further seeds once the answer is clear. The same command resumes a stopped sweep; you may add
-    seeds and values. Examples:
+    List values with commas. Each setting is compared with the first one, by runs with the same
+    seed. If the answer is clear, a setting is trained with no further seeds. The same command
+    resumes a stopped sweep; you can add seeds and values. Examples:
       accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --train.max_steps 60
       accel-gpt sweep fast_shakespeare_cpu shakespeare_char_cpu --seed 1,2,3 --train.max_steps 120
       accel-gpt sweep quickstart --model.depth 1,2 --seed 1,2,3 --train.max_steps 60
@@ -560,8 +561,8 @@ class SweepCommand(Command):
 class BenchCommand(ConfigCommand):
     """Measure the training step of a config: tokens/s, hours of the whole run, MFU, memory.
 
-    It trains on random tokens, so no data is prepared or read, and keeps no run. You can also set
-    any --section.key of the config. On several processes:
+    It trains on random tokens, so it needs no data, and it writes no run. You can also set any
+    --section.key of the config. On several processes:
     accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
       accel-gpt bench quickstart
       accel-gpt bench quickstart --train.mixed_precision bf16 --train.compile true
@@ -598,8 +599,8 @@ class BenchCommand(ConfigCommand):
 class ReportCommand(Command):
     """Write curves, samples and configs of runs as one HTML file that needs no network.
 
-    Works while a run is training. All content of the runs is shown as text, so you can open runs of
-    other people. Examples:
+    You can write it while a run is training. All texts of a run are escaped, so you can open the
+    report of someone else's run. Examples:
       accel-gpt report runs/quickstart
       accel-gpt report runs/a runs/b --out compared.html
       accel-gpt report runs/quickstart --out quickstart.html
@@ -615,16 +616,17 @@ class ReportCommand(Command):
     )
     out: str | None = option(
         None,
-        "HTML file. null: report.html in the run, or for several runs in the current folder.",
+        "HTML file to write. null: report.html in the run's folder; for several runs, in the "
+        "current folder.",
     )
 
 
 @dataclass(frozen=True)
 class VerifyResumeCommand(ConfigCommand):
-    """Verify that killed and resumed runs of a config equal a run that was never stopped.
+    """Verify that a killed and resumed run of a config equals a run that was never stopped.
 
-    You can also set any --section.key of the config, except out_dir and the number of steps. The
-    exit code is 1 if something differs. Examples:
+    If something differs, the exit code is 1. You can also set any --section.key of the config,
+    except out_dir and the number of steps. Examples:
       accel-gpt verify-resume shakespeare_char_cpu
       accel-gpt verify-resume quickstart --steps 40 --kills 20
       accel-gpt verify-resume quickstart --processes 1,2 --train.reproducible true
@@ -639,19 +641,19 @@ class VerifyResumeCommand(ConfigCommand):
     )
     kills: int = option(
         5,
-        "Number of launches to kill at a random moment (SIGKILL to all processes). 0: compare two "
-        "undisturbed runs, to see whether the machine is deterministic.",
+        "Number of launches to kill at a random moment, with SIGKILL to all processes. 0: compare "
+        "two undisturbed runs, to see whether the machine is deterministic.",
         at_least=0,
     )
     processes: tuple[int, ...] = option(
         (1,),
         "Numbers of processes, separated by commas. Each launch uses one of them, chosen at "
-        "random. The undisturbed run uses the first.",
+        "random; the undisturbed run uses the first.",
     )
     seed: int = option(
         0,
-        "Seed that chooses when launches are killed and how many processes each uses. The run "
-        "keeps its own seed.",
+        "Seed for the moments of the kills and for the number of processes of each launch. The "
+        "run keeps its own seed.",
     )
 
     def _check(self) -> None:

@@ -58,28 +58,28 @@ class PrepareConfig(
     )
     tokenizer: str = option(
         "gpt2",
-        "bytes, chars, bpe (trained on the text), gpt2, the path of a tokenizer.json, or a Hub id "
-        "(user/name).",
+        "Tokenizer: bytes, chars, bpe (trained on the text), gpt2, the path of a tokenizer.json, "
+        "or a Hub id (user/name).",
         essential=True,
         published="name",
     )
     vocab_size: int = option(
         4096,
-        "Vocabulary size of a trained bpe, including the end-of-text token. A small text may give "
-        "fewer tokens.",
+        "Vocabulary size if the tokenizer is bpe, including the end-of-text token. A small text "
+        "may give fewer tokens.",
         essential=True,
     )
     val_fraction: float = option(
         0.1,
-        "Share of the text held out for validation, 0 to 1. It consists of whole documents, or of "
-        "the end of each text if there are few documents.",
+        "Share of the text held out for validation, 0 to 1. Whole documents are held out. If "
+        "there are few documents, the end of each text is held out.",
         above=0,
         below=1,
     )
     separator: str | None = option(
         None,
-        "Text that separates documents within a file or row, such as <|endoftext|>. It is removed, "
-        "with a line end on each side. null: none.",
+        "Text that separates documents within a file or row, such as <|endoftext|>. It is "
+        "removed, together with one line end on each side. null: none.",
     )
     shard_tokens: int = option(
         100_000_000,
@@ -177,41 +177,42 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     tokenizer: str | None = option(
         None,
-        "Tokenizer of data that does not name one, such as shards of other projects: gpt2, bytes, "
+        "Tokenizer to use if the data name none, such as shards of other projects: gpt2, bytes, "
         "the path of a tokenizer.json, or a Hub id (user/name).",
         resume="free",
         per_machine=True,
     )
     dtype: Literal["uint16", "uint32"] | None = option(
         None,
-        "Type of the ids in files that do not say it: raw .bin and .npy files, and .ds files "
-        "without metadata. null: uint16 for nanoGPT's train.bin and val.bin; others must say it.",
+        "Type of the token ids, for files that do not record it: raw .bin and .npy files, and .ds "
+        "files without metadata. null: uint16 for nanoGPT's train.bin and val.bin. For other such "
+        "files, you must set it.",
         resume="free",
     )
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = option(
         "global",
         "Order of the sequences. global: a new permutation of all sequences each epoch. groups: "
-        "shards in random order, with the sequences of every 8 shards permuted "
-        "together. shards: shards in random order, each read in order. none: all in order. "
+        "shards in random order, in groups of 8; the sequences of a group are permuted together. "
+        "shards: shards in random order, each read in order. none: all sequences in order. "
         "replacement: random crops, as in nanoGPT.",
         resume="refuse",
     )
     document_mask: bool = option(
         False,
-        "End attention, loss and positions at document boundaries. false: treat a sequence as one "
-        "text.",
+        "true: end attention and loss at the end of each document, and restart the positions. "
+        "false: treat a sequence as one text.",
     )
     cache_dir: str | None = option(
         None,
-        "Folder for the caches of remote shards; each run has its own on each machine. null: "
+        "Folder for cached remote shards. Each run has its own cache on each machine. null: "
         "~/.cache/accel_gpt/shards.",
         resume="free",
         per_machine=True,
     )
     cache_gb: float = option(
         50.0,
-        "Size limit of the remote shards that a run keeps on a machine, in GB (1e9 bytes). At "
-        "the end of the run, they are removed.",
+        "Size limit of a run's cache of remote shards on a machine, in GB (1e9 bytes). The cache "
+        "is removed at the end of the run.",
         above=0,
         resume="free",
         per_machine=True,

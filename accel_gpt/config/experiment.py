@@ -73,17 +73,17 @@ class TrainConfig(
         None,
         "Precision of the computation. no or fp32: float32. fp8: matrix products in torchao's "
         "float8, the rest in bf16; needs torchao and compute capability 8.9. null: the precision "
-        "that `accelerate launch` sets, or no. auto: the precision of an earlier launch of this "
-        "run. If there is none, bf16, fp16 or fp8 if `accelerate launch` sets it. Otherwise bf16 "
-        "if the device is faster in it, fp16 on GPUs that have only that, or no.",
+        "that `accelerate launch` sets, or no. auto: keep the precision of an earlier launch of "
+        "this run. If there is none, take the precision that `accelerate launch` sets. If it sets "
+        "none: bf16 if the device is faster in it, fp16 on GPUs that have only that, or no.",
         essential=True,
         resume="free",
         exact=True,
     )
     bf16_residual: bool = option(
         True,
-        "Keep the residual stream in bf16 if mixed_precision is bf16 or fp8. false: in float32, "
-        "which takes more time and memory. FSDP always keeps it in bf16.",
+        "Keep the residual stream in bf16 if mixed_precision is bf16 or fp8. false: keep it in "
+        "float32, which takes more time and memory. With FSDP it is always in bf16.",
         resume="free",
         exact=True,
     )
@@ -99,29 +99,30 @@ class TrainConfig(
         False,
         "Compile the model with torch.compile. Compiled code is cached in "
         "~/.cache/accel_gpt/compiled. auto: compile if a compiler works and the run is long "
-        "enough to gain from it. graphs: compile, and replay the kernels of a step as CUDA graphs: "
-        "faster for small models, on one GPU, without gradient accumulation.",
+        "enough to gain from it. graphs: compile, and replay each step as CUDA graphs. graphs is "
+        "faster for small models and needs one GPU without gradient accumulation.",
         essential=True,
         resume="free",
     )
     activation_checkpointing: Literal["none", "blocks"] = option(
         "none",
-        "blocks: store only the input of each block and recompute the rest in the backward pass. "
-        "This takes a quarter to a third more computation and a fraction of the memory.",
+        "none: store all activations for the backward pass. blocks: store only the input of each "
+        "block and recompute the rest. blocks needs a fraction of the memory, but a quarter to a "
+        "third more computation.",
         resume="free",
     )
     sync_each_batch: bool = option(
         False,
-        "Reduce gradients after every micro-batch. Under FSDP, this costs a reduce-scatter per "
-        "micro-batch. Each rank then holds only its share of the gradients, instead of all "
-        "gradients at 4 bytes per parameter.",
+        "Reduce gradients after every micro-batch. With FSDP, each rank then stores only its "
+        "share of the gradients, instead of all gradients at 4 bytes per parameter. It costs a "
+        "reduce-scatter per micro-batch.",
         resume="free",
     )
     cpu_threads: int | None = option(
         None,
-        "Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores divided "
-        "among the processes of the machine. With reproducible, null is 1, since the number of "
-        "threads changes the order of sums in kernels.",
+        "Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores "
+        "divided among the processes of the machine. If reproducible is true, null is 1, since "
+        "the number of threads changes the order of sums in kernels.",
         above=0,
         at_most=4096,
         resume="free",
@@ -136,10 +137,10 @@ class TrainConfig(
     )
     max_skipped: int = option(
         20,
-        "Number of skipped steps in a row that ends the run with exit code 5. A step is skipped if "
-        "its loss or gradient is not finite, or if skip_spikes is true and its loss is a spike. "
-        "The run ends when a step is next logged, evaluated, sampled or saved; that step is not "
-        "saved.",
+        "Number of skipped updates in a row after which the run ends. An update is skipped if the "
+        "loss or gradient is not finite, or if skip_spikes is true and the loss is a spike. The "
+        "run checks the number when a step is logged, evaluated, sampled or saved; if it ends, "
+        "this step is not saved.",
         above=0,
     )
     spike_sigma: float = option(
@@ -160,15 +161,15 @@ class TrainConfig(
     profile: int = option(
         0,
         "Number of steps of each launch that PyTorch's profiler records, after the first three. "
-        "The trace of each process goes to profile/ in the run's folder, on CUDA with a snapshot "
-        "of the memory. 0: none.",
+        "Each process writes a trace to profile/ in the run's folder, and on CUDA a snapshot of "
+        "the memory. 0: none.",
         at_least=0,
         resume="free",
     )
     step_timeout: str | None = option(
         "30m",
-        "If a process makes no progress for this long, print the stacks of its threads and end it. "
-        "Time during which all processes are paused does not count, up to a day.",
+        "Time without progress after which a process prints the stacks of its threads and ends. "
+        "If all processes are paused together, a pause of up to a day does not count.",
         resume="free",
     )
     init_timeout: str | None = option(
@@ -228,14 +229,15 @@ class ScheduleConfig(
     )
     warmup_steps: int = option(
         0,
-        "Number of steps in which the learning rate rises linearly from peak / steps to its peak.",
+        "Number of steps in which the learning rate rises linearly from peak / warmup_steps to "
+        "its peak.",
         at_least=0,
         essential=True,
     )
     decay_steps: int | None = option(
         None,
-        "Number of steps of the decay, after which the learning rate is min_lr. null: all steps "
-        "after the warm-up (wsd: the last fifth of the run).",
+        "Number of steps in which the learning rate falls to min_lr. null: all steps after the "
+        "warm-up (wsd: the last fifth of the run).",
         above=0,
         used_with=("name", DECAYING),
     )
@@ -248,8 +250,8 @@ class ScheduleConfig(
     )
     min_lr: float = option(
         0.0,
-        "Learning rate after the decay. The first step of the decay has the peak learning rate, so "
-        "the last step is slightly above min_lr.",
+        "Learning rate after the decay. The first step of the decay still has the peak, so the "
+        "last step has slightly more than min_lr.",
         at_least=0,
         essential=True,
         used_with=("name", DECAYING),
@@ -281,8 +283,8 @@ class EvalConfig(Section, prefix="eval.", published=True):
     )
     hellaswag: str | None = option(
         None,
-        "Evaluate HellaSwag during training, from a JSONL file in the original format or a Hub "
-        "dataset such as Rowan/hellaswag. null: off.",
+        "HellaSwag questions to ask during training: a JSONL file in the original format, or a "
+        "Hub dataset such as Rowan/hellaswag. null: none.",
         resume="free",
         per_machine=True,
         published="name",
@@ -307,17 +309,19 @@ class SampleConfig(Section, prefix="sample.", resume="free", published=True):
 
     every: int = option(
         1000,
-        "Number of steps before the first samples are generated. 0: never.",
+        "Number of steps before the first samples are generated; if growth is 1, also between "
+        "samples. 0: never.",
         at_least=0,
     )
     growth: float = option(
         1.0,
-        "Factor by which the interval grows after each sampling, at least 1.",
+        "Factor by which the number of steps between samples grows each time, at least 1.",
     )
     prompts: tuple[str, ...] = option(
         ("",),
-        "Prompts to complete. An empty prompt starts a new document; a special token that a prompt "
-        "spells is read as that token. On the command line, repeat the option for several prompts.",
+        "Prompts to complete. An empty prompt starts a new document. If a prompt contains the "
+        "text of a special token, that token is used. On the command line, repeat the option for "
+        "several prompts.",
     )
     num: int = option(
         1,
@@ -363,15 +367,15 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     keep_last: int = option(
         2,
-        "Number of newest checkpoints to keep. With 1, the run cannot resume if this checkpoint is "
-        "damaged. If the disk is full, fewer are kept.",
+        "Number of newest checkpoints to keep. If you keep only 1 and it is damaged, the run "
+        "cannot resume. If the disk is full, fewer are kept.",
         above=0,
     )
     async_save: bool = option(
         False,
-        "Write weights and optimizer in the background too, from a copy in memory (pinned on "
-        "CUDA). Without it, training waits until they are written. Hashing and publishing are "
-        "always in the background; only the next save waits for them.",
+        "true: write weights and optimizer in the background, from a copy in memory (pinned on "
+        "CUDA). false: training waits until they are written. In both cases, hashing and "
+        "publishing run in the background, and only the next save waits for them.",
     )
     keep_best: bool = option(
         True,
@@ -380,9 +384,9 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     resume: str = option(
         "auto",
-        "auto: resume from the newest checkpoint in out_dir. never: start a new run; an error if "
-        "out_dir has checkpoints. A folder: resume from this checkpoint if out_dir has none. To "
-        "resume from an older checkpoint of out_dir, also set another out_dir.",
+        "auto: resume from the newest checkpoint in out_dir. never: start a new run; if out_dir "
+        "has checkpoints, this is an error. Folder of a checkpoint: resume from it if out_dir has "
+        "no checkpoints. To resume from an older checkpoint of a run, also set another out_dir.",
         per_machine=True,
     )
     copy_to: str | None = option(
@@ -393,8 +397,8 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     allow_change: tuple[str, ...] = option(
         (),
-        "Keys that may differ from the config of the checkpoint. On the command line, repeat the "
-        "option for several keys.",
+        "Keys whose values may differ from the checkpoint's config when the run resumes. On the "
+        "command line, repeat the option for several keys.",
     )
 
 
@@ -449,12 +453,14 @@ class HubConfig(Section, prefix="hub.", resume="free"):
 
     repo_id: str | None = option(
         None,
-        "Repository on the Hub, user/name, created if it does not exist. Log in with `hf auth "
-        "login`.",
+        "Repository on the Hub, as user/name. If it does not exist, it is created. Log in with "
+        "`hf auth login`.",
     )
     push: Literal["never", "end", "every_checkpoint"] = option(
         "never",
-        "When to upload the exported model, its card, metrics and curves, as one commit.",
+        "When to upload the exported model, its card, metrics and curves, as one commit. end: at "
+        "the end of the run. every_checkpoint: the newest checkpoint, whenever no other upload "
+        "runs.",
     )
     private: bool = option(
         False,
@@ -462,7 +468,7 @@ class HubConfig(Section, prefix="hub.", resume="free"):
     )
     license: str | None = option(
         None,
-        "Licence of the weights, as an identifier of the Hub: apache-2.0, mit, cc-by-4.0, ...",
+        "Licence of the weights, as the Hub names it: apache-2.0, mit, cc-by-4.0, ...",
     )
 
     def _check(self) -> None:
@@ -504,9 +510,9 @@ class Config(Section):
     )
     code: str | None = option(
         None,
-        "Python file of yours that is executed; its functions replace parts of the run: model, "
-        "optimizer, lr, loss, shards, metrics, evaluate, after_evaluation "
-        "(docs/how-to/experiment.md). No config file can set it. null: none.",
+        "Path of your Python file. Its functions replace parts of the run: model, optimizer, lr, "
+        "loss, shards, metrics, evaluate, after_evaluation (docs/how-to/experiment.md). The file "
+        "is executed, so no config file can set it. null: none.",
         essential=True,
         resume="ask",
         per_machine=True,

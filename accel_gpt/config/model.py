@@ -28,9 +28,9 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     depth: int | None = option(
         None,
-        "Number of blocks in the fast recipe. Width, heads, batch size, length, learning rates and "
-        "schedule follow from it unless they are set (docs/explanation/fast.md). null: nothing "
-        "follows from the depth.",
+        "Number of blocks in the fast recipe. Width, heads, batch size, length, learning rates "
+        "and schedule follow from it unless you set them (docs/explanation/fast.md). null: "
+        "nothing follows from the depth.",
         above=0,
         at_most=2**14,
         essential=True,
@@ -42,7 +42,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "scratch",
         "Initial weights: scratch, a run or checkpoint of accel_gpt, a folder written by "
         "transformers, or a Hub id (gpt2, Qwen/Qwen3-0.6B, user/name@revision). The weights set "
-        "shape and tokenizer; you can override dropout, rope_ keys and block_size.",
+        "shape and tokenizer; you can override dropout, block_size and the rope_ keys.",
         essential=True,
         resume="start",
         per_machine=True,
@@ -138,8 +138,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     mlp_hidden: int | None = option(
         None,
-        "Hidden size of the MLP. null: 4 n_embd; for swiglu 8/3 n_embd rounded up to a multiple of "
-        "128.",
+        "Hidden size of the MLP. null: 4 n_embd. For swiglu, null is 8/3 n_embd, rounded up to a "
+        "multiple of 128.",
         above=0,
         at_most=2**24,
         size=True,
@@ -162,22 +162,22 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
-        "Scaling of rotary positions for contexts longer than in pretraining. linear: divide all "
-        "positions by rope_factor. llama3 and yarn: divide only low frequencies, with the bounds "
-        "of Llama 3 and of the paper on yarn.",
+        "Scaling of rotary positions, for a longer context than in pretraining. linear: divide "
+        "all positions by rope_factor. llama3: divide only the low frequencies, as Llama 3 does. "
+        "yarn: divide only the low frequencies, with the bounds of the YaRN paper.",
         inherited="default",
         used_with=("position", ("rope",)),
     )
     rope_factor: float = option(
         1.0,
-        "Factor of rope_scaling.",
+        "Factor by which rope_scaling divides.",
         above=0,
         inherited="default",
         used_with=("rope_scaling", ("linear", "llama3", "yarn")),
     )
     rope_original_block_size: int = option(
         8192,
-        "llama3 and yarn: original context length in tokens.",
+        "Context length in tokens before the scaling, for llama3 and yarn.",
         above=0,
         inherited="default",
         used_with=("rope_scaling", ("llama3", "yarn")),
@@ -197,15 +197,15 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     norm_eps: float = option(
         1e-5,
-        "Added to the variance in the norms for numerical stability.",
+        "Constant added to the variance in the norms, for numerical stability.",
         above=0,
         inherited="default",
     )
 
     extra: Mapping[str, Scalar] = option(
         {},
-        "Numbers and texts of your own for the functions of --code, by name: {window: 64}. On the "
-        "command line, one can also be set alone (docs/how-to/experiment.md).",
+        "Your own numbers and texts for the functions of --code, by name: {window: 64}. On the "
+        "command line, --model.extra.window 64 sets a single one.",
         resume="ask",
         inherited="default",
         published=False,

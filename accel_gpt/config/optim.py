@@ -36,7 +36,8 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     head_lr: float | None = option(
         None,
-        "Peak learning rate of an output head that does not share weights. null: lr.",
+        "Peak learning rate of the output head, if it does not share the weights of the "
+        "embeddings. null: lr.",
         above=0,
         null_is_another_run=True,
     )
@@ -49,8 +50,9 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     residual_lr_factor: float | None = option(
         None,
-        "Factor on the learning rate of the projections onto the residual stream: the last matrix "
-        "of attention and of the MLP. Their weight decay is divided by it. null: 1.",
+        "Factor on the learning rate of the last matrix of attention and of the MLP, which "
+        "projects onto the residual stream. The weight decay of these matrices is divided by it. "
+        "null: 1.",
         above=0,
         null_is_another_run=True,
     )
@@ -68,7 +70,7 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     eps: float = option(
         1e-8,
-        "Added to the root of the second moment for numerical stability.",
+        "Constant added to the root of the second moment, for numerical stability.",
         above=0,
     )
     weight_decay: float = option(
@@ -92,8 +94,8 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     muon_scale: Literal["match_rms_adamw", "original"] = option(
         "match_rms_adamw",
-        "Factor on muon_lr that depends on the shape of a matrix. match_rms_adamw: 0.2 "
-        "sqrt(max(rows, columns)), for updates as large as AdamW's (Liu et al. 2025). original: "
+        "Factor on muon_lr by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, "
+        "columns)), which makes updates as large as AdamW's (Liu et al. 2025). original: "
         "sqrt(max(1, rows / columns)).",
         used_with=("name", ("muon",)),
     )

@@ -62,24 +62,35 @@ def keys_page() -> Iterator[str]:
           max_steps: 1000
         ```
 
-        On the command line a key is `--train.max_steps 1000`, which overrides the file.
-        `accel-gpt train --help-all` prints this page and `accel-gpt train --dump_config NAME`
-        a YAML file with every key, its meaning, and its value in NAME: a shipped config, a file
-        or a run's folder.
+        To set a key on the command line, write `--train.max_steps 1000`. It overrides the file.
 
-        `N` is a whole number, `NUMBER` any number, `VALUE` a mapping in YAML. `A,...` is a list:
-        numbers with commas on the command line, or YAML such as `[{path: a}, {path: b}]`.
-        The column *resume* says what happens if you resume a run with another value. Other data
-        are found by their content, and need `checkpoint.allow_change: [data.train]`.
+        | command | prints |
+        |---|---|
+        | `accel-gpt train --help-all` | this page |
+        | `accel-gpt train --dump_config NAME` | every key with its meaning and its value, in YAML |
+
+        NAME is a shipped config, a file or a run's folder.
+
+        The column *values* uses these words:
+
+        | values | what to write |
+        |---|---|
+        | `N` | a whole number |
+        | `NUMBER` | a number |
+        | `VALUE` | a mapping in YAML |
+        | `A,...` | numbers with commas, or a list in YAML: `[{path: a}, {path: b}]` |
+
+        The column *resume* says what happens if you change the key and resume the run. If the
+        content of the train data has changed, set `checkpoint.allow_change: [data.train]`.
         """
     ).splitlines()
     yield ""
-    yield "| resume | effect |"
+    yield "| resume | effect of a new value |"
     yield "|---|---|"
-    yield "| free | the new value holds |"
-    yield "| start | the key has no effect any more: it acts before the first step only |"
-    yield "| ask | rejected, unless `checkpoint.allow_change` names the key |"
-    yield "| refuse | rejected: it would be another run |"
+    yield "| free | the run uses the new value |"
+    yield "| start | none: the key only acts before the first step |"
+    yield "| ask | the run does not resume, unless `checkpoint.allow_change` names the key |"
+    yield "| refuse | the run does not resume: start a new run |"
     yield ""
     yield from keys_of(Config, "", "The run")
     yield from sections_of(Config, "")
@@ -136,10 +147,10 @@ def commands_page() -> Iterator[str]:
         """\
         # Commands
 
-        `accel-gpt COMMAND --help` prints what stands here. An option is `--name value` or
-        `--name=value`, a list `--name a,b`. Commands that take CONFIG also take every
-        [config key](keys.md) as `--section.key value`. How commands end:
-        [exit codes](exit-codes.md).
+        `accel-gpt COMMAND --help` prints the options of a command. Write an option as
+        `--name value` or `--name=value`, and a list as `--name a,b`. Commands that take CONFIG
+        also take every [config key](keys.md) as `--section.key value`.
+        [Exit codes](exit-codes.md) says what the code of a command means.
         """
     ).splitlines()
     yield ""

@@ -15,7 +15,7 @@ SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "dataset"]
 class PrepareConfig(
     Section, prefix="data.prepare.", resume="free", per_machine=True, published=True
 ):
-    """How to make the data folder when it is missing."""
+    """How to prepare the data folder if it is missing."""
 
     source: SourceKind | None = option(
         None,
@@ -177,7 +177,7 @@ class DataConfig(Section, prefix="data.", published=True):
     )
     tokenizer: str | None = option(
         None,
-        "Tokenizer to use if the data name none, such as shards of other projects: gpt2, bytes, "
+        "Tokenizer if the data name none, such as shards of other projects: gpt2, bytes, "
         "the path of a tokenizer.json, or a Hub id (user/name).",
         resume="free",
         per_machine=True,

@@ -133,7 +133,8 @@ class TrainConfig(
         False,
         "Make weights and losses bit-identical for any number of processes on the same kind of "
         "CPU. Gradients are summed in float64, which costs 8 bytes of memory per parameter and "
-        "twice the all-reduce traffic. Does not support fp16, fp8, FSDP, MPS or train.compile.",
+        "twice the all-reduce traffic. This does not work with fp16, fp8, FSDP, MPS or "
+        "train.compile.",
     )
     max_skipped: int = option(
         20,
@@ -225,7 +226,7 @@ class ScheduleConfig(
 
     name: Literal["cosine", "wsd", "linear", "constant"] = option(
         "cosine",
-        "Shape of the decay. wsd: warm-up, stable, then a linear decay at the end.",
+        "Shape of the decay. wsd: warm-up, then constant, then a linear decay at the end.",
     )
     warmup_steps: int = option(
         0,

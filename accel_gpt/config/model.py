@@ -121,7 +121,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     norm_weight: bool = option(
         True,
-        "Use learned scales (and, with bias, shifts) in the norms.",
+        "Use learned scales in the norms. If bias is true, LayerNorm also has learned shifts.",
     )
     qk_norm: bool = option(
         False,
@@ -150,7 +150,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     logit_softcap: float | None = option(
         None,
-        "Limit the size of logits to this value with a tanh. null: no limit.",
+        "Limit the absolute value of the logits to this number, with a tanh. null: no limit.",
         above=0,
     )
     rope_theta: float = option(
@@ -190,7 +190,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
     )
     zero_init: bool = option(
         False,
-        "Initialize the projections onto the residual stream to zero, so that each block starts as "
+        "Initialize the projections onto the residual stream to zero. Each block then starts as "
         "the identity.",
         resume="start",
         inherited="never",
@@ -204,8 +204,8 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
 
     extra: Mapping[str, Scalar] = option(
         {},
-        "Your own numbers and texts for the functions of --code, by name: {window: 64}. On the "
-        "command line, --model.extra.window 64 sets a single one.",
+        "Your own numbers and texts for the functions of --code, by name: {window: 64}. The "
+        "command line can also set a single one (docs/how-to/experiment.md).",
         resume="ask",
         inherited="default",
         published=False,

@@ -50,9 +50,9 @@ class OptimConfig(Section, prefix="optim.", published=True):
     )
     residual_lr_factor: float | None = option(
         None,
-        "Factor on the learning rate of the last matrix of attention and of the MLP, which "
-        "projects onto the residual stream. The weight decay of these matrices is divided by it. "
-        "null: 1.",
+        "Factor on the learning rate of the matrices that project onto the residual stream: the "
+        "last matrix of attention and the last of the MLP. Their weight decay is divided by the "
+        "factor. null: 1.",
         above=0,
         null_is_another_run=True,
     )

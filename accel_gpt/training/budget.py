@@ -101,15 +101,14 @@ def earlier_length(config: Config) -> EarlierLength | None:
 
     Raises `UserError` unless `train.budget` is the budget of the run.
     """
-    out_dir = config.out_dir
-    steps, file = earlier_choice(out_dir, config.checkpoint.resume, "train.max_steps")
+    steps, file = earlier_choice(config.out_dir, config.checkpoint.resume, "train.max_steps")
     if not file:
         return None
-    run = RunFolder(out_dir)
+    source = Path(file)  # config.yaml of a run, or a checkpoint
+    run = RunFolder(source.parent if source.is_file() else source.parent.parent)
     budget = msgspec.convert(run.last_launch("plan", "budget"), Budget | None)
     asked = config.train.budget
-    own = Path(file).is_relative_to(out_dir)
-    if own and steps and (not run.launches or (budget and budget.asked == asked)):
+    if steps and (not run.launches or (budget and budget.asked == asked)):
         return EarlierLength(steps, budget, file)
     length = f"{steps:,} steps" if steps else "another length"
     if budget:

@@ -102,10 +102,20 @@ def test_another_budget_is_another_run(
     assert launch(small_run("--out_dir", fixed)) == 0
     assert launch(small_run(*FOR_TEN_MINUTES, "--out_dir", fixed)) == 2
     assert "has 12 steps, and no budget changes" in capsys.readouterr().err
-    of_other = ("--checkpoint.resume", str(tmp_path / "run/checkpoints/step_00000008"))
-    assert launch(small_run(*FOR_TEN_MINUTES, *of_other, "--out_dir", f"{fixed}2")) == 2
-    assert "the run in" in capsys.readouterr().err
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("eight_steps")
+def test_an_older_checkpoint_brings_its_length(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*FOR_TEN_MINUTES, "--checkpoint.every", "4")) == 0
+    older = min((tmp_path / "run/checkpoints").iterdir())
+    again = ("--checkpoint.resume", str(older), "--out_dir", str(tmp_path / "again"))
+    assert launch(small_run("--train.budget", "20m", *again)) == 2
+    assert "has 8 steps, from train.budget 10m" in capsys.readouterr().err
+    assert launch(small_run(*FOR_TEN_MINUTES, *again)) == 0
+    assert without_speed(tmp_path / "run")[-1] == without_speed(tmp_path / "again")[-1]
 
 
 @pytest.mark.usefixtures("eight_steps")

@@ -171,7 +171,7 @@ const plots = data.panels.map((panel) => {
   const head = make("div", { class: "head" }, card);
   make("h3", {}, head, panel.title);
   if (panel.unit) make("span", { class: "unit" }, head, panel.unit);
-  const plot = { panel, card, canvas: make("div", { class: "canvas" }, card) };
+  const plot = { panel, card, above: make("span", { class: "unit" }, head), canvas: make("div", { class: "canvas" }, card) };
   legend(plot, head);
   listen(plot);
   return plot;
@@ -212,7 +212,7 @@ function draw(plot) {
   const x = scale(range[0], range[1], left, width - 14, view.logX), y = probe;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: "0", role: "img", "aria-label": `${panel.title}, ${shown.length} curves` });
   const clip = `clip-${panel.name}`;
-  make("rect", { x: left, y: 4, width: width - 14 - left, height: height - 30 }, make("clipPath", { id: clip }, svg));
+  make("rect", { x: left, y: 4, width: width - 8 - left, height: height - 30 }, make("clipPath", { id: clip }, svg));
   axes(svg, x, y, yTicks, { left, width, height, range, wide });
   const inside = make("g", { "clip-path": `url(#${clip})` }, svg);
   marks(inside, panel, x, range, height);
@@ -222,8 +222,8 @@ function draw(plot) {
     if (line.style === "dots" && line.xs.length <= 60)
       line.xs.forEach((v, i) => make("circle", { class: `dot ${line.color}`, cx: x(v), cy: y(line.ys[i]), r: wide ? 4 : 3 }, inside));
   }
-  best(svg, shown, x, y, range, left, width);
-  if (above) make("text", { class: "label", x: width - 18, y: 16, "text-anchor": "end" }, svg, `the first values, up to ${exact(above)}, lie above`);
+  best(svg, shown, x, y, range, { left, width, height });
+  plot.above.textContent = above ? `the first values, up to ${exact(above)}, lie above` : "";
   canvas.replaceChildren(svg);
   Object.assign(plot, { svg, x, y, shown, left, width, height, overlay: make("g", {}, svg) });
 }
@@ -238,16 +238,16 @@ function axes(svg, x, y, yTicks, { left, width, height, range, wide }) {
   make("line", { class: "base", x1: left, x2: width - 14, y1: height - 26, y2: height - 26 }, axis);
   const [divisor, unit] = view.clock === "seconds" ? TIMES.find(([from]) => range[1] >= from).slice(1) : [1, ""];
   const inUnits = scale(range[0] / divisor, range[1] / divisor, left, width - 14, view.logX);
+  const name = unit || (wide ? CLOCKS[view.clock].replace(/^[ST]/, (letter) => letter.toLowerCase()) : "");
+  const xTicks = inUnits.ticks(width / 95);
   let free = left - 20;
-  for (const tick of inUnits.ticks(width / 95)) {
-    const at = inUnits(tick), text = short(tick) + (!wide && unit && at > width - 110 ? ` ${unit}` : "");
+  for (const tick of xTicks) {
+    const at = inUnits(tick), text = short(tick) + (name && tick === xTicks[xTicks.length - 1] ? ` ${name}` : "");
     const half = text.length * 3.4, middle = Math.min(at, width - half - 2);
     if (middle - half < free) continue;
     make("text", { x: middle, y: height - 8, "text-anchor": "middle" }, axis, text);
     free = middle + half + 8;
   }
-  const name = unit || CLOCKS[view.clock].replace(/^[ST]/, (letter) => letter.toLowerCase());
-  if (wide) make("text", { x: width - 18, y: height - 34, "text-anchor": "end" }, axis, name);
 }
 
 function marks(inside, panel, x, range, height) {
@@ -267,15 +267,50 @@ function marks(inside, panel, x, range, height) {
   });
 }
 
-/** Write the best value beside its point. */
-function best(svg, shown, x, y, range, left, width) {
+/** Write the best value near its point, where it covers no curve; if there is no such place, where it covers least. */
+function best(svg, shown, x, y, range, { left, width, height }) {
   const line = shown.find((one) => one.curve?.best);
   if (!line) return;
   let at = -1;
   line.ys.forEach((v, i) => { if (line.xs[i] >= range[0] && line.xs[i] <= range[1] && (at < 0 || v < line.ys[at])) at = i; });
   if (at < 0) return;
-  const pixel = x(line.xs[at]), end = pixel > (left + width) / 2;
-  make("text", { class: `value ${line.color}`, x: pixel + (end ? 4 : -4), y: y(line.ys[at]) - 11, "text-anchor": end ? "end" : "start" }, svg, exact(line.ys[at]));
+  const text = exact(line.ys[at]), wide = 8 * text.length + 6, high = 18;
+  const points = shown.map((one) => one.xs.map((v, i) => [x(v), y(one.ys[i])]));
+  const [px, py] = [x(line.xs[at]), y(line.ys[at])];
+  let chosen = null;
+  for (const place of placesAround(px, py, wide, high)) {
+    if (place.left < left + 2 || place.left + wide > width - 4 || place.top < 4 || place.top + high > height - 28) continue;
+    const covered = points.reduce((sum, one) => sum + coveredLength(one, place.left, place.top, place.left + wide, place.top + high), 0);
+    if (!chosen || covered < chosen.covered) chosen = { ...place, covered };
+    if (!covered) break;
+  }
+  if (chosen) make("text", { class: `value ${line.color}`, x: chosen.left + wide / 2, y: chosen.top + 13.5, "text-anchor": "middle" }, svg, text);
+}
+
+/** Places of a box beside a point, the nearest first: its left and top. */
+function placesAround(px, py, wide, high) {
+  const places = [];
+  for (let away = 6; away <= 96; away += 6)
+    for (const left of [px - wide / 2, px - wide + 6, px - 6, px - wide - 8, px + 8])
+      for (const top of [py - away - high, py + away]) places.push({ left, top });
+  return places;
+}
+
+/** Length of a line, in pixels, inside a box. */
+function coveredLength(points, x0, y0, x1, y1) {
+  let sum = 0;
+  for (let i = 1; i < points.length; i++) {
+    const [[ax, ay], [bx, by]] = [points[i - 1], points[i]];
+    let from = 0, to = 1; // the part of the segment inside the box
+    for (const [start, way, low, high] of [[ax, bx - ax, x0, x1], [ay, by - ay, y0, y1]]) {
+      if (!way) { if (start < low || start > high) to = -1; continue; }
+      const [one, other] = [(low - start) / way, (high - start) / way];
+      from = Math.max(from, Math.min(one, other));
+      to = Math.min(to, Math.max(one, other));
+    }
+    if (to > from) sum += (to - from) * Math.hypot(bx - ax, by - ay);
+  }
+  return sum;
 }
 
 // ---------------------------------------------------------------- crosshair, zoom

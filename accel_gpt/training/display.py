@@ -3,7 +3,9 @@
 import contextlib
 import math
 import os
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
@@ -58,7 +60,10 @@ BAR_SECONDS = 0.2  # between two drawings of a bar
 SHORTEST_PACE_SECONDS = 1.0  # shortest time from which a pace is estimated; assumption
 SHOW_CURSOR = b"\x1b[?25h\n"  # the live panel hides the cursor
 BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
-CURVE_ROWS = 3
+TALLEST_CURVE = 8  # rows
+LABEL_COLUMNS = 9  # left of the curve
+OTHER_ROWS = 5  # rows of a terminal that the curve leaves free, before it takes a third of the rest
+LABEL = re.compile(r" *[a-z]+(?: [a-z]+)? {2,}(?=\S)")  # `data     ` before the text of a line
 SMALLEST_LOSS = 1e-3  # smaller losses are drawn as this value, since the axis is logarithmic
 
 
@@ -82,7 +87,31 @@ def is_shown(level: str, text: str) -> bool:
 def print_line(level: str, text: str) -> None:
     """Print a line on rank 0 if `log.level` allows it, before the run has its `Display`."""
     if is_main() and is_shown(level, text):
-        write_err(text)
+        write_err(wrapped(text))
+
+
+def wrapped(text: str) -> str:
+    """Break labelled lines between words if standard error is a terminal that is narrower.
+
+    The text stays in its column, beside the label. Words that are longer than a row stay whole, as
+    do lines without a label: they may be code.
+    """
+    if not sys.stderr.isatty():
+        return text
+    width = Console(stderr=True).width
+    lines = []
+    for line in text.split("\n"):
+        label = LABEL.match(line)
+        if label and len(line) > width > 2 * len(label[0]):
+            parts = textwrap.wrap(
+                line[len(label[0]) :],
+                width - len(label[0]),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            line = label[0] + f"\n{' ' * len(label[0])}".join(parts)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------- a task
@@ -235,11 +264,11 @@ class Display:
         """Print a line, above the panel if there is one."""
         with contextlib.suppress(OSError, ValueError):  # a full disk, or the terminal is gone
             if self.live is None:
-                write_err(text)
+                write_err(wrapped(text))
                 sys.stderr.flush()
             else:
                 self.live.console.print(
-                    text, markup=False, emoji=False, highlight=False, soft_wrap=True
+                    wrapped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
                 )
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
@@ -266,6 +295,8 @@ class Display:
                 self.live.start()
         if self.live is None or "eval/val_loss" in record:
             keys = [key for key in FORMS if key in record and key not in PANEL_ONLY]
+            if self.live:  # the panel shows the others
+                keys = [key for key in keys if key.startswith("eval/")]
             metrics = " | ".join(FORMS[key].format(record[key]) for key in keys)
             for key in filter(is_benchmark, record):
                 metrics += f" | {key.removeprefix('eval/')} {record[key]:.4f}"
@@ -290,7 +321,9 @@ class Display:
         """Return what the panel shows: loss curve, progress bar, and the latest metrics."""
         console = self.live.console if self.live else Console(stderr=True)
         width = min(console.width, WIDEST)
-        rows: list[RenderableType] = [*loss_curve(self.losses, width - 9), self.bar(width)]
+        height = min((console.height - OTHER_ROWS) // 3, TALLEST_CURVE)
+        curve = loss_curve(self.losses, width - LABEL_COLUMNS, height)
+        rows: list[RenderableType] = [*curve, self.bar(width)]
         for keys in PANEL_ROWS:
             known = [FORMS[key].format(self.metrics[key]) for key in keys if key in self.metrics]
             rows.append(figures(known))
@@ -321,24 +354,36 @@ def figures(parts: Sequence[str]) -> Text:
     return text
 
 
-def loss_curve(losses: Sequence[float], width: int) -> list[Text]:
+def loss_curve(losses: Sequence[float], width: int, height: int) -> list[Text]:
     """Return the lines of a loss curve on a logarithmic axis, with its highest and lowest value.
 
-    Each of at most `width` columns is the mean of equally many losses; the last may have fewer. The
-    lowest column is one eighth of a row high. Returns no lines for fewer than two columns.
+    It fills `width` columns and `height` rows. More losses than columns are averaged in equal
+    parts, of which the last may be smaller; between fewer losses the curve is straight. The lowest
+    column is one eighth of a row high. Returns no lines for fewer than two losses, columns or rows.
     """
     size = math.ceil(len(losses) / max(width, 1)) or 1
     points = [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
-    if len(points) < 2:
+    if len(points) < 2 or height < 2:
         return []
-    logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
+    logs = stretched([math.log(max(point, SMALLEST_LOSS)) for point in points], width)
     span = max(logs) - min(logs) or 1.0
-    unit = (8 * CURVE_ROWS - 1) / span  # eighths of a row
+    unit = (8 * height - 1) / span  # eighths of a row
     heights = [1 + round((value - min(logs)) * unit) for value in logs]
-    labels = [f"{max(points):.3f}", "", f"{min(points):.3f}"]
+    labels = [f"{max(points):.3f}", *[""] * (height - 2), f"{min(points):.3f}"]
     lines = []
-    for row, label in zip(reversed(range(CURVE_ROWS)), labels, strict=True):
-        blocks = "".join(BLOCKS[min(max(height - 8 * row, 0), 8)] for height in heights)
+    for row, label in zip(reversed(range(height)), labels, strict=True):
+        blocks = "".join(BLOCKS[min(max(eighths - 8 * row, 0), 8)] for eighths in heights)
         line = Text.assemble((f"{label:>8} ", "dim"), (blocks, "cyan"), no_wrap=True)
         lines.append(line)
     return lines
+
+
+def stretched(values: Sequence[float], width: int) -> list[float]:
+    """Return `width` values at equal distances on the straight lines through `values`."""
+    found = []
+    for column in range(width):
+        place = column * (len(values) - 1) / (width - 1)
+        before = min(int(place), len(values) - 2)
+        share = place - before
+        found.append((1 - share) * values[before] + share * values[before + 1])
+    return found

@@ -16,7 +16,7 @@ from rich.console import Console
 from accel_gpt.config.experiment import Config, LogConfig, TrainConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.training import display as displays
-from accel_gpt.training.display import CURVE_ROWS, Display, Progress, loss_curve
+from accel_gpt.training.display import LABEL_COLUMNS, Display, Progress, loss_curve, wrapped
 from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
 
@@ -46,9 +46,12 @@ def make(active: bool = True, level: str = "info") -> Display:
     return Display(active, config.log.level, make_plan(config, 1))
 
 
-def drawn(display: Display, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def drawn(
+    display: Display, width: int, monkeypatch: pytest.MonkeyPatch, height: int = 24
+) -> list[str]:
     """Return the lines of the panel without colours."""
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", str(height))
     file = io.StringIO()
     Console(file=file, width=width, color_system=None).print(display.panel())
     return file.getvalue().splitlines()
@@ -72,25 +75,39 @@ def test_the_panel_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch
     lines = drawn(display, width, monkeypatch)
     assert max(map(len, lines)) <= min(width, 100)
     if width >= 100:
-        assert lines[0].split() == ["11.000", "█▂"]
-        assert lines[2].split()[0] == "0.733"
-        assert re.match(r"step 15/20 ━+", lines[3])
-        assert lines[3].endswith("75% left 3 days, 0:00:00")
+        assert lines[0].split()[0] == "11.000"
+        assert lines[5].split()[0] == "0.733"
+        assert re.match(r"step 15/20 ━+", lines[6])
+        assert lines[6].endswith("75% left 3 days, 0:00:00")
         figures = (
             "loss 0.7333   val 3.2000   1.2340 bits/byte   lr 6.00e-04   norm 0.50   skipped 0"
         )
-        assert lines[4] == figures
+        assert lines[7] == figures
         speeds = "1,234,567 tok/s   MFU 41.2%   71.20 GB   424.2 ms/step   7,864,320 tokens"
-        assert lines[5] == speeds
+        assert lines[8] == speeds
 
 
-@given(st.lists(st.floats(0, 20), min_size=2, max_size=400), st.integers(2, 120))
-def test_a_curve_fits_its_width_and_its_labels_are_its_ends(
-    losses: list[float], width: int
+@pytest.mark.parametrize(
+    ("height", "rows"), [(60, 8), (30, 8), (24, 6), (14, 3), (11, 2), (10, 0), (3, 0)]
+)
+def test_the_curve_leaves_most_rows_of_the_terminal_free(
+    height: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [line.plain for line in loss_curve(losses, width)]
-    assert len(lines) == CURVE_ROWS
-    assert max(map(len, lines)) <= 9 + width
+    display = make()
+    for step in (1, 2):
+        display.show({"step": step, "tokens": step, "train/loss": 3.0 / step}, 75.0)
+    lines = drawn(display, 80, monkeypatch, height)
+    assert sum("█" in line or "▁" in line for line in lines) == rows
+
+
+@given(st.lists(st.floats(0, 20), min_size=2, max_size=400), st.integers(2, 120), st.integers(2, 8))
+def test_a_curve_fills_its_place_and_its_labels_are_its_ends(
+    losses: list[float], width: int, height: int
+) -> None:
+    lines = [line.plain for line in loss_curve(losses, width, height)]
+    assert len(lines) == height
+    assert {len(line) for line in lines} == {LABEL_COLUMNS + width}
+    assert " " not in lines[-1][LABEL_COLUMNS:]
     assert min(losses) - 1e-3 <= float(lines[-1].split()[0]) <= float(lines[0].split()[0])
     assert float(lines[0].split()[0]) <= max(losses) + 1e-3
 
@@ -114,6 +131,26 @@ def test_quiet_runs_print_warnings_and_other_ranks_nothing(
         display.log("hello")
         display.log("WARNING: it is late")
     assert capsys.readouterr().err == text
+
+
+def test_labelled_lines_break_between_words_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "    x = [1, 2, 3, 4, 5, 6, 7, 8]  # of a sample"
+    text = f"3 steps\n  run         runs/a (best, checkpoints, config.yaml)\n{code}"
+    assert wrapped(text) == text  # a file
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert wrapped(text).splitlines() == [
+        "3 steps",
+        "  run         runs/a (best, checkpoints,",
+        "              config.yaml)",
+        code,
+    ]
+    long = f"run      {40 * 'a-'}"  # a path stays whole
+    assert wrapped(long) == long
+    monkeypatch.setenv("COLUMNS", "200")
+    assert wrapped(text) == text
 
 
 def test_log_level_is_that_of_a_run(
@@ -173,10 +210,11 @@ with display:
         assert lines.count(f"[red]:car: {step}") == 1
         assert sum(line.endswith(f"UserWarning: from warnings {step}") for line in lines) == 1
     assert lines[0] == "hello"
-    assert lines[-7].startswith("step 12/20 | loss 0.3333")  # an evaluation stays
-    assert [line.split()[0] for line in lines[-6:]] == [
-        *("4.000", "██", "0.333"), "step", "loss", "1,234"
-    ]  # fmt: skip
+    assert lines[-12].startswith("step 12/20 | val 2.0000 | left")  # an evaluation stays
+    heads = [line.split()[0] for line in lines[-11:]]
+    assert [head for head in heads if "█" not in head] == [
+        *("4.000", "0.333", "step", "loss", "1,234")
+    ]
     assert sum("━" in line for line in lines) == 1
     assert not cursor.hidden
     assert cursor.x == 0  # below the panel

@@ -18,6 +18,17 @@ from accel_gpt.training.machine import commit, device_name, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("-m", "accel_gpt.cli")
+SCHEMES = {"light": "", "dark": "_dark"}  # of a picture: the end of its file's name
+INK, PAPER = "#d9dce1", "#1b1e24"  # of dark pictures
+DARK = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "legend.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), PAPER),
+    "legend.edgecolor": "#3d444d",
+    "grid.color": "#6b7280",
+    "axes.prop_cycle": "cycler('color', "
+    "['7fb0ff', 'ffab5c', '56cfa9', 'ff8d75', 'c79bf2', 'c9a58f'])",
+}
 T = TypeVar("T")
 Metrics = dict[str, float]
 Subjects = Mapping[str, Callable[[], Metrics]]
@@ -151,3 +162,20 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for line in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(line) + " |")
     print(flush=True)
+
+
+# --------------------------------------------------------------------------- pictures
+
+
+def draw_schemes(path: Path, draw: Callable[[], Any]) -> None:
+    """Write the figure that `draw` returns as PNG, and for dark pages as NAME_dark.png."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    for scheme, end in SCHEMES.items():
+        with pyplot.rc_context(DARK if scheme == "dark" else {}):
+            figure = draw()
+            figure.savefig(path.with_stem(path.stem + end), format="png", dpi=150)
+            pyplot.close(figure)

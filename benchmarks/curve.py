@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import OURS, ROOT, attempt, flags, last_json, print_table, run_command
+from common import OURS, ROOT, attempt, draw_schemes, flags, last_json, print_table, run_command
 from peers import Job
 from traces import OBSERVE
 
@@ -71,7 +71,7 @@ def curve(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
     if report["nanoGPT"] and report["accel_gpt"]:
         report |= compare(report["nanoGPT"]["points"], report["accel_gpt"]["points"])
     if args.picture:
-        attempt("picture", partial(draw, args.picture, report, job))
+        attempt("picture", partial(draw_schemes, args.picture, partial(draw, report, job)))
     return report
 
 
@@ -240,17 +240,14 @@ def print_points(name: str, found: Mapping[str, Any], train_tokens: int) -> None
 # --------------------------------------------------------------------------- picture
 
 
-def draw(file: Path, report: Mapping[str, Any], job: Job) -> None:
-    """Draw the losses over the seconds, as a PNG of 900 x 500 pixels."""
-    import matplotlib
-
-    matplotlib.use("agg")
+def draw(report: Mapping[str, Any], job: Job) -> Any:
+    """Draw the losses over the seconds."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=100, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     looks = {
         "nanoGPT": {"label": "nanoGPT: GPT-2 124M, AdamW", "color": "#7f7f7f"},
-        "accel_gpt": {"label": "accel_gpt: fast recipe, Muon", "color": "#0b62c4"},
+        "accel_gpt": {"label": "accel_gpt: fast recipe, Muon", "color": "C0"},
     }
     shown: list[float] = []  # losses
     for name, look in looks.items():
@@ -270,17 +267,19 @@ def draw(file: Path, report: Mapping[str, Any], job: Job) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(file, format="png")
-    pyplot.close(figure)
+    return figure
 
 
 def mark_time_to_loss(axes: Any, report: Mapping[str, Any]) -> None:
     """Mark nanoGPT's last loss, and when ours reaches it."""
+    from matplotlib import rcParams
+
     loss, seconds, ratio = report["final_loss"], report["seconds"], report["ratio"]
     end = report["nanoGPT"]["points"][-1][0]
     label = f"loss {loss:.2f}: after {seconds:.0f} s, not {end:.0f} s ({ratio:.1f} x)"
-    axes.plot([seconds, end], [loss, loss], color="black", linestyle=":", label=label)
-    axes.plot([seconds], [loss], marker="o", markersize=9, color="black", fillstyle="none")
+    ink = rcParams["text.color"]
+    axes.plot([seconds, end], [loss, loss], color=ink, linestyle=":", label=label)
+    axes.plot([seconds], [loss], marker="o", markersize=9, color=ink, fillstyle="none")
 
 
 def title_of(job: Job) -> str:

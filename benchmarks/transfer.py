@@ -2,6 +2,7 @@
 
     python benchmarks/transfer.py [--only coordinates rates lengths] [--out runs/transfer]
         [--steps 250] [--seeds 1 2 3] [--jobs 1] [--json FILE]
+    python benchmarks/transfer.py --only redraw --out docs/images
 
 coordinates: the sizes of activations through ten steps, over widths and depths; draws
 coordinates.png. tests/optim/test_transfer.py asserts them.
@@ -12,11 +13,16 @@ best factor of the smallest size costs at the others.
 
 lengths: the same for one size and Muon, over lengths of 1, 4 and 16 times `--steps`.
 
+redraw: measures nothing; draws both pictures from notes/transfer.md and notes/coordinates.csv.
+
+Each picture is drawn twice, for light and for dark pages, as rates.png and rates_dark.png.
 A finished run is not trained again. `--jobs` runs have one thread each.
 """
 
 import argparse
+import csv
 import math
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,6 +41,8 @@ import numpy as np
 import torch
 from common import (
     OURS,
+    ROOT,
+    draw_schemes,
     flags,
     make_parser,
     print_table,
@@ -42,6 +50,7 @@ from common import (
     save_report,
     start_report,
 )
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from accel_gpt.commands.resolve import resolve
@@ -58,6 +67,7 @@ OPTIMIZERS = ("muon", "adamw")
 # coordinates
 BYTES = 257  # vocabulary
 STEPS = 10
+SHOWN_STEPS = (1, 3, 10)
 WIDTHS: Sequence[Size] = ((64, 2), (128, 2), (256, 2), (512, 2))
 DEPTHS: Sequence[Size] = ((64, 2), (64, 4), (64, 8), (64, 16))
 # rates
@@ -75,6 +85,7 @@ HEAD = [
     "cost of the first row's",
 ]
 VOCABULARY = 1024
+NOTES = ROOT / "benchmarks/notes"
 TEXT = "source: stdlib\ntokenizer: bpe\nvocab_size: {vocab_size}\nout: {folder}\n"
 CONFIG = """
 data: {{train: {data}}}
@@ -95,7 +106,7 @@ log: {{every: 50}}
 def main() -> None:
     """Measure the parts and save the report."""
     parser = make_parser(__doc__, peer=False)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=MEASURED)
     parser.add_argument("--out", type=Path, default=Path("runs/transfer"))
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
@@ -122,7 +133,7 @@ def measure_coordinates(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for step, values in enumerate(activations):
                     row = {"optimizer": optimizer, "axis": axis, "width": width, "depth": depth}
                     found.append(row | {"step": step} | values)
-    draw_coordinates(found, args.out / "coordinates.png")
+    draw_schemes(args.out / "coordinates.png", partial(draw_coordinates, found))
     return found
 
 
@@ -201,13 +212,13 @@ def largest_ratio(
     return ratios
 
 
-def draw_coordinates(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_coordinates(found: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw a panel for each optimizer and axis, a line for each activation and step."""
-    figure, panels = plt.subplots(1, 4, figsize=(13, 3.6), sharey=True)
+    figure, panels = plt.subplots(2, 2, figsize=(9, 7.5), sharey=True, layout="constrained")
     places = [(optimizer, axis) for optimizer in OPTIMIZERS for axis in ("width", "depth")]
-    for panel, (optimizer, axis) in zip(panels, places, strict=True):
+    for panel, (optimizer, axis) in zip(panels.flat, places, strict=True):
         for name, style in (("added by the blocks", "-"), ("logits", "--")):
-            for step in (1, 3, 10):
+            for step in SHOWN_STEPS:
                 rows = [
                     row
                     for row in found
@@ -217,7 +228,7 @@ def draw_coordinates(found: Sequence[Mapping[str, Any]], path: Path) -> None:
                     [row[axis] for row in rows],
                     [row[name] for row in rows],
                     style,
-                    color=f"C{(1, 3, 10).index(step)}",
+                    color=f"C{SHOWN_STEPS.index(step)}",
                     marker="o",
                     label=f"{name}, step {step}",
                 )
@@ -227,10 +238,12 @@ def draw_coordinates(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.set_title(f"{optimizer}, over the {axis}")
         panel.set_xlabel("channels" if axis == "width" else "layers")
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("size of the activation")
-    panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.supylabel("size of the activation")
+    lines, labels = panels[0, 0].get_legend_handles_labels()
+    legend = figure.legend(lines, labels, loc="outside lower center", ncols=2, handlelength=6)
+    for line in legend.get_lines():
+        line.set_marker("")  # it would hide the dashes
+    return figure
 
 
 # --------------------------------------------------------------------------- rates
@@ -301,7 +314,7 @@ def measure_rates(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Train what is missing of all sizes; print and draw the losses."""
     kinds = [Kind(optimizer, *size, args.steps) for optimizer in OPTIMIZERS for size in SIZES]
     results = measure(args, kinds)
-    draw_rates(results, args.out / "rates.png")
+    draw_schemes(args.out / "rates.png", partial(draw_rates, results))
     return report_rows(results)
 
 
@@ -386,9 +399,11 @@ def train(out: Path, configs: Mapping[int, Path], run: Run) -> float:
     return math.log(VOCABULARY) if loss is None else loss
 
 
-def draw_rates(results: Sequence[Result], path: Path) -> None:
+def draw_rates(results: Sequence[Result]) -> Figure:
     """Draw the loss over the factor: a panel for each optimizer, a curve for each size."""
-    figure, panels = plt.subplots(1, len(OPTIMIZERS), figsize=(10, 4), sharey=True)
+    figure, panels = plt.subplots(
+        1, len(OPTIMIZERS), figsize=(8.5, 4.8), sharey=True, layout="constrained"
+    )
     for panel, optimizer in zip(panels, OPTIMIZERS, strict=True):
         own = [one for one in results if one.kind.optimizer == optimizer]
         for number, one in enumerate(own):
@@ -396,19 +411,63 @@ def draw_rates(results: Sequence[Result], path: Path) -> None:
             panel.plot(fine, [one.loss_at(factor) for factor in fine], color=f"C{number}")
             label = f"{one.kind.width} channels, {one.kind.depth} layers"
             panel.plot(FACTORS, one.means, "o", color=f"C{number}", label=label)
-            panel.plot(one.best_factor, one.loss_at(one.best_factor), "kx")
+            lowest = one.loss_at(one.best_factor)
+            panel.plot(one.best_factor, lowest, "x", color=plt.rcParams["text.color"])
         panel.set_xscale("log", base=2)
         panel.set_xticks(FACTORS, [f"{factor:g}" for factor in FACTORS])
         panel.set_title(optimizer)
         panel.set_xlabel("optim.lr_factor; x: the lowest loss")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("val loss")
-    panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    lines, labels = panels[-1].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=3)
+    return figure
 
 
-PARTS = {"coordinates": measure_coordinates, "rates": measure_rates, "lengths": measure_lengths}
+# --------------------------------------------------------------------------- redraw
+
+
+def redraw(args: argparse.Namespace) -> None:
+    """Draw the pictures from what was measured before."""
+    draw_schemes(args.out / "coordinates.png", partial(draw_coordinates, read_coordinates()))
+    draw_schemes(args.out / "rates.png", partial(draw_rates, read_rates()))
+
+
+def read_coordinates() -> list[dict[str, Any]]:
+    """Read the activations of the last measurement."""
+    with (NOTES / "coordinates.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = []
+    for row in rows:
+        optimizer, axis = row.pop("optimizer"), row.pop("axis")
+        numbers = {name: float(value) for name, value in row.items()}
+        whole = {name: int(numbers[name]) for name in ("width", "depth", "step")}
+        found.append({"optimizer": optimizer, "axis": axis} | numbers | whole)
+    return found
+
+
+def read_rates() -> list[Result]:
+    """Read the losses from the table in the notes that has three seeds in each cell."""
+    text = (NOTES / "transfer.md").read_text(encoding="utf-8")
+    number = r"\d\.\d{4}"
+    cell = rf"\| ({number}, {number}, {number}) "
+    found = []
+    for row in re.finditer(
+        rf"^\| (\w+) \| (\d+) \| (\d+) {cell}{cell}{cell}\|", text, re.MULTILINE
+    ):
+        optimizer, width, depth, *cells = row.groups()
+        losses = [[float(loss) for loss in cell.split(", ")] for cell in cells]
+        found.append(Result(Kind(optimizer, int(width), int(depth), steps=250), losses))
+    return found
+
+
+MEASURED = ("coordinates", "rates", "lengths")
+PARTS = {
+    "coordinates": measure_coordinates,
+    "rates": measure_rates,
+    "lengths": measure_lengths,
+    "redraw": redraw,
+}
 
 
 if __name__ == "__main__":

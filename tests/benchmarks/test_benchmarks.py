@@ -118,6 +118,12 @@ def test_the_transfer_of_rates(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "coordinates.png").stat().st_size > 10_000
 
 
+def test_the_pictures_of_rates_are_drawn_from_the_notes(tmp_path: Path) -> None:
+    report_of(tmp_path, "transfer.py", "--out", str(tmp_path / "out"), "--only", "redraw")
+    for name in ("coordinates", "coordinates_dark", "rates", "rates_dark"):
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
+
+
 def test_rules_that_keep_changes(tmp_path: Path) -> None:
     text = tmp_path / "input.txt"
     text.write_text(text_of(60_000), encoding="utf-8")

@@ -330,6 +330,22 @@ def test_what_is_named_exists(page: str) -> None:
         assert ours or page.endswith(FOREIGN_FILES), name
 
 
+def test_every_picture_has_a_dark_version() -> None:
+    """A picture element has both; docs/pictures.js follows the scheme of the site."""
+    pictures = sorted((ROOT / "docs/images").glob("*.png"))
+    light = {path for path in pictures if not path.stem.endswith("_dark")}
+    assert {path.with_stem(f"{path.stem}_dark") for path in light} == set(pictures) - light
+    shown = set()
+    for page in (*PAGES, "benchmarks/RESULTS.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"!\[[^]]*\]\([^)]*images/", text), page
+        for picture in re.findall(r"<picture>(.*?)</picture>", text, re.DOTALL):
+            dark, one = re.findall(r'src(?:set)?="([^"]+)"', picture)
+            assert dark == one.replace(".png", "_dark.png"), page
+            shown.add((ROOT / page).parent.joinpath(one).resolve())
+    assert shown == light
+
+
 # --------------------------------------------------------------------------- commands parse
 
 # other projects' programs: neither parsed nor run

@@ -550,7 +550,7 @@ SHORTER = {
     "--checkpoint 560": "--checkpoint 8",
     "--train.budget 3m": "--train.max_steps 12",
     "--seed 1,2,3 --train.budget 1m": "--seed 1 --train.max_steps 4",
-    "--train.max_steps 1200": "--train.max_steps 16",
+    "--train.max_steps 4000": "--train.max_steps 16",
     "null,variant.py --seed 1,2,3": "null,variant.py --seed 1",
     "--train.max_steps 60,48": "--train.max_steps 4,3",
     "--train.max_steps 60": "--train.max_steps 4",

@@ -125,7 +125,7 @@ def clock_entry(metrics: Metrics) -> dict[str, Any]:
     entry = {}
     for name, values in clocks.items():
         if len(values) and np.isfinite(values).all():
-            entry[name] = rounded(values[kept])
+            entry[name] = nine_digits(values[kept])
     return entry
 
 
@@ -181,12 +181,12 @@ def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
     steps, values = metrics.curve(key)
     values = np.clip(values, -1e200, 1e200) * plot.factor  # means and axes must not overflow
     if len(values) <= MOST_POINTS:
-        return {"s": rounded(steps), "v": rounded(values)}
+        return {"s": nine_digits(steps), "v": nine_digits(values)}
     kept = thin(values, MOST_POINTS)
-    points = {"s": rounded(steps[kept]), "v": rounded(values[kept])}
+    points = {"s": nine_digits(steps[kept]), "v": nine_digits(values[kept])}
     if plot.smooth:
-        points["ms"] = rounded(bucket_means(steps, MOST_POINTS // 2))
-        points["m"] = rounded(bucket_means(values, MOST_POINTS // 2))
+        points["ms"] = nine_digits(bucket_means(steps, MOST_POINTS // 2))
+        points["m"] = nine_digits(bucket_means(values, MOST_POINTS // 2))
     return points
 
 
@@ -252,7 +252,7 @@ def bucket_edges(count: int, buckets: int) -> list[int]:
     return [count * i // buckets for i in range(buckets + 1)]
 
 
-def rounded(values: Floats) -> list[float | int]:
+def nine_digits(values: Floats) -> list[float | int]:
     """Round values to nine significant digits; whole numbers below 1e15 become exact integers.
 
     The page rounds them again, to four decimals: with fewer digits it would differ from the tables.

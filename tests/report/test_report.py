@@ -17,7 +17,7 @@ from accel_gpt import cli
 from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.console import run_main
 from accel_gpt.files import lock
-from accel_gpt.report.payload import MOST_POINTS, all_marks, rounded, thin
+from accel_gpt.report.payload import MOST_POINTS, all_marks, nine_digits, thin
 from accel_gpt.report.runs import open_runs
 from tests.helpers.runs import LAUNCH, make_run, record
 
@@ -254,5 +254,5 @@ def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
 
 def test_values_in_plots_round_as_in_tables() -> None:
     loss = 3.9110504  # of six digits, 3.91105 is a little less as a float: 3.9110
-    (value,) = rounded(np.array([loss]))
+    (value,) = nine_digits(np.array([loss]))
     assert f"{value:.4f}" == f"{loss:.4f}" == "3.9111"

@@ -452,7 +452,6 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
         "my.yaml",
         "CONFIG.yaml",
         "runs/quickstart/config.yaml",
-        "runs/notes/config.yaml",
         "crawl.jsonl.gz",
         "wiki.parquet",
         "notes/note.md",

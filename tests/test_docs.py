@@ -578,6 +578,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "configs/quickstart.yaml",
         "quickstart",
         "shakespeare_char",
+        "shakespeare_char_cpu",
         "CONFIG.yaml",
     ):  # a path overrides a shipped name
         (folder / name).write_text(yaml.safe_dump(tiny))

@@ -204,3 +204,18 @@ def test_a_text_is_prepared_by_its_name_alone(
         assert run_main(dispatch, ["prepare", word, *options]) == 0
         tokenizer, split = load_tokenizer(f"data/{out}"), open_split(f"data/{out}", "train")
         assert tokenizer.decode(split.read(0, 0, split.tokens).tolist()).partition(EOT)[0]
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_a_config_that_prepares_another_text_deletes_no_data(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of a shipped config whose data.train was edited, but not its data.prepare."""
+    before = {path: path.read_bytes() for path in corpus.iterdir()}
+    words = [f"--{key}={value}" for key, value in TINY.items()]
+    config = tmp_path / "mine.yaml"
+    config.write_text(f"data: {{train: {corpus}, prepare: {{source: stdlib}}}}\n")
+    assert run_here(dispatch, ["train", str(config), *words, "--out_dir", str(tmp_path / "x")]) == 2
+    advice = "to train on it as it is, give --data.train on the command line, or remove"
+    assert advice in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in corpus.iterdir()} == before

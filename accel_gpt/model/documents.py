@@ -8,12 +8,16 @@ Shapes: B batch, T tokens, H query heads, K key and value heads, D head size.
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from accel_gpt.model.loss import IGNORE
+
+# imported by the functions that need it: from torch 2.14 on it imports sympy, which takes 0.7 s
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 MIN_FLEX_HEAD_SIZE = 16
 """Channels of the smallest head that Triton's `tl.dot` supports, and so FlexAttention on CUDA."""
@@ -41,7 +45,7 @@ def positions(documents: Tensor) -> Tensor:
     return index - starts.cummax(-1).values
 
 
-def attention_mask(documents: Tensor, head_size: int, dropout: float) -> Tensor | BlockMask:
+def attention_mask(documents: Tensor, head_size: int, dropout: float) -> "Tensor | BlockMask":
     """Build the mask in which a token sees itself and the earlier tokens of its document.
 
     On CUDA this is a block mask for FlexAttention. FlexAttention supports neither dropout nor heads
@@ -62,8 +66,10 @@ def dense_mask(documents: Tensor) -> Tensor:
     return is_visible(sequence=sequence, head=sequence, query=index.view(T, 1), key=index)
 
 
-def block_mask(documents: Tensor) -> BlockMask:
+def block_mask(documents: Tensor) -> "BlockMask":
     """Build the FlexAttention mask for `attend`."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     B, T = documents.shape
     return create_block_mask(
         _mask_function(documents),
@@ -85,7 +91,7 @@ def _mask_function(documents: Tensor) -> Callable[..., Tensor]:
     return is_visible
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask") -> Tensor:
     """Compute FlexAttention of `q` (B, H, T, D) to `k` and `v` (B, K, T, D): (B, H, T, D).
 
     Outside a compiled model, the kernel is compiled separately, once for each shape.
@@ -95,13 +101,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     return _compiled_flex_attention()(q, k, v, mask)
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask") -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
     return out
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]:
+def _compiled_flex_attention() -> "Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]":
     # with fullgraph, too many shapes raise an error instead of falling back to a slow kernel
     return torch.compile(_flex_attention, dynamic=False, fullgraph=True)

@@ -5,17 +5,20 @@ size.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from accel_gpt.config.model import LLAMA3_TURNS, YARN_TURNS, ModelConfig
 from accel_gpt.model.documents import attend
 from accel_gpt.model.sizes import activates_twice
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class RMSNorm(nn.RMSNorm):
@@ -270,7 +273,7 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         rotary: Tensor | None = None,
         cache: KVCache | None = None,
-        mask: Tensor | BlockMask | None = None,
+        mask: "Tensor | BlockMask | None" = None,
     ) -> Tensor:
         q, k, v = self.project(x, rotary)
         causal = mask is None
@@ -284,10 +287,10 @@ class CausalSelfAttention(nn.Module):
                     visible = torch.ones(T, cached + T, dtype=torch.bool, device=x.device)
                     mask = visible.tril(cached)
         dropout = self.dropout if self.training else 0.0
-        if isinstance(mask, BlockMask):
-            y = attend(q, k, v, mask)
-        else:
+        if mask is None or isinstance(mask, Tensor):
             y = dot_product_attention(q=q, k=k, v=v, mask=mask, dropout=dropout, causal=causal)
+        else:
+            y = attend(q, k, v, mask)
         out: Tensor = self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
         return F.dropout(out, dropout) if dropout > 0 else out
 
@@ -361,7 +364,7 @@ class Block(nn.Module):
         x: Tensor,
         rotary: Tensor | None = None,
         cache: KVCache | None = None,
-        mask: Tensor | BlockMask | None = None,
+        mask: "Tensor | BlockMask | None" = None,
     ) -> Tensor:
         x = x + self.attn(self.norm_1(x), rotary=rotary, cache=cache, mask=mask)
         out: Tensor = x + self.mlp(self.norm_2(x))

@@ -1,6 +1,8 @@
 """Untested combinations are rejected; compiled code goes to a private folder."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,6 +316,25 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
     with pytest.raises(UserError, match=r"other users can write to .* chmod 700"):
         compilation.use_compile_cache()
     assert compilation.CACHE not in os.environ
+
+
+EXIT = """
+import atexit, gc, sys, types
+from accel_gpt.training.accelerator import freeze_objects
+sys.modules["triton"] = types.ModuleType("triton") if sys.argv[1] == "loaded" else None
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # called last
+freeze_objects()
+assert gc.get_freeze_count() > 0
+"""
+
+
+@pytest.mark.parametrize(("triton", "frozen"), [("loaded", False), ("blocked", True)])
+def test_at_exit_objects_are_frozen_unless_triton_would_report_them(
+    triton: str, frozen: bool
+) -> None:
+    words = [sys.executable, "-c", EXIT, triton]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{frozen}\n"
 
 
 @pytest.mark.gpu

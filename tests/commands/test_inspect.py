@@ -3,13 +3,13 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
-import torch
 from safetensors.torch import load_file
 from tokenizers.models import WordLevel
 
@@ -218,7 +218,7 @@ def test_report_on_a_run_and_a_checkpoint(run: Path, capsys: Printed) -> None:
     assert second["parameters"] == sum(weight.numel() for weight in weights.values())
     assert call("inspect", run) == 0
     shown = capsys.readouterr().out
-    facts = (f"{second['parameters']:,} parameters", "optim.lr 0.01", f"torch {torch.__version__}")
+    facts = (f"{second['parameters']:,} parameters", "optim.lr 0.01", f"torch {version('torch')}")
     for fact in (*facts, *(f"{loss:.4f}" for loss in losses), "<- best"):
         assert fact in shown
     assert reported(capsys, newest)["checkpoints"] == [second]

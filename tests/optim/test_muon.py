@@ -123,7 +123,8 @@ def test_updates_are_those_of_torch(
     preset: str, rule: Any, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, with several stacks of a shape; torch's Muon is patched to compute in it."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # before torch 2.15
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)  # from torch 2.15 on
     monkeypatch.setattr(muon, "STACK", 2 * 32 * 32)
     net = model(preset, **shape)
     config = OptimConfig("muon", lr=0.02, muon_scale=rule, weight_decay=0.3)

@@ -10,7 +10,8 @@ import pytest
 from accel_gpt.errors import BusyError
 from accel_gpt.training.run_folder import RunFolder, checkpoint_steps, locked
 from tests.conftest import QUIET, launch
-from tests.test_train import before_step
+from tests.test_train import around_updates, before_step
+from tests.training.test_writer import wait_for_save
 
 Arguments = Callable[..., list[str]]
 GONE = "was removed or renamed while the run was training"
@@ -33,6 +34,7 @@ def test_a_folder_that_was_removed_is_not_made_again(
 ) -> None:
     run = tmp_path / "run"
     before_step(monkeypatch, 6, lambda: shutil.rmtree(run))
+    around_updates(monkeypatch, before=wait_for_save)  # a save must not race with the removal
     assert launch(small_run(*options)) == BusyError.exit_code == 6
     said = capsys.readouterr().err
     assert f"error: out_dir {run} {GONE}" in said
@@ -49,6 +51,7 @@ def test_a_renamed_folder_keeps_what_it_had(
     run, moved = tmp_path / "run", tmp_path / "moved"
     with monkeypatch.context() as patch:
         before_step(patch, 6, lambda: run.rename(moved))
+        around_updates(patch, before=wait_for_save)
         assert launch(small_run(*QUIET, "--log.trackers", "tensorboard")) == 6
     assert GONE in capsys.readouterr().err
     assert not run.exists()
@@ -73,6 +76,7 @@ def test_nothing_is_written_where_another_run_works(
             (run / "checkpoints").mkdir()
 
         before_step(monkeypatch, 6, take)
+        around_updates(monkeypatch, before=wait_for_save)
         assert launch(small_run(*QUIET, "--log.every", "1")) == 6
         assert f"error: out_dir {run} {TAKEN}" in capsys.readouterr().err
         assert sorted(str(path.relative_to(run)) for path in run.rglob("*")) == [

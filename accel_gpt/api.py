@@ -220,7 +220,6 @@ def kept_process() -> Iterator[None]:
     logger = logging.getLogger(NOISY_LOGGER)
     level = logger.level
     blocked = {name for name, module in sys.modules.items() if module is None}
-    frozen = gc.get_freeze_count()
     try:
         with warnings.catch_warnings():
             yield
@@ -236,8 +235,7 @@ def kept_process() -> Iterator[None]:
         for name in [name for name, module in sys.modules.items() if module is None]:
             if name not in blocked:
                 del sys.modules[name]
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()  # also what was frozen before: Python 3.12 always freezes some objects itself
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         clear_device_cache(garbage_collection=True)

@@ -192,6 +192,7 @@ def set_up(
         evaluations = open_evaluations(config, corpus)
     require_same(corpus.identity(), DataError)
     state = new_state(config, corpus, accelerator.num_processes)
+    state.budget = plan.budget
     check_prompts(
         config=config.sample,
         tokenizer=corpus.tokenizer,
@@ -572,6 +573,8 @@ def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
     """
     device = run.accelerator.device
     longest = EVALUATION_SHARE * seconds
+    whole = run.config.eval.whole_at_end
+    advice = "set eval.whole_at_end to false" if whole else "lower eval.tokens"
     began = 0.0
 
     def timed(work: Callable[[], object]) -> float:
@@ -590,8 +593,7 @@ def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
             require_all(
                 spent <= longest,
                 "one evaluation takes more than a tenth of train.budget "
-                f"{run.config.train.budget}; lower eval.tokens, raise train.budget, or set "
-                "eval.whole_at_end to false",
+                f"{run.config.train.budget}; {advice} or raise train.budget",
             )
 
     def evaluate_once(last_step_only: bool) -> None:

@@ -24,10 +24,16 @@ from accel_gpt.config.plan import (
 )
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_expected_length
+from accel_gpt.cost.data_sizes import (
+    evaluation_tokens,
+    split_tokens,
+    vocabulary_size,
+    with_expected_length,
+)
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at
 from accel_gpt.cost.memory import Machine, footprint, largest_size
+from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, require
 from accel_gpt.model.sizes import mfu
 from accel_gpt.training.devices import (
@@ -74,12 +80,18 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         "machine": str(machine),
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": parameter_counts(config.model, vocab_size),
-        "length": run_length(config, vocab_size, plan),
+        "length": run_length(config, vocab_size, plan) | {"epochs": epochs(config, plan)},
         "notes": notes,
         "memory": plan_memory(options, config, vocab_size, machine),
         "time": plan_time(options, config, vocab_size, machine, plan),
         "disk": run_disk(config, vocab_size, machine, plan),
     }
+
+
+def epochs(config: Config, plan: Plan) -> float | None:
+    """Return how often a run reads its train tokens; None if they are not prepared here."""
+    tokens = split_tokens([source.path for source in train_paths(config.data)], "train", None)
+    return plan.max_steps * plan.tokens_per_step / tokens if tokens else None
 
 
 def describe_budget(config: Config, tokens_per_second: float | None) -> str:
@@ -358,7 +370,8 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         f"{plural(length['devices'], 'device')}"
     )
     yield "tokens per step", f"{length['tokens_per_step']:,}", batch
-    yield "tokens", f"{length['tokens']:,}", ""
+    read = "" if length["epochs"] is None else f"{length['epochs']:,.1f} epochs of data.train"
+    yield "tokens", f"{length['tokens']:,}", read
     ratio = f"{length['tokens_per_parameter']:.1f}"
     yield "tokens per parameter", ratio, f"Chinchilla: about {CHINCHILLA}"
     yield "FLOPs per token", f"{length['flops_per_token']:.3e}", "forward and backward"

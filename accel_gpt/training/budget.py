@@ -15,7 +15,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Budget, Plan, make_plan, plural
 from accel_gpt.errors import UserError
-from accel_gpt.training.checkpoint import earlier_choice
+from accel_gpt.training.checkpoint import earlier_choice, read_state
 from accel_gpt.training.display import print_line
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.run_folder import RunFolder
@@ -43,7 +43,6 @@ def resolve_budget(
     if seconds is None:
         return config, plan
     earlier: EarlierLength | None = on_main(lambda: earlier_length(config))
-    budget: Budget | None
     if earlier is not None:
         budget = earlier.budget
         config = earlier.resolve(config)
@@ -88,12 +87,12 @@ class EarlierLength:
     """The length of a run that a launch resumes."""
 
     steps: int
-    budget: Budget | None  # None: unknown, since the run was restored from a copy
+    budget: Budget
     file: str  # that has the number of steps
 
     def resolve(self, config: Config) -> Config:
         """Return `config` with this length in place of `train.budget`."""
-        return with_length(config, self.steps, self.budget.thin if self.budget else 1)
+        return with_length(config, self.steps, self.budget.thin)
 
 
 def earlier_length(config: Config) -> EarlierLength | None:
@@ -105,18 +104,22 @@ def earlier_length(config: Config) -> EarlierLength | None:
     if not file:
         return None
     source = Path(file)  # config.yaml of a run, or a checkpoint
-    run = RunFolder(source.parent if source.is_file() else source.parent.parent)
-    budget = msgspec.convert(run.last_launch("plan", "budget"), Budget | None)
+    if source.is_file():
+        run = source.parent
+        budget = msgspec.convert(RunFolder(run).last_launch("plan", "budget"), Budget | None)
+    else:
+        run = source.parent.parent
+        budget = read_state(source).budget
     asked = config.train.budget
-    if steps and (not run.launches or (budget and budget.asked == asked)):
+    if steps and budget and budget.asked == asked:
         return EarlierLength(steps, budget, file)
     length = f"{steps:,} steps" if steps else "another length"
     if budget:
         length += f", from train.budget {budget.asked}"
     raise UserError(
-        f"train.budget is {asked}, but the run in {file} has {length}, and no budget changes the "
-        "length of a run; set another out_dir, or train the run on with its config.yaml and "
-        "--train.max_steps"
+        f"train.budget is {asked}, but the run in {run} has {length}, and no budget changes the "
+        f"length of a run; to continue it, launch {run / 'config.yaml'}; for another run, set "
+        "another out_dir"
     )
 
 

@@ -122,9 +122,9 @@ class Reporter:
             launch["code"] = {"file": own.name, "sha256": own.sha256, "functions": own.functions}
             write_file(self.out_dir / CODE, [own.source])
         launches = [*RunFolder(self.out_dir).launches, launch]
-        write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
         text = strict_json({"launches": launches}, indent=1)
-        write_file(self.out_dir / "run.json", [text.encode()])
+        write_file(self.out_dir / "run.json", [text.encode()])  # first: it has the plan's budget
+        write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Describe the folder, options, model, data, plan and device of the run."""
@@ -331,9 +331,10 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
     out = shlex.quote(config.out_dir)
     spent = format_clock(state.seconds)
     loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
+    last = loss.replace("val loss", "last val loss")  # of an earlier step
     if signal_name:
         return (
-            f"{signal_name}: saved at step {state.step:,} after {spent}{loss}; "
+            f"{signal_name}: saved at step {state.step:,} after {spent}{last}; "
             "launch the same command again to continue"
         )
     if state.step < plan.max_steps:

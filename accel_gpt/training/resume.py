@@ -209,6 +209,7 @@ def restore(
         saved,
         config=now.config,
         world_size=now.world_size,
+        budget=now.budget,
         versions=now.versions,
         code=now.code,
     )

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from accel_gpt.config.experiment import CheckpointConfig
+from accel_gpt.config.plan import Budget
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.json_files import Count, Size
 from accel_gpt.own_code import OwnCode
@@ -64,6 +65,7 @@ class TrainState:
     # of the run
     tokenizer_fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
+    budget: Budget | None = None  # that set the length of the run; None: the config sets it
     train_loss: float | None = None  # of this step
     # metrics of this step, to be published with its evaluation; None: no evaluation is due
     pending_record: dict[str, int | float | None] | None = None

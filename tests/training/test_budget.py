@@ -119,11 +119,17 @@ def test_an_older_checkpoint_brings_its_length(
 
 
 @pytest.mark.usefixtures("eight_steps")
-def test_a_copy_knows_the_length(small_run: Arguments, tmp_path: Path) -> None:
+def test_a_copy_knows_the_length(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copied = ("--checkpoint.copy_to", str(tmp_path / "copies"))
     assert launch(small_run(*FOR_TEN_MINUTES, *copied, "--train.stop_at", "4")) == 0
     (tmp_path / "run").rename(tmp_path / "lost")
-    assert launch(small_run(*FOR_TEN_MINUTES, *copied)) == 0
+    other = ("--train.budget", "20m", "--out_dir", str(tmp_path / "other"))
+    assert launch(small_run(*copied, *other)) == 2
+    assert "has 8 steps, from train.budget 10m" in capsys.readouterr().err
+    assert launch(small_run(*FOR_TEN_MINUTES, *copied, "--train.stop_at", "6")) == 0
+    assert launch(small_run(*FOR_TEN_MINUTES, *copied)) == 0  # once more, without the copy
     assert records(tmp_path / "run")[-1]["step"] == 8
 
 

@@ -228,9 +228,10 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
     made = index.prepared
     if config.source is None:
         return True
+    found = config
     if config.source == "auto":
-        config = replace(config, source=made.get("source", "auto"))
-    if differ := differing_settings(made, settings(config), index.tokenizer.fingerprint):
+        found = replace(config, source=made.get("source", "auto"))
+    if differ := differing_settings(made, settings(found), index.tokenizer.fingerprint):
         advice = "delete it, or choose another folder"
         if keep_changed:  # the start of a run
             advice = (
@@ -253,7 +254,9 @@ def text_changed(config: PrepareConfig, made: str | None) -> bool:
     if is_url(str(config.path)):
         return False
     try:
-        return source_fingerprint(config, select(config).files) != made
+        selection = select(config)  # of auto: a given kind may read more files, such as tables
+        found = replace(config, source=selection.source)
+        return source_fingerprint(found, selection.files) != made
     except (AccelGPTError, OSError):
         return False
 

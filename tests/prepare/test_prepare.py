@@ -142,6 +142,19 @@ def test_rows_without_text_and_documents_without_an_end_are_told(
         assert (told in capsys.readouterr().err) == (tokenizer == "chars")
 
 
+def test_a_table_beside_the_texts_is_no_change(
+    config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Source auto leaves it out, text would read it."""
+    auto = replace(config, source="auto")
+    Path(str(auto.path), "table.csv").write_text("name,number\none,1\n")
+    assert prepare(auto, out)
+    capsys.readouterr()
+    assert not prepare(auto, out)
+    assert not prepare(auto, out, keep_changed=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

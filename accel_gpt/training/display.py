@@ -357,9 +357,10 @@ def figures(parts: Sequence[str]) -> Text:
 def loss_curve(losses: Sequence[float], width: int, height: int) -> list[Text]:
     """Return the lines of a loss curve on a logarithmic axis, with its highest and lowest value.
 
-    It fills `width` columns and `height` rows. More losses than columns are averaged in equal
-    parts, of which the last may be smaller; between fewer losses the curve is straight. The lowest
-    column is one eighth of a row high. Returns no lines for fewer than two losses, columns or rows.
+    It fills `width` columns and `height` rows. If there are more losses than columns, each column
+    is the mean of equally many losses; the last may have fewer. If there are fewer losses, the
+    curve is straight between them. The lowest column is one eighth of a row high. Returns no lines
+    for fewer than two losses, columns or rows.
     """
     size = math.ceil(len(losses) / max(width, 1)) or 1
     points = [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]

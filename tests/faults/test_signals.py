@@ -199,7 +199,7 @@ def test_a_closed_terminal_does_not_stop_a_launched_run_with_the_setting_in_the_
 ) -> None:
     """The launcher handles SIGHUP, although nohup ignores it."""
     page = (ROOT / "docs/how-to/resume.md").read_text()
-    setting = re.search(r"do not respect `nohup`; add `(\w+=[A-Z,]+)`", page)
+    setting = re.search(r"`(PET_SIGNALS_TO_HANDLE=[A-Z,]+)`", page)
     assert setting
     endless = [*argv, "--train.max_steps", "100000", "--checkpoint.every", "0"]
     command = ["env", setting[1], "nohup", *TWO["torchrun"]]

@@ -351,13 +351,14 @@ def soon_after(
 def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Kill runs within their saves, twenty times; see what each resume finds.
 
-    "incomplete": saves that could not be resumed from. "again": resumes whose first update had been
-    made before; how many had the same data, and the same loss.
+    "resumes": what all of them found. "incomplete": what those found that did not go on from the
+    save, since it was incomplete. "again": resumes whose first update had been made before; how
+    many had the same data, and the same loss.
     """
     seconds = statistics.median(sorted(whole.saves)[-(STEPS // EVERY) :])
     results = Counter[str]()
     lost = []
-    incomplete = 0
+    incomplete = Counter[str]()
     again = Counter[str]()
     run = Run(driver, "saving_0")
     run.launch(in_save(seconds, chance))
@@ -367,7 +368,7 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
         result = resume(run, after_first_update if last else in_save(seconds, chance))
         results[result] += 1
         went_on = result == "intact" and updates - (run.start or 0) < EVERY // 2
-        incomplete += not went_on
+        incomplete[result] += not went_on
         if run.start is not None:
             lost.append(updates - run.start)
         if result in ("intact", "by hand") and run.undone:
@@ -380,8 +381,8 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
             run.launch(in_save(seconds, chance))
     return {
         "milliseconds": round(1e3 * seconds),
-        "incomplete": incomplete,
         "resumes": dict(results),
+        "incomplete": dict(+incomplete),
         "lost": sorted(lost),
         "again": dict(again),
     }

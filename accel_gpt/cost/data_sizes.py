@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from accel_gpt.config.budget import PLANNED_SHARE, Costs, fit
+from accel_gpt.config.budget import PLANNED_SHARE, Costs, due_steps, fit
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.vocabulary import tokenizer_vocab_size
-from accel_gpt.cost.forecast import FORWARD_SHARE, evaluation_count
+from accel_gpt.cost.forecast import FORWARD_SHARE
 from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data, train_paths, val_paths
@@ -82,7 +82,7 @@ def evaluation_tokens(config: Config, steps: int) -> int | None:
         if tokens is None:
             return None
         each += tokens
-    total = evaluation_count(config, steps) * each
+    total = len(due_steps(config.eval.every, steps)) * each
     if config.eval.whole_at_end:
         every_folder = [folder for folders in val_sets for folder in folders]
         whole = split_tokens(every_folder, "val", limit=None)

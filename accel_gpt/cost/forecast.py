@@ -3,7 +3,6 @@
 docs/explanation/cost.md derives the formulas.
 """
 
-import math
 from typing import Any
 
 from accel_gpt.config.experiment import Config
@@ -83,10 +82,3 @@ def run_hours(
         return hours, None
     evaluating = FORWARD_SHARE * evaluated / tokens_per_second / 3600
     return hours + evaluating, evaluating
-
-
-def evaluation_count(config: Config, steps: int) -> int:
-    """Compute the number of evaluations in a run of `steps` steps; the last step always has one."""
-    if not config.eval.every:
-        return 1
-    return math.ceil(steps / config.eval.every)

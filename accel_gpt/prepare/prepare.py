@@ -235,7 +235,8 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
         advice = "delete it, or choose another folder"
         if keep_changed:  # the start of a run
             advice = (
-                "to train on it as it is, give --data.train on the command line, or remove "
+                "to prepare the text with these settings, set another out_dir and data folder; to "
+                "train on the folder as it is, give --data.train on the command line, or remove "
                 "data.prepare from the config"
             )
         raise UserError(f"data folder {out} was prepared with other settings ({differ}); {advice}")

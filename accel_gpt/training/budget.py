@@ -5,7 +5,7 @@ The length never changes again: later launches read it from the run's folder.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -48,6 +48,7 @@ def resolve_budget(
         config = earlier.resolve(config)
         reason = f"as in {earlier.file}"
     else:
+        print_line(config.log.level, f"budget   measuring what fits into {asked}")
         costs = slowest(all_gather(measure(seconds)))
         left = PLANNED_SHARE * seconds - (time.monotonic() - started)
         config, budget = fit(config, costs, on_main(lambda: left))
@@ -60,14 +61,7 @@ def resolve_budget(
 
 def slowest(costs: Sequence[Costs]) -> Costs:
     """Return the costs of the slowest ranks, which the others wait for."""
-    return Costs(
-        step=max(one.step for one in costs),
-        start=max(one.start for one in costs),
-        evaluation=max(one.evaluation for one in costs),
-        last_evaluation=max(one.last_evaluation for one in costs),
-        samples=max(one.samples for one in costs),
-        save=max(one.save for one in costs),
-    )
+    return Costs(*(max(seconds) for seconds in zip(*map(astuple, costs), strict=True)))
 
 
 def rehearsal_config(config: Config, folder: str) -> Config:
@@ -106,7 +100,10 @@ def earlier_length(config: Config) -> EarlierLength | None:
     source = Path(file)  # config.yaml of a run, or a checkpoint
     if source.is_file():
         run = source.parent
-        budget = msgspec.convert(RunFolder(run).last_launch("plan", "budget"), Budget | None)
+        try:
+            budget = msgspec.convert(RunFolder(run).last_launch("plan", "budget"), Budget | None)
+        except msgspec.ValidationError:  # a file that was edited by hand
+            budget = None
     else:
         run = source.parent.parent
         budget = read_state(source).budget

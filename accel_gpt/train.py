@@ -136,7 +136,7 @@ def train(
         stop.connect_ranks(config.train.time_limit, group)
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
-    measure = partial(rehearse, config, plan, accelerator, initialize, stop)
+    measure = partial(rehearse, config, plan, accelerator, initialize)
     config, plan = resolve_budget(config, plan, measure, started)
     launch.plan = plan
     with open_display(config, plan, accelerator) as display, launch.showing(display):
@@ -436,7 +436,7 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
                 if is_best and saved:
                     writer.name_best(state)
             if sampling:
-                write_samples(run, stop)
+                write_samples(run, lambda: stop.check(writer.seconds))
     except StopRequested:
         writer.wait()
         if not saved or writer.problem:
@@ -476,13 +476,16 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     return is_best
 
 
-def write_samples(run: Training, stop: StopSignal) -> None:
-    """Generate text from each prompt with the model of the completed step, and write it."""
+def write_samples(run: Training, check: Callable[[], None]) -> None:
+    """Generate text from each prompt with the model of the completed step, and write it.
+
+    Calls `check` on all ranks before each token.
+    """
 
     def on_progress(_done: int, _total: int) -> None:
         fault_point("sample")
         run.reporter.heartbeat()
-        stop.check(run.writer.seconds)
+        check()
 
     text = sample(
         accelerator=run.accelerator,
@@ -519,7 +522,6 @@ def rehearse(
     plan: Plan,
     accelerator: Accelerator,
     initialize: Callable[[LanguageModel], None],
-    stop: StopSignal,
     seconds: float,
 ) -> Costs:
     """Measure the parts of a run with a `train.budget` of `seconds`, on this rank; a collective.
@@ -551,8 +553,10 @@ def rehearse(
             contextlib.closing(run.loader),
         ):
             run.reporter.watchdog = watchdog
-            costs = measure_costs(run, stop, seconds)
-        run.corpus.remove_cache()
+            try:
+                costs = measure_costs(run, seconds)
+            finally:
+                run.corpus.remove_cache()
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
@@ -565,7 +569,7 @@ def rehearse(
     return replace(costs, start=costs.start + set_up_seconds)
 
 
-def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
+def measure_costs(run: Training, seconds: float) -> Costs:
     """Time the parts of a run on this rank; a collective.
 
     `seconds`: of the budget. `Costs.start` is the time that the first step takes longer than
@@ -573,8 +577,6 @@ def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
     """
     device = run.accelerator.device
     longest = EVALUATION_SHARE * seconds
-    whole = run.config.eval.whole_at_end
-    advice = "set eval.whole_at_end to false" if whole else "lower eval.tokens"
     began = 0.0
 
     def timed(work: Callable[[], object]) -> float:
@@ -586,31 +588,42 @@ def measure_costs(run: Training, stop: StopSignal, seconds: float) -> Costs:
         run.reporter.heartbeat()
         return time.monotonic() - began
 
-    def on_progress(done: int, total: int) -> None:
-        run.reporter.heartbeat()
-        if done & (done - 1) == 0:  # 0 and powers of 2: the check takes time on several ranks
-            spent = on_main(lambda: time.monotonic() - began)
-            require_all(
-                spent <= longest,
-                "one evaluation takes more than a tenth of train.budget "
-                f"{run.config.train.budget}; {advice} or raise train.budget",
-            )
+    def first_update() -> None:
+        run.state.step = 0  # own rates and schedules need not be defined after the run's last step
+        update(run)
 
     def evaluate_once(last_step_only: bool) -> None:
         chosen = [one for one in run.evaluations if one.last_step_only == last_step_only]
+        advice = "set eval.whole_at_end to false" if last_step_only else "lower eval.tokens"
+        if run.config.eval.hellaswag and not last_step_only:
+            advice += ", set eval.hellaswag to null"
+        calls = 0
+
+        def on_progress(_done: int, _total: int) -> None:
+            nonlocal calls
+            run.reporter.heartbeat()
+            if calls & (calls - 1) == 0:  # 0 and powers of 2: the check takes time on several ranks
+                spent = on_main(lambda: time.monotonic() - began)
+                require_all(
+                    spent <= longest,
+                    "one evaluation takes more than a tenth of train.budget "
+                    f"{run.config.train.budget}; {advice} or raise train.budget",
+                )
+            calls += 1
+
         evaluate(chosen, run.gpt, run.accelerator, on_progress)
 
-    first = timed(lambda: update(run))
-    steps = [timed(lambda: update(run))]
+    first = timed(first_update)
+    steps = [timed(first_update)]
     measured = min(MEASURED_SHARE * seconds, MOST_SECONDS)
     while on_main(lambda: len(steps) < FEWEST_MEASURED or sum(steps) < measured):
-        steps.append(timed(lambda: update(run)))
+        steps.append(timed(first_update))
     step = fmean(steps)
     evaluation = timed(lambda: evaluate_once(last_step_only=False))
     last_evaluation = timed(lambda: evaluate_once(last_step_only=True))
     samples = 0.0
     if run.config.sample.every:
-        samples = timed(lambda: write_samples(run, stop))
+        samples = timed(lambda: write_samples(run, lambda: None))
     return Costs(
         start=max(first - step, 0.0),
         step=step,

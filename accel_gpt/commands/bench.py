@@ -30,6 +30,7 @@ from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_e
 from accel_gpt.cost.forecast import run_hours
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
+from accel_gpt.errors import UserError
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.prepare.shards import ShardWriter, write_index
@@ -176,15 +177,20 @@ def whole_run(config: Config, tokens_per_second: float) -> Report:
     """Return the steps of a run of `config`, and the hours that they take at the measured speed.
 
     Includes evaluations, if it is known how many tokens they read; excludes saves, samples and
-    HellaSwag.
+    HellaSwag. "problem": why a `train.budget` is too short, in place of the hours.
     """
     budget = config.train.budget
-    config = with_expected_length(config, tokens_per_second)
+    try:
+        config = with_expected_length(config, tokens_per_second)
+    except UserError as error:
+        unknown = dict.fromkeys(("run_steps", "run_hours", "evaluation_hours"))
+        return {"budget": budget, "problem": str(error), **unknown}
     steps = make_plan(config, 1).max_steps
     tokens = steps * config.train.tokens_per_step
     hours, evaluating = run_hours(tokens, tokens_per_second, evaluation_tokens(config, steps))
     return {
         "budget": budget,
+        "problem": None,
         "run_steps": steps,
         "run_hours": hours,
         "evaluation_hours": evaluating,
@@ -319,6 +325,19 @@ def part_seconds(run: Training, steps: int) -> dict[str, float]:
     return {name: spent / steps for name, spent in seconds.items()}
 
 
+def run_text(report: Report) -> str:
+    """Format the length of the run."""
+    if report["problem"]:
+        return str(report["problem"])
+    hours = f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}"
+    if report["budget"]:
+        hours = f"train.budget {report['budget']} comes to {hours}"
+    if report["evaluation_hours"] is None:
+        return f"{hours}; excludes evaluations, saves, samples and HellaSwag"
+    share = report["evaluation_hours"] / report["run_hours"]
+    return f"{hours}, including {share:.0%} for evaluations; excludes saves, samples and HellaSwag"
+
+
 def bench_text(report: Report) -> str:
     """Format the report."""
     plan = report["plan"]
@@ -341,14 +360,6 @@ def bench_text(report: Report) -> str:
     )
     median = f"median of {plural(report['steps'], 'step')}"
     first = f"the first took {report['first_step_seconds']:.2f} s"
-    hours = f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}"
-    if report["budget"]:
-        hours = f"train.budget {report['budget']} comes to {hours}"
-    if report["evaluation_hours"] is None:
-        hours += "; excludes evaluations, saves, samples and HellaSwag"
-    else:
-        share = report["evaluation_hours"] / report["run_hours"]
-        hours += f", including {share:.0%} for evaluations; excludes saves, samples and HellaSwag"
     vocabulary = report["vocabulary"]
     rows = [
         ("model", f"{report['parameters']:,} parameters, {work} a token"),
@@ -357,7 +368,7 @@ def bench_text(report: Report) -> str:
         ("device", device),
         ("speed", f"{speed}, {median}; quartiles {low:,.0f} to {high:,.0f}"),
         ("", f"{report['step_ms']:,.1f} ms a step; {first}"),
-        ("run", hours),
+        ("run", run_text(report)),
         ("MFU", reached),
         ("memory", f"peak {report['memory_gb']:.2f} GB, of the {report['memory_of']}"),
     ]

@@ -68,11 +68,12 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
     vocab_size, source = vocabulary_size(config, options.vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
-    notes = [*describe_depth(to_flat(config)), *uncounted(config)]
+    of_budget = []
     if config.train.budget:
         speed, _ = planned_speed(options, config, vocab_size, machine)
-        notes.append(describe_budget(config, speed))
+        of_budget = [describe_budget(config, speed)]
         config = with_expected_length(config, speed)
+    notes = [*describe_depth(to_flat(config)), *uncounted(config), *of_budget]
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
     return {

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
-from accel_gpt.commands.plan import gigabytes, make_machine
+from accel_gpt.commands.plan import describe_budget, gigabytes, make_machine
 from accel_gpt.config.plan import make_plan, with_size
 from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_expected_length
@@ -51,6 +51,7 @@ def forecast_own(options: PlanCommand) -> dict[str, Any]:
     speed = options.tokens_per_second
     if speed is None and peak is not None:
         speed = (options.mfu or ASSUMED_MFU) * peak * machine.devices / flops
+    budget = describe_budget(config, speed) if config.train.budget else None
     config = with_expected_length(config, speed)
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
@@ -64,6 +65,7 @@ def forecast_own(options: PlanCommand) -> dict[str, Any]:
         "machine": str(machine),
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": parameters,
+        "budget": budget,
         "steps": plan.max_steps,
         "tokens_per_step": plan.tokens_per_step,
         "accumulation_steps": plan.accumulation_steps,
@@ -99,4 +101,5 @@ def own_plan_text(report: dict[str, Any]) -> str:
     if report["cost"] is not None:
         rows.append(("cost", f"{report['cost']:,.2f}", "device hours x --price"))
     title = f"{report['config']} with {report['code']} on {report['machine']}"
-    return f"{title}\n\n" + table(rows, "<25", ">16", "<", gap=3)
+    note = f"{report['budget']}\n\n" if report["budget"] else ""
+    return f"{title}\n\n{note}" + table(rows, "<25", ">16", "<", gap=3)

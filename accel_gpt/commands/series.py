@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from accel_gpt.children import child_error, launch_child
+from accel_gpt.config.budget import with_length
 from accel_gpt.config.compare import Differences, differences, option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan, plural
@@ -76,6 +77,7 @@ class SeriesRun:
                 "same value, or choose another folder"
             )
         self.budget = config.train.budget
+        self.stop_at = config.train.stop_at
         self.planned = make_plan(config, 1).last_step
         require(
             folder.step <= self.steps,
@@ -89,7 +91,8 @@ class SeriesRun:
     @property
     def steps(self) -> int:
         """Steps of the run. If it has a `train.budget`, its first launch sets them."""
-        return (self.budget and RunFolder(self.folder).max_steps) or self.planned
+        steps = self.budget and RunFolder(self.folder).max_steps
+        return min(steps, self.stop_at or steps) if steps else self.planned
 
     @property
     def finished(self) -> bool:
@@ -233,7 +236,7 @@ def with_earlier_length(config: Config, folder: Path) -> Config:
     if config.train.budget is None:
         return config
     earlier = earlier_length(replace(config, out_dir=str(folder)))
-    return config if earlier is None else earlier.resolve(config)
+    return config if earlier is None else with_length(config, earlier.steps, earlier.budget.thin)
 
 
 def visible_devices() -> list[str | None]:

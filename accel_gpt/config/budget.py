@@ -5,11 +5,16 @@ finds the longest run within the budget, and `with_length` scales a config to th
 """
 
 import math
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from accel_gpt.config.depth import at_length
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Budget, reference_steps
-from accel_gpt.errors import UserError
+from accel_gpt.config.values import to_flat
+from accel_gpt.errors import require
 
 FEWEST_STEPS = 10  # of a run with a budget; assumption: a shorter run trains nothing
 # Share of the budget that is planned, since machines get slower as they get warm; assumption
@@ -33,6 +38,9 @@ class Costs:
         """Return the seconds of all evaluations, samples and saves of a run."""
         evaluated = due_steps(config.eval.every, steps)
         saved = due_steps(config.checkpoint.every, steps)
+        if config.checkpoint.every_tokens:
+            interval = config.checkpoint.every_tokens / config.train.tokens_per_step
+            saved |= {math.ceil(i * interval) for i in range(1, int(steps / interval) + 1)}
         if config.checkpoint.keep_best:
             saved |= evaluated  # at most: each evaluation is better than those before
         samples = len(due_steps(config.sample.every, steps)) if config.sample.every else 0
@@ -68,8 +76,31 @@ def format_seconds(seconds: float) -> str:
 def with_length(config: Config, steps: int, thin: int = 1) -> Config:
     """Return `config` with `steps` steps in place of `train.budget`.
 
-    Warm-up, decay and intervals are scaled from the length that they are meant for, see
-    `reference_steps`. Evaluations, samples and saves are `thin` times as rare.
+    Options that follow from `model.depth` follow from this length. For the others and `thin`, see
+    `with_intervals`.
+    """
+    found = with_intervals(config, steps, thin)
+    if config.model.depth is None:
+        return found
+    flat = at_length(to_flat(config), steps)
+    return replace(
+        found,
+        optim=replace(found.optim, **of_section("optim", flat)),
+        schedule=replace(found.schedule, **of_section("schedule", flat)),
+    )
+
+
+def of_section(section: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a section, by their names without the section."""
+    prefix = f"{section}."
+    return {key.removeprefix(prefix): flat[key] for key in flat if key.startswith(prefix)}
+
+
+def with_intervals(config: Config, steps: int, thin: int) -> Config:
+    """Return `config` with `steps` steps and what is scaled with them: warm-up, decay, intervals.
+
+    They are scaled from the length that they are meant for, see `reference_steps`. Evaluations,
+    samples and saves are `thin` times as rare.
     """
     reference = reference_steps(config)
 
@@ -100,41 +131,37 @@ def with_length(config: Config, steps: int, thin: int = 1) -> Config:
     )
 
 
-def fit(config: Config, costs: Costs, seconds: float) -> tuple[Config, Budget]:
-    """Return the longest run of `config` that takes at most `seconds`, and how it was found.
+def fit(config: Config, costs: Costs, seconds: float) -> tuple[int, Budget]:
+    """Return the steps of the longest run of `config` within `seconds`, and how it was found.
 
-    Raises `UserError` if fewer than `FEWEST_STEPS` fit.
+    The run is `with_length(config, steps, budget.thin)`. Raises `UserError` if fewer than
+    `FEWEST_STEPS` fit.
     """
     rarest = reference_steps(config)  # so rare that all are due at the last step only
-    limit = PAUSE_SHARE * seconds
-    thin = 1 if seconds > costs.start else rarest
-    steps = longest(config, costs, seconds, thin)
-    while thin < rarest:
-        pauses = costs.pauses(with_length(config, steps, thin), steps)
-        if steps >= FEWEST_STEPS and pauses <= limit:
-            break
-        thin = min(max(thin + 1, math.floor(thin * pauses / limit)), rarest)
-        steps = longest(config, costs, seconds, thin)
     asked = str(config.train.budget)
-    if steps < FEWEST_STEPS:
-        raise UserError(
-            f"train.budget is {asked}, but {FEWEST_STEPS} steps with an evaluation and a save "
-            f"need more ({costs.describe()}); raise train.budget, or lower "
-            "train.tokens_per_step, eval.tokens or the size of the model"
-        )
-    budget = Budget(asked=asked, thin=thin, step_seconds=costs.step)
-    return with_length(config, steps, thin), budget
+    require(
+        longest(config, costs, seconds, rarest) >= FEWEST_STEPS,
+        f"train.budget is {asked}, but {FEWEST_STEPS} steps with an evaluation and a save need "
+        f"more ({costs.describe()}); raise train.budget, or lower train.tokens_per_step, "
+        "eval.tokens or the size of the model",
+    )
+
+    def pauses_are_short(thin: int) -> bool:
+        steps = longest(config, costs, seconds, thin)
+        pauses = costs.pauses(with_intervals(config, steps, thin), steps)
+        return steps >= FEWEST_STEPS and pauses <= PAUSE_SHARE * seconds
+
+    thin = 1 + bisect_left(range(1, rarest), True, key=pauses_are_short)
+    steps = longest(config, costs, seconds, thin)
+    return steps, Budget(asked=asked, thin=thin, step_seconds=costs.step)
 
 
 def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
-    """Return the most steps that take at most `seconds`, at least 1, by bisection."""
-    fitting = 1
-    too_many = max(math.floor(seconds / costs.step), 1) + 1
-    while too_many - fitting > 1:
-        steps = (fitting + too_many) // 2
-        run = with_length(config, steps, thin)
-        if costs.start + steps * costs.step + costs.pauses(run, steps) <= seconds:
-            fitting = steps
-        else:
-            too_many = steps
-    return fitting
+    """Return the most steps that take at most `seconds`, at least 1."""
+
+    def is_too_long(steps: int) -> bool:
+        run = with_intervals(config, steps, thin)
+        return costs.start + steps * costs.step + costs.pauses(run, steps) > seconds
+
+    most = max(math.floor(seconds / costs.step), 1)
+    return 1 + bisect_left(range(2, most + 1), True, key=is_too_long)

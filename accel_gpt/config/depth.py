@@ -277,6 +277,20 @@ def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
     return model.n_embd * (model.n_layer * (heads + mlp) + vocab_size)
 
 
+def at_length(flat: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Compute the options that follow from the depth in a run of `steps` steps.
+
+    `flat` is a resolved config by dotted keys. Leaves out the options with another value than the
+    rules give.
+    """
+    derived = rules(flat)
+    followed = {key for key, value in derived.items() if flat[key] == value}
+    given = {k: value for k, value in flat.items() if value is not None and k not in followed}
+    given.pop("train.max_tokens", None)
+    found = rules({**given, "train.max_steps": steps})
+    return {key: value for key, value in found.items() if key in followed}
+
+
 def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
     """List which options follow from the depth and which are overridden, one line a section.
 

@@ -23,7 +23,7 @@ from accel_gpt.config.help import format_help
 from accel_gpt.config.model import Scalar
 from accel_gpt.config.options import all_options, field_types, own_options
 from accel_gpt.config.plan import LENGTH_KEYS
-from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
+from accel_gpt.config.shipped import YAML, is_shipped, resolve_config, shipped_configs
 from accel_gpt.config.values import (
     build,
     is_config_of_run,
@@ -53,7 +53,7 @@ KEYS_OF_TEXT: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
             "data.prepare.separator",
             "sample.prompts",
         ),
-        "data.train": ("data.text", "sample.prompts"),
+        "data.train": ("data.text",),
         "data.prepare.path": ("data.prepare.dataset", *SUBSET),
         "data.prepare.dataset": ("data.prepare.path", *SUBSET),
     }
@@ -133,10 +133,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
 
     If a group of keys is exclusive, such as train.max_steps and train.max_tokens, an option
     replaces all keys of the group in the file. A length replaces the file's train.budget. If an
-    option names another text, the file's `KEYS_OF_TEXT` are dropped. The file's data.prepare is
-    dropped if an option sets data.train, or sets data.prepare.source to null, and no option sets a
-    key of data.prepare. If the file is the config.yaml of a run that was moved, its paths are
-    updated.
+    option names another text, the file's `KEYS_OF_TEXT` are dropped, and if it is data.train, the
+    prompts of a shipped file. The file's data.prepare is dropped if an option sets data.train, or
+    sets data.prepare.source to null, and no option sets a key of data.prepare. If the file is the
+    config.yaml of a run that was moved, its paths are updated.
     """
     content = read_yaml(path)
     require(isinstance(content, dict), f"{path} holds no keys; {advice_on_content(path)}")
@@ -158,6 +158,8 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
         if options.get(option) is not None:
             for key in keys:
                 values.pop(key, None)
+    if options.get("data.train") is not None and is_shipped(path):
+        values.pop("sample.prompts", None)
     values |= options
     return with_extra(values | own_text(values, options))
 

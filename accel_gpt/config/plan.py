@@ -113,8 +113,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
 def reference_steps(config: Config) -> int:
     """Return the number of steps that the warm-up, the decay and the intervals are meant for.
 
-    This is the length of the run. Under `train.budget` it is the length that the config sets
-    besides, or if there is none, a run with each interval at least once.
+    Without `train.budget`, this is the length of the run. With it, this is `train.max_steps` or
+    `train.max_tokens`, which the config may set in addition. If it sets neither, the length is so
+    large that each interval is due at least once.
     """
     train = config.train
     if train.max_steps or train.max_tokens:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from accel_gpt.config.budget import PLANNED_SHARE, Costs, due_steps, fit
+from accel_gpt.config.budget import PLANNED_SHARE, Costs, due_steps, fit, with_length
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.vocabulary import tokenizer_vocab_size
@@ -101,13 +101,16 @@ def with_expected_length(config: Config, tokens_per_second: float | None) -> Con
     seconds = duration("train.budget", config.train.budget)
     if seconds is None or not tokens_per_second:
         return config
-    only_at_end = replace(config, eval=replace(config.eval, every=0))
-    evaluated = evaluation_tokens(only_at_end, 1) or 0
+    once = replace(config, eval=replace(config.eval, whole_at_end=False))
+    each = evaluation_tokens(once, 1) or 0
+    of_whole = (evaluation_tokens(config, 1) or each) - each
     costs = Costs(
         step=config.train.tokens_per_step / tokens_per_second,
-        evaluation=FORWARD_SHARE * evaluated / tokens_per_second,
+        evaluation=FORWARD_SHARE * each / tokens_per_second,
+        last_evaluation=FORWARD_SHARE * of_whole / tokens_per_second,
     )
-    return fit(config, costs, PLANNED_SHARE * seconds)[0]
+    steps, budget = fit(config, costs, PLANNED_SHARE * seconds)
+    return with_length(config, steps, budget.thin)
 
 
 def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int | None:

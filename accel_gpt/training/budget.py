@@ -40,21 +40,23 @@ def resolve_budget(
     """
     asked = config.train.budget
     seconds = duration("train.budget", asked)
-    if seconds is None:
-        return config, plan
     earlier: EarlierLength | None = on_main(lambda: earlier_length(config))
+    if seconds is None:
+        if earlier is not None and earlier.steps == plan.max_steps:  # of a launched config.yaml
+            plan = replace(plan, budget=earlier.budget)
+        return config, plan
     if earlier is not None:
-        budget = earlier.budget
-        config = earlier.resolve(config)
+        steps, budget = earlier.steps, earlier.budget
         reason = f"as in {earlier.file}"
     else:
         print_line(config.log.level, f"budget   measuring what fits into {asked}")
         costs = slowest(all_gather(measure(seconds)))
-        left = PLANNED_SHARE * seconds - (time.monotonic() - started)
-        config, budget = fit(config, costs, on_main(lambda: left))
+        end = started + PLANNED_SHARE * seconds
+        steps, budget = on_main(lambda: fit(config, costs, end - time.monotonic()))
         reason = costs.describe()
+    config = with_length(config, steps, budget.thin)
     plan = replace(make_plan(config, plan.world_size), budget=budget)
-    found = f"{plural(plan.max_steps, 'step')} in {asked}"
+    found = f"{plural(steps, 'step')} in {asked}"
     print_line(config.log.level, f"budget   {found}: {reason}")
     return config, plan
 
@@ -78,21 +80,18 @@ def rehearsal_config(config: Config, folder: str) -> Config:
 
 @dataclass(frozen=True)
 class EarlierLength:
-    """The length of a run that a launch resumes."""
+    """The length of a run with a budget that a launch resumes."""
 
     steps: int
     budget: Budget
     file: str  # that has the number of steps
 
-    def resolve(self, config: Config) -> Config:
-        """Return `config` with this length in place of `train.budget`."""
-        return with_length(config, self.steps, self.budget.thin)
-
 
 def earlier_length(config: Config) -> EarlierLength | None:
     """Return the length of the run that a launch resumes; None if there is no run.
 
-    Raises `UserError` unless `train.budget` is the budget of the run.
+    If the config has a `train.budget`, raises `UserError` unless it is the budget of the run. If it
+    has none, returns None for a run without a budget.
     """
     steps, file = earlier_choice(config.out_dir, config.checkpoint.resume, "train.max_steps")
     if not file:
@@ -108,8 +107,10 @@ def earlier_length(config: Config) -> EarlierLength | None:
         run = source.parent.parent
         budget = read_state(source).budget
     asked = config.train.budget
-    if steps and budget and budget.asked == asked:
+    if steps and budget and asked in (None, budget.asked):
         return EarlierLength(steps, budget, file)
+    if asked is None:
+        return None
     length = f"{steps:,} steps" if steps else "another length"
     if budget:
         length += f", from train.budget {budget.asked}"
@@ -126,13 +127,15 @@ class Pace:
     def __init__(self, budget: Budget | None, log: Callable[[str], None]) -> None:
         self.budget = budget
         self.log = log
+        self.is_first = True  # the first steps of a launch compile
         self.steps = 0  # in the present window
         self.seconds = 0.0
         self.is_slow = False
 
     def note(self, step: int, steps: int, seconds_per_step: float) -> None:
         """Note the speed of the last `steps` steps, up to `step`."""
-        if self.budget is None:
+        if self.budget is None or self.is_first:
+            self.is_first = False
             return
         self.steps += steps
         self.seconds += steps * seconds_per_step

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -87,6 +88,15 @@ def test_the_hours_of_the_whole_run_count_its_evaluations(
     assert report["evaluation_hours"] == pytest.approx((2 * 512 + whole) / 3 / hour)
     assert call(*asked) == 0
     assert "for 12 steps, including 25% for evaluations" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_too_short_costs_no_measurement(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*small_run(*SHORT, "--train.budget", "0.001s")) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^run +train.budget is 0.001s, but 10 steps with", shown, re.MULTILINE)
+    assert re.search(r"^speed +[\d,]+ tokens/s", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,10 @@ def test_with_a_budget_each_run_has_the_steps_that_it_came_to(
     assert len(Trained.launched) == len(set(Trained.launched))
     assert made(*words[:-1], "6m") == 2
     assert "from train.budget 5m" in capsys.readouterr().err
+    other = ("--out_dir", str(tmp_path / "stopped"), "--train.stop_at", "22")
+    assert made(*words, *other) == 0
+    settings = json.loads((tmp_path / "stopped/sweep.json").read_text())["settings"]
+    assert [one["steps"] for one in settings] == [[22, 22, 22], [21, 22, 22]]
 
 
 @pytest.mark.parametrize("lr", ["1", "2"])

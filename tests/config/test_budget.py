@@ -1,16 +1,19 @@
 """`train.budget`: the longest run within a time, and the intervals that follow from it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.budget import FEWEST_STEPS, PAUSE_SHARE, Costs, fit, with_length
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import build, to_flat
 from accel_gpt.errors import UserError
+from accel_gpt.training.state import TrainState
 
 BUDGET = {"train.budget": "5m", "train.tokens_per_step": 65_536, "model.block_size": 64}
 
@@ -48,22 +51,49 @@ def test_the_longest_run_within_the_budget(
         with pytest.raises(UserError, match="but 10 steps with an evaluation"):
             fit(config, costs, seconds)
         return
-    run, budget = fit(config, costs, seconds)
-    plan = make_plan(run, 1)  # warm-up and decay fit into it
-    steps = plan.max_steps
+    steps, budget = fit(config, costs, seconds)
     assert steps >= FEWEST_STEPS
-    assert run.train.budget is None
-    assert run == with_length(config, steps, budget.thin)
     assert spent(steps, budget.thin) <= seconds
+    run = with_length(config, steps, budget.thin)
+    assert run.train.budget is None
+    assert make_plan(run, 1).max_steps == steps  # warm-up and decay fit into it
     pauses = costs.pauses(run, steps)
     alone = costs.pauses(with_length(config, steps, thin=10**6), steps)
     assert pauses <= max(PAUSE_SHARE * seconds, alone)
 
 
+def test_saves_by_tokens_are_counted() -> None:
+    config = config_with(
+        checkpoint__every=70, checkpoint__every_tokens=100_000_000, checkpoint__keep_best=False
+    )
+    state = TrainState(config={})
+    saves = 0
+    for state.step in range(1, 5001):
+        state.tokens += config.train.tokens_per_step
+        saves += state.save_is_due(config.checkpoint, config.train.tokens_per_step)
+    saves += not state.save_is_due(config.checkpoint, config.train.tokens_per_step)  # the last step
+    assert Costs(step=1, save=2).pauses(config, 5000) == 2 * saves
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_rates_that_follow_from_the_depth_follow_from_the_length(
+    optimizer: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "data: {train: x, tokenizer: bytes}\nmodel: {depth: 2}\n"
+        f"optim: {{name: {optimizer}, eps: 1e-7}}"
+    )
+    expected = load_config([str(file), "--train.max_steps", "300"], "test")
+    found = with_length(load_config([str(file), "--train.budget", "1m"], "test"), 300)
+    assert (found.optim, found.schedule) == (expected.optim, expected.schedule)
+    assert found.optim.eps == 1e-7
+
+
 def test_no_pauses_leave_no_second_unused() -> None:
     config = config_with(eval__every=0, checkpoint__every=0, sample__every=0)
-    run, budget = fit(config, Costs(step=0.5, start=3), 60)
-    assert run.train.max_steps == 114
+    steps, budget = fit(config, Costs(step=0.5, start=3), 60)
+    assert steps == 114
     assert budget.thin == 1
 
 

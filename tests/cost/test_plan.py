@@ -241,6 +241,19 @@ def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixtu
     assert plan(capsys, *asked, "auto")["length"]["micro_batch_size"] == largest
 
 
+@pytest.mark.parametrize("whole", ["true", "false"])
+def test_a_budget_is_filled_at_the_expected_speed(
+    whole: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: {corpus}}}\ntrain: {{tokens_per_step: 4096}}\n")
+    often = ("--eval.every", 1, "--eval.tokens", 1024, "--eval.whole_at_end", whole)
+    words = (path, "--model.block_size", 64, *often, "--train.budget", "1m")
+    found = plan(capsys, *words, "--tokens_per_second", 100_000)
+    assert 56 < 3600 * found["time"]["hours"] <= 57  # 0.95 of the budget, less than a step
+    assert "the first launch sets the steps; expected at the speed below" in found["notes"][-1]
+
+
 # --------------------------------------------------------------------------- data
 
 

@@ -62,6 +62,10 @@ def test_an_option_for_the_data_drops_the_preparation_of_the_file(
     assert load(tmp_path, *words, text=", text: a.txt").data.prepare == PrepareConfig()
     for none in (["--data.prepare.source", "null"], [*words, "--data.prepare.source=null"]):
         assert load_config(["shakespeare_char", *none], "test").data.prepare == PrepareConfig()
+    assert load_config(["shakespeare_char", *words], "test").sample.prompts == ("",)
+    own = tmp_path / "own.yaml"
+    own.write_text("data: {train: data/y}\nsample: {prompts: [mine]}")
+    assert load_config([str(own), *words], "test").sample.prompts == ("mine",)
     asked = load(tmp_path, *words, "--data.prepare.tokenizer", "bpe").data.prepare
     assert (asked.source, asked.tokenizer) == ("stdlib", "bpe")
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from accel_gpt import train
-from accel_gpt.config.budget import Costs, with_length
+from accel_gpt.config.budget import Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Budget
+from accel_gpt.launcher import PREEMPTED
 from accel_gpt.training import budget
 from accel_gpt.training.budget import WINDOW_SECONDS, Pace
 from tests.conftest import launch
@@ -27,9 +28,9 @@ def eight_steps(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
     """Let a budget come to eight steps, whatever this machine measures; return what it measures."""
     measured: list[Costs] = []
 
-    def fit(config: Config, costs: Costs, _: float) -> tuple[Config, Budget]:
+    def fit(config: Config, costs: Costs, _: float) -> tuple[int, Budget]:
         measured.append(costs)
-        return with_length(config, 8, thin=2), Budget("10m", thin=2, step_seconds=costs.step)
+        return 8, Budget(str(config.train.budget), thin=2, step_seconds=costs.step)
 
     monkeypatch.setattr(budget, "fit", fit)
     monkeypatch.setattr(train, "MOST_SECONDS", 0.0)
@@ -57,8 +58,8 @@ def test_a_rehearsal_leaves_no_trace(
     (costs,) = eight_steps
     assert min(costs.step, costs.evaluation, costs.samples, costs.save, costs.start) > 0
     assert not [*(tmp_path / "run").glob(".re*")]
-    again = ["train", "config.yaml", "--out_dir", str(tmp_path / "again")]
-    assert launch([str(tmp_path / "run/config.yaml"), *again[2:]]) == 0
+    again = ["--out_dir", str(tmp_path / "again")]
+    assert launch([str(tmp_path / "run/config.yaml"), *again]) == 0
     assert without_speed(tmp_path / "run") == without_speed(tmp_path / "again")
     plan = json.loads((tmp_path / "run/run.json").read_text())["launches"][-1]["plan"]
     assert plan["max_steps"] == 8
@@ -91,6 +92,39 @@ def test_a_later_launch_keeps_the_length(
 
 
 @pytest.mark.usefixtures("eight_steps")
+def test_a_launch_of_the_runs_own_config_keeps_the_budget(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = str(tmp_path / "run/config.yaml")
+    assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "3")) == 0
+    assert launch([own, "--train.stop_at", "5"]) == 0
+    assert launch(small_run(*FOR_TEN_MINUTES)) == 0
+    assert f"8 steps in 10m: as in {own}" in capsys.readouterr().err
+    longer = ("--train.max_steps", "10", "--checkpoint.allow_change", "train.max_steps")
+    assert launch([own, *longer]) == 0
+    assert launch(small_run(*FOR_TEN_MINUTES)) == 2
+    assert "has 10 steps, and no budget changes" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("eight_steps")
+def test_a_rehearsal_makes_no_step_after_the_last_one(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config sets 12 steps; an own rate need not be defined after them."""
+    monkeypatch.setattr(train, "FEWEST_MEASURED", 20)
+    code = tmp_path / "own.py"
+    code.write_text("def lr(step, config, plan):\n    return 1 / (plan.max_steps - step)\n")
+    assert launch(small_run(*FOR_TEN_MINUTES, "--code", str(code))) == 0
+    assert records(tmp_path / "run")[-1]["step"] == 8
+
+
+@pytest.mark.usefixtures("eight_steps")
+def test_a_time_limit_stops_the_run_not_the_rehearsal(small_run: Arguments, tmp_path: Path) -> None:
+    assert launch(small_run(*FOR_TEN_MINUTES, "--train.time_limit", "1s")) == PREEMPTED
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.usefixtures("eight_steps")
 def test_another_budget_is_another_run(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +136,10 @@ def test_another_budget_is_another_run(
     assert launch(small_run("--out_dir", fixed)) == 0
     assert launch(small_run(*FOR_TEN_MINUTES, "--out_dir", fixed)) == 2
     assert "has 12 steps, and no budget changes" in capsys.readouterr().err
+    edited = (tmp_path / "run/run.json").read_text().replace('"asked": "10m"', '"asked": 10')
+    (tmp_path / "run/run.json").write_text(edited)
+    assert launch(small_run(*FOR_TEN_MINUTES)) == 2
+    assert "has 8 steps, and no budget changes" in capsys.readouterr().err
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
@@ -144,14 +182,21 @@ def test_too_short_a_budget(
 
 @pytest.mark.slow
 def test_ranks_agree_on_the_length(small_run: Arguments, tmp_path: Path) -> None:
-    """Real figures: each rank measures other times."""
-    pair = ("--train.micro_batch_size", "2", "--train.budget", "25s", "--eval.tokens", "256")
+    """Real figures: each rank measures other times, and an own evaluation counts in its own way."""
+    code = tmp_path / "own.py"
+    code.write_text(
+        "def evaluate(run):\n"
+        "    for i in range(run.accelerator.process_index, 12, 2):\n"
+        "        run.on_progress(i, 12)\n"
+        "    return {'own/batches': 6.0}\n"
+    )
+    pair = ("--train.micro_batch_size", "2", "--train.budget", "2m", "--code", str(code))
     command = [*TORCHRUN, "--nproc_per_node", "2", TRAIN, *small_run(*pair)]
     shown = finish([*command, "--train.stop_at", "6"], tmp_path)
-    steps = re.search(r"^budget   ([\d,]+) steps in 25s: a step", shown, re.MULTILINE)
+    steps = re.search(r"^budget   ([\d,]+) steps in 2m: a step", shown, re.MULTILINE)
     assert steps, shown
     assert f"train.stop_at: saved at step 6 of {steps[1]}" in shown
-    assert f"{steps[1]} steps in 25s: as in" in finish([*command, "--train.stop_at", "7"], tmp_path)
+    assert f"{steps[1]} steps in 2m: as in" in finish([*command, "--train.stop_at", "7"], tmp_path)
 
 
 def test_a_slow_moment_is_told_once() -> None:
@@ -163,3 +208,11 @@ def test_a_slow_moment_is_told_once() -> None:
     assert "a step took 3.0 times as long as the 0.5 s" in told[0]
     Pace(None, told.append).note(10, 10, WINDOW_SECONDS)
     assert len(told) == 1
+
+
+def test_the_compilation_of_a_launch_is_no_slow_moment() -> None:
+    told: list[str] = []
+    pace = Pace(Budget("5m", thin=1, step_seconds=0.5), told.append)
+    pace.note(10, 10, 2 * WINDOW_SECONDS)
+    pace.note(20, 10, 0.5)
+    assert not told

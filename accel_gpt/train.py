@@ -33,8 +33,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.memory import clear_device_cache
 
 from accel_gpt.config.budget import Costs
+from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, plural
+from accel_gpt.config.plan import Plan, plural, with_size
+from accel_gpt.config.values import to_flat
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
@@ -134,11 +136,14 @@ def train(
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
         group = make_host_group(config.train, accelerator.num_processes)
         stop.connect_ranks(config.train.time_limit, group)
+    given_size = config.train.micro_batch_size
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
     measure = partial(rehearse, config, plan, accelerator, initialize)
     config, plan = resolve_budget(config, plan, measure, started)
     launch.plan = plan
+    for line in describe_depth(to_flat(with_size(config, given_size))):
+        launch.log(line)
     with open_display(config, plan, accelerator) as display, launch.showing(display):
         with Watchdog(init_timeout, INIT_TIMEOUT, "has not opened data, model and checkpoint"):
             run = set_up(
@@ -547,16 +552,16 @@ def rehearse(
                 initialize=initialize,
             )
         set_up_seconds = time.monotonic() - start
-        with (
-            Watchdog(config.train.step_timeout) as watchdog,
-            contextlib.closing(run.writer),
-            contextlib.closing(run.loader),
-        ):
-            run.reporter.watchdog = watchdog
-            try:
+        try:
+            with (
+                Watchdog(config.train.step_timeout) as watchdog,
+                contextlib.closing(run.writer),
+                contextlib.closing(run.loader),
+            ):
+                run.reporter.watchdog = watchdog
                 costs = measure_costs(run, seconds)
-            finally:
-                run.corpus.remove_cache()
+        finally:
+            run.corpus.remove_cache()
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(folder, ignore_errors=True)

@@ -351,9 +351,9 @@ def soon_after(
 def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str, Any]:
     """Kill runs within their saves, twenty times; see what each resume finds.
 
-    "resumes": what all of them found. "incomplete": what those found that did not go on from the
-    save, since it was incomplete. "again": resumes whose first update had been made before; how
-    many had the same data, and the same loss.
+    "resumes": their results. "incomplete": the results of those that did not go on from the
+    interrupted save. "again": resumes whose first update had been made before; how many had the
+    same data, and the same loss.
     """
     seconds = statistics.median(sorted(whole.saves)[-(STEPS // EVERY) :])
     results = Counter[str]()
@@ -368,7 +368,8 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
         result = resume(run, after_first_update if last else in_save(seconds, chance))
         results[result] += 1
         went_on = result == "intact" and updates - (run.start or 0) < EVERY // 2
-        incomplete[result] += not went_on
+        if not went_on:
+            incomplete[result] += 1
         if run.start is not None:
             lost.append(updates - run.start)
         if result in ("intact", "by hand") and run.undone:
@@ -382,7 +383,7 @@ def kill_in_saves(driver: Driver, whole: Run, chance: random.Random) -> dict[str
     return {
         "milliseconds": round(1e3 * seconds),
         "resumes": dict(results),
-        "incomplete": dict(+incomplete),
+        "incomplete": dict(incomplete),
         "lost": sorted(lost),
         "again": dict(again),
     }

@@ -91,8 +91,10 @@ class SeriesRun:
     @property
     def steps(self) -> int:
         """Steps of the run. If it has a `train.budget`, its first launch sets them."""
-        steps = self.budget and RunFolder(self.folder).max_steps
-        return min(steps, self.stop_at or steps) if steps else self.planned
+        steps = RunFolder(self.folder).max_steps if self.budget else None
+        if not steps:
+            return self.planned
+        return min(steps, self.stop_at or steps)
 
     @property
     def finished(self) -> bool:

@@ -13,13 +13,13 @@ from accelerate import PartialState
 
 from accel_gpt.commands.options import TrainCommand
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.shipped import copy_shipped
-from accel_gpt.config.values import is_config_of_run, to_flat
+from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import write_err
+from accel_gpt.errors import require
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.language_model import LanguageModel, draw_weights
@@ -61,8 +61,6 @@ def train_config(config: Config, source: str) -> int:
             folder = Path(config.out_dir)
             resume = config.checkpoint.resume
             on_main(lambda: restore_newest_copy(url, folder, resume, launch.log))
-        for line in describe_depth(to_flat(config)):
-            launch.log(line)
         with contextlib.ExitStack() as closed:
             uploader = None
             if is_main():
@@ -86,11 +84,19 @@ def train_config(config: Config, source: str) -> int:
 
 
 def note_source(config: Config, source: str) -> None:
-    """Copy a shipped config into the run's folder; print a line if a moved run's config is used."""
+    """Copy a shipped config into the run's folder; print a line if a moved run's config is used.
+
+    Raises `UserError` if a run's own config, which has its length, is launched with a budget.
+    """
     copy_shipped(source, Path(config.out_dir))
     path = Path(source)
     if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
         return
+    require(
+        config.train.budget is None,
+        f"{source} sets the length of its run already; leave out train.budget, or set another "
+        "out_dir",
+    )
     written = str(read_yaml(source).get("out_dir", config.out_dir))
     if Path(written).resolve() != path.parent.resolve():
         write_err(

@@ -39,7 +39,7 @@ class Costs:
         evaluated = due_steps(config.eval.every, steps)
         saved = due_steps(config.checkpoint.every, steps)
         if config.checkpoint.every_tokens:
-            interval = config.checkpoint.every_tokens / config.train.tokens_per_step
+            interval = max(config.checkpoint.every_tokens / config.train.tokens_per_step, 1)
             saved |= {math.ceil(i * interval) for i in range(1, int(steps / interval) + 1)}
         if config.checkpoint.keep_best:
             saved |= evaluated  # at most: each evaluation is better than those before
@@ -83,11 +83,12 @@ def with_length(config: Config, steps: int, thin: int = 1) -> Config:
     if config.model.depth is None:
         return found
     flat = at_length(to_flat(config), steps)
-    return replace(
-        found,
-        optim=replace(found.optim, **of_section("optim", flat)),
-        schedule=replace(found.schedule, **of_section("schedule", flat)),
-    )
+    schedule = replace(found.schedule, **of_section("schedule", flat))
+    if schedule.decay_steps:
+        decay = min(schedule.decay_steps, steps - schedule.warmup_steps)
+        schedule = replace(schedule, decay_steps=decay)
+    optim = replace(found.optim, **of_section("optim", flat))
+    return replace(found, optim=optim, schedule=schedule)
 
 
 def of_section(section: str, flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def parameters(options: Mapping[str, Any]) -> Parameters:
     shape = {}
     for key, item in options.items():
         section, _, name = key.partition(".")
-        if section == "model":
+        if section == "model" and "." not in name:  # model.extra.x is no part of the shape
             shape[name] = item
     model = ModelConfig(**shape)
     reference = ModelConfig(
@@ -278,17 +278,19 @@ def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def at_length(flat: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Compute the options that follow from the depth in a run of `steps` steps.
+    """Compute the options of `optim` and `schedule` that follow from depth and length.
 
-    `flat` is a resolved config by dotted keys. Leaves out the options with another value than the
-    rules give.
+    `flat` is a resolved config by dotted keys, for a run of another length. Leaves out the options
+    with another value than the rules give.
     """
-    derived = rules(flat)
-    followed = {key for key, value in derived.items() if flat[key] == value}
+    followed = set()
+    for key, value in rules(flat).items():
+        if key.startswith(("optim.", "schedule.")) and flat[key] == value:
+            followed.add(key)
     given = {k: value for k, value in flat.items() if value is not None and k not in followed}
-    given.pop("train.max_tokens", None)
-    found = rules({**given, "train.max_steps": steps})
-    return {key: value for key, value in found.items() if key in followed}
+    given["train.max_steps"] = steps
+    found = rules(given)
+    return {key: found[key] for key in followed}
 
 
 def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
@@ -227,7 +228,7 @@ def fitting_sizes(config: Config, devices: int) -> list[int]:
     return [size for size in range(largest, 0, -1) if sequences % size == 0]
 
 
-def with_size(config: Config, size: int) -> Config:
+def with_size(config: Config, size: int | Literal["auto"]) -> Config:
     """Return `config` with another train.micro_batch_size."""
     return replace(config, train=replace(config.train, micro_batch_size=size))
 

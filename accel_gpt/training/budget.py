@@ -42,7 +42,7 @@ def resolve_budget(
     seconds = duration("train.budget", asked)
     earlier: EarlierLength | None = on_main(lambda: earlier_length(config))
     if seconds is None:
-        if earlier is not None and earlier.steps == plan.max_steps:  # of a launched config.yaml
+        if earlier is not None and earlier.steps == plan.max_steps:  # config.yaml of this run
             plan = replace(plan, budget=earlier.budget)
         return config, plan
     if earlier is not None:

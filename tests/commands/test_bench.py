@@ -90,7 +90,7 @@ def test_the_hours_of_the_whole_run_count_its_evaluations(
     assert "for 12 steps, including 25% for evaluations" in capsys.readouterr().out
 
 
-def test_a_budget_that_is_too_short_costs_no_measurement(
+def test_a_budget_that_is_too_short_hides_no_figure(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(*small_run(*SHORT, "--train.budget", "0.001s")) == 0

@@ -81,13 +81,18 @@ def test_rates_that_follow_from_the_depth_follow_from_the_length(
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "data: {train: x, tokenizer: bytes}\nmodel: {depth: 2}\n"
-        f"optim: {{name: {optimizer}, eps: 1e-7}}"
+        "data: {train: x, tokenizer: bytes}\nmodel: {depth: 2, block_size: 8192}\n"
+        f"train: {{micro_batch_size: 16}}\noptim: {{name: {optimizer}, eps: 1e-7}}"
     )
     expected = load_config([str(file), "--train.max_steps", "300"], "test")
     found = with_length(load_config([str(file), "--train.budget", "1m"], "test"), 300)
+    assert found.train == expected.train
     assert (found.optim, found.schedule) == (expected.optim, expected.schedule)
     assert found.optim.eps == 1e-7
+    long_decay = ("--train.max_steps", "1000", "--schedule.decay_steps", "950")
+    asked = load_config([str(file), *long_decay, "--train.budget", "1m"], "test")
+    plan = make_plan(with_length(asked, 100), 1)
+    assert (plan.warmup_steps, plan.decay_steps) == (10, 90)
 
 
 def test_no_pauses_leave_no_second_unused() -> None:

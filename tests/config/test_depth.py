@@ -161,6 +161,7 @@ def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
     assert "muon_lr 0.05" in lines[1]
     assert "x 1 for the batch, x 1 for the length, head x 1 for the width" in lines[-1]
     assert lines[-1].endswith("x 2 by optim.lr_factor")
+    assert describe_depth(to_flat(load(*GPT2, "--model.extra.window", 64)))
 
 
 def test_the_vocabulary_is_that_of_the_prepared_folder(load: Load, corpus: Path) -> None:

@@ -100,6 +100,8 @@ def test_a_launch_of_the_runs_own_config_keeps_the_budget(
     assert launch([own, "--train.stop_at", "5"]) == 0
     assert launch(small_run(*FOR_TEN_MINUTES)) == 0
     assert f"8 steps in 10m: as in {own}" in capsys.readouterr().err
+    assert launch([own, *FOR_TEN_MINUTES]) == 2
+    assert f"{own} sets the length of its run already" in capsys.readouterr().err
     longer = ("--train.max_steps", "10", "--checkpoint.allow_change", "train.max_steps")
     assert launch([own, *longer]) == 0
     assert launch(small_run(*FOR_TEN_MINUTES)) == 2

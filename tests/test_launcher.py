@@ -24,7 +24,7 @@ from accel_gpt.launcher import (
 )
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.transformers_io import pretrained
-from tests.faults.launches import free_port
+from tests.helpers.ports import free_port
 from tests.helpers.terminals import Terminal
 from tests.test_launch import PLAIN, TORCHRUN, TRAIN, finish
 from tests.test_train import assert_same_weights, records, weights

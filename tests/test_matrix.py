@@ -24,7 +24,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.unsupported import FP8_CAPABILITY
 from tests.conftest import THOROUGH
-from tests.faults.launches import free_port
+from tests.helpers.ports import free_port
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights
 from tests.training.test_accelerate_configs import FOLDER, environment_of

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.faults.server import Answer, Request
+from tests.helpers.ports import free_port
 from tests.test_launch import ACCELERATE, MARK, PLAIN, ROOT, TORCHRUN, TRAIN, marked
 
 TWO = {
@@ -44,13 +44,6 @@ log: {{every: 1, trackers: []}}
 """
     )
     return path
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

@@ -19,7 +19,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -37,6 +36,7 @@ from accel_gpt.data import loader
 from accel_gpt.training import machine
 from tests.faults.disk import Disk
 from tests.helpers.hermetic import sync_nothing
+from tests.helpers.ports import free_port
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 CHUNK = 4096  # sequences are prefetched in small chunks: a launch reads few
@@ -136,10 +136,7 @@ def group(size: int) -> list[dict[str, str]]:
     common = {"ACCELERATE_USE_CPU": "true"}
     if size == 1:
         return [common]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 

@@ -24,7 +24,7 @@ from accel_gpt.training.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_pretrained
 from tests.faults import test_fsdp
 from tests.faults.harness import FSDP, Server, Tiny, finish
-from tests.faults.launches import free_port
+from tests.helpers.ports import free_port
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]

@@ -24,10 +24,10 @@ from tests.faults.launches import (
     Launched,
     Server,
     config,
-    free_port,
     steps_told,
     until,
 )
+from tests.helpers.ports import free_port
 from tests.test_launch import ACCELERATE, PLAIN, ROOT
 from tests.test_train import assert_same_weights, records, weights
 

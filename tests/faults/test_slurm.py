@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.faults.launches import config, free_port, steps_told, until
+from tests.faults.launches import config, steps_told, until
+from tests.helpers.ports import free_port
 from tests.test_launch import PLAIN, ROOT
 from tests.test_train import records
 

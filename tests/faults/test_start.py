@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launches import Direct, Server, config, free_port
+from tests.faults.launches import Direct, Server, config
+from tests.helpers.ports import free_port
 from tests.test_launch import PLAIN
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from accel_gpt.training import machine, ranks
 from accel_gpt.training.ranks import explain_lost_rank, require_same
 from accel_gpt.training.run_folder import locked
 from tests.conftest import QUIET
-from tests.faults.launches import free_port
+from tests.helpers.ports import free_port
 from tests.test_launch import PLAIN
 
 

@@ -21,7 +21,7 @@ from accel_gpt.errors import BusyError
 from accel_gpt.training.process import join_ranks
 from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, on_main
 from tests.conftest import QUIET, launch
-from tests.faults.launches import free_port
+from tests.helpers.ports import free_port
 
 Arguments = Callable[..., list[str]]
 fork = multiprocessing.get_context("fork")

@@ -25,8 +25,8 @@ from accel_gpt.transformers_io.load import load_initial_weights, load_pretrained
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 from tests.conftest import launch, run_here
 from tests.faults.attack import zipped
-from tests.faults.launches import free_port
 from tests.helpers.hub_server import HubServer, environment, point_at
+from tests.helpers.ports import free_port
 from tests.test_launch import PLAIN
 from tests.transformers_io.test_convert import make_theirs
 from tests.transformers_io.test_export import QUICK

@@ -111,6 +111,17 @@ class Training:
         """Return the tokenizer of the data, as `Evaluated.tokenizer`."""
         return self.corpus.tokenizer
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the steps in the block; close the loader and the writer at its end."""
+        with (
+            Watchdog(self.config.train.step_timeout) as watchdog,
+            contextlib.closing(self.writer),
+            contextlib.closing(self.loader),
+        ):
+            self.reporter.watchdog = watchdog
+            yield
+
 
 # --------------------------------------------------------------------------- start
 
@@ -155,14 +166,7 @@ def train(
                 on_checkpoint=on_checkpoint,
                 check_folder=launch.check_folder,
             )
-        with (
-            Watchdog(config.train.step_timeout) as watchdog,
-            contextlib.closing(run.writer),
-            contextlib.closing(run.loader),
-            run.reporter.closed_on_error(),
-            run.reporter.profiling(),
-        ):
-            run.reporter.watchdog = watchdog
+        with run.watched(), run.reporter.closed_on_error(), run.reporter.profiling():
             stop.starting = False
             stopping = finish_resumed_step(run, stop)
             while run.state.step < plan.last_step and not stopping:
@@ -268,6 +272,20 @@ def set_up(
     reporter.start(run.corpus, state)
     model.train()  # evaluation and sampling restore this mode
     return run
+
+
+def set_up_unseen(
+    config: Config,
+    plan: Plan,
+    accelerator: Accelerator,
+    initialize: Callable[[LanguageModel], None] = draw_weights,
+) -> Training:
+    """Set up a run that is only measured; prints lines as `log.level` allows, and no panel."""
+    with (
+        Display(False, config.log.level, plan) as display,
+        Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
+    ):
+        return set_up(config, plan, accelerator, display, initialize)
 
 
 # --------------------------------------------------------------------------- the step
@@ -540,25 +558,10 @@ def rehearse(
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
     on_main(lambda: folder.mkdir())
     try:
-        with (
-            Display(False, "warning", plan) as display,
-            Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
-        ):
-            run = set_up(
-                config=rehearsal_config(config, str(folder)),
-                plan=plan,
-                accelerator=accelerator,
-                display=display,
-                initialize=initialize,
-            )
+        run = set_up_unseen(rehearsal_config(config, str(folder)), plan, accelerator, initialize)
         set_up_seconds = time.monotonic() - start
         try:
-            with (
-                Watchdog(config.train.step_timeout) as watchdog,
-                contextlib.closing(run.writer),
-                contextlib.closing(run.loader),
-            ):
-                run.reporter.watchdog = watchdog
+            with run.watched():
                 costs = measure_costs(run, seconds)
         finally:
             run.corpus.remove_cache()

@@ -30,7 +30,6 @@ from accel_gpt.console import run_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.training.accelerator import start_accelerator
-from accel_gpt.training.display import Display
 
 LIMIT = 1e-4
 NAMES = {  # nanoGPT's names of weights, and ours
@@ -90,8 +89,7 @@ def train_both(nanogpt: Path, config: Config, steps: int) -> list[tuple[float, f
     ensure_data(config)
     Path(config.out_dir).mkdir()
     config, accelerator = start_accelerator(config, plan)
-    with Display(False, config.log.level, plan) as display:
-        run = train.set_up(config, plan, accelerator, display)
+    run = train.set_up_unseen(config, plan, accelerator)
     batches = run.corpus.loader(plan, 0, accelerator.device, 0)  # those of run.loader once more
     peer = make_peer(nanogpt, config, run.gpt)
     optim = config.optim

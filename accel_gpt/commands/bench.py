@@ -4,7 +4,6 @@ Runs `train.update` on random tokens in a temporary folder, without evaluations,
 checkpoints or trackers. Measures where a step's time goes.
 """
 
-import contextlib
 import copy
 import json
 import statistics
@@ -38,7 +37,6 @@ from accel_gpt.train import Training
 from accel_gpt.training.accelerator import start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
 from accel_gpt.training.compilation import resolve_compile
-from accel_gpt.training.display import Display
 from accel_gpt.training.machine import describe_machine, memory_gb
 from accel_gpt.training.process import keep_freed_memory
 from accel_gpt.training.ranks import explain_lost_rank
@@ -92,17 +90,8 @@ def bench(options: BenchCommand) -> Report | None:
             measured, accelerator = start_accelerator(measured, plan)
         measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
         measured = resolve_compile(measured, plan)
-        with (
-            Display(False, measured.log.level, plan) as display,
-            Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
-        ):
-            training = train.set_up(measured, plan, accelerator, display)
-        with (
-            Watchdog(config.train.step_timeout) as watchdog,
-            contextlib.closing(training.loader),
-            contextlib.closing(training.writer),
-        ):
-            training.reporter.watchdog = watchdog
+        training = train.set_up_unseen(measured, plan, accelerator)
+        with training.watched():
             report = measure_steps(options, training)
         report |= whole_run(config, report["tokens_per_second"])
         report["vocabulary"] = {"tokens": vocab_size, "source": source}

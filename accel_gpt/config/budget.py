@@ -6,14 +6,12 @@ finds the longest run within the budget, and `with_length` scales a config to th
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from accel_gpt.config.depth import at_length
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Budget, reference_steps
-from accel_gpt.config.values import to_flat
+from accel_gpt.config.values import of_section, to_flat
 from accel_gpt.errors import require
 
 FEWEST_STEPS = 10  # of a run with a budget; assumption: a shorter run trains nothing
@@ -89,12 +87,6 @@ def with_length(config: Config, steps: int, thin: int = 1) -> Config:
         schedule = replace(schedule, decay_steps=decay)
     optim = replace(found.optim, **of_section("optim", flat))
     return replace(found, optim=optim, schedule=schedule)
-
-
-def of_section(section: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a section, by their names without the section."""
-    prefix = f"{section}."
-    return {key.removeprefix(prefix): flat[key] for key in flat if key.startswith(prefix)}
 
 
 def with_intervals(config: Config, steps: int, thin: int) -> Config:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import in_steps
+from accel_gpt.config.values import build, of_section
 from accel_gpt.config.vocabulary import implied_vocab_size
 from accel_gpt.errors import require
 
@@ -123,12 +124,7 @@ class Parameters(NamedTuple):
 
 def parameters(options: Mapping[str, Any]) -> Parameters:
     """Count the parameters N, from dotted options with the shape."""
-    shape = {}
-    for key, item in options.items():
-        section, _, name = key.partition(".")
-        if section == "model" and "." not in name:  # model.extra.x is no part of the shape
-            shape[name] = item
-    model = ModelConfig(**shape)
+    model = build(ModelConfig, of_section("model", options))
     reference = ModelConfig(
         mlp=model.mlp,
         n_embd=REFERENCE_WIDTH,

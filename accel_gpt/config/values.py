@@ -49,18 +49,19 @@ def sections(cls: type) -> frozenset[str]:
     return frozenset(found)
 
 
+def of_section(section: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a section, by their names without the section."""
+    prefix = f"{section}."
+    return {key.removeprefix(prefix): flat[key] for key in flat if key.startswith(prefix)}
+
+
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build a dataclass from dotted keys; other fields keep their defaults."""
     fields: dict[str, Any] = {}
     kind: Any = cls
     for name, hint in field_types(kind).items():
         if is_section(hint):
-            inner = {}
-            for key, value in values.items():
-                section, _, rest = key.partition(".")
-                if section == name and rest:
-                    inner[rest] = value
-            fields[name] = build(hint, inner)
+            fields[name] = build(hint, of_section(name, values))
         elif name.removesuffix("_") in values:
             fields[name] = values[name.removesuffix("_")]
     return cls(**fields)

@@ -17,7 +17,7 @@ from accel_gpt.config.compare import (
 )
 from accel_gpt.config.experiment import Config, ScheduleConfig
 from accel_gpt.config.plan import LENGTH_KEYS, Plan, make_plan
-from accel_gpt.config.values import build, relocated, to_flat
+from accel_gpt.config.values import build, of_section, relocated, to_flat
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.json_files import unknown_key_message
@@ -208,12 +208,8 @@ def with_length_of(saved: TrainState, config: Config) -> Config:
 def with_schedule_of(saved: TrainState, config: Config) -> Config:
     """Return `config` with the run's length and learning rates from a checkpoint."""
     known = to_flat(Config()) | saved.config
-    schedule = {}
-    for key, value in known.items():
-        if key.startswith("schedule."):
-            schedule[key.removeprefix("schedule.")] = value
     return replace(
         with_length_of(saved, config),
         optim=replace(config.optim, lr=known["optim.lr"]),
-        schedule=build(ScheduleConfig, schedule),
+        schedule=build(ScheduleConfig, of_section("schedule", known)),
     )

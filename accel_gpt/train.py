@@ -147,7 +147,7 @@ def train(
         config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
         group = make_host_group(config.train, accelerator.num_processes)
         stop.connect_ranks(config.train.time_limit, group)
-    given_size = config.train.micro_batch_size
+    given_size = config.train.micro_batch_size  # for the lines on model.depth
     config, plan = resolve_micro_batch_size(config, plan, accelerator)
     config = resolve_compile(config, plan)
     measure = partial(rehearse, config, plan, accelerator, initialize)

@@ -37,7 +37,9 @@ with another FILE each time). PYTHONPATH names this folder if accel_gpt is not i
 4. 4 minutes: accel-gpt train shakespeare_char --data.prepare.path TEXT with --train.compile true,
    then graphs
 5. 1 minute: G --only trace, after a change
-6. 5 minutes: the commands of 4 with --train.budget 2m, which no card has run yet: both end in time?
+6. 5 minutes: the commands of 4 with --train.budget 2m, which no card has run yet: do both end in
+   time?
+Each command of 4 and 6 has its own --out_dir.
 The machine needs tiktoken, its cache of GPT-2's vocabulary, matplotlib and transformers.
 
 Rules, which kernels and trace print with their figures:

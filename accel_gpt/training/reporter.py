@@ -330,11 +330,11 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
     """Return the last lines of a launch: the result, the folder of the run and the next steps."""
     out = shlex.quote(config.out_dir)
     spent = format_clock(state.seconds)
-    loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
-    last = loss.replace("val loss", "last val loss")  # of an earlier step
+    name = "last val loss" if signal_name else "val loss"  # after a signal, of an earlier step
+    loss = "" if state.val_loss is None else f", {name} {state.val_loss:.4f}"
     if signal_name:
         return (
-            f"{signal_name}: saved at step {state.step:,} after {spent}{last}; "
+            f"{signal_name}: saved at step {state.step:,} after {spent}{loss}; "
             "launch the same command again to continue"
         )
     if state.step < plan.max_steps:

@@ -75,6 +75,23 @@ def test_saves_by_tokens_are_counted() -> None:
     assert Costs(step=1, save=2).pauses(config, 5000) == 2 * saves
 
 
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_each_evaluation_and_each_save_of_the_best_is_counted(keep_best: bool) -> None:
+    """At worst, each evaluation is the best so far and is saved."""
+    config = config_with(
+        eval__every=30, checkpoint__every=50, checkpoint__keep_best=keep_best, sample__every=40
+    )
+    costs = Costs(step=1, evaluation=3, last_evaluation=7, samples=0.25, save=100)
+    evaluations = saves = samples = 0
+    for step in range(1, 201):
+        evaluates = step % 30 == 0 or step == 200
+        evaluations += evaluates
+        saves += step % 50 == 0 or (keep_best and evaluates)
+        samples += step % 40 == 0
+    expected = 3 * evaluations + 7 + 0.25 * samples + 100 * saves
+    assert costs.pauses(config, 200) == expected
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_rates_that_follow_from_the_depth_follow_from_the_length(
     optimizer: str, tmp_path: Path

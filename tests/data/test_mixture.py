@@ -102,6 +102,24 @@ def test_every_source_gives_its_own_order(corpus: Path, shuffle: Shuffle) -> Non
     assert Counter(source.tolist()) == {0: 600, 1: 300, 2: 300}
 
 
+def test_a_changed_mixture_counts_what_earlier_ones_gave(corpus: Path) -> None:
+    """So epochs go on, and the shards that are fetched ahead are those that are read next."""
+    earlier = {"0": 300, "1": 200, "of a source that left": 70}
+    mixed = replace(mixture(corpus, "global", (3, 1)), origin=570, given=earlier)
+    assert mixed.counts(570) == [300, 200]
+    assert mixed.counts(570 + 400) == [600, 300]
+    epoch = mixed.orders[0].sequences_per_epoch
+    assert mixed.epochs(970) == [600 / epoch, 300 / epoch]
+    k = np.arange(970, 1370)
+    source, shard, first = mixed.locate(k)
+    for number, order in enumerate(mixed.orders):
+        here = source == number
+        begin = mixed.counts(970)[number]
+        expected = order.locate(np.arange(begin, begin + here.sum()))
+        assert (shard[here] == expected[0]).all()
+        assert (first[here] == expected[1]).all()
+
+
 def test_one_source_is_its_order_alone(corpus: Path) -> None:
     mixed = mixture(corpus, "global", (1.0,))
     k = np.arange(1000)

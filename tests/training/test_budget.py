@@ -184,19 +184,27 @@ def test_too_short_a_budget(
 
 @pytest.mark.slow
 def test_ranks_agree_on_the_length(small_run: Arguments, tmp_path: Path) -> None:
-    """Real figures: each rank measures other times, and an own evaluation counts in its own way."""
+    """Real figures: each rank measures other times, and the slowest rank's count.
+
+    An own evaluation counts its batches in its own way, and takes 4 s longer on rank 1.
+    """
     code = tmp_path / "own.py"
     code.write_text(
+        "import time\n\n\n"
         "def evaluate(run):\n"
-        "    for i in range(run.accelerator.process_index, 12, 2):\n"
+        "    rank = run.accelerator.process_index\n"
+        "    for i in range(rank, 12, 2):\n"
         "        run.on_progress(i, 12)\n"
+        "    time.sleep(4 * rank)\n"
         "    return {'own/batches': 6.0}\n"
     )
     pair = ("--train.micro_batch_size", "2", "--train.budget", "2m", "--code", str(code))
     command = [*TORCHRUN, "--nproc_per_node", "2", TRAIN, *small_run(*pair)]
     shown = finish([*command, "--train.stop_at", "6"], tmp_path)
-    steps = re.search(r"^budget   ([\d,]+) steps in 2m: a step", shown, re.MULTILINE)
+    line = r"^budget   ([\d,]+) steps in 2m: a step .* an evaluation ([\d.]+) s,"
+    steps = re.search(line, shown, re.MULTILINE)
     assert steps, shown
+    assert float(steps[2]) >= 4
     assert f"train.stop_at: saved at step 6 of {steps[1]}" in shown
     assert f"{steps[1]} steps in 2m: as in" in finish([*command, "--train.stop_at", "7"], tmp_path)
 

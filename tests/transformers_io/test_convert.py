@@ -221,6 +221,18 @@ def test_a_config_of_transformers_4_gives_the_same_shape() -> None:
     assert read_hf_config(new, "")["rope_scaling"] == "llama3"
 
 
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": "yarn", "rope_factor": 2.0}])
+def test_transformers_4_reads_the_positions_of_an_export(scaling: dict[str, Any]) -> None:
+    """It knows `rope_theta` and `rope_scaling`, and does not know `rope_parameters`."""
+    content = write_hf_config(tiny("llama", rope_theta=500.0, **scaling), VOCAB, 7, "float32")
+    del content["rope_parameters"]
+    assert content["rope_theta"] == 500
+    found = read_hf_config(content, "the test")
+    assert found["rope_theta"] == 500
+    assert found["rope_scaling"] == scaling.get("rope_scaling", "none")
+    assert found.get("rope_factor", 1.0) == scaling.get("rope_factor", 1.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

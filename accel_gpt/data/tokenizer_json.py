@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.errors import DataError, UserError, require
@@ -42,6 +43,8 @@ LEFT_OUT = (
 # Keys of tokenizer.json that do not change the ids of `Tokenizer.encode()`. transformers may change
 # them when it saves a file.
 BESIDE_THE_POINT = ("post_processor", "truncation", "padding")
+# The normalizer that spells each space as U+2581, as in SentencePiece
+SPACE_MARK = MappingProxyType({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"})
 # The character that spells each byte (GPT-2's encoder.py): the Latin-1 character if it is
 # printable, else the next unused character from code 256 on.
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
@@ -132,17 +133,36 @@ def test_token_beyond_the_vocabulary_is_refused(corpus: Path) -> None:
         score(GPT(MODEL, 90), open_split(corpus, "val"))
 
 
-def words(kind: str, path: Path) -> Path:
+DECOMPOSED = ["\u1112\u1161\u11ab", "de\u0301ja\u0300", "Vie\u0323\u0302t", "\uff21\uff22", "x{y}"]
+NORMALIZERS = {
+    "NFC": normalizers.NFC(),
+    "NFKC": normalizers.Sequence([normalizers.NFKC()]),
+    "lower case without accents": normalizers.BertNormalizer(),
+    "typewriter quotes": normalizers.Replace("king", "k"),
+    "lacks bytes": None,
+}
+
+
+def tokenizer_json(kind: str, path: Path) -> Path:
     """A tokenizer.json whose tokens do not add up to the bytes of the text."""
     tokens = ["<|endoftext|>", "[UNK]", *sorted({*WORDS[:15], *map("\u2581".__add__, WORDS)})]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     model: Any = models.WordLevel(vocabulary, unk_token="[UNK]")
     if kind == "WordPiece":
         model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    if kind in NORMALIZERS:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        if kind == "lacks bytes":
+            alphabet = [character for character in alphabet if character not in "{}"]
+        model = models.BPE({token: i for i, token in enumerate([*tokens[:2], *alphabet])}, [])
     tokenizer = tokenizers.Tokenizer(model)
     if kind == "space before a text":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
+    elif kind in NORMALIZERS:
+        tokenizer.normalizer = NORMALIZERS[kind]
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
@@ -151,22 +171,27 @@ def words(kind: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["space before a text", "WordPiece", "unknown words"])
+@pytest.mark.parametrize(
+    "kind", ["space before a text", "WordPiece", "unknown words", *NORMALIZERS]
+)
 def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     kind: str, small_run: Arguments, tmp_path: Path, model: GPT
 ) -> None:
-    path, folder = words(kind, tmp_path / "tokenizer.json"), tmp_path / "data"
-    texts = [text_of(8, seed=i).strip() for i in range(200)]
+    path, folder = tokenizer_json(kind, tmp_path / "tokenizer.json"), tmp_path / "data"
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices([*WORDS, *DECOMPOSED], k=8)) for _ in range(200)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     recipe = {"source": "jsonl", "path": str(tmp_path / "t.jsonl"), "tokenizer": str(path)}
     prepare(PrepareConfig(**recipe, val_fraction=0.5, workers=1), folder)  # type: ignore[arg-type]
     split, tokenizer = open_data(str(folder), "val", DataConfig())
-    of_text = sum(shard.bytes or 0 for shard in split.shards)
-    assert 0.3 * sum(map(len, texts)) < of_text < 0.7 * sum(map(len, texts))
+    encoded = {tuple(tokenizer.encode(text)): text for text in texts}
+    ids = split.read(0, 0, split.tokens)
+    documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot_id) + 1)[:-1]
+    of_text = sum(len(encoded[tuple(document[:-1].tolist())].encode()) for document in documents)
     part = EvalSplit(None, 1.0, split, None)
     found = score_source(model, part, Accelerator(cpu=True), 8, tokenizer, None)
-    assert found.bytes == pytest.approx(of_text, rel=0.01)  # all but the first token
-    assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.01)
+    assert found.bytes == pytest.approx(of_text, rel=0.002)  # all but the first token
+    assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.002)
 
     foreign = tmp_path / "foreign"  # nanoGPT's files do not hold the bytes of their text
     foreign.mkdir()

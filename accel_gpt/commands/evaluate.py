@@ -5,6 +5,7 @@ Reads the model, the data and the questions. Writes no files.
 
 import math
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +23,11 @@ from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.console import write_out
 from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
+from accel_gpt.data.index import DATA_MARKS
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_sources, train_paths
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.evals.evaluation import (
     Evaluation,
     evaluate,
@@ -34,7 +36,7 @@ from accel_gpt.evals.evaluation import (
     open_own_evaluations,
 )
 from accel_gpt.evals.validation import OnProgress, score_source
-from accel_gpt.files import strict_json
+from accel_gpt.files import describe_path, nearest_folder, strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
@@ -222,6 +224,8 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
     config = with_code(config, load_code(options.code))
     if not options.data:
         require_data(config)
+    elif not is_url(options.data) and config.own.shards is None:
+        require_data_folder(options.data, source)
     return config
 
 
@@ -240,6 +244,21 @@ def require_data(config: Config) -> None:
             f"data.train {source.path} of the run does not exist; name the data with --data "
             "FOLDER, or run the command in the folder where the run was launched",
         )
+
+
+def require_data_folder(path: str, source: Pretrained) -> None:
+    """Raise `UserError` if `path` holds no token shards; `source`: the model to evaluate on it."""
+    if Path(path).is_dir() and any(any(Path(path).glob(mark)) for mark in DATA_MARKS):
+        return
+    near = None if Path(path).exists() else nearest_folder(path, DATA_MARKS)
+    tokenizer = shlex.quote(str(source.tokenizer))
+    expected = (
+        "expected a folder of token shards, which accel-gpt prepare TEXT --tokenizer "
+        f"{tokenizer} makes"
+    )
+    if near:
+        expected = f"did you mean {near}?"
+    raise UserError(f"--data {path} {describe_path(path)}; {expected}")
 
 
 def open_tasks_of(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_gpt.console import write_err
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.hub_client import SCHEME, cached_gpt2_folders, download_tokenizer, is_repo
 from accel_gpt.data.shards import Split, token_dtype
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
 Ids = NDArray[Any]
+
+# The class that reads tokenizer.json unchanged. transformers 5 calls it TokenizersBackend and knows
+# this name too; transformers 4 and the servers built on it know only this name.
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 # GPT-2's files, with the SHA-256 of each (tiktoken_ext/openai_public.py)
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
@@ -156,12 +161,23 @@ class Tokenizer(ABC):
         """Return kind, vocabulary size and fingerprint, for error messages."""
         return f"{self.kind} of {self.vocab_size:,}, {self.fingerprint[:12]}"
 
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json into `folder`, and tokenizer_config.json if `config` has content."""
+    def save(
+        self, folder: str | Path, block_size: int | None = None, vocab_size: int | None = None
+    ) -> None:
+        """Write the tokenizer as files that `AutoTokenizer` opens.
+
+        The files are tokenizer.json and tokenizer_config.json, with the chat template that the
+        tokenizer came with, if any. `encode(text)`, `decode(ids)` and `eos_token_id` of
+        transformers then equal our `encode_prompt(text)`, `decode(ids)` and `eot_id`, with one
+        exception. A character that a chars tokenizer does not know raises "WordLevel error: Missing
+        [UNK] token from the vocabulary", where ours raises `UserError`. `block_size`: tokens, for
+        model_max_length; None: as the tokenizer came. `vocab_size`: rows of the model, for
+        `leave_out_other_tokens`; None: no token is left out.
+        """
+        settings = written_config(self, block_size, vocab_size)
+        config = json.dumps(settings, ensure_ascii=False, indent=2)
         (Path(folder) / FILE).write_text(self.file_text, encoding="utf-8")
-        if self.config:
-            config = json.dumps(dict(self.config), ensure_ascii=False, indent=2)
-            (Path(folder) / CONFIG).write_text(config, encoding="utf-8")
+        (Path(folder) / CONFIG).write_text(config + "\n", encoding="utf-8")
 
 
 class BytesTokenizer(Tokenizer):
@@ -461,3 +477,69 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         tokenizer = HFTokenizer(content, where, config)
     tokenizer.config = config
     return tokenizer
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def written_config(
+    tokenizer: Tokenizer, block_size: int | None, vocab_size: int | None
+) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json.
+
+    It holds the settings that the tokenizer came with, and ours. The token that ends a document in
+    the training data also begins the next one, as in GPT-2; a text gets neither by default.
+    """
+    config = {"tokenizer_class": TOKENIZER_CLASS, **tokenizer.config}
+    for key, value in config.items():  # transformers 5 takes a string, or an object with its type
+        if isinstance(value, dict) and "content" in value and "__type" not in value:
+            config[key] = value["content"]
+    if vocab_size is not None:
+        leave_out_other_tokens(config, tokenizer, vocab_size)
+    if block_size is not None:
+        config["model_max_length"] = block_size
+    config["clean_up_tokenization_spaces"] = False
+    for key in ("bos_token", "eos_token"):
+        if tokenizer.eot_id is None:
+            config.pop(key, None)
+        elif spelling(config.get(key)) != tokenizer.eot:
+            config[key] = tokenizer.eot
+    config["add_bos_token"] = False
+    config["add_eos_token"] = False
+    split = json.loads(tokenizer.file_text).get("pre_tokenizer") or {}
+    if "add_prefix_space" in split:  # transformers 4 takes its default instead of tokenizer.json's
+        config["add_prefix_space"] = split["add_prefix_space"]
+    return config
+
+
+def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Remove tokens from a tokenizer_config.json that are no added tokens of the model; say it.
+
+    transformers would add a token that tokenizer.json lacks to the vocabulary, beyond the
+    `vocab_size` rows of the model. It would cut a text at an ordinary token, which training did
+    not.
+    """
+    content = json.loads(tokenizer.file_text)
+    tokens = content.get("added_tokens", ())
+    added = {token["content"] for token in tokens if token["id"] < vocab_size} | {tokenizer.eot}
+    others: list[str] = []
+
+    def is_known(token: object) -> bool:
+        name = spelling(token)
+        if not name or not isinstance(name, str) or name in added:
+            return True
+        others.append(name)
+        return False
+
+    for key, value in list(config.items()):
+        if key.endswith("_special_tokens") and isinstance(value, list):
+            config[key] = [token for token in value if is_known(token)]
+        elif key.endswith("_special_tokens") and isinstance(value, dict):
+            config[key] = {name: token for name, token in value.items() if is_known(token)}
+        elif key.endswith("_token") and not is_known(value):
+            del config[key]
+    if others:
+        write_err(
+            "WARNING: tokenizer_config.json names tokens that are ordinary, or that the model has "
+            f"no row for: {', '.join(sorted(set(others)))}; the written files leave them out"
+        )

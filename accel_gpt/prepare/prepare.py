@@ -367,7 +367,7 @@ def create_tokenizer(config: PrepareConfig, files: Sequence[Path], folder: Path)
     if config.tokenizer == "bpe":
         texts = partial(sample_texts, config, files, BPE_BYTES)
     tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
-    tokenizer.save(folder)
+    tokenizer.save(folder, vocab_size=tokenizer.vocab_size)
 
 
 def resume(

@@ -58,9 +58,6 @@ SHARD_SIZE = "5GB"  # of model.safetensors; the default of transformers 4
 COMPARED_SEQUENCES = 2
 COMPARED_TOKENS = 1024  # of each sequence, at most the context
 COMPARED_LOGITS = 128  # of the last tokens; the logits of all tokens can take gigabytes
-# The class that reads tokenizer.json unchanged. transformers 5 calls it TokenizersBackend and knows
-# this name too; transformers 4 and the servers built on it know only this name.
-TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 EXPORT_DTYPES = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
@@ -216,7 +213,7 @@ def write_files(
     }
     write_settings(folder / "config.json", config)
     write_settings(folder / "generation_config.json", generation)
-    export_tokenizer(tokenizer, folder, model.config.block_size, model.vocab_size)
+    tokenizer.save(folder, model.config.block_size, model.vocab_size)
     tensors = export_tensors(model, exportable_preset(model), dtype)
     model.to("meta")  # frees its memory for the process that compares
     try:
@@ -387,81 +384,4 @@ def warn_of_template(pretrained: Pretrained) -> None:
         sys.stderr.write(
             f"WARNING: the tokenizer of {pretrained.name} adds tokens to a text, such as <s>; the "
             "exported one does not, because accel-gpt trains and evaluates without them\n"
-        )
-
-
-def export_tokenizer(
-    tokenizer: Tokenizer, folder: Path, block_size: int, vocab_size: int | None = None
-) -> None:
-    """Write the tokenizer as files that `AutoTokenizer` opens.
-
-    The files are tokenizer.json and tokenizer_config.json, with the chat template that the
-    tokenizer came with, if any. `encode(text)`, `decode(ids)` and `eos_token_id` of transformers
-    then equal our `encode_prompt(text)`, `decode(ids)` and `eot_id`, with one exception. A
-    character that a chars tokenizer does not know raises "WordLevel error: Missing [UNK] token from
-    the vocabulary", where ours raises `UserError`. `block_size`: tokens, for model_max_length.
-    `vocab_size`: rows of the model; None: as many as the tokenizer has tokens.
-    """
-    settings = tokenizer_config(tokenizer, block_size, vocab_size or tokenizer.vocab_size)
-    config = json.dumps(settings, ensure_ascii=False, indent=2)
-    (folder / tokenizer_json.FILE).write_text(tokenizer.file_text, encoding="utf-8")
-    (folder / tokenizer_json.CONFIG).write_text(config + "\n", encoding="utf-8")
-
-
-def tokenizer_config(tokenizer: Tokenizer, block_size: int, vocab_size: int) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json.
-
-    It holds the settings that the tokenizer came with, and ours. The token that ends a document in
-    the training data also begins the next one, as in GPT-2; a text gets neither by default.
-    """
-    config = {"tokenizer_class": TOKENIZER_CLASS, **tokenizer.config}
-    for key, value in config.items():  # transformers 5 takes a string, or an object with its type
-        if isinstance(value, dict) and "content" in value and "__type" not in value:
-            config[key] = value["content"]
-    leave_out_other_tokens(config, tokenizer, vocab_size)
-    config["model_max_length"] = block_size
-    config["clean_up_tokenization_spaces"] = False
-    for key in ("bos_token", "eos_token"):
-        if tokenizer.eot_id is None:
-            config.pop(key, None)
-        elif tokenizer_json.spelling(config.get(key)) != tokenizer.eot:
-            config[key] = tokenizer.eot
-    config["add_bos_token"] = False
-    config["add_eos_token"] = False
-    split = json.loads(tokenizer.file_text).get("pre_tokenizer") or {}
-    if "add_prefix_space" in split:  # transformers 4 takes its default instead of tokenizer.json's
-        config["add_prefix_space"] = split["add_prefix_space"]
-    return config
-
-
-def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Remove tokens from a tokenizer_config.json that are no added tokens of the model; say it.
-
-    transformers would add a token that tokenizer.json lacks to the vocabulary, beyond the
-    `vocab_size` rows of the model. It would cut a text at an ordinary token, which training did
-    not.
-    """
-    content = json.loads(tokenizer.file_text)
-    tokens = content.get("added_tokens", ())
-    added = {token["content"] for token in tokens if token["id"] < vocab_size} | {tokenizer.eot}
-    others: list[str] = []
-
-    def is_known(token: object) -> bool:
-        name = tokenizer_json.spelling(token)
-        if not name or not isinstance(name, str) or name in added:
-            return True
-        others.append(name)
-        return False
-
-    for key, value in list(config.items()):
-        if key.endswith("_special_tokens") and isinstance(value, list):
-            config[key] = [token for token in value if is_known(token)]
-        elif key.endswith("_special_tokens") and isinstance(value, dict):
-            config[key] = {name: token for name, token in value.items() if is_known(token)}
-        elif key.endswith("_token") and not is_known(value):
-            del config[key]
-    if others:
-        sys.stderr.write(
-            "WARNING: tokenizer_config.json names tokens that are ordinary, or that the model has "
-            f"no row for: {', '.join(sorted(set(others)))}; the exported files leave them out\n"
         )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.run_folder import locked
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here
+from tests.conftest import launch, run_here, text_of
 from tests.evals import test_hellaswag as hellaswag
 from tests.evals.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
@@ -125,6 +126,24 @@ def test_other_data_is_named(
     prepare(PrepareConfig(source="text", workers=1, **recipe), tmp_path / "chars")
     assert call(trained, "--data", tmp_path / "chars") == 3
     assert "the data has a different tokenizer (chars" in capsys.readouterr().err
+
+
+def test_a_text_as_data_names_the_tokenizer_of_the_run(
+    trained: Path,
+    tmp_path: Path,
+    evaluate: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the sentence says to prepare can be evaluated."""
+    (tmp_path / "folder").mkdir()
+    text = tmp_path / "folder" / "notes.md"
+    text.write_text(text_of(2000))
+    for path in (text, tmp_path / "folder"):
+        assert call(trained, "--data", path) == 2
+        words = re.findall(r"prepare TEXT --tokenizer (\S+)", capsys.readouterr().err)
+        recipe = {"source": "text", "path": str(text), "tokenizer": words[0]}
+        prepare(PrepareConfig(workers=1, **recipe), tmp_path / "data")  # type: ignore[arg-type]
+        assert "eval/val_loss/data" in evaluate(trained, "--data", tmp_path / "data")["metrics"]
 
 
 def test_a_checkpoint_without_its_run_needs_data(

@@ -14,6 +14,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
@@ -25,7 +26,7 @@ from accel_gpt.data.tokenizer import (
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.bpe import make_tokenizer, train_bpe
-from accel_gpt.transformers_io.export import export_tokenizer
+from accel_gpt.prepare.prepare import prepare
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
 
 BLOCK_SIZE = 100_000
@@ -81,7 +82,7 @@ def folders(
     written = {}
     for kind, tokenizer in tokenizers.items():
         written[kind] = tmp_path_factory.mktemp(kind)
-        export_tokenizer(tokenizer, written[kind], BLOCK_SIZE)
+        tokenizer.save(written[kind], BLOCK_SIZE)
     return written
 
 
@@ -195,7 +196,7 @@ def test_the_files_give_the_equal_tokenizer_back(
     loaded = load_tokenizer(folders[kind])
     assert type(loaded) is type(tokenizers[kind])
     assert equal(loaded, tokenizers[kind])
-    export_tokenizer(loaded, tmp_path, BLOCK_SIZE)
+    loaded.save(tmp_path, BLOCK_SIZE)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_text() == (folders[kind] / name).read_text()
     if kind in ("bytes", "chars", "gpt2"):
@@ -289,7 +290,7 @@ def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -
     for name in ("data", "export"):
         (tmp_path / name).mkdir()
     load_tokenizer(tmp_path / "source").save(tmp_path / "data")
-    export_tokenizer(load_tokenizer(tmp_path / "data"), tmp_path / "export", 64)
+    load_tokenizer(tmp_path / "data").save(tmp_path / "export", 64)
     assert equal(load_tokenizer(tmp_path / "export"), source)
     for name in ("data", "export"):
         written = "".join(path.read_text() for path in (tmp_path / name).iterdir())
@@ -302,6 +303,32 @@ def test_the_settings_of_an_imported_tokenizer_are_taken_along(tmp_path: Path) -
     assert theirs.model_max_length == 64
     messages = [{"role": "user", "content": "hi"}]
     assert theirs.apply_chat_template(messages, tokenize=False) == "[user] hi"
+
+
+@pytest.mark.parametrize("name", ["bytes", "chars", "bpe", "hf"])
+def test_a_data_folder_has_the_special_tokens_of_an_export(name: str, tmp_path: Path) -> None:
+    foreign(tmp_path / "source", eos_token="h", pad_token="<|endoftext|>", mask_token="ordinary")
+    (tmp_path / "text.txt").write_text("the king of a land far by the sea\n" * 50)
+    prepare(
+        PrepareConfig(
+            source="text",
+            path=str(tmp_path / "text.txt"),
+            tokenizer=str(tmp_path / "source") if name == "hf" else name,
+            vocab_size=270 if name == "bpe" else PrepareConfig.vocab_size,
+            workers=1,
+        ),
+        tmp_path / "data",
+    )
+    tokenizer = load_tokenizer(tmp_path / "data")
+    (tmp_path / "export").mkdir()
+    tokenizer.save(tmp_path / "export", BLOCK_SIZE, tokenizer.vocab_size)
+    data, export = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        for folder in ("data", "export")
+    )
+    assert data.special_tokens_map == export.special_tokens_map
+    assert data.eos_token_id == data.bos_token_id == tokenizer.eot_id
+    assert len(data) == len(export) == tokenizer.vocab_size
 
 
 def other(folder: Path, **changes: Any) -> Path:
@@ -354,7 +381,7 @@ def test_what_changes_the_ids_of_a_text_is_in_no_file_that_is_written(
         (tmp_path / folder).mkdir()
     load_tokenizer(source).save(tmp_path / "data")
     tokenizer = load_tokenizer(tmp_path / "data")
-    export_tokenizer(tokenizer, tmp_path / "export", BLOCK_SIZE)
+    tokenizer.save(tmp_path / "export", BLOCK_SIZE)
     assert equal(tokenizer, without)
     for folder in ("data", "export"):
         plain = library.Tokenizer.from_file(str(tmp_path / folder / "tokenizer.json"))
@@ -372,7 +399,7 @@ def test_the_settings_say_of_a_space_what_tokenizer_json_says(
     source = other(tmp_path / "source", pre_tokenizer=split)
     (tmp_path / "source" / CONFIG).write_text(json.dumps({"add_prefix_space": not adds_space}))
     (tmp_path / "export").mkdir()
-    export_tokenizer(load_tokenizer(source), tmp_path / "export", BLOCK_SIZE)
+    load_tokenizer(source).save(tmp_path / "export", BLOCK_SIZE)
     settings = json.loads((tmp_path / "export" / CONFIG).read_text())
     assert settings["add_prefix_space"] == adds_space
 

@@ -20,7 +20,7 @@ from torch.nn import Linear
 from transformers import AutoTokenizer
 
 from accel_gpt import cli
-from accel_gpt.data.tokenizer import load_tokenizer
+from accel_gpt.data.tokenizer import HFTokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.publish import gguf
@@ -217,13 +217,13 @@ def test_a_text_gets_the_tokens_of_the_training_by_default(
         "adds tokens to a text, such as <s>; the exported one does not" in capsys.readouterr().err
     )
 
-    real = exporting.export_tokenizer
+    real = HFTokenizer.save
 
-    def export_with_template(tokenizer: Any, folder: Path, *sizes: int) -> None:
+    def save_with_template(tokenizer: Any, folder: Path, *sizes: int) -> None:
         real(tokenizer, folder, *sizes)
         write_llama_tokenizer(folder)
 
-    monkeypatch.setattr(exporting, "export_tokenizer", export_with_template)
+    monkeypatch.setattr(HFTokenizer, "save", save_with_template)
     with pytest.raises(CheckpointError, match="its tokenizer returns different ids"):
         export(str(tmp_path / "tuned"), tmp_path / "wrong")
 
@@ -247,7 +247,7 @@ def test_settings_of_a_tokenizer_change_no_ids_of_the_exported_one(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | settings))
     ours = load_tokenizer(tmp_path)
     (tmp_path / "out").mkdir()
-    exporting.export_tokenizer(ours, tmp_path / "out", 64)
+    ours.save(tmp_path / "out", 64, ours.vocab_size)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(theirs) == ours.vocab_size
     text = "the king <s> [PAD] <mask> <tool> <image>"

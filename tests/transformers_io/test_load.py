@@ -20,7 +20,6 @@ from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, named_token
 from accel_gpt.errors import CheckpointError, DataError, UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.transformers_io import pretrained
-from accel_gpt.transformers_io.export import export_tokenizer
 from accel_gpt.transformers_io.load import load_initial_weights, load_pretrained
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 from tests.conftest import launch, run_here
@@ -42,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("saved") / "gpt2"
     theirs = make_theirs("GPT2", SHAPE)
     theirs.save_pretrained(folder)
-    export_tokenizer(BytesTokenizer(), folder, 64)
+    BytesTokenizer().save(folder, 64)
     return theirs, folder
 
 
@@ -96,7 +95,7 @@ def test_what_is_not_set_comes_with_the_weights(folder: Path) -> None:
 def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
     folder: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_tokenizer(CharsTokenizer("abc"), folder, 64)
+    CharsTokenizer("abc").save(folder, 64)
     with pytest.raises(DataError, match=r"a different tokenizer \(chars of 3,.*bytes of 257"):
         started(small_run("--model.init_from", str(folder)))
     (folder / "tokenizer.json").unlink()
@@ -126,7 +125,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(
 ) -> None:
     (folder / "tokenizer.json").unlink()
     if vocabulary:
-        export_tokenizer(CharsTokenizer(vocabulary), folder, 64)
+        CharsTokenizer(vocabulary).save(folder, 64)
     if tokenizer == "big.json":
         tokenizer = str(tmp_path / "big")
         Path(tokenizer).mkdir()
@@ -162,7 +161,7 @@ def test_a_token_that_was_added_beyond_the_weights(
     assert run_here(cli.dispatch, ["sample", run.replace("False", "True")]) == 0
     words = ["export", run.replace("False", "True"), "--to", str(tmp_path / "exported")]
     assert run_here(cli.dispatch, words) == 0
-    assert "the model has no row for: [PAD]; the exported files" in capsys.readouterr().err
+    assert "the model has no row for: [PAD]; the written files" in capsys.readouterr().err
     exported = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
     assert "pad_token" not in exported  # the model has no row for it
 
@@ -171,7 +170,7 @@ def test_ids_without_a_spelling_are_never_written(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary is larger than the tokenizer's if it is padded to a multiple of 64."""
-    export_tokenizer(CharsTokenizer("abc"), folder, 64)
+    CharsTokenizer("abc").save(folder, 64)
     options = ["--max_new_tokens", "60", "--top_k", "null", "--temperature", "2"]
     # as a CUDA build of torch answers without a GPU
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
@@ -206,7 +205,7 @@ def test_the_same_tokenizer_at_another_place_is_no_other_preparation(
     folder.rename(tmp_path / "moved")
     second = ["--model.init_from", str(tmp_path / "moved"), "--out_dir", str(tmp_path / "second")]
     assert launch(small_run(*QUICK, *data, *second)) == 0
-    export_tokenizer(CharsTokenizer("ab"), tmp_path / "moved", 64)
+    CharsTokenizer("ab").save(tmp_path / "moved", 64)
     third = [*second, "--out_dir", str(tmp_path / "third")]
     assert launch(small_run(*QUICK, *data, *third)) == 2
     assert "prepared with other settings (tokenizer:" in capsys.readouterr().err
@@ -312,7 +311,7 @@ def test_a_checkpoint_of_nanogpt_is_refused_with_the_way_that_the_docs_show(
     page = (ROOT / "docs/how-to/from-nanogpt.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     subprocess.run([sys.executable, "-c", code], check=True)
-    export_tokenizer(BytesTokenizer(), Path("out/transformers"), 64)
+    BytesTokenizer().save(Path("out/transformers"), 64)
     ours, _ = load_pretrained("out/transformers")
     tokens = draw()
     assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5)

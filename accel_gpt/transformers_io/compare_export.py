@@ -2,8 +2,9 @@
 
     python -m accel_gpt.transformers_io.compare_export FOLDER REFERENCE.safetensors
 
-Reads the folder and REFERENCE: the values of `export.compute_reference`, and a text with its `ids`,
-which the tokenizer must return with its default arguments.
+Reads the folder and REFERENCE: the values of `export.compute_reference`, the logits `trained` of
+the weights before they were rounded, if they were, and a text with its `ids`, which the tokenizer
+must return with its default arguments.
 Prints one JSON object. If the two differ it prints one sentence and exits with code `DIFFERENT`.
 Imports nothing of this package.
 """
@@ -52,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         "difference": largest_difference(ours["logits"], logits),
         "transformers": transformers.__version__,
     }
+    if "trained" in ours:
+        report["from_trained"] = largest_difference(ours["trained"], logits)
     sys.stdout.write(json.dumps(report))
     return 0
 

@@ -71,17 +71,24 @@ class Exported:
     parameters: int
     bytes: int  # of the weights
     dtype: str
-    difference: float  # the largest difference of two logits
+    difference: float  # from ours with the same weights: the largest difference of two logits
+    from_trained: float | None  # from ours with the trained weights; None if they are the same
     compared_on: str  # the tokens, in words
     transformers: str  # version
 
     def describe(self, folder: Path) -> str:
         """Return one paragraph about the exported folder."""
+        differences = f"{self.difference:.1e} from ours"
+        if self.from_trained is not None:
+            differences += (
+                f" with the weights in {self.dtype}, and by at most {self.from_trained:.1e} from "
+                "ours with the trained weights,"
+            )
         return (
             f"{folder}: {self.model_class}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.bytes / 1e6:,.1f} MB\n"
             f"opened by transformers {self.transformers}: its logits differ by at most "
-            f"{self.difference:.1e} from ours on {self.compared_on}\n"
+            f"{differences} on {self.compared_on}\n"
         )
 
 
@@ -169,11 +176,12 @@ def write_model(
     """
     warn_of_template(pretrained)
     tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
+    trained = {} if dtype == "fp32" else {"trained": compute_logits(model, tokens)}
     if as_qwen3:
         model = convert_to_qwen3(model, tokens)
     preset = exportable_preset(model)
     round_weights(model, EXPORT_DTYPES[dtype])
-    reference = compute_reference(model, tokens)
+    reference = trained | compute_reference(model, tokens)
     require(
         bool(reference["logits"].isfinite().all()),
         f"the weights in {dtype} give logits that are not finite; nothing was exported",
@@ -186,6 +194,7 @@ def write_model(
         bytes=size,
         dtype=dtype,
         difference=report["difference"],
+        from_trained=report.get("from_trained"),
         compared_on=compared_on,
         transformers=report["transformers"],
     )
@@ -298,6 +307,13 @@ def val_path(pretrained: Pretrained) -> str | None:
 
 
 @torch.no_grad()
+def compute_logits(model: GPT, tokens: Tensor) -> Tensor:
+    """Return the logits (B, L, V) of the last L of `tokens` (B, T)."""
+    logits: Tensor = model(tokens)
+    return logits[:, -COMPARED_LOGITS:].contiguous()
+
+
+@torch.no_grad()
 def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     """Return the values that `compare_export.py` compares.
 
@@ -314,7 +330,7 @@ def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
 
     hooks = [block.register_forward_pre_hook(keep_input) for block in model.blocks]
     hooks.append(model.norm_f.register_forward_hook(keep_output))
-    logits = model(tokens)[:, -COMPARED_LOGITS:].contiguous()
+    logits = compute_logits(model, tokens)
     for hook in hooks:
         hook.remove()
     reference = {"tokens": tokens, "logits": logits}

@@ -20,6 +20,7 @@ from torch.nn import Linear
 from transformers import AutoTokenizer
 
 from accel_gpt import cli
+from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import HFTokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.model.gpt import GPT
@@ -72,6 +73,26 @@ def test_fast_opens_as_qwen3(trained: Trained, tmp_path: Path) -> None:
     again, _ = load_pretrained(str(tmp_path / "out"))
     ours, _ = load_pretrained(run)
     torch.testing.assert_close(again(tokens), ours(tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_smaller_weights_state_their_difference_from_the_trained_ones(
+    dtype: str, trained: Trained, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(trained(*QUICK))
+    words = ["export", run, "--to", str(tmp_path / "out"), "--dtype", dtype]
+    assert run_here(cli.dispatch, words) == 0
+    told = re.search(r"(\S+) from ours with the trained weights", capsys.readouterr().out)
+    assert told
+    ours = load_pretrained(run)[0]
+    exported = load_pretrained(str(tmp_path / "out"))[0]
+    split = open_split(corpus, "val")
+    last = split.tokens - 32
+    tokens = torch.tensor([split.read(0, start, 32).tolist() for start in (0, last)])
+    difference = (exported(tokens) - ours(tokens)).abs().max().item()
+    assert float(told[1]) == pytest.approx(difference, rel=0.1)
+    assert difference > 1e-5
 
 
 @pytest.mark.usefixtures("in_this_process")

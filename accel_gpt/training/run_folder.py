@@ -10,6 +10,7 @@
     .uploading/         links to the checkpoint being uploaded; see `publish/uploader.py`
     data_files.json     size and modification time of each local data file
     best                the step of the best checkpoint
+    tracker_run         the name of the run in the trackers, see `trackers.py`
     .lock               locked while a process works in the folder
 
 Skips files and records that are missing, incomplete or malformed. Needs no torch.
@@ -39,6 +40,7 @@ CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` ret
 RUN_MARKS = ("checkpoints", "run.json", "metrics.jsonl", "manifest.json", "config.json")
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 CODE = "code.py"
+TRACKER_RUN = "tracker_run"  # with metrics.jsonl, all that the trackers need at a resume
 BLOCK_BYTES = 2**16  # read at once from the end of a file; a record takes about 500 bytes
 
 

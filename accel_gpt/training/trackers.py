@@ -19,6 +19,7 @@ from accelerate.tracking import TensorBoardTracker
 
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
+from accel_gpt.training.run_folder import TRACKER_RUN
 
 PROJECT = "accel_gpt"
 
@@ -119,7 +120,7 @@ def resumable(out_dir: Path) -> dict[str, Any]:
 
     The first launch chooses the name. wandb records nothing except the values that it is given.
     """
-    path = out_dir / "tracker_run"
+    path = out_dir / TRACKER_RUN
     if not path.is_file():
         folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
         write_file(path, [f"{folder}-{secrets.token_hex(4)}\n".encode()])

@@ -38,7 +38,9 @@ from accel_gpt.training.run_folder import (
 )
 from accel_gpt.transformers_io.hf_config import read_hf_config
 
-SMALL_FILES = ("config.json", *HUB_FILES)
+ADAPTER = "adapter_config.json"  # of PEFT
+ADAPTER_FILES = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
+SMALL_FILES = ("config.json", ADAPTER, *HUB_FILES)
 PICKLES = (".pt", ".pth", ".ckpt")  # endings of files that torch.save writes
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
@@ -92,8 +94,8 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     """Find a model in a folder, or on the Hub, from which it downloads only the small files.
 
     A folder with a config.json is in transformers format, unless it is also a run with checkpoints.
-    `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model. The Hub is
-    not asked for a path.
+    `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model, or an
+    adapter beside it. The Hub is not asked for a path.
     """
     folder = Path(name).expanduser()
     if name.startswith(SCHEME) or not folder.exists():
@@ -105,6 +107,7 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
             near = nearest_folder(name, RUN_MARKS)
             advice = f"; did you mean {near}?" if near else ""
             raise type(error)(f"{error}{advice}") from None
+        require_no_adapter(name, folder)
         require(
             (folder / "config.json").is_file(),
             f"{name} on the Hub has no config.json; expected a model in transformers format",
@@ -114,12 +117,25 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     if not folder.is_dir():
         raise not_a_model(name, folder)
     is_run = any(map(is_checkpoint, RunFolder(folder).checkpoints.values()))
+    if not is_run and not is_checkpoint(folder):
+        require_no_adapter(name, folder)
     if (folder / "config.json").is_file() and not is_run:
         require_no_choice(name, checkpoint)
         return Pretrained(name, folder, is_checkpoint=False)
     if not (is_checkpoint(folder) or (folder / "checkpoints").is_dir()):
         raise not_a_model(name, folder)
     return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
+
+
+def require_no_adapter(name: str, folder: Path) -> None:
+    """Raise `UserError` if a folder holds an adapter, whose weights change those of the model."""
+    for file in ADAPTER_FILES:
+        require(
+            not (folder / file).exists(),
+            f"{name} holds {file}, an adapter of PEFT, which is not read; merge it first: peft."
+            f"AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()."
+            "save_pretrained(FOLDER)",
+        )
 
 
 def find_on_main(name: str, checkpoint: str = "last") -> Pretrained:

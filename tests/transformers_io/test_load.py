@@ -260,6 +260,32 @@ def test_weights_in_a_pickle_are_never_read(
     assert trap.exists(), "the payload would have worked"
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("beside_weights", [True, False])
+def test_an_adapter_is_merged_first(
+    file: str,
+    beside_weights: bool,
+    folder: Path,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its weights would be ignored."""
+    (folder / file).write_bytes(b"{}")
+    if not beside_weights:
+        (folder / "config.json").unlink()
+        (folder / "model.safetensors").unlink()
+    for words in (
+        ["sample", str(folder)],
+        ["evaluate", str(folder), "--data", str(tmp_path / "data")],
+        ["export", str(folder), "--to", str(tmp_path / "exported")],
+    ):
+        assert run_here(cli.dispatch, words) == 2
+        assert f"holds {file}, an adapter of PEFT" in capsys.readouterr().err
+    assert launch(small_run("--model.init_from", str(folder))) == 2
+    assert "merge it first" in capsys.readouterr().err
+
+
 DAMAGED: dict[str, tuple[str, dict[str, Any] | bytes | None, str]] = {
     "class": ("config.json", {"model_type": "t5", "architectures": ["T5Model"]}, "is a T5Model"),
     "layers": ("config.json", {"n_layer": 3}, "lacks 12 tensors of a GPT2LMHeadModel"),
@@ -352,6 +378,7 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
         files = {file.name: file.read_bytes() for file in folder.iterdir()}
         hub.add("openai-community/gpt2", {**files, "consolidated.safetensors": b"much"})
         hub.add("user/pickled", {"config.json": files["config.json"], "pytorch_model.bin": b""})
+        hub.add("user/adapter", {"adapter_config.json": b"{}"})
         model = started(small_run("--model.init_from", "gpt2"))
         assert not any("consolidated" in path for _, path in hub.requests)
         options = ["--max_new_tokens", "5", "--temperature", "0"]
@@ -360,6 +387,7 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
             ("user/nothing", "is neither a local folder nor a repository on the Hub"),
             ("gpt2@v9", "has no revision v9"),
             ("user/pickled", "has no tokenizer"),
+            ("user/adapter", "user/adapter holds adapter_config.json, an adapter of PEFT"),
         ):
             assert run_here(cli.dispatch, ["sample", place]) == 2
             assert message in capsys.readouterr().err

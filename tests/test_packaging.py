@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
@@ -118,6 +119,17 @@ def few_steps() -> list[str]:
         *("--schedule.warmup_steps", "1", "--sample.every", "0", "--log.trackers", "[]"),
         *("--eval.tokens", "256", "--train.cpu_threads", "1"),
     ]
+
+
+@pytest.mark.slow
+def test_the_packages_for_s3_and_gcs_install_under_the_constraints(tmp_path: Path) -> None:
+    """In a fresh environment, without torch."""
+    venv.create(tmp_path, with_pip=True)
+    python = str(tmp_path / "bin" / "python")
+    words = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*words, *EXTRAS["s3"], *EXTRAS["gcs"]], check=True)
+    code = "from fsspec import get_filesystem_class as get; get('s3'), get('gs')"
+    subprocess.run([python, "-c", code], check=True)
 
 
 # --------------------------------------------------------------------------- configs by name

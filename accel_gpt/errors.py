@@ -29,6 +29,15 @@ class NewerFormatError(AccelGPTError):
     exit_code = 4
 
 
+class MachineError(AccelGPTError):
+    """The machine lacks something: room, memory, open files, a home, a right to read a file.
+
+    The message has the reason of the operating system. No file is damaged.
+    """
+
+    exit_code = 4
+
+
 class DivergedError(AccelGPTError):
     """The loss is no longer a finite number."""
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from accel_gpt.damage import damage_of
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import LARGEST_NUMBER, read_json
 
@@ -44,12 +45,15 @@ def load_json_or_none(kind: type[T], path: Path) -> T | None:
 
 
 def read_json_object(path: Path, error: type[AccelGPTError], advice: str = "") -> dict[str, Any]:
-    """Read the object in a JSON file; raise `error` if there is none."""
+    """Read the object in a JSON file; raise `error` if there is none.
+
+    Raises `MachineError` if the operating system does not read a file that exists.
+    """
     ending = f"; {advice}" if advice else ""
     try:
         content = read_json(path)
     except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}{ending}") from None
+        raise error(f"{damage_of(path, problem)}{ending}") from None
     except ValueError as problem:
         raise error(f"{path} is not valid JSON ({problem}){ending}") from None
     if not isinstance(content, dict):

@@ -74,7 +74,7 @@ def test_an_unknown_key_is_of_another_version(content: dict[str, Any], key: str)
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "gone.json", tmp_path):
-        with pytest.raises(DataError, match=rf"{path} cannot be read"):
+        with pytest.raises(DataError, match=rf"{path} is missing"):
             load_json_as(Whole, path, DataError)
 
 

@@ -22,6 +22,7 @@ TRAINER = [
     ["own_code"],
     ["console", "launcher"],
     ["files"],
+    ["damage"],
     ["config"],
     ["json_files"],
     ["model"],

@@ -20,13 +20,14 @@ from accel_gpt.config.plan import plural
 from accel_gpt.config.values import changed_keys
 from accel_gpt.console import table, write_out
 from accel_gpt.cost.flops import parameter_counts
+from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
 from accel_gpt.data.remote import is_url
-from accel_gpt.data.shards import NoSplit, Split
+from accel_gpt.data.shards import NoSplit, Split, data_error
 from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError, require
-from accel_gpt.files import advice_on_file, describe_path, nearest_folder, sha256, strict_json
+from accel_gpt.files import advice_on_file, describe_path, nearest_folder, strict_json
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -171,17 +172,14 @@ def read_split(
         path = split.path(number)
         try:
             largest_here = count_tokens(split, number, counts, progress)
-            intact = shard.sha256 is None or sha256(path) == shard.sha256
+            damage = find_damage([Expected(path, digest=shard.sha256)])
         except AccelGPTError as error:
             problems.append(str(error))
             continue
         hashed += shard.sha256 is not None
         largest = max(largest, largest_here)
-        if not intact:
-            problems.append(
-                f"shard {path} is damaged: its SHA-256 differs from the index; restore it, or "
-                "prepare the data again"
-            )
+        if damage:
+            problems.append(str(data_error(damage)))
         if largest_here >= split.vocab_size:
             problems.append(
                 f"shard {path} holds token {largest_here}, expected less than vocab_size "

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_gpt.damage import Damage, Expected, damage_of, find_damage
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import RemoteFolder
 from accel_gpt.errors import DataError
@@ -35,6 +36,11 @@ class NoSplit(DataError):
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the type of stored ids: 2 bytes if `vocab_size` is at most 65,536, else 4."""
     return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
+
+
+def data_error(damage: Damage) -> DataError:
+    """Return the error for a damaged shard."""
+    return DataError(f"shard {damage}; restore it, or prepare the data again")
 
 
 def token_beyond(file: str | Path, token: int, index: int, vocab_size: int) -> DataError:
@@ -137,9 +143,7 @@ class Split:
                         more = os.preadv(file, [row.view(np.uint8)[found:].data], first + found)
                         found += more
                 except OSError as error:
-                    raise DataError(
-                        f"shard {self.path(number)} cannot be read: {error.strerror}; restore it"
-                    ) from None
+                    raise data_error(damage_of(self.path(number), error)) from None
                 if found != row.nbytes:
                     raise DataError(
                         f"shard {self.path(number)} became shorter during the run; restore it and "
@@ -208,7 +212,7 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             shape, _, dtype = read(file)
             offset = file.tell()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; restore it") from None
+        raise data_error(damage_of(path, error)) from None
     except Exception as error:  # numpy may also raise errors of Python's parser
         raise DataError(f"{path} is not a valid .npy file: {error}; restore it") from None
     if len(shape) != 1 or dtype.kind not in "ui":
@@ -234,6 +238,7 @@ def open_split(folder: str | Path, split: str, remote: RemoteFolder | None = Non
         known = ", ".join(index.splits) or "none"
         raise NoSplit(f"{folder / INDEX} lists no {split} shards; its splits: {known}")
     dtype = token_dtype(index.vocab_size)
+    expected: list[Expected] = []
     for entry in entries:
         if entry.max_token >= index.vocab_size:
             raise DataError(
@@ -243,9 +248,12 @@ def open_split(folder: str | Path, split: str, remote: RemoteFolder | None = Non
             )
         size = HEADER + entry.tokens * dtype.itemsize
         if remote is None:
-            check_size(folder / entry.name, size)
+            expected.append(Expected(folder / entry.name, size))
         else:
             remote.expect(entry.name, size, entry.sha256)
+    damage = find_damage(expected)
+    if damage:
+        raise data_error(damage)
     content = [index.tokenizer.fingerprint, [(entry.tokens, entry.sha256) for entry in entries]]
     return Split(
         folder=folder,
@@ -259,20 +267,3 @@ def open_split(folder: str | Path, split: str, remote: RemoteFolder | None = Non
         fingerprint=hashlib.sha256(json.dumps(content).encode()).hexdigest(),
         remote=remote,
     )
-
-
-def check_size(path: Path, expected: int) -> None:
-    """Raise `DataError` unless the file of a shard exists and has `expected` bytes."""
-    try:
-        actual = os.stat(path).st_size
-    except OSError as error:
-        raise DataError(
-            f"shard {path} ({expected} bytes) cannot be found: {error.strerror}; restore it, or "
-            "prepare the data again"
-        ) from None
-    if actual != expected:
-        raise DataError(
-            f"shard {path} has {actual} bytes, expected {expected}: it was "
-            f"{'cut short' if actual < expected else 'changed'}; restore it, or prepare the data "
-            "again"
-        )

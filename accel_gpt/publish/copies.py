@@ -15,7 +15,7 @@ from typing import Any
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
-from accel_gpt.training.checkpoint import verify_checkpoint
+from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
 
 MANIFEST = "manifest.json"
@@ -117,10 +117,9 @@ class CopyStore:
         self.system.makedirs(target, exist_ok=True)
         if self.system.exists(f"{target}/{MANIFEST}"):  # this step was copied and trained again
             self.system.rm_file(f"{target}/{MANIFEST}")
-        files = sorted(checkpoint.iterdir(), key=lambda path: path.name == MANIFEST)
-        for path in files:
+        for name in [*sorted(read_manifest(checkpoint)), MANIFEST]:
             fault_point("copy.file")
-            self.system.put_file(str(path), f"{target}/{path.name}")
+            self.system.put_file(str(checkpoint / name), f"{target}/{name}")
         for step in obsolete:
             self.remove(step)
 
@@ -169,8 +168,9 @@ class CopyStore:
         target = self.system.resolve_path(self.root)
         folder = f"{target.path_in_repo}/" if target.path_in_repo else ""
         operations: list[Any] = []
-        for path in sorted(checkpoint.iterdir()):
-            operations.append(CommitOperationAdd(f"{folder}{checkpoint.name}/{path.name}", path))
+        for name in [*sorted(read_manifest(checkpoint)), MANIFEST]:
+            to = f"{folder}{checkpoint.name}/{name}"
+            operations.append(CommitOperationAdd(to, checkpoint / name))
         for step in obsolete:
             copy = f"{folder}{step_name(step)}/"
             operations.append(CommitOperationDelete(copy, is_folder=True))

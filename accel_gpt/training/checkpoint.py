@@ -18,9 +18,10 @@ reads the weights, and `resume.py` reads everything else. Needs no torch.
 
 import contextlib
 import difflib
+import os
 import re
-from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import leaves
 from accel_gpt.console import write_err
+from accel_gpt.damage import Expected, find_damage
 from accel_gpt.errors import (
     AccelGPTError,
     CheckpointError,
@@ -146,31 +148,17 @@ def verify_checkpoint(path: Path, model_only: bool = False) -> None:
     """Raise `CheckpointError` unless the files of a checkpoint match its manifest.
 
     The step in the state must be the step in the folder's name. Raises `NewerFormatError` if
-    another version wrote a file of ours with a key that this version does not know. Rejects files
-    that torch might load if the manifest does not list them or no checkpoint has them.
-    `model_only`: check only the files of the model. Follows links, since the Hub's cache consists
-    of links.
+    another version wrote a file of ours with a key that this version does not know, `MachineError`
+    if a file cannot be read. `model_only`: check only the files of the model. Follows links, since
+    the Hub's cache consists of links. Files that the manifest does not list are not looked at.
     """
-    listed = read_manifest(path)
-    wanted = {}
-    for name, file in listed.items():
+    wanted = []
+    for name, file in read_manifest(path).items():
         if not model_only or name in REQUIRED_FILES or WEIGHTS.fullmatch(name):
-            wanted[name] = file
-    for name, file in wanted.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"checkpoint {path} lacks its file {name}")
-        size = (path / name).stat().st_size
-        if size != file.size:
-            raise CheckpointError(f"{path / name} has {size:,} bytes, not {file.size:,}: truncated")
-    with ThreadPoolExecutor() as pool:  # hash files in parallel
-        digests = pool.map(sha256, [path / name for name in wanted])
-        for (name, file), digest in zip(wanted.items(), digests, strict=True):
-            if digest != file.sha256:
-                raise CheckpointError(
-                    f"{path / name} is damaged: its SHA-256 does not match the manifest"
-                )
-    if not model_only:
-        check_no_other_file(path, listed)
+            wanted.append(Expected(path / name, file.size, file.sha256))
+    damage = find_damage(wanted)
+    if damage:
+        raise CheckpointError(f"checkpoint file {damage}")
     read_model_fields(path)
     check_step(path)
 
@@ -178,7 +166,8 @@ def verify_checkpoint(path: Path, model_only: bool = False) -> None:
 def read_manifest(path: Path) -> dict[str, SavedFile]:
     """Return the files that the manifest of a checkpoint lists.
 
-    Raises `CheckpointError` if a required file is not listed or a name is not a plain file name.
+    Raises `CheckpointError` if a required file is not listed, if a name is not a plain file name,
+    or if torch could load a file of this name, but no checkpoint has it.
     """
     manifest = path / "manifest.json"
     listed = read_saved(Manifest, manifest).files
@@ -190,15 +179,26 @@ def read_manifest(path: Path) -> dict[str, SavedFile]:
     for name in listed:
         if not FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{manifest} lists {name[:100]!r} but it is not a file name")
+        if name.endswith(LOADABLE) and not SAVED.fullmatch(name):
+            raise CheckpointError(f"{manifest} lists {name}, but no checkpoint has such a file")
     return listed
 
 
-def check_no_other_file(path: Path, listed: Mapping[str, SavedFile]) -> None:
-    """Raise `CheckpointError` if the folder has a loadable file that no save wrote."""
-    for file in path.rglob("*"):
-        name = file.relative_to(path).as_posix()
-        if name.endswith(LOADABLE) and not (name in listed and SAVED.fullmatch(name)):
-            raise CheckpointError(f"{file} is not a file of a checkpoint; move it away")
+@contextlib.contextmanager
+def only_listed(path: Path) -> Iterator[Path]:
+    """Yield a folder with the files that the manifest of a checkpoint lists, and no others.
+
+    It is the checkpoint itself, or a folder of links if others have put files there: macOS leaves
+    `._NAME` and `.DS_Store`. Libraries look for files by their names, and must not find others.
+    """
+    listed = [*read_manifest(path), "manifest.json"]
+    if all(entry.name in listed for entry in path.iterdir()):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as links:
+        for name in listed:
+            os.symlink((path / name).resolve(), Path(links, name))
+        yield Path(links)
 
 
 def check_step(path: Path) -> None:
@@ -382,4 +382,4 @@ def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:
 
 def weight_parts(path: Path) -> list[Path]:
     """Return the files of a checkpoint that hold the weights: one, or one per rank."""
-    return sorted(file for file in path.iterdir() if WEIGHTS.fullmatch(file.name))
+    return sorted(path / name for name in read_manifest(path) if WEIGHTS.fullmatch(name))

@@ -43,6 +43,7 @@ from accel_gpt.training.changes import (
 )
 from accel_gpt.training.checkpoint import (
     is_checkpoint,
+    only_listed,
     read_evaluated,
     set_aside,
     verify_checkpoint,
@@ -203,8 +204,8 @@ def restore(
     `CheckpointError` if a value is missing or does not fit; `load_state` skips some silently.
     """
     saved: TrainState = on_main(lambda: read_evaluated(path))
-    with all_ranks():
-        load_on_this_rank(accelerator, path, saved, now, gpt, optimizer, log)
+    with all_ranks(), only_listed(path) as files:
+        load_on_this_rank(accelerator, path, files, saved, now, gpt, optimizer, log)
     state = replace(
         saved,
         config=now.config,
@@ -222,28 +223,32 @@ def restore(
 def load_on_this_rank(
     accelerator: Accelerator,
     path: Path,
+    files: Path,
     saved: TrainState,
     now: TrainState,
     gpt: LanguageModel,
     optimizer: AcceleratedOptimizer,
     log: Callable[[str], None],
 ) -> None:
-    """Load the files of a checkpoint on this rank; raise `CheckpointError` if one does not fit."""
+    """Load a checkpoint on this rank; raise `CheckpointError` if a file does not fit.
+
+    `path`: its folder. `files`: the folder to read, see `only_listed`.
+    """
     same_world = saved.world_size == now.world_size
-    random_states = path / f"random_states_{accelerator.process_index}.pkl"
+    random_states = files / f"random_states_{accelerator.process_index}.pkl"
     if same_world and not random_states.is_file():
         raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
     scaler = accelerator.scaler
-    if scaler is not None and not (path / SCALER_NAME).is_file():
+    if scaler is not None and not (files / SCALER_NAME).is_file():
         log(f"{path} was not trained in fp16: the loss scale restarts at its initial value")
         accelerator.scaler = None
     sharded = accelerator.distributed_type == DistributedType.FSDP
     try:
-        if sharded or not (path / SAFE_WEIGHTS_NAME).is_file():
-            load_shards(path, gpt, optimizer)
+        if sharded or not (files / SAFE_WEIGHTS_NAME).is_file():
+            load_shards(files, gpt, optimizer)
             if same_world:  # load the random states; FSDP excludes fp16, so there is no scaler
                 load_accelerator_state(
-                    input_dir=str(path),
+                    input_dir=str(files),
                     models=[],
                     optimizers=[],
                     schedulers=[],
@@ -252,7 +257,7 @@ def load_on_this_rank(
                     scaler=accelerator.scaler,
                 )
         else:
-            accelerator.load_state(str(path))
+            accelerator.load_state(str(files))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
         hint = ""
         if code_of(saved) != code_of(now):

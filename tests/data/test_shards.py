@@ -170,7 +170,7 @@ def first(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: first(c).update(tokens=0), "damaged: .*`int` >= 1 - at .*tokens"),
         (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
         (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),
-        (lambda c: first(c).update(name="gone.npy"), r"gone\.npy \(136 bytes\) cannot be found"),
+        (lambda c: first(c).update(name="gone.npy"), r"gone\.npy is missing"),
         (lambda c: c["splits"].update(train=[]), "no train shards; its splits: train"),
     ],
 )
@@ -181,10 +181,12 @@ def test_a_wrong_index_is_refused(folder: Path, change: Edit, message: str) -> N
     assert str(folder) in str(error.value)
 
 
-@pytest.mark.parametrize(("size", "word"), [(135, "cut short"), (0, "cut short"), (137, "changed")])
-def test_a_shard_of_another_size_is_refused(folder: Path, size: int, word: str) -> None:
+@pytest.mark.parametrize("size", [135, 0, 137])
+def test_a_shard_of_another_size_is_refused(folder: Path, size: int) -> None:
     os.truncate(folder / "train_000000.npy", size)
-    with pytest.raises(DataError, match=rf"000000\.npy has {size} bytes, expected 136: .*{word}"):
+    with pytest.raises(
+        DataError, match=rf"000000\.npy was altered: it has {size} bytes, expected 136"
+    ):
         open_split(folder, "train")
 
 
@@ -198,7 +200,7 @@ def test_a_shard_of_another_type_is_refused_when_it_is_read(folder: Path) -> Non
 def test_a_shard_that_goes_missing_is_named_as_missing(folder: Path) -> None:
     split = open_split(folder, "train")
     (folder / "train_000000.npy").unlink()
-    message = r"train_000000\.npy cannot be read: No such file or directory; restore it"
+    message = r"train_000000\.npy is missing; restore it"
     with pytest.raises(DataError, match=message):
         split.read(0, 0, 2)
 

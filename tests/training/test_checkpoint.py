@@ -1,6 +1,8 @@
 """Checkpoints: complete or absent, verified, pruned last, rejected if of another run."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -158,14 +160,57 @@ def test_damage_is_named(run: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin was altered: its SHA-256 begins"):
         verify_checkpoint(newest)
     file.write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"optimizer\.bin has 1 bytes, not .*: truncated"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.bin was altered: it has 1 bytes, expected"
+    ):
         verify_checkpoint(newest)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"lacks its file optimizer\.bin"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is missing"):
         verify_checkpoint(newest)
+
+
+FILES_OF_OTHERS = (
+    *(".DS_Store", "._model.safetensors", "._random_states_0.pkl"),  # macOS
+    *("Thumbs.db", ".nfs00000000c0ffee", "optimizer.bin~", "optimizer.bin.part"),
+    *("model 2.safetensors", "optimizer.sync-conflict-20261128.bin"),  # Finder, Syncthing
+    *("weights_7.safetensors", "custom_checkpoint_0.pkl"),  # as torch and Accelerate name theirs
+)
+
+
+def test_files_that_the_manifest_does_not_name_are_no_damage(
+    run: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = run / "checkpoints"
+    for folder in (checkpoints, *checkpoints.iterdir()):
+        for name in FILES_OF_OTHERS:
+            (folder / name).write_bytes(b"\x00\x05\x16\x07Mac OS X")
+        (folder / ".stfolder").mkdir()
+    longer = ["--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps"]
+    assert launch(small_run(*longer)) == 0
+    assert "WARNING" not in capsys.readouterr().err
+    assert checkpoint_steps(checkpoints) == [12, 16]
+    assert run_here(dispatch, ["inspect", str(run)]) == 0
+    assert run_here(dispatch, ["sample", str(run), "--checkpoint", "12"]) == 0
+
+
+def test_a_file_that_cannot_be_read_now_is_no_damage(
+    run: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("optimizer.bin", "trainer_state.json", "manifest.json"):
+        file = run / "checkpoints" / "step_00000012" / name
+        content = file.read_bytes()
+        file.unlink()
+        file.symlink_to(file)  # the operating system follows it for ever
+        assert launch(small_run()) == 4
+        reason = f"{file} cannot be read: {os.strerror(errno.ELOOP)}"
+        assert reason in capsys.readouterr().err
+        assert checkpoint_steps(run / "checkpoints") == [8, 12]  # not set aside
+        file.unlink()
+        file.write_bytes(content)
+    assert launch(small_run()) == 0
 
 
 # the first versions saved no spikes, no sources and no position in text

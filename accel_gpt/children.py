@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Literal
 
-from accel_gpt.launcher import STOP_WITH_PARENT
+from accel_gpt.launcher import SAFE_PATH, STOP_WITH_PARENT
 
 PREFIXES = (  # of the variables that launchers set
     "RANK",
@@ -42,22 +42,24 @@ except ChildFailedError as error:
 """
 
 
-def environment_without_launcher() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Copy the environment for processes that do not belong to this process group.
 
     ACCELERATE_USE_CPU stays: the user may have set it, and the children use the same device.
+    No child imports a file of the working folder.
     """
-    return {
+    environment = {
         key: value
         for key, value in os.environ.items()
         if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES)
     }
+    return environment | {SAFE_PATH: "1"}
 
 
 def launch_child(
     argv: Sequence[str],
     *,
-    module: str = "accel_gpt.cli",
+    module: str = "accel_gpt",
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
     stdout: int | IO[bytes] | IO[str] | None = None,
@@ -76,7 +78,7 @@ def launch_child(
     command += ["-m", module, *argv]
     child = subprocess.Popen(
         command,
-        env={**environment_without_launcher(), **(environment or {})},
+        env={**child_environment(), **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
@@ -100,7 +102,7 @@ def set_priority(pid: int, priority: str) -> None:
 def run_child(
     argv: Sequence[str],
     *,
-    module: str = "accel_gpt.cli",
+    module: str = "accel_gpt",
     environment: Mapping[str, str] | None = None,
     capture: bool = False,
 ) -> subprocess.CompletedProcess[str]:

@@ -2,14 +2,13 @@
 
 import difflib
 import importlib
-import sys
 from collections.abc import Sequence
 
 from accel_gpt import __version__
 from accel_gpt.commands.options import COMMANDS
 from accel_gpt.config.foreign_names import FOREIGN_COMMANDS
 from accel_gpt.config.shipped import YAML, shipped_configs
-from accel_gpt.console import run_main, write_out
+from accel_gpt.console import run_process, write_out
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import use_slurm_variables
 
@@ -56,8 +55,4 @@ def overview() -> str:
 
 def main() -> None:
     """Run the `accel-gpt` script."""
-    sys.exit(run_main(dispatch, sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()
+    run_process(dispatch)

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
+from typing import NoReturn
 
 from accel_gpt.errors import AccelGPTError, UserError, first_line
-from accel_gpt.launcher import stop_signals
+from accel_gpt.launcher import SAFE_PATH, stop_signals
 from accel_gpt.own_code import place_in_own_code
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
@@ -188,6 +189,16 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         write_err(INTERRUPTED)
         return 130
+
+
+def run_process(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run `main` with the arguments of this process, and end the process with its exit code.
+
+    Libraries start Python processes too, as multiprocessing does. None of them imports a file of
+    the working folder.
+    """
+    os.environ[SAFE_PATH] = "1"
+    sys.exit(run_main(main, sys.argv[1:]))
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -17,6 +17,9 @@ PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 # that stop a run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STOP_WITH_PARENT = "ACCEL_GPT_STOP_WITH_PARENT"  # a run with this variable stops if we are killed
+# A Python process with this variable does not look for modules in the working folder or the folder
+# of its script. Its children inherit the variable.
+SAFE_PATH = "PYTHONSAFEPATH"
 PRECISIONS = ("no", "bf16", "fp16", "fp8")  # that training supports; no: float32
 FIRST_PORT = 20000  # below the ports that Linux gives to clients, from 32,768 on
 PORTS = 10000

@@ -14,7 +14,6 @@ import contextlib
 import gc
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from accel_gpt.console import exit_while_importing, run_main
+from accel_gpt.console import exit_while_importing, run_process
 
 if __name__ == "__main__":
     exit_while_importing()  # the libraries below take seconds
@@ -645,4 +644,4 @@ def measure_costs(run: Training, seconds: float) -> Costs:
 if __name__ == "__main__":
     from accel_gpt.commands.train import main
 
-    sys.exit(run_main(main, sys.argv[1:]))
+    run_process(main)

@@ -17,7 +17,7 @@ import torch
 from accel_gpt.training.machine import commit, device_name, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("-m", "accel_gpt.cli")
+OURS = ("-m", "accel_gpt")
 SCHEMES = {"light": "", "dark": "_dark"}  # of a picture: the end of its file's name
 INK, PAPER = "#d9dce1", "#1b1e24"  # of dark pictures
 DARK = {

@@ -117,7 +117,7 @@ def trace_ours(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]
             job,
             precision="no" if args.tiny else "bf16",
             compiled="false" if args.tiny else "true",
-            start=(str(OBSERVE), settings, "-m", "accel_gpt.cli"),
+            start=(str(OBSERVE), settings, "-m", "accel_gpt"),
         )
 
     return record(work, job, step="accel_gpt.optim.adamw:GuardedAdamW.step", train=train)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from accel_gpt import __version__
 from accel_gpt.cli import dispatch
 from accel_gpt.console import run_main, write_err, write_out
 from accel_gpt.errors import UserError
@@ -49,6 +50,15 @@ def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(
     assert "caf\\xe9, but must be UTF-8; rename the file or folder\n" in error
     assert error.count("\n") == 1
     assert sorted(os.listdir()) == [place, "text.txt"]
+
+
+def test_python_m_is_the_command_and_takes_no_module_of_the_working_folder(tmp_path: Path) -> None:
+    for name in ("accel_gpt/cli.py", "random.py", "tempfile.py", "tokenizers.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('executed')")
+    command = [sys.executable, "-m", "accel_gpt", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"accel-gpt {__version__}\n", "")
 
 
 def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ the estimates in configs/ are made from the code; `ACCEL_GPT_DOCS=write pytest t
 renews them.
 """
 
+import argparse
 import ast
 import contextlib
 import gzip
@@ -362,16 +363,16 @@ def parse_ours(words: Sequence[str]) -> None:
     options.COMMANDS[words[0]].parse(words[1:])
 
 
-def parse_launched(script: str, words: Sequence[str], module: bool) -> None:
-    """Parse the command of a launcher: our training script, or our commands as a module."""
-    if script == "accel_gpt.train":
-        assert module
-    if script in ("accel_gpt/train.py", "accel_gpt.train", OWN_LOOP):
+def parse_launched(launched: argparse.Namespace) -> None:
+    """Parse the command of a launcher: our training script, our commands, or lm_eval."""
+    script, words = launched.training_script, launched.training_script_args
+    if script in ("accel_gpt/train.py", OWN_LOOP):
         parse_ours(["train", *words])
-    elif module and script == "accel_gpt.cli":
+    elif script == "accel-gpt":
+        assert launched.no_python
         parse_ours(words)
-    else:
-        assert module
+    else:  # python -m would execute files of ours in the working folder
+        assert launched.module
         assert script == "lm_eval"
 
 
@@ -386,10 +387,10 @@ def parse_words(words: Sequence[str], marked: bool) -> None:
     elif program == "accelerate" and rest[0] == "launch":
         found = launch_command_parser().parse_args(rest[1:])
         assert not found.config_file or (ROOT / found.config_file).is_file()
-        parse_launched(found.training_script, found.training_script_args, found.module)
+        parse_launched(found)
     elif program == "torchrun":
         found = get_args_parser().parse_args(rest)
-        parse_launched(found.training_script, found.training_script_args, found.module)
+        parse_launched(found)
     elif program == "sbatch":
         assert (ROOT / rest[0]).is_file()
         parse_ours(["train", *rest[1:]])

@@ -184,7 +184,7 @@ def test_a_new_process_samples_an_own_model(
     assert launch(example_run(name, *FEW_STEPS)) == 0
     code = str(ROOT / "examples" / name)
     words = ["sample", "run", "--code", code, "--prompt", "the king", "--max_new_tokens", "8"]
-    command = [sys.executable, "-m", "accel_gpt.cli", *words]
+    command = [sys.executable, "-m", "accel_gpt", *words]
     environment = {**PLAIN, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -232,7 +232,7 @@ def test_two_tasks_of_srun_train_as_torchrun_does(small_run: Arguments, tmp_path
         "SLURM_NODEID": "0",
     }
     options = small_run(*alike, "--out_dir", "srun")
-    command = [sys.executable, "-m", "accel_gpt.cli", "train"]
+    command = [sys.executable, "-m", "accel_gpt", "train"]
     tasks = [
         subprocess.Popen(
             [*command, *options],

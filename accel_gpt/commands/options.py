@@ -264,7 +264,7 @@ class SampleCommand(Command):
 class EvaluateCommand(Command):
     """Evaluate a model on held-out data and on benchmarks, and print the metrics.
 
-    Changes no file. On several processes: accelerate launch -m accel_gpt.cli evaluate RUN ...
+    Changes no file. On several processes: accelerate launch --no_python accel-gpt evaluate RUN ...
     Examples:
       accel-gpt evaluate runs/quickstart
       accel-gpt evaluate runs/quickstart --checkpoint best --tokens null
@@ -563,7 +563,7 @@ class BenchCommand(ConfigCommand):
 
     It trains on random tokens, so it needs no data, and it writes no run. You can also set any
     --section.key of the config. On several processes:
-    accelerate launch -m accel_gpt.cli bench CONFIG ... Examples:
+    accelerate launch --no_python accel-gpt bench CONFIG ... Examples:
       accel-gpt bench quickstart
       accel-gpt bench quickstart --train.mixed_precision bf16 --train.compile true
       accel-gpt bench gpt2_124m --steps 50

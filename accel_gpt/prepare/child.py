@@ -7,12 +7,11 @@ The settings are in the environment, because every user of a machine can read co
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.console import run_main
+from accel_gpt.console import run_process
 from accel_gpt.prepare.prepare import prepare
 
 SETTINGS = "ACCEL_GPT_PREPARE"
@@ -27,4 +26,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv[1:]))
+    run_process(main)

@@ -7,11 +7,10 @@ process dies.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_gpt.console import install_exit_handlers, run_main
+from accel_gpt.console import install_exit_handlers, run_process
 from accel_gpt.publish.copies import copy_checkpoint
 from accel_gpt.publish.push import push
 from accel_gpt.training.stopping import die_with_launcher
@@ -30,4 +29,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, sys.argv[1:]))
+    run_process(main)

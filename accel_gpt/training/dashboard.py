@@ -12,7 +12,7 @@ from typing import Self
 
 # serves until standard input closes; it closes even if the run is killed. Training has priority.
 SERVE = """
-nice -n 10 "$0" -m tensorboard.main --logdir "$1" --port 0 &
+nice -n 10 "$0" -P -m tensorboard.main --logdir "$1" --port 0 &
 exec 2>/dev/null
 cat
 kill $!

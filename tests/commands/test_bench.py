@@ -123,7 +123,7 @@ def test_no_data_is_prepared_or_read(
 def test_two_processes_print_one_report(small_run: Arguments, tmp_path: Path) -> None:
     words = ["bench", *small_run(*SHORT, "--json", "--train.micro_batch_size", "4")]
     done = subprocess.run(
-        [*TORCHRUN, "--nproc_per_node", "2", "-m", "accel_gpt.cli", *words],
+        [*TORCHRUN, "--nproc_per_node", "2", "-m", "accel_gpt", *words],
         cwd=tmp_path,
         env=PLAIN,
         stdout=subprocess.PIPE,

@@ -197,7 +197,7 @@ def test_real_processes_give_the_same_bits(
 ) -> None:
     words = [str(trained), "--tokens", "null", "--hellaswag", str(short(tmp_path / "h.jsonl"))]
     launcher = [*ACCELERATE, "--multi_gpu", "--num_processes", "2"]
-    launcher += ["--main_process_port", "0", "-m", "accel_gpt.cli", "evaluate"]
+    launcher += ["--main_process_port", "0", "-m", "accel_gpt", "evaluate"]
     done = subprocess.run(
         [*launcher, *words, "--json"],
         cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=180, check=False,

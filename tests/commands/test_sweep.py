@@ -278,7 +278,7 @@ def test_killed_and_started_again_gives_the_same_losses(
 ) -> None:
     def start(name: str) -> subprocess.Popen[bytes]:
         words = ["--optim.lr", "1e-3,1e-2", "--seed=1", "--out_dir", str(tmp_path / name)]
-        command = [sys.executable, "-m", "accel_gpt.cli", "sweep", *small_run(), *words]
+        command = [sys.executable, "-m", "accel_gpt", "sweep", *small_run(), *words]
         return subprocess.Popen(command, env={**os.environ, "ACCEL_GPT_FAULT": "step:5=sleep"})
 
     began = time.monotonic()

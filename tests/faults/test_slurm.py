@@ -40,7 +40,7 @@ STUBS = {
     "srun": SRUN,
     "scontrol": SCONTROL,
     "sbatch": 'exec bash "$@"',
-    "accel-gpt": f'exec {sys.executable} -m accel_gpt.cli "$@"',
+    "accel-gpt": f'exec {sys.executable} -m accel_gpt "$@"',
 }
 
 

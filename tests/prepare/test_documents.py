@@ -274,7 +274,7 @@ def rows_file(number: int) -> bytes:
 @pytest.mark.slow
 def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path) -> None:
     """It gives the same bytes without reading earlier files, and without a disk cache."""
-    words = [sys.executable, "-m", "accel_gpt.cli", "prepare", "--dataset", "tester/text"]
+    words = [sys.executable, "-m", "accel_gpt", "prepare", "--dataset", "tester/text"]
     words += ["--tokenizer", "bytes", "--shard_tokens", "300000", "--workers", "1", "--out"]
     with HubServer() as hub:
         hub.add("tester/text", {f"train-{n}.parquet": rows_file(n) for n in range(3)})

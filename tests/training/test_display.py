@@ -21,7 +21,7 @@ from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
-TRAINER = (sys.executable, "-m", "accel_gpt.cli", "train")
+TRAINER = (sys.executable, "-m", "accel_gpt", "train")
 LONG = ("--train.max_steps", "100000", "--checkpoint.every", "0", *QUIET)
 COLORS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])(?:;\d+)*m")
 SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor

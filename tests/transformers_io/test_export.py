@@ -364,11 +364,11 @@ def test_shakespeare_is_exported_and_continued_by_a_pipeline(
     config = str(ROOT / "configs" / "shakespeare_char_cpu.yaml")
     short = ["--train.max_steps", "80", "--schedule.warmup_steps", "10", "--eval.every", "0"]
     data = ["--data.prepare.path", str(shakespeare), "--data.train", "data", "--out_dir", "run"]
-    finish("-m", "accel_gpt.cli", "train", config, *short, *data, cwd=tmp_path)
-    told = finish("-m", "accel_gpt.cli", "export", "run", "--to", "out", cwd=tmp_path)
+    finish("-m", "accel_gpt", "train", config, *short, *data, cwd=tmp_path)
+    told = finish("-m", "accel_gpt", "export", "run", "--to", "out", cwd=tmp_path)
     assert "opened by transformers" in told
     greedy = ["--temperature", "0", "--max_new_tokens", "50", "--prompt", "the "]
-    ours = finish("-m", "accel_gpt.cli", "sample", "run", *greedy, cwd=tmp_path)
+    ours = finish("-m", "accel_gpt", "sample", "run", *greedy, cwd=tmp_path)
     assert finish("-c", PIPELINE, "out", "the ", cwd=tmp_path) == ours.removesuffix("\n")
     assert len(ours) == len("the ") + 50 + 1
     assert len(set(ours)) >= 4

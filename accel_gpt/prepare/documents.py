@@ -4,9 +4,11 @@ Sources: Python's own library, files of text, JSON lines or Parquet, a Hub data 
 bounded memory, in a fixed order, from any `Position` on. `files` are the files that `select()` of
 `sources.py` chose; a data set has none.
 
-Splits: if there are fewer than `FEW_TEXTS` text files, the end of each is val, as in nanoGPT.
-Otherwise a hash of each document decides its split, so equal documents are in the same split.
-With a `separator`, each text between two separators is a document, and a hash decides its split.
+Splits: if the files of a folder are named after splits (`named_splits` of `sources.py`), each file
+belongs to its split. Otherwise, if there are fewer than `FEW_TEXTS` text files, the end of each is
+val, as in nanoGPT. Otherwise a hash of each document decides its split, so equal documents are in
+the same split. With a `separator`, each text between two separators is a document, and a hash
+decides its split.
 """
 
 import hashlib
@@ -27,6 +29,7 @@ from accel_gpt.prepare.readers import (
     separated_rows,
     text_chunks,
 )
+from accel_gpt.prepare.sources import named_splits
 
 BATCH_CHARACTERS = 1_000_000  # characters of text that a process tokenizes at once
 FEW_TEXTS = 100  # with fewer text files, the end of each file is val
@@ -72,11 +75,13 @@ def split_pieces(
     config: PrepareConfig, files: Sequence[Path], find_cut: FindCut, start: Position
 ) -> Iterator[Piece]:
     """Yield the documents from position `start` on, in pieces of about `BATCH_CHARACTERS`."""
+    splits = named_splits(config.path, files)
     for file in range(start.file, len(files) or 1):
         begin = start if file == start.file else Position(file)
         row = -1
         count = 0  # pieces of the row
-        for document in file_documents(config, files, begin):
+        named = splits[files[file]] if splits else None
+        for document in file_documents(config, files, begin, named):
             if document.row != row:
                 row = document.row
                 count = 0
@@ -94,16 +99,23 @@ def split_pieces(
 
 
 def file_documents(
-    config: PrepareConfig, files: Sequence[Path], start: Position
+    config: PrepareConfig, files: Sequence[Path], start: Position, named: str | None = None
 ) -> Iterator[Document]:
-    """Yield the documents of file `start.file`, or of the data set, from `start.row` on."""
+    """Yield the documents of file `start.file`, or of the data set, from `start.row` on.
+
+    `named`: the split of all of them; None: each has its own.
+    """
     if is_text(config):
-        yield from text_documents(config, files[start.file], start.row, len(files) < FEW_TEXTS)
+        if named is None:
+            few = len(files) < FEW_TEXTS
+            yield from text_documents(config, files[start.file], start.row, few)
+        elif start.row == 0:
+            yield Document(0, named, text_chunks(files[start.file]))
         return
     path = files[start.file] if files else Path()
     for row in rows_of(config, path, start):
         for text in row_documents(config, row):
-            split = split_by_hash(split_hash(text.encode()).digest(), config.val_fraction)
+            split = named or split_by_hash(split_hash(text.encode()).digest(), config.val_fraction)
             yield Document(row.number, split, [text], row.state)
 
 

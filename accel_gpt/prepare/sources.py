@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
@@ -45,6 +46,16 @@ MARKER_FILES = (".lock", "run.json", "dataset.json", "progress.json")
 STDLIB_SKIP = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
 )
+# Words in the paths of a folder that name a split, as `datasets` recognizes them
+SPLIT_WORDS = MappingProxyType(
+    {
+        "train": frozenset(("train", "training")),
+        "val": frozenset(("validation", "valid", "val", "dev")),
+        "test": frozenset(("test", "testing", "eval", "evaluation")),
+    }
+)
+# Names, without endings, of files that lie beside splits and describe them
+BESIDE_SPLITS = ("readme", "license", "config", "dataset_info", "dataset_infos", "dataset_dict")
 KEY = "data.prepare.path"
 ADVICE = "give a file, a folder, a glob or an http(s) URL"
 
@@ -63,8 +74,12 @@ class Selection:
         """Describe the selection: a line for the files that are read, then lines for the rest."""
         size = sum(file.stat().st_size for file in self.files)
         files = "1 file" if len(self.files) == 1 else f"{len(self.files):,} files"
-        found = [f"reading {files} of {self.path} as {self.source}, {size:,} bytes"]
+        val = list(named_splits(self.path, self.files).values()).count("val")
+        named = f"; {val:,} of them named validation, used for val" if val else ""
+        found = [f"reading {files} of {self.path} as {self.source}, {size:,} bytes{named}"]
         for reason, paths in sorted(self.left_out.items()):
+            if not paths:
+                continue
             size = sum(path.stat().st_size for path in paths if path.is_file())
             found.append(f"left out: {reason}: {len(paths):,} ({size:,} bytes)")
         return found
@@ -167,6 +182,10 @@ def select_files(path: str, source: SourceKind) -> Selection:
         elif kind != source:
             left_out[f"{kind}, read instead if data.prepare.source is {kind}"].append(file)
     files = [file for file, kind in kinds.items() if kind == source]
+    if splits := named_splits(path, files):
+        left_out["named test"] = [file for file in files if splits.get(file) == "test"]
+        left_out["beside the splits"] = [file for file in files if file not in splits]
+        files = [file for file in files if splits.get(file) in ("train", "val")]
     selection = Selection(path, source, files, left_out)
     require(
         bool(files),
@@ -174,6 +193,33 @@ def select_files(path: str, source: SourceKind) -> Selection:
         f"{''.join(f'; {line}' for line in selection.lines()[1:])}; {ADVICE}",
     )
     return selection
+
+
+def named_splits(path: str | None, files: Sequence[Path]) -> dict[Path, str]:
+    """Return the split that each file of the folder `path` is named after: train, val or test.
+
+    Returns none, unless each file names one split by its folders, or else by its name, and train
+    and another split are named. `BESIDE_SPLITS` need not. So a test.py among other code is text.
+    """
+    root = Path(os.path.expanduser(path or ""))
+    if path is None or not root.is_dir():
+        return {}
+    found: dict[Path, str] = {}
+    for file in files:
+        if file.name.lower().partition(".")[0] in BESIDE_SPLITS:
+            continue
+        relative = file.relative_to(root)
+        named = splits_in(relative.parent.as_posix()) or splits_in(relative.name)
+        if len(named) != 1:
+            return {}
+        found[file] = named[0]
+    return found if "train" in found.values() and len(set(found.values())) > 1 else {}
+
+
+def splits_in(name: str) -> list[str]:
+    """Return the splits that the words of a path name."""
+    words = set(re.split(r"[-._ 0-9/]+", name.lower()))
+    return [split for split, names in SPLIT_WORDS.items() if words & names]
 
 
 def tables_of(path: str, tables: Sequence[Path]) -> str:

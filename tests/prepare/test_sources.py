@@ -22,7 +22,7 @@ from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select, source_fingerprint, stdlib_files
 from tests.data.test_remote import Server, serving
-from tests.helpers.texts import read_texts
+from tests.helpers.texts import read_pieces, read_texts
 
 
 def read(path: object, source: SourceKind = "auto", **more: Any) -> list[str]:
@@ -80,6 +80,47 @@ def test_what_is_left_out_is_counted(tree: Path, capsys: pytest.CaptureFixture[s
     ]
     assert not prepare(PrepareConfig("auto", str(tree), tokenizer="bytes"), tree / "data" / "d")
     assert capsys.readouterr().err == ""
+
+
+SPLITS = ("train", "validation", "test")
+LAYOUTS = {
+    "hub": ([f"data/{split}-00000-of-00001.jsonl" for split in SPLITS], SPLITS),
+    "names": (["wiki.train.txt", "wiki.valid.txt", "eval.txt"], SPLITS),
+    "folders": (["train/pos/test_1.txt", "dev/1.txt", "testing/1.txt", "README.md"], SPLITS),
+    "no val": (["train.txt", "test.txt"], ("train", "test")),
+    "no split": (["a.py", "train.py", "test.py"], ()),
+    "no train": (["dev.txt", "test.txt"], ()),
+    "two splits in a name": (["train.txt", "train_val.txt"], ()),
+}
+
+
+@pytest.mark.parametrize(("names", "splits"), LAYOUTS.values(), ids=LAYOUTS)
+def test_the_splits_of_a_folder_are_kept(
+    names: list[str], splits: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The text of a file is its name."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = name * 5
+        (tmp_path / name).write_text(json.dumps({"text": text}) if ".json" in name else text)
+    config = PrepareConfig("auto", str(tmp_path))
+    found = {split: "" for split in ("train", "val")}
+    for piece in read_pieces(config):
+        found[piece.split] += piece.text
+    told = "\n".join(select(config).lines())
+    if not splits:
+        assert all(found.values())
+        assert sum(map(len, found.values())) == 5 * sum(map(len, names))
+        assert "left out" not in told
+        return
+    train, *rest = names[: len(splits)]
+    if "validation" in splits:
+        assert found == {"train": train * 5, "val": rest[0] * 5}
+        assert "1 of them named validation, used for val" in told
+    else:
+        assert found["train"] + found["val"] == train * 5
+    assert "left out: named test: 1" in told
+    assert len(select(replace(config, path=f"{tmp_path}/**/*")).files) == len(names)  # a glob
 
 
 def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import codecs
 import gzip
 import io
 import json
-import shlex
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -225,18 +224,17 @@ def json_rows(path: Path, field: str, first: int) -> Iterator[Row]:
             where = f"line {number} of {path}"
             if len(line) > LONGEST_JSON_LINE:
                 raise DataError(
-                    f"{where} is longer than {LONGEST_JSON_LINE:,} bytes; write one object per "
-                    "line (jq -c '.[]' converts an array)"
+                    f"{where} is longer than {LONGEST_JSON_LINE:,} bytes; write one object per line"
                 )
             if line.isspace():
                 continue
             if row >= first:
-                yield Row(row, json_text(line, path, where, field))
+                yield Row(row, json_text(line, where, field))
             row += 1
 
 
-def json_text(line: bytes, path: Path, where: str, field: str) -> str:
-    """Return the text of a line of the file `path`.
+def json_text(line: bytes, where: str, field: str) -> str:
+    """Return the text of a line.
 
     Raises `DataError` if the line holds no text, `UserError` if the column is missing.
     """
@@ -244,63 +242,30 @@ def json_text(line: bytes, path: Path, where: str, field: str) -> str:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         raise DataError(
-            f"{where} is not JSON: {error}; write one object per line (jq -c . joins the lines of "
-            "an object, jq -c '.[]' converts an array), or set data.prepare.source to text"
+            f"{where} is not JSON: {error}; write one object per line, or set data.prepare.source "
+            "to text"
         ) from None
     if not isinstance(row, dict):
         raise DataError(f'{where} is {row!r:.50}; expected an object such as {{"{field}": "..."}}')
-    return row_text(row, field, where, f"Dataset.from_json({quoted(path)})")
+    return row_text(row, field, where)
 
 
-def row_text(row: dict[str, Any], field: str, where: str, opened: str) -> str:
-    """Return the text in column `field` of a row, with Unix line ends.
-
-    `opened`: how `datasets` opens the source, as in `flatten_command`.
-    """
-    check_column(field, where, row, opened)
+def row_text(row: dict[str, Any], field: str, where: str) -> str:
+    """Return the text in column `field` of a row, with Unix line ends."""
+    check_column(field, where, row)
     value = row[field]
     if value is not None and not isinstance(value, str):
-        advice = f"; {flatten_command(field, opened)}" if isinstance(value, dict | list) else ""
-        raise DataError(f"{where} has {value!r:.50} in column {field}; expected text{advice}")
+        raise DataError(f"{where} has {value!r:.50} in column {field}; expected text")
     return clean(value or "").replace("\r\n", "\n")
 
 
-def check_column(field: str, where: object, columns: Iterable[str], opened: str) -> None:
-    """Raise `UserError` if the column `field` is missing; `opened` as in `flatten_command`."""
-    if field in columns:
-        return
-    outer = field.partition(".")[0]
-    if outer in columns:
+def check_column(field: str, where: object, columns: Iterable[str]) -> None:
+    """Raise `UserError` if the column `field` is missing."""
+    if field not in columns:
         raise UserError(
-            f"data.prepare.text_field is {field!r}, a column inside the column {outer} of {where}; "
-            f"{flatten_command(outer, opened)}"
+            f"data.prepare.text_field is {field!r}, but {where} has no such column, which every "
+            f"row must have; set it to one of its columns: {', '.join(columns)}"
         )
-    raise UserError(
-        f"data.prepare.text_field is {field!r}, but {where} has no such column, which every row "
-        f"must have; set it to one of its columns: {', '.join(columns)}"
-    )
-
-
-def flatten_command(outer: str, opened: str) -> str:
-    """Return the advice that moves the columns inside the column `outer` to the top level.
-
-    `opened`: Python that opens the source with `datasets`, such as Dataset.from_json("a.jsonl").
-    """
-    command = python_command(f'datasets.{opened}.flatten().to_parquet("flat.parquet")')
-    return (
-        f"move its columns to the top level with {command}, give flat.parquet, and set "
-        f"data.prepare.text_field to a column {outer}.NAME there; a list must be joined to one text"
-    )
-
-
-def python_command(code: str) -> str:
-    """Return the shell command that runs a line of Python with `datasets`."""
-    return f"python -c {shlex.quote(f'import datasets; {code}')}"
-
-
-def quoted(value: object) -> str:
-    """Return a text or path as Python in double quotes, None as Python."""
-    return "None" if value is None else json.dumps(str(value), ensure_ascii=False)
 
 
 # --------------------------------------------------------------------------- Parquet
@@ -316,8 +281,7 @@ def parquet_rows(path: Path, field: str, first: int) -> Iterator[Row]:
         open_file(path, "parquet"),
         ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as table,
     ):
-        opened = f"Dataset.from_parquet({quoted(path)})"
-        check_column(field, path, table.schema_arrow.names, opened)
+        check_column(field, path, table.schema_arrow.names)
         number = 0
         group = 0
         while group < table.num_row_groups:
@@ -336,10 +300,7 @@ def parquet_rows(path: Path, field: str, first: int) -> Iterator[Row]:
             try:
                 values = batch.column(0).cast(pa.large_binary())
             except pa.ArrowNotImplementedError:
-                advice = f"; {flatten_command(field, opened)}" if pa.types.is_nested(kind) else ""
-                raise DataError(
-                    f"column {field} of {path} holds {kind}; expected text{advice}"
-                ) from None
+                raise DataError(f"column {field} of {path} holds {kind}; expected text") from None
             for value in values:
                 if number >= first:
                     text = (value.as_py() or b"").decode()
@@ -359,10 +320,6 @@ def hub_rows(config: PrepareConfig, first: int, state: State | None) -> Iterator
     import datasets
 
     datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
-    opened = (
-        f"load_dataset({quoted(config.dataset)}, {quoted(config.dataset_config)}, "
-        f"split={quoted(config.dataset_split)})"
-    )
     try:
         data = datasets.load_dataset(
             config.dataset, config.dataset_config, split=config.dataset_split, streaming=True
@@ -374,7 +331,7 @@ def hub_rows(config: PrepareConfig, first: int, state: State | None) -> Iterator
         for number, row in enumerate(data, start):
             if number >= first:
                 where = f"row {number} of data set {config.dataset}"
-                yield Row(number, row_text(row, config.text_field, where, opened), state)
+                yield Row(number, row_text(row, config.text_field, where), state)
             if (number + 1) % STATE_ROWS == 0:
                 state = {"row": number + 1, "dataset": data.state_dict()}
     except AccelGPTError:

@@ -28,8 +28,6 @@ from accel_gpt.prepare.readers import (
     HEAD_BYTES,
     encoding_of,
     open_file,
-    python_command,
-    quoted,
     unpacked_name,
 )
 
@@ -127,18 +125,14 @@ def kind_of_file(path: str, source: SourceKind) -> SourceKind:
     """Return `source`, or for auto the kind of a file; raise `UserError` if that is a table."""
     kind = kind_of_name(path) if source == "auto" else source
     if kind == "table":
-        raise is_a_table(path, path)
+        raise is_a_table(path)
     return kind
 
 
-def is_a_table(path: str, tables: str) -> UserError:
-    """Return the error for a source of tables; `tables`: a path or glob, for `datasets`."""
-    options = r', sep="\t"' if ".tsv" in tables.lower() else ""
-    opened = f"datasets.Dataset.from_csv({quoted(tables)}{options})"
-    command = python_command(f'{opened}.to_parquet("table.parquet")')
+def is_a_table(path: str) -> UserError:
+    """Return the error for a source of tables."""
     return UserError(
-        f"{KEY} is {path}, a table; write it as Parquet, for example with {command}, give that "
-        "file, and set data.prepare.text_field to the column of the text; to train on the table as "
+        f"{KEY} is {path}, a table; expected text, JSON lines or Parquet; to train on the table as "
         "it is, set data.prepare.source to text"
     )
 
@@ -174,7 +168,7 @@ def select_files(path: str, source: SourceKind) -> Selection:
             if kind != "table":
                 amounts[kind] += file.stat().st_size
         if not amounts:
-            raise is_a_table(path, tables_of(path, list(kinds)))
+            raise is_a_table(path)
         source = max(amounts, key=amounts.__getitem__)
     for file, kind in kinds.items():
         if kind == "table":
@@ -220,15 +214,6 @@ def splits_in(name: str) -> list[str]:
     """Return the splits that the words of a path name."""
     words = set(re.split(r"[-._ 0-9/]+", name.lower()))
     return [split for split, names in SPLIT_WORDS.items() if words & names]
-
-
-def tables_of(path: str, tables: Sequence[Path]) -> str:
-    """Return a glob for the tables in a folder or glob, with the ending of the first."""
-    if not os.path.isdir(os.path.expanduser(path)):
-        return path
-    first = tables[0]
-    place = max(first.name.lower().rfind(ending) for ending in TABLE_ENDINGS)
-    return os.path.join(path, "**", f"*{first.name[place:]}")
 
 
 def is_named_text(path: Path) -> bool:

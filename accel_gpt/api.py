@@ -81,8 +81,9 @@ class Run:
     def export(self, to: str | Path, **options: object) -> Path:
         """Write a folder for transformers, and verify it. `options` as for `accel-gpt export`."""
         arguments = to_arguments({"to": to, **options})
-        export_model(ExportCommand.parse([str(self.path), *arguments]))
-        return Path(to)
+        command = ExportCommand.parse([str(self.path), *arguments])
+        export_model(command)
+        return Path(command.to)
 
     def push_to_hub(self, repo: str, **options: object) -> str:
         """Upload the model to the repository user/name on the Hub, and return its address.
@@ -111,8 +112,8 @@ def load(
     The model is in evaluation mode. `checkpoint`: which checkpoint of a run, as last, best or a
     step. `code`: if the run used a `model()` of your file, the path of this file; it is executed.
     """
-    own = load_code(None if code is None else str(code))
-    return load_pretrained(str(name), str(checkpoint), device, own)
+    own = load_code(None if code is None else os.path.expanduser(code))
+    return load_pretrained(os.path.expanduser(name), str(checkpoint), device, own)
 
 
 def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:

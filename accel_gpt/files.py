@@ -214,7 +214,7 @@ def nearest_folder(path: str | Path, marks: Sequence[str]) -> str | None:
     Looks in the part of `path` that exists, two levels deep. `marks`: names or globs of files and
     folders. The folder holds one of them.
     """
-    path = Path(os.path.expanduser(path))
+    path = Path(path)
     root = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
     found: dict[str, Path] = {}
     for pattern in ("*/*", "*"):
@@ -232,7 +232,7 @@ def nearest_file(path: str | Path) -> str | None:
 
     The names must be alike without their endings, too. A name with an ending is no folder.
     """
-    path = Path(os.path.expanduser(path))
+    path = Path(path)
     found: dict[str, str] = {}
     for other in path.parent.glob("[!.]*"):
         alike = difflib.get_close_matches(path.stem, [other.stem])

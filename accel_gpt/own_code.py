@@ -99,7 +99,7 @@ class HeldSource(SourceFileLoader):
     """
 
     def __init__(self, name: str, given: str, source: bytes) -> None:
-        super().__init__(name, str(Path(given).expanduser().absolute()))
+        super().__init__(name, os.path.abspath(given))
         self.given = given
         self.source = source
 
@@ -118,10 +118,10 @@ def load_own_code(path: str) -> OwnCode:
     Raises `UserError` if there is no such file, if it defines none of the functions, or one with
     other arguments. An error inside the file is raised as it is; see `place_in_own_code`.
     """
-    is_python = path.endswith(".py") or not Path(path).expanduser().exists()
+    is_python = path.endswith(".py") or not Path(path).exists()
     require(is_python, f"--code {path} is no Python file, whose name ends with .py")
     try:
-        source = Path(path).expanduser().read_bytes()
+        source = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"--code {path} cannot be read: {error.strerror}") from None
     require(b"\0" not in source, f"--code {path} holds zero bytes, so it is no Python file")

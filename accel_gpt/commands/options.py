@@ -7,6 +7,7 @@
 
 import contextlib
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,7 @@ class ConfigCommand(Command):
         REQUIRED,
         "YAML file, or name of a shipped config, as for train.",
         positional=True,
+        path=True,
     )
     loaded: Config = internal(Config())
 
@@ -131,6 +133,7 @@ class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
         "",
         "Folder to create. empty: data/NAME_TOKENIZER, where NAME is the last part of the path, "
         "or the source.",
+        path=True,
     )
 
     def _check(self) -> None:
@@ -148,7 +151,7 @@ def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
     """Parse `[PATH|RECIPE] --key value ...`."""
     arguments = list(argv)
     named = bool(arguments) and not arguments[0].startswith("-")
-    argument = arguments.pop(0) if named else None
+    argument = os.path.expanduser(arguments.pop(0)) if named else None
     if argument is None or {"-h", "--help"} & set(arguments):
         return parse_command(PrepareCommand, arguments, "accel-gpt prepare [PATH|RECIPE]")
     if is_text_path(argument):
@@ -182,7 +185,7 @@ def is_text_path(argument: str) -> bool:
     shipped = argument in shipped_configs("data") and not Path(argument).is_file()
     if shipped or argument.endswith(YAML):
         return False
-    return Path(argument).expanduser().exists() or is_url(argument) or has_magic(argument)
+    return Path(argument).exists() or is_url(argument) or has_magic(argument)
 
 
 @contextlib.contextmanager
@@ -215,6 +218,7 @@ class SampleCommand(Command):
         "Folder of a run, of one checkpoint or of a model in transformers format; or a Hub id, "
         "such as gpt2.",
         positional=True,
+        path=True,
     )
     prompt: str = option(
         "",
@@ -243,6 +247,7 @@ class SampleCommand(Command):
         None,
         "Your Python file, if the run was trained with --code and the file has a model(). The "
         "file is executed. null: none.",
+        path=True,
     )
     interactive: bool = option(
         False,
@@ -280,10 +285,12 @@ class EvaluateCommand(Command):
         None,
         "Your Python file, if the run was trained with --code and the file has a model(), "
         "shards() or evaluate(). The file is executed. null: none.",
+        path=True,
     )
     data: str | None = option(
         None,
         "Data folder or its URL; the val split is evaluated. null: the data of the run.",
+        path=True,
     )
     tokens: int | Literal["run"] | None = option(
         "run",
@@ -295,6 +302,7 @@ class EvaluateCommand(Command):
         None,
         "HellaSwag questions: a JSONL file in the original format, or a Hub id such as "
         "Rowan/hellaswag. null: the run's eval.hellaswag.",
+        path=True,
     )
     hellaswag_limit: int | None = option(
         None,
@@ -314,6 +322,7 @@ class EvaluateCommand(Command):
     tasks_path: str | None = option(
         None,
         "Folder with YAML files that define more tasks.",
+        path=True,
     )
     batch_size: int | None = option(
         None,
@@ -352,10 +361,12 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
     to: str = option(
         "",
         "Folder to create, for transformers.",
+        path=True,
     )
     gguf: str = option(
         "",
         "File to create, for llama.cpp, Ollama and LM Studio. A Modelfile is written next to it.",
+        path=True,
     )
     checkpoint: str = same_option(SampleCommand, "checkpoint")
     dtype: Literal["fp32", "bf16", "fp16", "q8_0"] = option(
@@ -406,6 +417,7 @@ class PushCommand(Command):
         REQUIRED,
         "Folder of a run, or of one checkpoint.",
         positional=True,
+        path=True,
     )
     repo: str = option(
         "",
@@ -445,6 +457,7 @@ class InspectCommand(Command):
         REQUIRED,
         "Data folder in any supported format, or its URL; or the folder of a run or a checkpoint.",
         positional=True,
+        path=True,
     )
     json: bool = option(
         False,
@@ -457,6 +470,7 @@ class InspectCommand(Command):
     tokenizer: str | None = option(
         None,
         "Tokenizer to use if the shards name none: gpt2, bytes or the path of a tokenizer.json.",
+        path=True,
     )
     dtype: Literal["uint16", "uint32"] | None = option(
         None,
@@ -547,6 +561,7 @@ class SweepCommand(Command):
         REQUIRED,
         "YAML files, or names of shipped configs, as for train. Options apply to all of them.",
         positional=True,
+        path=True,
     )
     grid: Grid = internal(None)
 
@@ -613,11 +628,13 @@ class ReportCommand(Command):
         REQUIRED,
         "Folders of runs.",
         positional=True,
+        path=True,
     )
     out: str | None = option(
         None,
         "HTML file to write. null: report.html in the run's folder; for several runs, in the "
         "current folder.",
+        path=True,
     )
 
 

@@ -81,7 +81,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         config = load_config(arguments, PROGRAM)
         settings.append(Setting(",".join(words), config))
     return Grid(
-        folder=Path(out_dir),
+        folder=Path(settings[0].config.out_dir),
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
         settings=[with_own_text(setting, settings[0]) for setting in settings],
     )

@@ -31,6 +31,7 @@ class PrepareConfig(
         "lines may end in .gz or .zst.",
         published="name",
         used_with=("source", ("text", "jsonl", "parquet", "auto", None)),
+        path=True,
     )
     dataset: str | None = option(
         None,
@@ -62,6 +63,7 @@ class PrepareConfig(
         "or a Hub id (user/name).",
         essential=True,
         published="name",
+        path=True,
     )
     vocab_size: int = option(
         4096,
@@ -137,6 +139,7 @@ class Weighted(Section, prefix="data.train."):
     path: str = option(
         "",
         "Folder of token shards, or its URL.",
+        path=True,
     )
     weight: float = option(
         1.0,
@@ -161,12 +164,14 @@ class DataConfig(Section, prefix="data.", published=True):
         validation=True,
         per_machine=True,
         published="name",
+        path=True,
     )
     text: str | None = option(
         None,
         "Your own text instead of data.train: a file, folder, glob or URL. It is prepared in "
         "out_dir/data with the options of data.prepare.",
         essential=True,
+        path=True,
     )
     val: str | Mapping[str, str] | None = option(
         None,
@@ -174,6 +179,7 @@ class DataConfig(Section, prefix="data.", published=True):
         "data/code}. null: the val splits of data.train.",
         validation=True,
         per_machine=True,
+        path=True,
     )
     tokenizer: str | None = option(
         None,
@@ -181,6 +187,7 @@ class DataConfig(Section, prefix="data.", published=True):
         "the path of a tokenizer.json, or a Hub id (user/name).",
         resume="free",
         per_machine=True,
+        path=True,
     )
     dtype: Literal["uint16", "uint32"] | None = option(
         None,
@@ -208,6 +215,7 @@ class DataConfig(Section, prefix="data.", published=True):
         "~/.cache/accel_gpt/shards.",
         resume="free",
         per_machine=True,
+        path=True,
     )
     cache_gb: float = option(
         50.0,

@@ -289,6 +289,7 @@ class EvalConfig(Section, prefix="eval.", published=True):
         resume="free",
         per_machine=True,
         published="name",
+        path=True,
     )
 
     @property
@@ -389,12 +390,14 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
         "has checkpoints, this is an error. Folder of a checkpoint: resume from it if out_dir has "
         "no checkpoints. To resume from an older checkpoint of a run, also set another out_dir.",
         per_machine=True,
+        path=True,
     )
     copy_to: str | None = option(
         None,
         "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run or "
         "hf://user/name. Each new checkpoint is copied there while training continues. If out_dir "
         "has no checkpoints, the run resumes from the newest copy.",
+        path=True,
     )
     allow_change: tuple[str, ...] = option(
         (),
@@ -501,6 +504,7 @@ class Config(Section):
         essential=True,
         resume="free",
         per_machine=True,
+        path=True,
     )
     seed: int = option(
         1337,
@@ -518,6 +522,7 @@ class Config(Section):
         resume="ask",
         per_machine=True,
         command_line_only=True,
+        path=True,
     )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -48,6 +48,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         per_machine=True,
         inherited="never",
         published="name",
+        path=True,
     )
     n_layer: int = option(
         12,

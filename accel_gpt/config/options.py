@@ -66,6 +66,8 @@ class Option:
     used_with: tuple[str, tuple[object, ...]] | None = None
     """Another option of the section, and its values that use this option. With any other value,
     setting this option is an error."""
+    path: bool = False
+    """The value is a path, or a URL or an id in place of one. A leading ~ is the home folder."""
     command_line_only: bool = False
     """Only the command line and a Python call may set it. A file that sets it is refused, and
     config.yaml does not record it."""
@@ -107,6 +109,7 @@ def option(
     per_machine: bool = False,
     inherited: Inherited = "always",
     used_with: tuple[str, tuple[object, ...]] | None = None,
+    path: bool = False,
     command_line_only: bool = False,
     published: Published | None = None,
 ) -> Any:
@@ -130,6 +133,7 @@ def option(
         per_machine=per_machine,
         inherited=inherited,
         used_with=used_with,
+        path=path,
         command_line_only=command_line_only,
         published=published,
     )

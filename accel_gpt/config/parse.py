@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import re
 import shlex
 import sys
@@ -408,7 +409,7 @@ def flatten(
                 f"{key} {where} would execute a file, so only the command line may set it; remove "
                 f"it, and use --{key}",
             )
-            yield key, convert(key, value, hint)
+            yield key, with_home(cls, key, convert(key, value, hint))
         elif value is not None:
             require(
                 isinstance(value, Mapping),
@@ -445,7 +446,7 @@ def read_options(
                 several.append(word)
             else:
                 positional.pop(0)
-                yield key, convert(shown(cls, key), word, known[key])
+                yield key, with_home(cls, key, convert(shown(cls, key), word, known[key]))
             continue
         key, equals, text = word[2:].partition("=")
         key = key.replace("-", "_")
@@ -470,13 +471,13 @@ def read_options(
             )
             text = words.pop(0)
         name = shown(cls, key)
-        value = convert(name, parse_text(name, text, hint), hint)
+        value = with_home(cls, key, convert(name, parse_text(name, text, hint), hint))
         if get_origin(hint) is tuple:
             value = repeated[key] = repeated.get(key, ()) + value
         yield key, value
     if several:
         key = positional.pop(0)
-        yield key, convert(shown(cls, key), several, known[key])
+        yield key, with_home(cls, key, convert(shown(cls, key), several, known[key]))
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     missing = [key for key in positional if key in required]
     example = "quickstart" if "config" in missing else "runs/quickstart"
@@ -524,6 +525,21 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
     if origins == {tuple}:
         return [word.strip() for word in text.split(",")]
     return text
+
+
+def with_home(cls: type, key: str, value: Any) -> Any:
+    """Return the value of an option; in a path, a leading ~ becomes the home folder.
+
+    No shell replaces it in a YAML file, in --key=~/x or in a Python call.
+    """
+    described = all_options(cls).get(key)
+    if described is None or not described.path:
+        return value
+    if isinstance(value, Mapping):
+        return {name: os.path.expanduser(path) for name, path in value.items()}
+    if isinstance(value, tuple):  # a source of a mixture is a section, which has a path itself
+        return tuple(os.path.expanduser(one) if isinstance(one, str) else one for one in value)
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:

@@ -33,9 +33,9 @@ def resolve_config(word: str, folder: str = "") -> Path:
     """Return the config file at the path `word`, or else the shipped config with that name.
 
     `folder` is a folder inside the shipped folder. Raises `UserError` with similar names if there
-    is no such config.
+    is no such config. A leading ~ is the home folder.
     """
-    path = Path(word)
+    path = Path(word).expanduser()
     shipped = shipped_configs(folder)
     name = word.removesuffix(".yaml")
     if path.exists() and not (path.is_dir() and name in shipped):

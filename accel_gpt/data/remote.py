@@ -185,7 +185,7 @@ class Cache:
 
     def __init__(self, folder: str | None, gb: float, run: str | None) -> None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        base = Path(folder).expanduser() if folder else home / "accel_gpt" / "shards"
+        base = Path(folder) if folder else home / "accel_gpt" / "shards"
         self.limit = int(gb * 1e9)
         self.needs: dict[Path, int] = {}  # 0: needed now; otherwise the place in the order of need
         base.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ def read_questions(
 
 def read_entries(path: str) -> Iterator[tuple[str, Any]]:
     """Yield each line as (name, JSON text), or each row as (name, object)."""
-    file = Path(path).expanduser()
+    file = Path(path)
     if file.exists() or path.endswith((".jsonl", ".json")) or is_local(path):
         return read_jsonl_lines(path, file)
     return read_hub_rows(path)

@@ -146,13 +146,12 @@ def select_files(path: str, source: SourceKind) -> Selection:
 
     Raises `UserError` if `path` does not exist or holds nothing to read.
     """
-    local = os.path.expanduser(path)
-    if os.path.isfile(local):
-        return Selection(path, kind_of_file(path, source), [Path(local)])
+    if os.path.isfile(path):
+        return Selection(path, kind_of_file(path, source), [Path(path)])
     left_out: defaultdict[str, list[Path]] = defaultdict(list)
     kinds: dict[Path, Kind] = {}
-    if os.path.isdir(local):
-        for file in walk(Path(local), left_out):
+    if os.path.isdir(path):
+        for file in walk(Path(path), left_out):
             kind = kind_of_name(file.name)
             kinds[file] = "text" if kind == "table" and source == "text" else kind
     else:
@@ -195,7 +194,7 @@ def named_splits(path: str | None, files: Sequence[Path]) -> dict[Path, str]:
     Returns none, unless each file names one split by its folders, or else by its name, and train
     and another split are named. `BESIDE_SPLITS` need not. So a test.py among other code is text.
     """
-    root = Path(os.path.expanduser(path or ""))
+    root = Path(path or "")
     if path is None or not root.is_dir():
         return {}
     found: dict[Path, str] = {}
@@ -234,11 +233,10 @@ def holds_text(path: Path) -> bool:
 
 def glob_files(path: str) -> list[Path]:
     """List the files of a glob. Raises `UserError` if there are none."""
-    local = os.path.expanduser(path)
-    found = [Path(name) for name in sorted(glob.glob(local, recursive=True))]
+    found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
     found = [file for file in found if file.is_file()]
-    problem = f"{describe_path(local)} (looked for {os.path.abspath(local)})"
-    near = None if os.path.exists(local) else nearest_file(local)
+    problem = f"{describe_path(path)} (looked for {os.path.abspath(path)})"
+    near = None if os.path.exists(path) else nearest_file(path)
     if glob.has_magic(path):
         near = None
         problem = f"matches no file (looked from {Path.cwd()})"

@@ -97,7 +97,7 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model, or an
     adapter beside it. The Hub is not asked for a path.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if name.startswith(SCHEME) or not folder.exists():
         if is_local(name):
             raise no_such_folder(name)

@@ -1,6 +1,8 @@
 """YAML and command line: precedence, conversion, and the sentences that users read."""
 
 import errno
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +11,19 @@ from typing import get_args
 import pytest
 
 from accel_gpt.commands.options import (
+    COMMANDS,
     BenchCommand,
     EvaluateCommand,
+    PrepareCommand,
+    ReportCommand,
     SampleCommand,
     VerifyResumeCommand,
 )
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.sweep_settings import read_grid
+from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import all_options
 from accel_gpt.config.values import leaves, to_yaml
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
@@ -48,6 +55,47 @@ def test_command_line_beats_yaml_beats_preset_beats_default(config_file: str) ->
     assert config.model.bias is True  # overrides the preset
     assert config.optim.beta1 == 0.9
     assert config.train.max_steps == 1000  # 1e3
+
+
+IN_HOME = """
+out_dir: ~/run
+data: {train: [{path: ~/a, weight: 1}, {path: "hf://~/b"}], val: {web: ~/web}, cache_dir: ~nobody/x}
+sample: {prompts: [~/prompt]}
+"""
+
+
+def test_a_leading_tilde_of_a_path_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell replaces it in a YAML file, behind an = or in the second item of a list."""
+    home = str(tmp_path)
+    monkeypatch.setenv("HOME", home)
+    (tmp_path / "c.yaml").write_text(IN_HOME)
+    config = load("~/c.yaml", "--checkpoint.copy_to=~/copies", "--eval.hellaswag", "user/~")
+    assert (config.out_dir, config.checkpoint.copy_to) == (f"{home}/run", f"{home}/copies")
+    assert [one.path for one in config.data.train] == [f"{home}/a", "hf://~/b"]
+    assert config.data.val == {"web": f"{home}/web"}
+    assert (config.eval.hellaswag, config.sample.prompts) == ("user/~", ("~/prompt",))
+    assert config.data.cache_dir == os.path.expanduser("~nobody/x")
+    (tmp_path / "text.txt").write_text("text")
+    prepared = PrepareCommand.parse(["~/text.txt", "--out=~/data"])
+    assert (prepared.path, prepared.out) == (f"{home}/text.txt", f"{home}/data")
+    assert ReportCommand.parse(["~/a", "b"]).run == (f"{home}/a", "b")
+    grid = read_grid(["~/c.yaml"], ["--model.init_from=scratch", "--data.val=~/a,~/b"])
+    assert grid.folder == Path(home, "run_sweep")
+    assert [setting.config.data.val for setting in grid.settings] == [f"{home}/a", f"{home}/b"]
+
+
+def test_options_that_name_files_are_declared_as_paths() -> None:
+    names_a_file = re.compile(r"\b(folder|file|path|URL)s?\b", re.IGNORECASE)
+    missing = set()
+    for section in (Config, Weighted, *COMMANDS.values()):
+        kinds = leaves(section)
+        for key, described in all_options(section).items():
+            is_text = str in (kinds.get(key), *get_args(kinds.get(key)))
+            if is_text and not described.path and names_a_file.search(described.description):
+                missing.add(key.rpartition(".")[2])
+    assert missing == {"separator", "license"}  # these are about a file
 
 
 def test_words_of_yaml_and_of_a_flag(config_file: str, tmp_path: Path) -> None:

@@ -131,6 +131,13 @@ class Store:
             system, path = self.locate(name)
             system.get_file(path, str(target))
 
+    def info(self, name: str) -> dict[str, Any]:
+        """Return what fsspec says of a file before it is downloaded; see `file_info`."""
+        with self.explained(name):
+            system, path = self.locate(name)
+            info: dict[str, Any] = system.info(path)
+            return info
+
     @contextlib.contextmanager
     def explained(self, name: str = "") -> Iterator[None]:
         """Turn whatever a file system raises into an `Unreachable` or a `UserError`."""

@@ -7,6 +7,7 @@ Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
 
 import codecs
+import contextlib
 import glob
 import hashlib
 import json
@@ -16,14 +17,24 @@ import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from accel_gpt.config.data import PrepareConfig, SourceKind
-from accel_gpt.data.remote import Store, Unreachable, is_url
+from accel_gpt.console import write_err
+from accel_gpt.data.remote import (
+    Missing,
+    Refused,
+    Store,
+    Unreachable,
+    file_info,
+    is_url,
+    short_hash,
+)
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.files import describe_path, nearest_file
+from accel_gpt.files import describe_path, nearest_file, sha256
 from accel_gpt.prepare.readers import (
     HEAD_BYTES,
     encoding_of,
@@ -37,6 +48,11 @@ JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 TABLE_ENDINGS = (".csv", ".tsv")
 TEXT_ENDINGS = (".txt", ".text", ".md")
 NOT_TEXT = "not UTF-8 text"
+PAGE = "an HTML page"
+HTML_ENDINGS = (".html", ".htm", ".xhtml")
+# The beginning of an HTML page, after comments and the declaration of XML
+HTML = re.compile(rb"\s*((<\?xml[^>]*>|<!--.*?-->)\s*)*<(!doctype\s+html|html)\b", re.I | re.S)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 SPECIAL = "hidden, a lock, a link to a folder, or not a regular file"
 # Files that mark the folder of a run, or a data folder, finished or not
 MARKER_FILES = (".lock", "run.json", "dataset.json", "progress.json")
@@ -270,13 +286,13 @@ def source_fingerprint(config: PrepareConfig, files: Sequence[Path]) -> str:
     """Return a SHA-256 (hex) that identifies the source.
 
     For files it covers names and sizes, so a copy of the files has the same. For a download it
-    covers URL and size; for a data set its id, configuration and split.
+    covers URL and content; for a data set its id, configuration and split.
     """
     seen: list[object] = []
     if config.source == "dataset":
         seen = [config.dataset, config.dataset_config, config.dataset_split]
     elif config.path is not None and is_url(config.path):
-        seen = [config.path, *(path.stat().st_size for path in files)]
+        seen = [config.path, *(sha256(path) for path in files)]
     else:
         paths = [path.absolute() for path in files]
         root = os.path.commonpath([path.parent for path in paths])
@@ -304,25 +320,73 @@ def stdlib_files() -> list[Path]:
 
 
 def download_text(url: str) -> Path:
-    """Download the file at `url`, unless it is in the cache; return its path."""
+    """Download the file at `url`; return its path in the cache.
+
+    A file in the cache is read again if the tag or date that the server gives is the same. If the
+    server cannot be reached, the newest file of this URL is read, and a line says so. Raises
+    `UserError` if there is none, or if a placeholder comes, such as an HTML page.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
     address, mark, query = url.partition("?")
     folder, _, name = address.rstrip("/").rpartition("/")
-    number = hashlib.sha256(url.encode()).hexdigest()[:16]
-    target = cache / f"{number}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}"
-    if target.exists():
+    store = Store(f"{folder}{mark}{query}")
+    beginning = short_hash(url)
+    ending = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    info: dict[str, Any] = {}
+    with contextlib.suppress(AccelGPTError, Unreachable):  # the download says why
+        info = store.info(name)
+    require_text(url, PAGE if info.get("mimetype") == "text/html" else None)
+    known = file_info(info)
+    version = known.tag or known.changed
+    target = cache / f"{beginning}-{short_hash(f'{known.size} {version}')}-{ending}"
+    if version and target.exists():
         return target
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    temporary = cache / f"{beginning}.tmp-{os.getpid()}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        store = Store(f"{folder}{mark}{query}")
         store.download(name, temporary)
+        require_text(url, placeholder_in(temporary))
+        if not version:
+            target = cache / f"{beginning}-{sha256(temporary)[:16]}-{ending}"
         temporary.rename(target)
-    except (OSError, AccelGPTError, Unreachable) as error:
-        raise UserError(
-            f"{url} could not be downloaded to {cache}: {error}; if the network blocks it, "
-            "download the file yourself and set data.prepare.path to it"
-        ) from None
+    except Unreachable as error:
+        earlier = [(path.stat().st_mtime, path) for path in cache.glob(f"{beginning}-*-{ending}")]
+        if not earlier:
+            raise not_downloaded(url, cache, error) from None
+        seconds, target = max(earlier)
+        write_err(
+            f"{url} cannot be reached ({error}); reading {target} from the cache, downloaded on "
+            f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d}"
+        )
+    except (OSError, Missing, Refused) as error:
+        raise not_downloaded(url, cache, error) from None
     finally:
         temporary.unlink(missing_ok=True)
     return target
+
+
+def not_downloaded(url: str, cache: Path, error: Exception) -> UserError:
+    """Return the error for a file that could not be downloaded to the folder `cache`."""
+    return UserError(
+        f"{url} could not be downloaded to {cache}: {error}; if the network blocks it, download "
+        "the file yourself and set data.prepare.path to it"
+    )
+
+
+def placeholder_in(path: Path) -> str | None:
+    """Return what a downloaded file is, if it stands in place of a text."""
+    with path.open("rb") as file:
+        start = file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
+    if start.startswith(LFS_POINTER):
+        return "a pointer of Git LFS"
+    return PAGE if HTML.match(start) else None
+
+
+def require_text(url: str, placeholder: str | None) -> None:
+    """Raise `UserError` if a placeholder comes from a URL, but not for a page named as one."""
+    named = url.partition("?")[0].lower().endswith(HTML_ENDINGS)
+    require(
+        placeholder is None or (placeholder == PAGE and named),
+        f"{KEY} is {url}, but {placeholder} comes from there; give the address of a file of text, "
+        "JSON lines or Parquet",
+    )

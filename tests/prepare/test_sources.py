@@ -1,10 +1,14 @@
 """The files of a source are selected in order; what is left out, missing or invalid is named."""
 
 import gzip
+import http.server
 import json
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from accel_gpt.config.data import PrepareConfig, SourceKind
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select, source_fingerprint, stdlib_files
-from tests.data.test_remote import Server, serving
+from tests.data.test_remote import serving
 from tests.helpers.texts import read_pieces, read_texts
 
 
@@ -232,31 +236,128 @@ def test_bad_input_is_named(
 # --------------------------------------------------------------------------- network
 
 
+PAGE = b"<!-- sign in -->\n<!DOCTYPE html>\n<html><body>" + b"<p>Please sign in</p>" * 99
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves files, with their dates if `Web.dates`; `redirect.txt` leads to a page."""
+
+    server: "Web"
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Log nothing."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Last-Modified" or self.server.dates:
+            super().send_header(keyword, value)
+
+    def do_GET(self) -> None:
+        self.server.gets += 1
+        if self.path.startswith("/redirect"):
+            self.send_response(302)
+            self.send_header("Location", "/login.html")
+            self.end_headers()
+        else:
+            super().do_GET()
+
+
+class Web(http.server.ThreadingHTTPServer):
+    """A server of the files in `root`."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(root)))
+        self.root = root
+        self.dates = True
+        self.gets = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def put(self, name: str, content: bytes, date: int = 1_000_000) -> None:
+        (self.root / name).write_bytes(content)
+        os.utime(self.root / name, (date, date))
+
+
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server of good.txt."""
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
-    with serving(tmp_path / "served") as running:
-        (running.root / "good.txt").write_text("hello")
+    (tmp_path / "web").mkdir()
+    with Web(tmp_path / "web") as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
         yield running
+        running.shutdown()
+        thread.join()
 
 
-def test_a_url_is_downloaded_once(server: Server, tmp_path: Path) -> None:
+def test_a_url_is_downloaded_once(web: Web) -> None:
+    web.put("good.txt", b"hello")
     for _ in range(2):
         for version in (1, 2):
-            assert read(f"{server.url}/good.txt?a={version}") == ["hello"]
-    assert server.requests == {"good.txt": 2}
-    assert len(list((tmp_path / "cache/accel_gpt").iterdir())) == 2
+            assert read(f"{web.url}/good.txt?a={version}") == ["hello"]
+    assert web.gets == 2
 
 
-def test_a_failed_download_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    server.drops = 9
-    for name, message in (
-        ("good.txt", "(received 2 of 5 bytes|payload is not completed)"),
-        ("none.txt", "does not exist; check"),
-    ):
-        told = rf"{name} could not be downloaded.*{message}.*yourself"
-        with pytest.raises(UserError, match=told):
-            read(f"{server.url}/{name}")
+@pytest.mark.parametrize("dates", [True, False])
+def test_a_file_that_changed_at_its_url_is_read(
+    dates: bool, web: Web, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with the same size, and from a server that says nothing of its files."""
+    web.dates = dates
+    url = f"{web.url}/good.txt"
+    for date, content in enumerate((b"one", b"two", b"two"), 1_000_000):
+        web.put("good.txt", content, date)
+        config = PrepareConfig("text", url)
+        assert read(url) == [content.decode()]
+    prints = {source_fingerprint(config, select(config).files)}
+    web.put("good.txt", b"six", 2_000_000)
+    assert source_fingerprint(config, select(config).files) not in prints
+    assert "cache" not in capsys.readouterr().err
+    web.shutdown()
+    web.server_close()
+    assert read(url) == ["six"]
+    told = capsys.readouterr().err
+    assert re.search(rf"{url} cannot be reached .* from the cache, downloaded on \d{{4}}-", told)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("page.txt", PAGE, "an HTML page"),
+        ("rows.jsonl", PAGE, "an HTML page"),
+        ("blob", PAGE, "an HTML page"),
+        ("redirect.txt", b"", "an HTML page"),
+        ("large.txt", POINTER, "a pointer of Git LFS"),
+    ],
+)
+def test_a_placeholder_is_refused(
+    name: str, content: bytes, what: str, web: Web, tmp_path: Path
+) -> None:
+    web.put(name, content)
+    web.put("login.html", PAGE)
+    with pytest.raises(UserError, match=f"is {web.url}/{name}, but {what} comes from there"):
+        read(f"{web.url}/{name}")
+    assert not list(tmp_path.glob("cache/accel_gpt/*"))
+    web.put(name, b'{"text": "repaired"}')
+    if name != "redirect.txt":
+        assert "repaired" in read(f"{web.url}/{name}")[0]
+    assert read(f"{web.url}/login.html") == [PAGE.decode()]
+
+
+def test_a_failed_download_leaves_nothing(tmp_path: Path, web: Web) -> None:
+    with serving(tmp_path / "served") as server:
+        (server.root / "good.txt").write_text("hello")
+        server.drops = 9
+        for name, message in (
+            ("good.txt", "(received 2 of 5 bytes|payload is not completed)"),
+            ("none.txt", "does not exist; check"),
+        ):
+            told = rf"{name} could not be downloaded.*{message}.*yourself"
+            with pytest.raises(UserError, match=told):
+                read(f"{server.url}/{name}")
     assert list((tmp_path / "cache/accel_gpt").iterdir()) == []

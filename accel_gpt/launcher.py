@@ -4,9 +4,12 @@
 Under `srun`, `use_slurm_variables` sets the variables that torchrun would set.
 """
 
+import contextlib
+import math
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +28,9 @@ FIRST_PORT = 20000  # below the ports that Linux gives to clients, from 32,768 o
 PORTS = 10000
 # slurm.h: a batch script, the shell of salloc and others have numbers close to 2**32
 FIRST_SPECIAL_STEP = 2**32 - 16
+# in a line of mountinfo: the folder of the file system that is mounted, where, the version of
+# cgroups ("2" or "") and the options, which name the controllers of version 1
+CGROUP_MOUNT = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .* - cgroup(2?) \S+ (\S+)$", re.MULTILINE)
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -49,15 +55,67 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def shared_cores() -> int:
-    """Return the cores that this process may use, divided by the ranks on the machine.
+def available_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may use, by its affinity and the quota of its cgroup.
 
-    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants all cores.
+    `root`: the folder that holds proc and the mounted cgroups.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
+    # rounded down, as std::thread::available_parallelism of Rust does: one thread above the quota
+    # stops all threads for the rest of each period
+    return max(1, math.floor(min([cores, *cgroup_quotas(root)])))
+
+
+def cgroup_quotas(root: Path) -> Iterator[float]:
+    """Yield the CPU quotas, in cores, of this process's cgroups and the groups above them.
+
+    `docker --cpus`, Kubernetes and systemd set them. cgroups(7), proc_pid_mountinfo(5).
+    """
+    try:
+        mounts = (root / "proc/self/mountinfo").read_text(errors="replace")
+        groups = (root / "proc/self/cgroup").read_text(errors="replace")
+    except OSError:  # not Linux
+        return
+    paths: dict[str, str] = {}  # controller, or "" for version 2 -> path of the group
+    for controllers, path in re.findall(r"^\d+:([^:\n]*):(.*)$", groups, re.MULTILINE):
+        for controller in controllers.split(","):
+            paths[controller] = path
+    for shown, point, version, options in CGROUP_MOUNT.findall(mounts):
+        controller = "" if version else "cpu"
+        if controller not in ("", *options.split(",")) or controller not in paths:
+            continue
+        top = root / point.lstrip("/")
+        # a container may see only the part of the tree below `shown`
+        group = top / os.path.relpath(paths[controller], shown)
+        if ".." in group.parts:  # the group is not in this part
+            group = top
+        for folder in (group, *group.parents):
+            yield from cgroup_quota(folder)
+            if folder == top:
+                break
+
+
+def cgroup_quota(folder: Path) -> Iterator[float]:
+    """Yield the CPU quota of a cgroup in cores, if it has one."""
+    with contextlib.suppress(OSError, ValueError):  # "max": no quota
+        quota, period = (folder / "cpu.max").read_text().split()
+        yield int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota = (folder / "cpu.cfs_quota_us").read_text()
+        period = (folder / "cpu.cfs_period_us").read_text()
+        if int(quota) > 0:  # -1: no quota
+            yield int(quota) / int(period)
+
+
+def shared_cores() -> int:
+    """Return the cores that this process may use, divided by the ranks on the machine.
+
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1; a trainer wants all cores.
+    """
+    cores = available_cores()
     if is_slurm_task() and not started_by_launcher() and "SLURM_CPUS_PER_TASK" in os.environ:
         return min(cores, slurm_number("SLURM_CPUS_PER_TASK"))  # srun may bind each to its own
     return max(1, cores // local_world_size())

@@ -3,6 +3,7 @@
 The question that rank 0 answers before the ranks have joined.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch.distributed import HashStore
 from accel_gpt import launcher, meeting
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.launcher import (
+    available_cores,
     first_host,
     shared_cores,
     tasks_per_node,
@@ -134,6 +136,89 @@ def test_a_task_takes_the_cores_that_srun_gives_it(
     assert shared_cores() == 8
     join(TASK)
     assert shared_cores() == 4
+
+
+V1 = "33 31 0:30 {} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+V2 = "41 31 0:38 {} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+OTHERS = """31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
+34 31 0:31 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset
+"""
+UNIFIED = "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "groups", "files", "cores"),
+    [
+        (V2.format("/"), "0::/\n", {"cpu.max": "300000 100000"}, 3),  # in a container
+        (V2.format("/"), "0::/\n", {"cpu.max": "max 100000"}, 8),
+        (V2.format("/"), "0::/a/b\n", {"a/cpu.max": "250000 100000", "a/b/cpu.max": "max 1"}, 2),
+        (V2.format("/"), "0::/a/b\n", {"a/cpu.max": "5 1", "a/b/cpu.max": "4 1"}, 4),
+        (V2.format("/"), "0::/a\n", {"b/cpu.max": "1 1"}, 8),  # the group of others
+        (V2.format("/"), "0::/\n", {"cpu.max": "50000 100000"}, 1),  # half a core
+        (V2.format("/"), "0::/\n", {"cpu.max": "1600000 100000"}, 8),  # more than the affinity
+        (V2.format("/pod"), "0::/pod/a\n", {"a/cpu.max": "2 1"}, 2),
+        (V2.format("/pod"), "0::/../elsewhere\n", {"cpu.max": "2 1"}, 2),
+        (
+            OTHERS + V1.format("/") + UNIFIED,
+            "8:cpuset:/\n2:cpuacct,cpu:/docker/x\n0::/init\n",
+            {
+                "cpu,cpuacct/docker/x/cpu.cfs_quota_us": "200000",
+                "cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000",
+                "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            2,
+        ),
+        (
+            V1.format("/docker/x"),  # the host's path, of which the container sees the end
+            "1:cpu,cpuacct:/docker/x\n",
+            {
+                "cpu,cpuacct/cpu.cfs_quota_us": "400000",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            4,
+        ),
+        ("not a table\n", "nor this\n", {}, 8),
+        (None, None, {}, 8),  # no /proc
+    ],
+)
+def test_the_quota_of_a_cgroup_limits_the_cores(
+    mounts: str | None,
+    groups: str | None,
+    files: dict[str, str],
+    cores: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables = {"proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
+    quotas = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (tables | quotas).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert available_cores(tmp_path) == cores
+
+
+CORES = "from accel_gpt.launcher import shared_cores; print(shared_cores())"
+
+
+def test_a_process_in_a_real_cgroup_takes_the_cores_of_its_quota() -> None:
+    """Also in a group below the one with the quota."""
+    outer = Path("/sys/fs/cgroup/cpu", f"accel_gpt_{os.getpid()}")
+    inner = outer / "inner"
+    try:
+        outer.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    (outer / "cpu.cfs_quota_us").write_text("100000")
+    inner.mkdir()
+    enter = f'echo $$ > {inner}/cgroup.procs && exec "$@"'
+    command = ["sh", "-c", enter, "sh", sys.executable, "-c", CORES]
+    done = subprocess.run(command, env=PLAIN, capture_output=True, text=True, check=False)
+    inner.rmdir()
+    outer.rmdir()
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import numpy as np
 from accel_gpt.data.shards import Tokens, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.launcher import available_cores
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, Piece
 from accel_gpt.prepare.lost_text import LostText, find_lost_text
 from accel_gpt.prepare.pieces import lead_of
@@ -45,7 +46,7 @@ def worker_count(requested: int, total: int | None) -> int:
     """
     if requested:
         return requested
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = available_cores()
     if total is None:
         return cores
     return min(cores, 1 + total // BATCH_CHARACTERS)

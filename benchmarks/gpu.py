@@ -156,7 +156,6 @@ def first_step(args: argparse.Namespace, work: Path, job: Job) -> list[float]:
     options: dict[str, object] = {
         "warmup": 1,
         "steps": 1,
-        "parts": 0,
         "json": True,
         "data.train": work / "nanoGPT/data" / job.data,
         "data.tokenizer": "gpt2" if job.data == GPT2 else None,

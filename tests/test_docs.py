@@ -556,7 +556,7 @@ SHORTER = {
     "--train.max_steps 60": "--train.max_steps 4",
     "--vocab_size 4096": "--vocab_size 300",
     "--vocab_size 1024": "--vocab_size 300",
-    "bench quickstart": "bench quickstart --warmup 1 --steps 2 --parts 1",
+    "bench quickstart": "bench quickstart --warmup 1 --steps 2",
     "verify-resume quickstart": "verify-resume quickstart --steps 4 --kills 1",
 }
 UNLIKE_TESTS = {*OTHERS, "accelerate"} - {"gunzip"}  # programs that are not run

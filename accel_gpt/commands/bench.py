@@ -1,22 +1,17 @@
 """`accel-gpt bench CONFIG`: measure tokens/s, MFU and memory of a config, and the hours of its run.
 
 Runs `train.update` on random tokens in a temporary folder, without evaluations, samples,
-checkpoints or trackers. Measures where a step's time goes.
+checkpoints or trackers.
 """
 
-import copy
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from accel_gpt import train
 from accel_gpt.commands.options import BenchCommand
@@ -36,6 +31,7 @@ from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training
 from accel_gpt.training.accelerator import start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
+from accel_gpt.training.clock import seconds_of_each, timed
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.machine import describe_machine, memory_gb
 from accel_gpt.training.process import keep_freed_memory
@@ -48,7 +44,6 @@ from accel_gpt.training.stopping import (
     exiting_on_signals,
 )
 
-PARTS = ("data", "forward and loss", "backward", "clip and optimizer")
 RANDOM_TOKENS = 2**22  # of a split, read again and again; 2 or 4 bytes each
 DOCUMENT_TOKENS = 500  # between ends of documents; assumption
 Report = dict[str, Any]
@@ -75,7 +70,7 @@ def bench(options: BenchCommand) -> Report | None:
     seconds = duration(INIT_TIMEOUT, config.train.init_timeout)
     vocab_size, source = on_main_before_join(lambda: vocabulary_size(config, None), seconds)
     measured = steps_only(config)
-    steps = max(make_plan(measured, 1).max_steps, options.warmup + options.steps + options.parts)
+    steps = max(make_plan(measured, 1).max_steps, options.warmup + options.steps)
     with explain_lost_rank(world_size()), tempfile.TemporaryDirectory() as out:
         measured = replace(
             measured,
@@ -187,7 +182,7 @@ def whole_run(config: Config, tokens_per_second: float) -> Report:
 
 
 def measure_steps(options: BenchCommand, run: Training) -> Report:
-    """Warm up, time whole steps, then time the parts of further steps."""
+    """Warm up, then time steps."""
 
     def step() -> None:
         train.update(run)
@@ -200,7 +195,6 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
         step()
     seconds = seconds_of_each(step, device, options.steps)
     memory = memory_gb(device)
-    parts = part_seconds(run, options.parts) if options.parts else {}
     median = statistics.median(seconds)
     fastest_quarter = median
     slowest_quarter = median
@@ -223,95 +217,11 @@ def measure_steps(options: BenchCommand, run: Training) -> Report:
         "dtype": speed.dtype,
         "memory_gb": memory,
         "memory_of": "device" if device.type == "cuda" else "process",
-        "parts_ms": {name: 1000 * spent for name, spent in parts.items()},
-        "parts_steps": options.parts,
         "parameters": run.gpt.parameter_count(),
         "compiled": run.config.train.compiled,
         "plan": asdict(plan) | {"tokens_per_step": plan.tokens_per_step},
         **describe_machine(run.accelerator),
     }
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that `work` takes, including its work on the device."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def seconds_of_each(step: Callable[[], None], device: torch.device, steps: int) -> list[float]:
-    """Return the seconds of each of `steps` steps; on CUDA, without waiting between steps."""
-    if device.type != "cuda":
-        return [timed(step, device) for _ in range(steps)]
-    marks: list[Any] = [
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types
-        for _ in range(steps + 1)
-    ]
-    synchronize(device)
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    synchronize(device)
-    return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
-
-
-class TimedLoader:
-    """Wraps the loader of a run and replaces its `__next__`."""
-
-    def __init__(self, loader: Any, next_batch: Callable[[], Any]) -> None:
-        self.loader = loader
-        self.next_batch = next_batch
-
-    def __next__(self) -> Any:
-        return self.next_batch()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-
-def part_seconds(run: Training, steps: int) -> dict[str, float]:
-    """Return the mean seconds of each part of a step, and of the rest, over `steps` steps.
-
-    Replaces methods of the objects of `run`, so that each part waits for the device.
-    """
-    seconds = dict.fromkeys(PARTS, 0.0)
-    device = run.accelerator.device
-
-    def part(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_work(*args: Any, **kwargs: Any) -> Any:
-            synchronize(device)
-            start = time.perf_counter()
-            result = work(*args, **kwargs)
-            synchronize(device)
-            seconds[name] += time.perf_counter() - start
-            return result
-
-        return timed_work
-
-    def step() -> None:
-        train.update(observed)
-        run.reporter.heartbeat()
-
-    data, forward, backward, optimizer = PARTS
-    observed: Any = copy.copy(run)  # `run` keeps its own loader, which `bench` closes
-    observed.loader = TimedLoader(run.loader, part(data, run.loader.__next__))
-    observed.model = part(forward, run.model)
-    observed.gradients.backward = part(backward, run.gradients.backward)
-    observed.gradients.norm = part(optimizer, run.gradients.norm)
-    observed.optimizer.step = part(optimizer, run.optimizer.step)
-    observed.optimizer.zero_grad = part(optimizer, run.optimizer.zero_grad)
-    whole = sum(timed(step, device) for _ in range(steps))
-    seconds["rest"] = whole - sum(seconds.values())
-    return {name: spent / steps for name, spent in seconds.items()}
 
 
 def run_text(report: Report) -> str:
@@ -361,16 +271,4 @@ def bench_text(report: Report) -> str:
         ("MFU", reached),
         ("memory", f"peak {report['memory_gb']:.2f} GB, of the {report['memory_of']}"),
     ]
-    text = table(rows, "<9", "<")
-    parts = report["parts_ms"]
-    if not parts:
-        return text
-    whole = sum(parts.values())
-    further = plural(report["parts_steps"], "further step")
-    text += (
-        f"\nwhere a step's time goes ({further}, waiting after each part: {whole:,.1f} ms a step)\n"
-    )
-    shares = []
-    for name, spent in parts.items():
-        shares.append((f"  {name}", f"{spent / whole:.1%}", f"{spent:,.2f} ms"))
-    return text + table(shares, "<22", ">6", ">13")
+    return table(rows, "<9", "<")

@@ -585,9 +585,7 @@ class BenchCommand(ConfigCommand):
     """
 
     name: ClassVar[str] = "bench"
-    summary: ClassVar[str] = (
-        "measure tokens/s, MFU and memory of a config, and where a step's time goes"
-    )
+    summary: ClassVar[str] = "measure tokens/s, MFU and memory of a config"
 
     warmup: int = option(
         5,
@@ -598,11 +596,6 @@ class BenchCommand(ConfigCommand):
         20,
         "Number of measured steps.",
         above=0,
-    )
-    parts: int = option(
-        5,
-        "Number of extra steps in which each part is timed separately. 0: none.",
-        at_least=0,
     )
     json: bool = option(
         False,

@@ -164,9 +164,9 @@ def test_an_emoji_that_yaml_escapes_is_text_and_a_single_surrogate_is_not(tmp_pa
 
 
 def test_a_command_takes_its_options_and_the_keys_of_its_config(config_file: str) -> None:
-    words = "--steps 9 --optim.lr 1e-3 --parts=2 --train.compile --model.dropout=0 --json"
+    words = "--steps 9 --optim.lr 1e-3 --warmup=2 --train.compile --model.dropout=0 --json"
     options = BenchCommand.parse([config_file, *words.split()])
-    assert (options.steps, options.parts, options.json) == (9, 2, True)
+    assert (options.steps, options.warmup, options.json) == (9, 2, True)
     keys = ("--optim.lr", "1e-3", "--train.compile", "--model.dropout=0")
     assert options.loaded == load(config_file, *keys)
     assert BenchCommand.parse(["--steps", "9", config_file]).steps == 9

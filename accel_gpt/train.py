@@ -11,15 +11,12 @@ due after it.
 """
 
 import contextlib
-import gc
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 from accel_gpt.console import exit_while_importing, run_process
 
@@ -29,12 +26,12 @@ if __name__ == "__main__":
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils.memory import clear_device_cache
 
-from accel_gpt.config.budget import Costs
+from accel_gpt.config.budget import fit_again, look_step, with_other_length
+from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, plural, with_size
+from accel_gpt.config.plan import Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
@@ -49,15 +46,7 @@ from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rate
 from accel_gpt.own_code import place_in_own_code
 from accel_gpt.training.accelerator import build_model, start_accelerator
 from accel_gpt.training.auto_batch import resolve_micro_batch_size
-from accel_gpt.training.budget import (
-    EVALUATION_SHARE,
-    FEWEST_MEASURED,
-    MEASURED_SHARE,
-    MOST_SECONDS,
-    REHEARSAL,
-    rehearsal_config,
-    resolve_budget,
-)
+from accel_gpt.training.budget import describe_look, resolve_budget
 from accel_gpt.training.compilation import resolve_compile
 from accel_gpt.training.display import Display
 from accel_gpt.training.divergence import StepGuard, check_weights
@@ -65,7 +54,7 @@ from accel_gpt.training.gradients import Gradients, make_gradients, micro_batche
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
 from accel_gpt.training.metrics import Record, checked_record
 from accel_gpt.training.process import make_host_group
-from accel_gpt.training.ranks import RankError, all_ranks, on_main, require_all, require_same
+from accel_gpt.training.ranks import RankError, all_gather, all_ranks, on_main, require_same
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 from accel_gpt.training.resume import choose_checkpoint, restore
 from accel_gpt.training.saving import CheckpointWriter, describe_newest
@@ -83,6 +72,9 @@ from accel_gpt.training.stopping import (
     StopSignal,
     Watchdog,
 )
+
+# measures what the parts of a run with a `train.budget` of so many seconds take, on this rank
+Rehearse = Callable[[Config, Plan, Accelerator, Callable[[LanguageModel], None], float], Costs]
 
 
 @dataclass
@@ -128,14 +120,16 @@ class Training:
 def train(
     config: Config,
     launch: Launch,
+    rehearse: Rehearse,
     initialize: Callable[[LanguageModel], None] = draw_weights,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> bool:
     """Train from the newest checkpoint to the last step; return whether a signal stopped the run.
 
-    `launch`: the ranks and the lock of the run's folder; see `open_launch`. `initialize` sets the
-    weights of a run that has no checkpoint. `on_checkpoint` is called on rank 0 with the folder of
-    each new checkpoint, before older ones are pruned.
+    `launch`: the ranks and the lock of the run's folder; see `open_launch`. `rehearse` measures
+    what the parts of a run take, for `train.budget`. `initialize` sets the weights of a run that
+    has no checkpoint. `on_checkpoint` is called on rank 0 with the folder of each new checkpoint,
+    before older ones are pruned.
     """
     started = time.monotonic()
     stop = launch.stop
@@ -151,7 +145,6 @@ def train(
     config = resolve_compile(config, plan)
     measure = partial(rehearse, config, plan, accelerator, initialize)
     config, plan = resolve_budget(config, plan, measure, started)
-    launch.plan = plan
     for line in describe_depth(to_flat(with_size(config, given_size))):
         launch.log(line)
     with open_display(config, plan, accelerator) as display, launch.showing(display):
@@ -168,15 +161,16 @@ def train(
         with run.watched(), run.reporter.closed_on_error(), run.reporter.profiling():
             stop.starting = False
             stopping = finish_resumed_step(run, stop)
-            while run.state.step < plan.last_step and not stopping:
+            while run.state.step < run.plan.last_step and not stopping:
                 stopping = make_step(run, stop)
                 run.reporter.step_completed(run.state.step)
             run.writer.wait()
         stop.saved = stopping
         run.reporter.finish()
-        if run.state.step == plan.max_steps:
+        if run.state.step == run.plan.max_steps:
             run.corpus.remove_cache()
-    display.log(summarize_run(config, plan, run.state, stop.received if stopping else None))
+    received = stop.received if stopping else None
+    display.log(summarize_run(run.config, run.plan, run.state, received))
     return stopping
 
 
@@ -287,12 +281,70 @@ def set_up_unseen(
         return set_up(config, plan, accelerator, display, initialize)
 
 
+# --------------------------------------------------------------------------- the length
+
+
+def look_at_length(run: Training) -> None:
+    """Look at the length of a run with a budget again, once, at the speed of its steps so far.
+
+    A collective. Records what it came to before the step that follows.
+    """
+    budget = run.plan.budget
+    if budget is None or budget.looked_at is not None:
+        return
+    step = run.state.step
+    reporter = run.reporter
+    first_step = reporter.stopwatch.first_step
+    if step == first_step + 1:
+        reporter.lap(step)  # the first step of a launch is slow: do not count it
+    if step != look_step(budget, first_step):
+        return
+    reporter.lap(step)
+    spent, step_seconds = slowest_rank(reporter.stopwatch.elapsed(), reporter.pace.step_seconds)
+    looked = fit_again(
+        config=run.config,
+        plan=run.plan,
+        step=step,
+        step_seconds=step_seconds,
+        seconds_left=budget.seconds - spent,
+    )
+    text = describe_look(run.config, run.plan, looked, spent)
+    if change_length(run, looked) and text:
+        reporter.log(text)
+
+
+def slowest_rank(*seconds: float) -> list[float]:
+    """Return the largest of each of the `seconds` over all ranks; a collective."""
+    return [max(of_ranks) for of_ranks in zip(*all_gather(seconds), strict=True)]
+
+
+def change_length(run: Training, budget: Budget) -> bool:
+    """Record that a second look came to `budget`, then train for its length; a collective.
+
+    Returns False, and changes nothing, if the disk takes no record.
+    """
+    config = with_other_length(run.config, run.state.step, budget.steps)
+    plan = replace(make_plan(config, run.plan.world_size), budget=budget)
+    if not on_main(lambda: run.reporter.record_length(config, plan, run.corpus)):
+        return False
+    before = to_flat(run.config)
+    for key, value in to_flat(config).items():
+        if value != before[key]:
+            run.state.config[key] = value
+    run.state.budget = budget
+    run.config = config
+    run.plan = plan
+    run.reporter.change_length(config, plan)
+    return True
+
+
 # --------------------------------------------------------------------------- the step
 
 
 def make_step(run: Training, stop: StopSignal) -> bool:
     """Make one step and everything that is due after it; return whether the run must stop."""
     fault_point("step")
+    look_at_length(run)
     update(run)
     return after_step(run, stop)
 
@@ -534,111 +586,6 @@ def save(run: Training, must_succeed: bool) -> None:
         run.writer.save_last(state, run.gpt, run.optimizer)
     else:
         run.writer.save(state, run.gpt, run.optimizer)
-
-
-# --------------------------------------------------------------------------- train.budget
-
-
-def rehearse(
-    config: Config,
-    plan: Plan,
-    accelerator: Accelerator,
-    initialize: Callable[[LanguageModel], None],
-    seconds: float,
-) -> Costs:
-    """Measure the parts of a run with a `train.budget` of `seconds`, on this rank; a collective.
-
-    Makes a few steps, an evaluation, the samples and a save in a hidden folder of the run. Leaves
-    no trace in the run that follows. Raises `UserError` if an evaluation takes too long.
-    """
-    folder = Path(config.out_dir, REHEARSAL)
-    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
-    start = time.monotonic()
-    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
-    on_main(lambda: folder.mkdir())
-    try:
-        run = set_up_unseen(rehearsal_config(config, str(folder)), plan, accelerator, initialize)
-        set_up_seconds = time.monotonic() - start
-        try:
-            with run.watched():
-                costs = measure_costs(run, seconds)
-        finally:
-            run.corpus.remove_cache()
-    finally:
-        if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
-    del run
-    accelerator.free_memory()
-    gc.unfreeze()  # `build_model` froze the objects of the rehearsal
-    clear_device_cache(garbage_collection=True)
-    if accelerator.scaler and scale:
-        accelerator.scaler.load_state_dict(scale)
-    return replace(costs, start=costs.start + set_up_seconds)
-
-
-def measure_costs(run: Training, seconds: float) -> Costs:
-    """Time the parts of a run on this rank; a collective.
-
-    `seconds`: of the budget. `Costs.start` is the time that the first step takes longer than
-    others, since it compiles.
-    """
-    device = run.accelerator.device
-    longest = EVALUATION_SHARE * seconds
-    began = 0.0
-
-    def timed(work: Callable[[], object]) -> float:
-        nonlocal began
-        began = time.monotonic()
-        work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        run.reporter.heartbeat()
-        return time.monotonic() - began
-
-    def first_update() -> None:
-        run.state.step = 0  # own rates and schedules need not be defined after the run's last step
-        update(run)
-
-    def evaluate_once(last_step_only: bool) -> None:
-        chosen = [one for one in run.evaluations if one.last_step_only == last_step_only]
-        advice = "set eval.whole_at_end to false" if last_step_only else "lower eval.tokens"
-        if run.config.eval.hellaswag and not last_step_only:
-            advice += ", set eval.hellaswag to null"
-        calls = 0
-
-        def on_progress(_done: int, _total: int) -> None:
-            nonlocal calls
-            run.reporter.heartbeat()
-            if calls & (calls - 1) == 0:  # 0 and powers of 2: the check takes time on several ranks
-                spent = on_main(lambda: time.monotonic() - began)
-                require_all(
-                    spent <= longest,
-                    "one evaluation takes more than a tenth of train.budget "
-                    f"{run.config.train.budget}; {advice} or raise train.budget",
-                )
-            calls += 1
-
-        evaluate(chosen, run.gpt, run.accelerator, on_progress)
-
-    first = timed(first_update)
-    steps = [timed(first_update)]
-    measured = min(MEASURED_SHARE * seconds, MOST_SECONDS)
-    while on_main(lambda: len(steps) < FEWEST_MEASURED or sum(steps) < measured):
-        steps.append(timed(first_update))
-    step = fmean(steps)
-    evaluation = timed(lambda: evaluate_once(last_step_only=False))
-    last_evaluation = timed(lambda: evaluate_once(last_step_only=True))
-    samples = 0.0
-    if run.config.sample.every:
-        samples = timed(lambda: write_samples(run, lambda: None))
-    return Costs(
-        start=max(first - step, 0.0),
-        step=step,
-        evaluation=evaluation,
-        last_evaluation=last_evaluation,
-        samples=samples,
-        save=timed(lambda: save(run, must_succeed=True)),
-    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from accel_gpt.children import child_error, launch_child
-from accel_gpt.config.budget import with_length
+from accel_gpt.config.budget import with_budget
 from accel_gpt.config.compare import Differences, differences, option_of
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan, plural
@@ -238,7 +238,7 @@ def with_earlier_length(config: Config, folder: Path) -> Config:
     if config.train.budget is None:
         return config
     earlier = earlier_length(replace(config, out_dir=str(folder)))
-    return config if earlier is None else with_length(config, earlier.steps, earlier.budget.thin)
+    return config if earlier is None else with_budget(config, earlier.budget)
 
 
 def visible_devices() -> list[str | None]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from accel_gpt.commands.options import TrainCommand
+from accel_gpt.commands.rehearsal import rehearse
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
@@ -29,6 +30,7 @@ from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.train import train
 from accel_gpt.training.process import keep_freed_memory
 from accel_gpt.training.ranks import all_gather, on_main
+from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.setup import Launch, open_launch
 from accel_gpt.transformers_io.load import load_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
@@ -68,7 +70,7 @@ def train_config(config: Config, source: str) -> int:
                     checkpoint=config.checkpoint,
                     hub=config.hub,
                     run=Path(config.out_dir),
-                    final_step=lambda: launch.plan.max_steps,  # train.budget sets it later
+                    final_step=lambda: RunFolder(config.out_dir).max_steps,
                     log=launch.log,
                 )
             if uploader:
@@ -76,6 +78,7 @@ def train_config(config: Config, source: str) -> int:
             stopped = train(
                 config=config,
                 launch=launch,
+                rehearse=rehearse,
                 initialize=initialize,
                 on_checkpoint=uploader.on_checkpoint if uploader else None,
             )

@@ -2,15 +2,21 @@
 
 The first launch measures what a step, an evaluation, the samples and a save take: `Costs`. `fit`
 finds the longest run within the budget, and `with_length` scales a config to this run.
+
+After a tenth of the run, `fit_again` looks at the length once more, at the speed of the steps so
+far. While the learning rate is constant, it sets another length. The steps before are those of a
+run that had this length from its start: `with_other_length` changes nothing that was due by then.
 """
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.depth import at_length
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Budget, reference_steps
+from accel_gpt.config.options import duration
+from accel_gpt.config.plan import WSD_DECAY_SHARE, Plan, reference_steps
 from accel_gpt.config.values import of_section, to_flat
 from accel_gpt.errors import require
 
@@ -19,56 +25,16 @@ FEWEST_STEPS = 10  # of a run with a budget; assumption: a shorter run trains no
 PLANNED_SHARE = 0.95
 # Largest share of a budget for evaluations, samples and saves together; assumption
 PAUSE_SHARE = 0.2
+LOOK_SHARE = 0.1  # of the steps, after which the length is looked at again; assumption
+LOOK_STEPS = 3  # fewest timed steps for the second look; assumption
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds that the parts of a run take."""
-
-    step: float
-    start: float = 0.0  # until the first step is under way
-    evaluation: float = 0.0  # one evaluation that `eval.every` asks for
-    last_evaluation: float = 0.0  # that only the last step makes, in addition
-    samples: float = 0.0  # all samples of one step
-    save: float = 0.0  # one checkpoint
-
-    def pauses(self, config: Config, steps: int) -> float:
-        """Return the seconds of all evaluations, samples and saves of a run."""
-        evaluated = due_steps(config.eval.every, steps)
-        saved = due_steps(config.checkpoint.every, steps)
-        if config.checkpoint.every_tokens:
-            interval = max(config.checkpoint.every_tokens / config.train.tokens_per_step, 1)
-            saved |= {math.ceil(i * interval) for i in range(1, int(steps / interval) + 1)}
-        if config.checkpoint.keep_best:
-            saved |= evaluated  # at most: each evaluation is better than those before
-        samples = len(due_steps(config.sample.every, steps)) if config.sample.every else 0
-        return (
-            self.last_evaluation
-            + len(evaluated) * self.evaluation
-            + samples * self.samples
-            + len(saved) * self.save
-        )
-
-    def describe(self) -> str:
-        """Format the seconds of each part."""
-        parts = {
-            "a step": self.step,
-            "an evaluation": self.evaluation + self.last_evaluation,
-            "samples": self.samples,
-            "a save": self.save,
-            "the start": self.start,
-        }
-        return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items())
-
-
-def due_steps(every: int, steps: int) -> set[int]:
-    """Return the steps at which something is due every `every` steps (0: never), and the last."""
-    return {*(range(every, steps + 1, every) if every else ()), steps}
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a short time: `0.17 s`."""
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:,.0f} s"
+def with_budget(config: Config, budget: Budget) -> Config:
+    """Return `config` with the length that `budget` came to, and what is scaled with it."""
+    config = with_length(config, budget.first_steps, budget.thin)
+    if budget.looked_at is None:
+        return config
+    return with_other_length(config, budget.looked_at, budget.steps)
 
 
 def with_length(config: Config, steps: int, thin: int = 1) -> Config:
@@ -124,19 +90,21 @@ def with_intervals(config: Config, steps: int, thin: int) -> Config:
     )
 
 
-def fit(config: Config, costs: Costs, seconds: float) -> tuple[int, Budget]:
-    """Return the steps of the longest run of `config` within `seconds`, and how it was found.
+def fit(config: Config, costs: Costs, seconds: float) -> Budget:
+    """Return the budget with the length of the longest run of `config` within `seconds`.
 
-    The run is `with_length(config, steps, budget.thin)`. Raises `UserError` if fewer than
-    `FEWEST_STEPS` fit.
+    The run is `with_budget(config, budget)`. Raises `UserError` if fewer than `FEWEST_STEPS` fit.
     """
     rarest = reference_steps(config)  # so rare that all are due at the last step only
     asked = str(config.train.budget)
+    planned = duration("train.budget", asked) or 0.0
+    needed = costs.total(with_intervals(config, FEWEST_STEPS, rarest), FEWEST_STEPS)
+    whole = planned + max(needed - seconds, 0.0) / PLANNED_SHARE
     require(
-        longest(config, costs, seconds, rarest) >= FEWEST_STEPS,
-        f"train.budget is {asked}, but {FEWEST_STEPS} steps with an evaluation and a save need "
-        f"more ({costs.describe()}); raise train.budget, or lower train.tokens_per_step, "
-        "eval.tokens or the size of the model",
+        needed <= seconds,
+        f"train.budget is {asked}, but {FEWEST_STEPS} steps with an evaluation and a save take "
+        f"{math.ceil(whole):,} s ({costs.describe()}); raise it to {math.ceil(whole)}s, or lower "
+        "train.tokens_per_step, eval.tokens or the size of the model",
     )
 
     def pauses_are_short(thin: int) -> bool:
@@ -146,7 +114,14 @@ def fit(config: Config, costs: Costs, seconds: float) -> tuple[int, Budget]:
 
     thin = 1 + bisect_left(range(1, rarest), True, key=pauses_are_short)
     steps = longest(config, costs, seconds, thin)
-    return steps, Budget(asked=asked, thin=thin, step_seconds=costs.step)
+    return Budget(
+        asked=asked,
+        seconds=seconds - costs.set_up,
+        costs=costs,
+        thin=thin,
+        first_steps=steps,
+        steps=steps,
+    )
 
 
 def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
@@ -154,7 +129,94 @@ def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
 
     def is_too_long(steps: int) -> bool:
         run = with_intervals(config, steps, thin)
-        return costs.start + steps * costs.step + costs.pauses(run, steps) > seconds
+        return costs.total(run, steps) > seconds
 
     most = max(math.floor(seconds / costs.step), 1)
     return 1 + bisect_left(range(2, most + 1), True, key=is_too_long)
+
+
+# --------------------------------------------------------------------------- the second look
+
+
+def look_step(budget: Budget, first_step: int) -> int:
+    """Return the step after which a launch that began at `first_step` looks at the length again."""
+    return max(math.ceil(LOOK_SHARE * budget.steps), first_step + 1 + LOOK_STEPS)
+
+
+def fit_again(
+    config: Config, plan: Plan, step: int, step_seconds: float, seconds_left: float
+) -> Budget:
+    """Return the budget of a run at `step`, with the length that fits the seconds that are left.
+
+    `step_seconds`: what a step takes in this run. The length stays if the rate is not constant up
+    to `step`. A run gets at least as many further steps as it has made, so that it can decay.
+    """
+    budget = plan.budget
+    assert budget is not None
+    costs = budget.costs.at_speed(step_seconds)
+    steps = plan.max_steps
+    if rate_is_constant(config, plan, step):
+        fewest = 2 * max(step, plan.warmup_steps)
+        most = step + math.floor(max(seconds_left, 0.0) / step_seconds)
+
+        def is_too_long(steps: int) -> bool:
+            run = with_other_length(config, step, steps)
+            return seconds_ahead(run, costs, step, steps) > seconds_left
+
+        steps = fewest + bisect_left(range(fewest + 1, most + 1), True, key=is_too_long)
+    return replace(budget, looked_at=step, steps=steps, costs=costs)
+
+
+def rate_is_constant(config: Config, plan: Plan, step: int) -> bool:
+    """Return whether the rate of the first `step` steps depends on the warm-up alone."""
+    if config.own.lr is not None:
+        return False
+    if config.schedule.name == "wsd":
+        return step <= plan.max_steps - plan.decay_steps
+    return config.schedule.name == "constant"
+
+
+def seconds_ahead(config: Config, costs: Costs, step: int, steps: int) -> float:
+    """Return what a run takes from `step` to its end."""
+    return (steps - step) * costs.step + costs.pauses(config, steps, after=step)
+
+
+def with_other_length(config: Config, step: int, steps: int) -> Config:
+    """Return `config` with `steps` steps; up to `step`, the run stays as it is.
+
+    An interval is scaled if nothing was due by `step`, and nothing becomes due by then. The warm-up
+    stays. The decay is scaled and begins after `step`.
+    """
+    before = config.train.max_steps
+    if before is None or before == steps:
+        return config
+    tokens = config.train.tokens_per_step
+
+    def scaled(interval: int, unit: int = 1) -> int:
+        if interval <= step * unit:
+            return interval
+        return max(round(interval * steps / before), step * unit + 1)
+
+    schedule = config.schedule
+    if schedule.name == "wsd":
+        most = steps - max(step, schedule.warmup_steps)
+        decay = schedule.decay_steps
+        if decay:
+            decay = max(1, round(decay * steps / before))
+            schedule = replace(schedule, decay_steps=decay)
+        if (decay or math.ceil((schedule.decay_share or WSD_DECAY_SHARE) * steps)) > most:
+            schedule = replace(schedule, decay_steps=most, decay_share=None)
+    every_tokens = config.checkpoint.every_tokens
+    return replace(
+        config,
+        train=replace(config.train, max_steps=steps),
+        schedule=schedule,
+        eval=replace(config.eval, every=scaled(config.eval.every)),
+        sample=replace(config.sample, every=scaled(config.sample.every)),
+        checkpoint=replace(
+            config.checkpoint,
+            every=scaled(config.checkpoint.every),
+            every_tokens=scaled(every_tokens, tokens) if every_tokens else None,
+        ),
+        log=replace(config.log, every=scaled(config.log.every)),
+    )

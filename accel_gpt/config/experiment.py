@@ -58,8 +58,9 @@ class TrainConfig(
         None,
         "Time that the run takes on this machine, such as 5m, from the prepared data to the last "
         "checkpoint. The first launch measures a few steps, an evaluation, samples and a save, and "
-        "sets max_steps. The number never changes again. Warm-up, decay and intervals are scaled "
-        "to it from max_steps or max_tokens, if these are set as well.",
+        "sets max_steps. After a tenth of the steps, it sets them once more if the learning rate "
+        "is still constant. Warm-up, decay and intervals are scaled from max_steps or max_tokens, "
+        "if these are set as well.",
         essential=True,
     )
     stop_at: int | None = option(

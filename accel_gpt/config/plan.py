@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
@@ -11,15 +12,6 @@ LENGTH_KEYS = ("train.max_steps", "train.max_tokens")  # keys that set the lengt
 LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch to suggest or try; assumption
 # Share of all steps; assumption, within the 10 to 20% of Hägele et al. 2024, figure 5
 WSD_DECAY_SHARE = 0.2
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How the length of a run was found from `train.budget`, at its first launch."""
-
-    asked: str  # the value of train.budget
-    thin: int  # factor on the intervals of evaluations, samples and saves
-    step_seconds: float  # of a step, as measured
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from accel_gpt.config.budget import PLANNED_SHARE, Costs, due_steps, fit, with_length
+from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
+from accel_gpt.config.costs import Costs, due_steps
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.vocabulary import tokenizer_vocab_size
@@ -109,8 +110,7 @@ def with_expected_length(config: Config, tokens_per_second: float | None) -> Con
         evaluation=FORWARD_SHARE * each / tokens_per_second,
         last_evaluation=FORWARD_SHARE * of_whole / tokens_per_second,
     )
-    steps, budget = fit(config, costs, PLANNED_SHARE * seconds)
-    return with_length(config, steps, budget.thin)
+    return with_budget(config, fit(config, costs, PLANNED_SHARE * seconds))
 
 
 def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int | None:

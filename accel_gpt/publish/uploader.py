@@ -82,7 +82,7 @@ def open_uploader(
     checkpoint: CheckpointConfig,
     hub: HubConfig,
     run: Path,
-    final_step: Callable[[], int],
+    final_step: Callable[[], int | None],
     log: Callable[[str], None],
 ) -> "Uploader | None":
     """Start the uploader of the run in `run`, on rank 0; None if it uploads nothing.
@@ -104,7 +104,7 @@ class Uploader:
         run: Path,
         targets: list[Target],
         push_all: bool,
-        final_step: Callable[[], int],
+        final_step: Callable[[], int | None],
         log: Callable[[str], None],
     ) -> None:
         self.targets = targets

@@ -1,6 +1,7 @@
 """Find the length of a run with `train.budget`, and watch the speed that the length relies on.
 
-The length never changes again: later launches read it from the run's folder.
+After a tenth of the run, the length is looked at again. Later launches read both lengths from the
+run's folder.
 """
 
 import time
@@ -10,23 +11,27 @@ from pathlib import Path
 
 import msgspec
 
-from accel_gpt.config.budget import PLANNED_SHARE, Costs, fit, with_length
+from accel_gpt.config.budget import (
+    PLANNED_SHARE,
+    fit,
+    rate_is_constant,
+    seconds_ahead,
+    with_budget,
+)
+from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Budget, Plan, make_plan, plural
+from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.errors import UserError
 from accel_gpt.training.checkpoint import earlier_choice, read_state
 from accel_gpt.training.display import print_line
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.run_folder import RunFolder
 
-MEASURED_SHARE = 0.03  # of the budget, for the measured steps; assumption
-MOST_SECONDS = 30.0  # for the measured steps, if the budget is long
-FEWEST_MEASURED = 3  # measured steps
-EVALUATION_SHARE = 0.1  # largest share of the budget for one evaluation; assumption
 REHEARSAL = ".rehearsal"  # folder in the run's folder
 SLOW = 2.0  # a slow moment: so many times the measured seconds of a step
 WINDOW_SECONDS = 60.0  # length of the moments that are compared
+NEAR = (0.85, 1.1)  # shares of the budget that are not told; assumption
 
 
 def resolve_budget(
@@ -46,17 +51,17 @@ def resolve_budget(
             plan = replace(plan, budget=earlier.budget)
         return config, plan
     if earlier is not None:
-        steps, budget = earlier.steps, earlier.budget
+        budget = earlier.budget
         reason = f"as in {earlier.file}"
     else:
         print_line(config.log.level, f"budget   measuring what fits into {asked}")
         costs = slowest(all_gather(measure(seconds)))
         end = started + PLANNED_SHARE * seconds
-        steps, budget = on_main(lambda: fit(config, costs, end - time.monotonic()))
+        budget = on_main(lambda: fit(config, costs, end - time.monotonic()))
         reason = costs.describe()
-    config = with_length(config, steps, budget.thin)
+    config = with_budget(config, budget)
     plan = replace(make_plan(config, plan.world_size), budget=budget)
-    found = f"{plural(steps, 'step')} in {asked}"
+    found = f"{plural(budget.steps, 'step')} in {asked}"
     print_line(config.log.level, f"budget   {found}: {reason}")
     return config, plan
 
@@ -82,9 +87,13 @@ def rehearsal_config(config: Config, folder: str) -> Config:
 class EarlierLength:
     """The length of a run with a budget that a launch resumes."""
 
-    steps: int
     budget: Budget
     file: str  # that has the number of steps
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps."""
+        return self.budget.steps
 
 
 def earlier_length(config: Config) -> EarlierLength | None:
@@ -108,7 +117,7 @@ def earlier_length(config: Config) -> EarlierLength | None:
         budget = read_state(source).budget
     asked = config.train.budget
     if steps and budget and asked in (None, budget.asked):
-        return EarlierLength(steps, budget, file)
+        return EarlierLength(budget, file)
     if asked is None:
         return None
     length = f"{steps:,} steps" if steps else "another length"
@@ -121,31 +130,62 @@ def earlier_length(config: Config) -> EarlierLength | None:
     )
 
 
+def describe_look(config: Config, plan: Plan, looked: Budget, spent: float) -> str | None:
+    """Return what a second look came to; None if the run ends near its budget and stays as it is.
+
+    `config` and `plan`: before the look. `spent`: seconds of the run so far.
+    """
+    assert plan.budget is not None
+    assert looked.looked_at is not None
+    speed = f"a step takes {looked.costs.step:.3g} s, not {plan.budget.costs.step:.3g} s"
+    if looked.steps != plan.max_steps:
+        steps = plural(looked.steps, "step")
+        return f"budget   {steps} in {looked.asked}, not {plan.max_steps:,}: {speed}"
+    step = looked.looked_at
+    ahead = seconds_ahead(config, looked.costs, step, plan.max_steps)
+    share = (spent + ahead) / looked.seconds
+    if NEAR[0] <= share <= NEAR[1] or rate_is_constant(config, plan, step):
+        return None
+    return (
+        f"WARNING: up to step {step:,}, {speed}; the run takes {share:.0%} of train.budget "
+        f"{looked.asked}, since schedule {config.schedule.name} keeps the length from the start"
+    )
+
+
 class Pace:
-    """Warns of a slow moment of a run with a budget. The length of the run stays as it is."""
+    """Times the steps of a launch of a run with a budget, and warns of a slow moment."""
 
     def __init__(self, budget: Budget | None, log: Callable[[str], None]) -> None:
         self.budget = budget
         self.log = log
         self.is_first = True  # the first steps of a launch compile
+        self.all_steps = 0  # that were timed
+        self.all_seconds = 0.0
         self.steps = 0  # in the present window
         self.seconds = 0.0
         self.is_slow = False
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the mean seconds of the timed steps of this launch."""
+        return self.all_seconds / self.all_steps
 
     def note(self, step: int, steps: int, seconds_per_step: float) -> None:
         """Note the speed of the last `steps` steps, up to `step`."""
         if self.budget is None or self.is_first:
             self.is_first = False
             return
+        self.all_steps += steps
+        self.all_seconds += steps * seconds_per_step
         self.steps += steps
         self.seconds += steps * seconds_per_step
         if self.seconds < WINDOW_SECONDS:
             return
-        times = self.seconds / self.steps / self.budget.step_seconds
+        times = self.seconds / self.steps / self.budget.costs.step
         if times > SLOW and not self.is_slow:
             self.log(
                 f"WARNING: up to step {step:,}, a step took {times:.1f} times as long as the "
-                f"{self.budget.step_seconds:.2g} s for which train.budget {self.budget.asked} set "
+                f"{self.budget.costs.step:.2g} s for which train.budget {self.budget.asked} set "
                 "the length; the run takes longer than its budget"
             )
         self.is_slow = times > SLOW

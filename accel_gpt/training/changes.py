@@ -15,6 +15,7 @@ from accel_gpt.config.compare import (
     option_of,
     resume_kind,
 )
+from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import Config, ScheduleConfig
 from accel_gpt.config.plan import LENGTH_KEYS, Plan, make_plan
 from accel_gpt.config.values import build, of_section, relocated, to_flat
@@ -71,7 +72,7 @@ def code_of(state: TrainState) -> str:
     return state.code.sha256 if state.code else ""
 
 
-def check_same_config(config: Config) -> None:
+def check_same_config(config: Config, allowed: tuple[str, ...]) -> None:
     """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint."""
     run = RunFolder(config.out_dir)
     before = run.read_config()
@@ -80,7 +81,7 @@ def check_same_config(config: Config) -> None:
     changes = config_changes(before, now) if before else {}
     rejected = {}
     for key, change in changes.items():
-        if key not in config.checkpoint.allow_change:
+        if key not in allowed:
             rejected[key] = change
     if not rejected:
         return
@@ -163,6 +164,13 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
         if fraction_in(step, config, plan) != fraction_in(step, before, plan_before):
             return ()
     return LENGTH_KEYS
+
+
+def budget_keys(budget: Budget | None, step: int) -> tuple[str, ...]:
+    """Return the options that a second look at the budget may have changed after `step`."""
+    if budget is None or (budget.looked_at or 0) < step:
+        return ()
+    return (*LENGTH_KEYS, "schedule.decay_steps", "schedule.decay_share")
 
 
 def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:

@@ -6,7 +6,7 @@ Writes `config.yaml`, `run.json`, `metrics.jsonl`, `metrics.csv` and `samples/` 
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +27,7 @@ from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.own_code import OwnCode
 from accel_gpt.training.budget import Pace
+from accel_gpt.training.clock import synchronize
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.display import Display, can_draw
 from accel_gpt.training.machine import describe_machine
@@ -114,7 +115,7 @@ class Reporter:
                 "fingerprint": corpus.fingerprint,
                 "tokenizer": tokenizer.kind,
                 "tokenizer_fingerprint": tokenizer.fingerprint,
-                "lines": [line.removeprefix("data").strip() for line in corpus.lines(self.plan)],
+                "lines": recorded_lines(corpus, self.plan),
             },
         }
         own = self.config.own
@@ -122,9 +123,45 @@ class Reporter:
             launch["code"] = {"file": own.name, "sha256": own.sha256, "functions": own.functions}
             write_file(self.out_dir / CODE, [own.source])
         launches = [*RunFolder(self.out_dir).launches, launch]
-        text = strict_json({"launches": launches}, indent=1)
-        write_file(self.out_dir / "run.json", [text.encode()])  # first: it has the plan's budget
+        self.write_launches(launches)  # first: it has the plan's budget
         write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
+
+    def write_launches(self, launches: Sequence[Mapping[str, Any]]) -> None:
+        """Write `run.json`."""
+        text = strict_json({"launches": launches}, indent=1)
+        write_file(self.out_dir / "run.json", [text.encode()])
+
+    def record_length(self, config: Config, plan: Plan, corpus: Corpus) -> bool:
+        """Write another length to `config.yaml` and `run.json`; return whether they have it.
+
+        Call it on rank 0. The length is in force as soon as `run.json` has it.
+        """
+        self.check_folder()
+        *earlier, launch = RunFolder(self.out_dir).launches or ({},)
+        data = launch.get("data", {}) | {"lines": recorded_lines(corpus, plan)}
+        changed = {**launch, "plan": asdict(plan), "data": data}
+        file = self.out_dir / "config.yaml"
+        try:
+            write_file(file, [to_yaml(config).encode()])
+            self.write_launches([*earlier, changed])
+        except OSError as error:
+            self.log(f"WARNING: {self.out_dir} cannot record another length: {error.strerror}")
+            with contextlib.suppress(OSError):
+                write_file(file, [to_yaml(self.config).encode()])
+            return False
+        warning = corpus.epochs_warning(plan)
+        if warning and not corpus.epochs_warning(self.plan):
+            self.log(warning)
+        return True
+
+    def change_length(self, config: Config, plan: Plan) -> None:
+        """Report a run that has another length from now on."""
+        self.config = config
+        self.plan = plan
+        self.pace.budget = plan.budget
+        self.display.max_steps = plan.max_steps
+        if self.metrics:
+            self.metrics.max_steps = plan.max_steps
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Describe the folder, options, model, data, plan and device of the run."""
@@ -231,10 +268,15 @@ class Reporter:
 
         A collective if `log.batch_hash` is set.
         """
+        return self.speed.metrics(self.lap(step)) | self.batch_hash(loader)
+
+    def lap(self, step: int) -> float:
+        """Return the seconds per step since the last call."""
         steps = step - self.stopwatch.step
+        synchronize(self.accelerator.device)
         seconds_per_step = self.stopwatch.lap(step)
         self.pace.note(step, steps, seconds_per_step)
-        return self.speed.metrics(seconds_per_step) | self.batch_hash(loader)
+        return seconds_per_step
 
     def batch_hash(self, loader: Loader) -> Record:
         """Return the hash of the last global batch if `log.batch_hash` is set, by an all-reduce."""
@@ -306,6 +348,11 @@ class Reporter:
         """Sync the metrics to disk, before a checkpoint of the same step becomes valid."""
         if self.metrics:
             self.metrics.sync()
+
+
+def recorded_lines(corpus: Corpus, plan: Plan) -> list[str]:
+    """Describe the sources of a run and their epochs, for `run.json`."""
+    return [line.removeprefix("data").strip() for line in corpus.lines(plan)]
 
 
 def option_lines(config: Config) -> list[str]:

@@ -35,6 +35,7 @@ from accel_gpt.optim.groups import state_names
 from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.training.changes import (
     allowed_changes,
+    budget_keys,
     check_same_config,
     check_same_run,
     code_of,
@@ -83,6 +84,7 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
                     "--checkpoint.allow_change for several options",
                 )
             allowed = config.checkpoint.allow_change + length_keys(config, saved)
+            allowed += budget_keys(now.budget, saved.step)
             check_same_run(path, saved, now, allowed)
             for line in allowed_changes(config, saved, now):
                 log(line)
@@ -92,7 +94,8 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
                 log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
             reset_best(out_dir, saved)
         else:
-            check_same_config(config)
+            allowed = config.checkpoint.allow_change + budget_keys(now.budget, step=0)
+            check_same_config(config, allowed)
         remove_debris(out_dir / "checkpoints")
         return path
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.commands.sweep_settings import read_grid, split_values
 from accel_gpt.config.budget import with_length
+from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
@@ -56,8 +58,10 @@ class Trained:
             launch = LAUNCH
             if config.train.budget:
                 config = self.spend(config)
-                budget = {"asked": run.budget, "thin": 1, "step_seconds": 0.1}
-                plan = {"max_steps": config.train.max_steps, "budget": budget}
+                steps = config.train.max_steps
+                assert steps is not None
+                budget = Budget(str(run.budget), 285, Costs(step=0.1), 1, steps, steps)
+                plan = {"max_steps": steps, "budget": asdict(budget)}
                 launch = {**LAUNCH, "plan": plan}
                 (run.folder / "run.json").write_text(json.dumps({"launches": [launch]}))
             loss = LOSSES[config.optim.lr] - 0.1 * run.steps + 10 * NOISE[config.seed % 8]

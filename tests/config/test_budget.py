@@ -8,11 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.budget import FEWEST_STEPS, PAUSE_SHARE, Costs, fit, with_length
+from accel_gpt.config.budget import (
+    FEWEST_STEPS,
+    PAUSE_SHARE,
+    fit,
+    fit_again,
+    look_step,
+    rate_is_constant,
+    seconds_ahead,
+    with_budget,
+    with_length,
+    with_other_length,
+)
+from accel_gpt.config.costs import Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import build, to_flat
 from accel_gpt.errors import UserError
+from accel_gpt.evals.samples import samples_due
+from accel_gpt.optim.groups import fraction_at
+from accel_gpt.optim.schedule import momentum_at
 from accel_gpt.training.state import TrainState
 
 BUDGET = {"train.budget": "5m", "train.tokens_per_step": 65_536, "model.block_size": 64}
@@ -51,7 +66,8 @@ def test_the_longest_run_within_the_budget(
         with pytest.raises(UserError, match="but 10 steps with an evaluation"):
             fit(config, costs, seconds)
         return
-    steps, budget = fit(config, costs, seconds)
+    budget = fit(config, costs, seconds)
+    steps = budget.steps
     assert steps >= FEWEST_STEPS
     assert spent(steps, budget.thin) <= seconds
     run = with_length(config, steps, budget.thin)
@@ -114,8 +130,8 @@ def test_rates_that_follow_from_the_depth_follow_from_the_length(
 
 def test_no_pauses_leave_no_second_unused() -> None:
     config = config_with(eval__every=0, checkpoint__every=0, sample__every=0)
-    steps, budget = fit(config, Costs(step=0.5, start=3), 60)
-    assert steps == 114
+    budget = fit(config, Costs(step=0.5, start=3), 60)
+    assert budget.steps == 114
     assert budget.thin == 1
 
 
@@ -149,3 +165,99 @@ def test_a_schedule_fits_any_length(steps: int, warmup: int, decay: int) -> None
         schedule__name="wsd", schedule__warmup_steps=warmup, schedule__decay_steps=decay
     )
     assert make_plan(with_length(config, steps), 1).max_steps == steps
+
+
+# --------------------------------------------------------------------------- the second look
+
+RUNS = st.fixed_dictionaries(
+    {
+        "schedule__name": st.sampled_from(["wsd", "constant"]),
+        "schedule__warmup_steps": st.integers(0, 150),
+        "schedule__decay_share": st.sampled_from([None, 0.1, 0.7]),
+        "eval__every": st.integers(0, 600),
+        "sample__every": st.integers(0, 600),
+        "sample__growth": st.sampled_from([1.0, 1.5]),
+        "checkpoint__every": st.integers(0, 600),
+        "checkpoint__every_tokens": st.none() | st.integers(1, 10**8),
+        "log__every": st.integers(1, 200),
+    }
+)
+
+
+def what_is_due(config: Config, step: int) -> tuple[object, ...]:
+    """Return what happens in a step of a run and after it."""
+    state = TrainState(step=step, tokens=step * config.train.tokens_per_step)
+    return (
+        fraction_at(step - 1, config, make_plan(config, 1)),
+        momentum_at(step - 1, 0.95, config.optim.muon_momentum_warmup),
+        bool(config.eval.every) and step % config.eval.every == 0,
+        samples_due(config.sample, step, last=False),
+        state.save_is_due(config.checkpoint, config.train.tokens_per_step),
+        step % config.log.every == 0,
+    )
+
+
+@given(RUNS, st.integers(10, 1500), st.integers(1, 300), st.integers(0, 3000))
+def test_another_length_changes_nothing_that_was_due_before(
+    keys: dict[str, object], steps: int, step: int, further: int
+) -> None:
+    if keys["schedule__name"] == "constant":
+        keys = keys | {"schedule__decay_share": None}
+    before = with_length(config_with(train__max_steps=1000, **keys), steps)
+    plan = make_plan(before, 1)
+    if step >= steps or not rate_is_constant(before, plan, step):
+        return
+    longer = 2 * max(step, plan.warmup_steps) + further
+    after = with_other_length(before, step, longer)
+    assert make_plan(after, 1).max_steps == longer
+    for earlier in range(1, step + 1):
+        assert what_is_due(before, earlier) == what_is_due(after, earlier)
+
+
+@pytest.mark.parametrize("name", ["wsd", "constant"])
+@pytest.mark.parametrize("measured", [0.3, 0.5, 1.0, 1.5, 3.5])
+def test_a_busy_machine_costs_no_budget(name: str, measured: float) -> None:
+    """The first measurement was so many times the real one; the run ends near its budget."""
+    config = config_with(
+        train__max_steps=1000, schedule__name=name, schedule__warmup_steps=10, eval__every=250
+    )
+    real = Costs(step=0.2, evaluation=1, samples=0.3, save=0.1)
+    budget = fit(config, real.at_speed(measured * real.step), 285)
+    run = with_budget(config, budget)
+    plan = replace(make_plan(run, 1), budget=budget)
+    step = look_step(budget, 0)
+    spent = seconds_ahead(run, real, 0, plan.max_steps)
+    spent -= seconds_ahead(run, real, step, plan.max_steps)
+    looked = fit_again(run, plan, step, real.step, 285 - spent)
+    ends = spent + seconds_ahead(with_budget(config, looked), real, step, looked.steps)
+    assert 0.97 * 285 < ends <= 285
+    if measured in (0.3, 3.5):
+        assert looked.steps != budget.steps
+    assert looked.first_steps == budget.steps
+
+
+def test_a_rate_that_falls_keeps_the_length() -> None:
+    for keys in ({"schedule__name": "cosine"}, {"schedule__name": "wsd"}):
+        config = config_with(train__max_steps=100, schedule__decay_share=0.95, **keys)
+        budget = fit(config, Costs(step=3), 285)
+        plan = replace(make_plan(with_budget(config, budget), 1), budget=budget)
+        looked = fit_again(with_budget(config, budget), plan, 9, 1.0, 200)
+        assert (looked.steps, looked.looked_at) == (budget.steps, 9)
+
+
+def test_a_run_that_is_far_too_slow_still_decays() -> None:
+    config = config_with(train__max_steps=1000, schedule__name="wsd")
+    budget = fit(config, Costs(step=0.1), 100)
+    run = with_budget(config, budget)
+    looked = fit_again(run, replace(make_plan(run, 1), budget=budget), 100, 5.0, -400)
+    assert looked.steps == 200
+    assert 0 < make_plan(with_budget(config, looked), 1).decay_steps <= 100
+
+
+def test_a_refusal_says_how_long_the_shortest_run_takes() -> None:
+    config = config_with(train__budget="1m", checkpoint__keep_best=False)
+    with pytest.raises(UserError, match=r"take 112 s \(a step 9 s, .*raise it to 112s, or lower"):
+        fit(config, Costs(step=9.0, evaluation=4, save=1), 46.5)
+    enough = config_with(train__budget="112s", checkpoint__keep_best=False)
+    spent = 0.95 * 60 - 46.5  # by the measurement
+    assert fit(enough, Costs(step=9.0, evaluation=4, save=1), 0.95 * 112 - spent).steps == 10

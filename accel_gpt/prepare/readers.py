@@ -15,9 +15,8 @@ import codecs
 import gzip
 import io
 import json
-import types
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -35,20 +34,6 @@ HEAD_BYTES = 8192  # bytes at the start of a file that tell whether it is text
 BATCH_ROWS = 64  # rows of Parquet decoded at once
 STATE_ROWS = 1000  # rows of a data set between two states; a resume repeats at most this many
 LONGEST_JSON_LINE = 64 << 20  # bytes; assumption: a longer line is an array, not a document
-# Endings of files that hold no plain text -> what to do with them
-OTHER_KINDS: Mapping[str, str] = types.MappingProxyType(
-    {
-        ".xz": "unpack it with xz -d",
-        ".bz2": "unpack it with bzip2 -d",
-        ".zip": "unpack it with unzip",
-        ".tar": "unpack it with tar -xf",
-        ".tgz": "unpack it with tar -xf",
-        ".7z": "unpack it with 7z x",
-        ".pdf": "write its text to a file, for example with pdftotext",
-        ".docx": "save it as text",
-        ".epub": "save it as text",
-    }
-)
 # Byte order marks of other encodings than UTF-8; UTF-32's mark begins with UTF-16's
 MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -111,12 +96,8 @@ def unpacked_name(name: str) -> str:
 def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
     """Open a file of text so that it reads as UTF-8, whatever its byte order mark.
 
-    Raises `DataError` if its name has one of `OTHER_KINDS`, or if there is a zero byte at its
-    start, as in UTF-16 without a mark.
+    Raises `DataError` if there is a zero byte at its start, as in UTF-16 without a mark.
     """
-    ending = Path(unpacked_name(path.name)).suffix
-    if ending in OTHER_KINDS:
-        raise DataError(f"{path} is not plain text; {OTHER_KINDS[ending]}")
     with open_file(path, source) as file:
         start = cast(io.BufferedReader, file).peek(HEAD_BYTES)
         encoding = encoding_of(start)
@@ -125,11 +106,9 @@ def open_text(path: Path, source: str) -> Iterator[BinaryIO]:
             return
         zero = start[:HEAD_BYTES].find(b"\0")
         if zero >= 0:
-            order = "LE" if zero % 2 else "BE"  # Latin letters and line ends have a zero byte
             raise DataError(
-                f"{path} has a zero byte at offset {zero}, as UTF-16 text has; if it is UTF-16, "
-                f"convert it with iconv -f UTF-16{order} -t UTF-8 < OLD > NEW; to remove zero "
-                "bytes from UTF-8 text, use tr -d '\\0' < OLD > NEW"
+                f"{path} has a zero byte at offset {zero}; expected UTF-8, or UTF-16 with a byte "
+                "order mark"
             )
         yield file
 
@@ -185,9 +164,7 @@ def text_chunks(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 where = offset - len(error.object) + error.start
                 raise DataError(
-                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
-                    f"{where}; if it is text, convert it, for example with iconv -f WINDOWS-1252 "
-                    "-t UTF-8 < OLD > NEW; write other files as text, JSON lines or Parquet"
+                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {where}"
                 ) from None
             if text:
                 yield text.replace("\r\n", "\n")

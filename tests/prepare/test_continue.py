@@ -61,7 +61,7 @@ def separated(config: PrepareConfig) -> PrepareConfig:
     """The same documents in a text file, between separators."""
     lines = Path(str(config.path)).read_text().splitlines()
     path = Path(str(config.path)).with_name("b.txt")
-    path.write_text("</s>" + "---".join(json.loads(line)["text"] for line in lines))
+    path.write_text("<|endoftext|>" + "---".join(json.loads(line)["text"] for line in lines))
     return replace(config, source="text", path=str(path), separator="---")
 
 
@@ -184,10 +184,10 @@ def test_documents_between_separators_resume(
     prepare(separated, out)
     told = capsys.readouterr().err
     assert re.search(r"resuming from [1-9]", told)
-    assert "the text spells </s> 1 time, which became letters" in told
+    assert "the text spells <|endoftext|> 1 time, which became letters" in told
     assert_undisturbed(separated, out)
     found = texts(out, "train") + texts(out, "val")
-    whole = Path(str(separated.path)).read_text().split("---")
+    whole = re.split(r"---|<\|endoftext\|>", Path(str(separated.path)).read_text())
     assert sorted(found) == sorted(text.removesuffix("\n") for text in whole)
 
 

@@ -50,10 +50,10 @@ def write_tokenizer(kind: str, folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-UNKNOWN = r"\d+ of \d+ tokens \(\d\d\.\d%\) are \[UNK\], which stands for unknown text"
-LACKING = r"the tokens lack 2 of \d+ visible characters, such as ('.'(, )?)+;"
-SPACES = r"the tokens lack \d of \d spaces, line ends and tabs \(\d\d\.\d%\)"
-CHANGED = r"the tokens change case, accents or white space in 1 of 2 pieces of text"
+UNKNOWN = r"\d+ of \d+ tokens \(\d\d\.\d%\) are \[UNK\]"
+LACKING = r"2 of \d+ visible characters are missing, such as ('.'(, )?)+"
+SPACES = r"\d of \d spaces, line ends and tabs are missing"
+CHANGED = r"case, accents or white space differ in 1 of 2 pieces of text"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_what_the_tokens_do_not_hold_is_told(
     words = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1"]
     assert run_here(dispatch, ["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
-    assert len(warnings) == len(told)
-    for line, expected in zip(warnings, told, strict=True):
-        assert re.search(expected, line)
+    sentence = f"the tokens do not hold all of the text: {'; '.join(told)}"
+    assert len(warnings) == bool(told)
+    assert all(re.search(f"{sentence}$", line) for line in warnings)
 
 
 @pytest.mark.parametrize("kind", ["unknown", "dropping"])
@@ -125,27 +125,6 @@ def documents_of(folder: Path) -> list[str]:
         found += text.split(EOT)[:-1]
         assert sum(shard.documents or 0 for shard in split.shards) == text.count(EOT)
     return found
-
-
-@pytest.mark.parametrize(
-    ("separator", "told"),
-    [
-        ("</s>", True),
-        ("<EOS>", True),
-        ("[EOD]", True),
-        ("<|EndOfText|>", True),
-        ("<\uff5cend\u2581of\u2581sentence\uff5c>", True),
-        ("x[end] a[sep] <end> <endl> <|im_start|>", False),  # code, and marks of a chat
-    ],
-)
-def test_separators_of_other_projects_are_told(
-    separator: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text(f"\n{separator}\n".join(STORIES))
-    config = PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="bytes", workers=1)
-    prepare(config, tmp_path / "out")
-    warnings = capsys.readouterr().err
-    assert (f"the text spells {separator} 5" in warnings) == told == ("WARNING" in warnings)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
@@ -207,7 +206,6 @@ class SampleCommand(Command):
     Examples:
       accel-gpt sample runs/quickstart --prompt "def read(" --num 3
       accel-gpt sample runs/quickstart --checkpoint best --temperature 0
-      accel-gpt sample runs/quickstart --interactive
     """
 
     name: ClassVar[str] = "sample"
@@ -249,20 +247,6 @@ class SampleCommand(Command):
         "file is executed. null: none.",
         path=True,
     )
-    interactive: bool = option(
-        False,
-        "Continue each line that you type in a terminal. For a line break within a text, type \\n.",
-    )
-
-    def _check(self) -> None:
-        require(
-            not (self.interactive and self.prompt),
-            f"both --interactive and --prompt {self.prompt!r} are given; give one",
-        )
-        require(
-            not self.interactive or sys.stdin.isatty(),
-            "--interactive needs a terminal; give a prompt with --prompt",
-        )
 
 
 @dataclass(frozen=True)

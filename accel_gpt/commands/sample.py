@@ -1,8 +1,7 @@
-"""`accel-gpt sample RUN`: write text with a model, for one prompt or interactively."""
+"""`accel-gpt sample RUN`: write text with a model."""
 
 import torch
 
-from accel_gpt.commands.interactive import interact
 from accel_gpt.commands.options import SampleCommand
 from accel_gpt.commands.resolve import load_code
 from accel_gpt.config.experiment import SampleConfig
@@ -13,14 +12,12 @@ from accel_gpt.transformers_io.load import load_pretrained
 
 def run(options: SampleCommand) -> int:
     """Print samples."""
-    texts = continue_prompt(options)
-    if texts:
-        write_out(SEPARATOR.join(texts) + "\n")
+    write_out(SEPARATOR.join(continue_prompt(options)) + "\n")
     return 0
 
 
 def continue_prompt(options: SampleCommand) -> list[str]:
-    """Return the generated texts; an empty list if the terminal has already shown them."""
+    """Return the generated texts."""
     config = SampleConfig(
         num=options.num,
         max_new_tokens=options.max_new_tokens,
@@ -32,8 +29,5 @@ def continue_prompt(options: SampleCommand) -> list[str]:
     model, tokenizer = load_pretrained(options.run, options.checkpoint, device, own)
     generator = torch.Generator(device).manual_seed(options.seed)
     with torch.inference_mode():  # on a CPU 10 to 14 % faster than no_grad
-        if options.interactive:
-            interact(model, tokenizer, config, generator, write_err)
-            return []
         warn_cut(options.prompt, tokenizer, model.vocab_size, model.config.block_size, write_err)
         return write_text(model, tokenizer, options.prompt, config, generator)

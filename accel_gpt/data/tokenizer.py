@@ -10,10 +10,9 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +24,6 @@ from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN, spelling
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import is_local, nearest_file
-
-if TYPE_CHECKING:
-    import tokenizers
-    from tokenizers.decoders import DecodeStream
 
 Ids = NDArray[Any]
 
@@ -87,22 +82,6 @@ class Tokenizer(ABC):
         Special tokens other than end-of-text and unknown do not occur in a document.
         """
         return self.vocab_size
-
-    @cached_property
-    def library(self) -> "tokenizers.Tokenizer":
-        """Return the tokenizer of the package `tokenizers` with the same ids."""
-        import tokenizers
-
-        return tokenizers.Tokenizer.from_str(self.file_text)
-
-    def decode_stream(self, prompt: Sequence[int]) -> "DecodeStream":
-        """Return a stream that decodes ids one by one, after the ids of `prompt`."""
-        from tokenizers.decoders import DecodeStream
-
-        ids = list(prompt)
-        if self.decode(ids).endswith("\ufffd"):  # a stream takes it for an incomplete character
-            ids = []
-        return DecodeStream(ids=ids, skip_special_tokens=False)
 
     @abstractmethod
     def encode_array(self, text: str) -> Ids:

@@ -1,8 +1,6 @@
-"""Generate text with the model: which steps, which prompts, decoding token by token."""
+"""Generate text with the model: which steps, which prompts, which texts."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -16,9 +14,6 @@ from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ignore_progress
 from accel_gpt.model.generate import all_ended, context_start, do_nothing, stream
 from accel_gpt.model.language_model import LanguageModel
-
-if TYPE_CHECKING:
-    from tokenizers.decoders import DecodeStream
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
 QUOTED = 40  # most characters of a prompt in a message
@@ -119,87 +114,19 @@ def warn_cut(
         )
 
 
-class Continuation:
-    """The text that a model generates after a prompt, decoded token by token."""
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text of `ids` up to end-of-text, decoded together with the prompt before them.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.prompt = list(prompt)
-        self.ids: list[int] = []
-        self.ended = False
-        self.shown = ""  # what `new_text` has returned so far
-        self.read = 0  # number of `ids` that `new_text` has read
-
-    @cached_property
-    def decoder(self) -> "DecodeStream":
-        """Return the stream that decodes `ids` one by one."""
-        return self.tokenizer.decode_stream(self.prompt)
-
-    def add(self, token: int) -> None:
-        """Add a token. The end-of-text token ends the text; later tokens are ignored."""
-        self.ended |= token == self.tokenizer.eot_id
-        if not self.ended:
-            self.ids.append(token)
-
-    def text(self) -> str:
-        """Return the whole text, decoded together with the prompt.
-
-        Without the prompt, some decoders drop a leading space.
-        """
-        before = self.tokenizer.decode(self.prompt)
-        text = self.tokenizer.decode(self.prompt + self.ids)
-        if text.startswith(before):
-            return text.removeprefix(before)
-        return self.tokenizer.decode(self.ids)
-
-    def new_text(self) -> str:
-        """Return the text since the last call.
-
-        Holds back an incomplete character until its last byte comes or the text ends.
-        """
-        text = ""
-        for token in self.ids[self.read :]:
-            text += self.decoder.step(self.tokenizer.library, token) or ""
-        self.read = len(self.ids)
-        if self.ended:
-            text = self.text().removeprefix(self.shown)
-        self.shown += text
-        return text
-
-
-def stream_texts(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    config: SampleConfig,
-    generator: torch.Generator,
-    done: Callable[[Tensor], bool] = all_ended,
-    before_token: Callable[[], object] = do_nothing,
-) -> Iterator[list[Continuation]]:
-    """Generate `config.num` continuations of `prompt`; yield them after each token and at the end.
-
-    `generator` is on the device of the model. `done` and `before_token`: see `stream`. Raises
-    `UserError` if the model has no token ids for the prompt.
+    Without the prompt, some decoders drop a leading space.
     """
-    start = prompt_ids(prompt, tokenizer, model.vocab_size)
-    texts = [Continuation(tokenizer, start) for _ in range(config.num)]
-    tokens_of = stream(
-        model=model,
-        prompt_ids=torch.tensor([start] * config.num, device=generator.device),  # (num, T0)
-        config=config,
-        generator=generator,
-        eot_id=tokenizer.eot_id,
-        choices=tokenizer.vocab_size,
-        done=done,
-        before_token=before_token,
-    )
-    for tokens in tokens_of:
-        for text, token in zip(texts, tokens.tolist(), strict=True):
-            text.add(token)
-        yield texts
-    for text in texts:
-        text.ended = True
-    yield texts
+    found = list(ids)
+    if tokenizer.eot_id in found:
+        found = found[: found.index(tokenizer.eot_id)]
+    before = tokenizer.decode(prompt)
+    text = tokenizer.decode([*prompt, *found])
+    if text.startswith(before):
+        return text.removeprefix(before)
+    return tokenizer.decode(found)
 
 
 def write_text(
@@ -211,17 +138,27 @@ def write_text(
     done: Callable[[Tensor], bool] = all_ended,
     before_token: Callable[[], object] = do_nothing,
 ) -> list[str]:
-    """Return `config.num` texts: `prompt` with each continuation of `stream_texts`."""
-    *_, texts = stream_texts(
+    """Return `config.num` texts: `prompt`, each with its own continuation.
+
+    `generator` is on the device of the model. `done` and `before_token`: see `stream`. Raises
+    `UserError` if the model has no token ids for the prompt.
+    """
+    start = prompt_ids(prompt, tokenizer, model.vocab_size)
+    tokens_of = stream(
         model=model,
-        tokenizer=tokenizer,
-        prompt=prompt,
+        prompt_ids=torch.tensor([start] * config.num, device=generator.device),  # (num, T0)
         config=config,
         generator=generator,
+        eot_id=tokenizer.eot_id,
+        choices=tokenizer.vocab_size,
         done=done,
         before_token=before_token,
     )
-    return [prompt + text.text() for text in texts]
+    texts: list[list[int]] = [[] for _ in range(config.num)]
+    for tokens in tokens_of:
+        for ids, token in zip(texts, tokens.tolist(), strict=True):
+            ids.append(token)
+    return [prompt + continuation(tokenizer, start, ids) for ids in texts]
 
 
 def sample(

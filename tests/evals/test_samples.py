@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AddedToken, AutoTokenizer
 
 from accel_gpt import cli
@@ -14,6 +16,7 @@ from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.evals.samples import (
     check_prompts,
+    continuation,
     encodable_prompt,
     prompt_ids,
     sample,
@@ -89,6 +92,18 @@ def test_special_tokens_in_a_prompt_are_read_as_transformers_reads_them(
         assert prompt_ids(prompt, load_tokenizer(folder), 999) == expected
     plain = load_tokenizer(tmp_path / "chat").encode(prompt)  # as in training
     assert plain == list(prompt.encode())
+
+
+def test_a_text_keeps_the_space_after_its_prompt_and_ends_at_end_of_text(tmp_path: Path) -> None:
+    """The decoder drops the space before the first word, as SentencePiece's does."""
+    vocabulary = {"<|endoftext|>": 0, "\u2581a": 1, "\u2581bad": 2, "\u2581hen": 3}
+    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert continuation(tokenizer, [1], [2, 3, 0, 2]) == " bad hen"
 
 
 def test_each_process_writes_another_text() -> None:

@@ -122,7 +122,7 @@ import sys
 from accel_gpt import cli
 from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
-import accel_gpt.transformers_io.load, accel_gpt.commands.interactive, torch._dynamo
+import accel_gpt.transformers_io.load, accel_gpt.commands.sample, torch._dynamo
 names = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
 def hook(name, arguments):
     if name in names:

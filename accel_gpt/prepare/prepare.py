@@ -30,7 +30,7 @@ from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import token_dtype
-from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import locked_file, read_json, sync, write_file
 from accel_gpt.prepare.bpe import make_tokenizer
@@ -104,7 +104,7 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
         return  # stopped before the folder was renamed
     work = resume_or_start(config, files, folder, requested)
     work.write_shards()
-    fill_empty_split(work.writers, config.val_fraction, work.tokenizer.eot_id)
+    fill_empty_split(work.writers, config.val_fraction, work.tokenizer)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
     if min(tokens.values()) < 2:
@@ -140,7 +140,7 @@ def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> 
 
 
 def fill_empty_split(
-    writers: Mapping[str, ShardWriter], val_fraction: float, eot_id: int | None
+    writers: Mapping[str, ShardWriter], val_fraction: float, tokenizer: Tokenizer
 ) -> None:
     """If every document lands in one split, move the end of that split to the other split."""
     for full, empty, share in (("train", "val", val_fraction), ("val", "train", 1 - val_fraction)):
@@ -148,7 +148,7 @@ def fill_empty_split(
         source = writers[full]
         if not target.shards and target.tokens < 2 and source.tokens > 3:
             count = min(max(2, int(source.tokens * share)), source.tokens - 2)
-            tokens, document_count, utf8_bytes = source.cut_end(count, eot_id)
+            tokens, document_count, utf8_bytes = source.cut_end(count, tokenizer)
             target.add(tokens, document_count, utf8_bytes)
 
 

@@ -83,13 +83,14 @@ class ShardWriter:
                 self.flush()
         return len(self.shards) > before
 
-    def cut_end(self, count: int, eot_id: int | None) -> tuple[Tokens, int, int]:
+    def cut_end(self, count: int, tokenizer: Tokenizer) -> tuple[Tokens, int, int]:
         """Remove about the last `count` tokens from the current shard, and return them.
 
         The cut is between two documents; if the shard holds only one, it is inside the document.
-        Returns the tokens, documents and bytes for `add()` of another writer. The bytes are
-        estimated from the share of the tokens.
+        Returns the tokens, documents and bytes for `add()` of another writer. The bytes are exact,
+        unless the tokenizer changed the text: then they are the share of the decoded bytes.
         """
+        eot_id = tokenizer.eot_id
         self.flush()
         tokens = np.fromfile(self.path, self.dtype, offset=HEADER)
         kept = self.tokens - count
@@ -98,7 +99,8 @@ class ShardWriter:
             kept = int(starts[np.argmin(abs(starts - kept))])
         os.truncate(self.path, HEADER + kept * self.dtype.itemsize)
         documents = max(1, int(sum(starts >= kept)))
-        utf8_bytes = self.bytes * (self.tokens - kept) // self.tokens
+        decoded = [decoded_bytes(part, tokenizer) for part in (tokens[:kept], tokens[kept:])]
+        utf8_bytes = self.bytes * decoded[1] // max(1, sum(decoded))
         if eot_id is not None:  # a cut document counts where it ends; without eot_id, in both
             self.documents -= documents
         self.tokens = kept
@@ -169,6 +171,14 @@ class ShardWriter:
         if not path.exists() or path.stat().st_size < size:
             raise DataError(f"{path.name} is missing, or shorter than the journal says")
         return size
+
+
+def decoded_bytes(tokens: Tokens, tokenizer: Tokenizer) -> int:
+    """Return the UTF-8 bytes of the text of `tokens`, read in parts to save memory."""
+    found = 0
+    for start in range(0, len(tokens), BUFFER_BYTES):
+        found += int(tokenizer.token_bytes[tokens[start : start + BUFFER_BYTES]].sum())
+    return found
 
 
 def write_index(

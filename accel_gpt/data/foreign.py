@@ -7,7 +7,6 @@ from meta.pkl, a tokenizer.json, `data.tokenizer` or the format.
 import hashlib
 import json
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -222,10 +221,7 @@ def advice_without_token_files(path: str) -> str:
         return f"did you mean {inside[0]}?"
     if inside:
         return f"choose one of the data folders in it: {', '.join(inside[:5])}"
-    return (
-        "if it holds text, set data.text to it, or prepare it with accel-gpt prepare "
-        f"{shlex.quote(path)}"
-    )
+    return "if it holds text, set data.text to it"
 
 
 def number_order(name: str) -> tuple[list[str | int], str]:

@@ -90,8 +90,7 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"data folder {folder} does not exist; {advice}")
     advice = "give the path of a folder"
     if folder.is_file():
-        on_text = f"prepare a text with accel-gpt prepare {shlex.quote(str(folder))}"
-        advice = advice_on_file(folder, on_text)
+        advice = advice_on_file(folder, "data.text takes a text")
     raise UserError(
         f"{folder} {describe_path(folder)}, but a folder of token shards is expected; {advice}"
     )

@@ -41,7 +41,7 @@ from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.model.language_model import LanguageModel, draw_weights
-from accel_gpt.model.own import check_own_model
+from accel_gpt.model.own import check_causality
 from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rates
 from accel_gpt.own_code import place_in_own_code
 from accel_gpt.training.accelerator import build_model, start_accelerator
@@ -205,8 +205,8 @@ def set_up(
     checkpoint = choose_checkpoint(config, state, log)
     check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
-    if config.own.model is not None:
-        on_main(lambda: check_own_model(config, gpt, accelerator.device))
+    if config.own.file:
+        on_main(lambda: check_causality(config, gpt, accelerator.device))
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
     if checkpoint:

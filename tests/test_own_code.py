@@ -90,12 +90,12 @@ BAD: dict[str, tuple[str, tuple[str, ...], str]] = {
     "logits of another shape": (
         net("return super().forward(tokens)[:, 1:]"),
         ADAMW,
-        f"{OF_NET} returns (1, 15, 257), but must return the logits (1, 16, 257)",
+        f"{OF_NET} returns (1, 31, 257), but must return the logits (1, 32, 257)",
     ),
     "logits in a tuple": (
         net("return super().forward(tokens), None"),
         ADAMW,
-        f"the module of {OF_NET} returns tuple, but must return the logits (1, 16, 257)",
+        f"the module of {OF_NET} returns tuple, but must return the logits (1, 32, 257)",
     ),
     "logits of whole numbers": (
         net("return super().forward(tokens).long()"),

@@ -4,6 +4,8 @@ Shapes: B batch, T tokens, V vocabulary.
 """
 
 import inspect
+import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -17,8 +19,12 @@ from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import next_token_loss, sequence_losses
 
-CHECKED_TOKENS = 16  # of the texts that check a model; assumption
-MOST_CHECKED = 1_000_000_000  # parameters; a larger model is not copied for the check; assumption
+CHECKED_TOKENS = 64  # most tokens of the text that checks a model; assumption
+CACHED_TOKENS = (5, 1, 17, 1, 2)  # given to the cache at once, then one at a time; assumption
+VECTOR_NOISE = 0.1  # standard deviation of what is added to vectors; assumption
+CHECKED_LOGITS = 2**24  # in one batch of the check: 64 MiB in float32; assumption
+MOST_CHECKED = 1_000_000_000  # parameters; a larger model is not made once more; assumption
+ROUNDING = 1e-3  # of the largest logit; TF32 rounds each factor to 2**-11
 
 
 class OwnModel(LanguageModel):
@@ -194,47 +200,88 @@ def takes_documents(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def check_own_model(config: Config, model: LanguageModel, device: torch.device) -> None:
+def check_causality(config: Config, model: LanguageModel, device: torch.device) -> None:
     """Raise `UserError` if logits depend on later tokens, or differ with the cache of keys.
 
-    Both are found on a copy of the model with random weights, since weights that begin at zero hide
-    them. Models above `MOST_CHECKED` parameters are not checked.
+    Checks a new model of a run with a file of --code. Random numbers are added to its weights,
+    since weights that begin at zero hide a leak. Models above `MOST_CHECKED` parameters are not
+    checked.
     """
-    if model.remake is None or model.parameter_count() > MOST_CHECKED:
+    if model.parameter_count() > MOST_CHECKED:
         return
-    place = config.own.place("model")
-    copy = model.remake().to(device)
+    place = config.own.place("model") if config.own.model else config.own.file
+    copy = make_model(config, model.vocab_size).to(device)
     copy.init_weights()
-    for weight in copy.parameters():
-        weight.add_(torch.randn_like(weight), alpha=0.1)
     T = min(config.model.block_size, CHECKED_TOKENS)
-    half = T // 2
-    tokens = torch.arange(T, device=device)[None] % copy.vocab_size
-    others = tokens.clone()
-    others[:, half:] = (others[:, half:] + 1) % copy.vocab_size
-    documents = torch.zeros_like(tokens) if config.data.document_mask else None
+    with seeded(config.seed):
+        for weight in copy.parameters():
+            weight.add_(draw_noise(weight.shape).to(device))
+        tokens = torch.randint(model.vocab_size, (1, T)).to(device)
+    inner = copy.inner if isinstance(copy, OwnModel) else copy
     with evaluating(copy):
-        logits = copy(tokens, documents=documents)
-        changed = copy(others, documents=documents)
-        inner = copy.inner if isinstance(copy, OwnModel) else copy
+        if getattr(inner, "causal", True):
+            check_earlier_logits(copy, tokens, config.data.document_mask, place)
+        check_cache(copy, tokens, place)
+
+
+def draw_noise(shape: torch.Size) -> Tensor:
+    """Draw numbers for a weight: of a matrix, so that its outputs are as large as its inputs."""
+    deviation = shape[1:].numel() ** -0.5 if len(shape) > 1 else VECTOR_NOISE
+    return torch.randn(shape) * deviation
+
+
+def check_earlier_logits(
+    model: LanguageModel, tokens: Tensor, with_documents: bool, place: str
+) -> None:
+    """Raise `UserError` if a change of one of the `tokens` (1, T) changes logits before it.
+
+    Each position is changed in turn, in a sequence of its own.
+    """
+    T = tokens.shape[1]
+    alone = model(tokens, documents=torch.zeros_like(tokens) if with_documents else None)
+    rows = max(1, CHECKED_LOGITS // (T * model.vocab_size))
+    for first in range(1, T, rows):
+        positions = torch.arange(first, min(first + rows, T), device=tokens.device)
+        changed = tokens.repeat(len(positions) + 1, 1)  # the first row stays as it is
+        number = torch.arange(1, len(changed), device=tokens.device)
+        changed[number, positions] = (changed[number, positions] + 1) % model.vocab_size
+        documents = torch.zeros_like(changed) if with_documents else None
+        logits = model(changed, documents=documents)
         require(
-            same_logits(logits[:, :half], changed[:, :half]) or not getattr(inner, "causal", True),
+            same_logits(alone, logits[:1]),
+            f"the logits of {place} depend on the other sequences of a batch, so its loss depends "
+            "on the batch size; compute each sequence alone in evaluation mode",
+        )
+        is_before = torch.arange(T, device=tokens.device) < positions[:, None]
+        same = logits[1:].where(is_before[..., None], logits[:1])
+        require(
+            same_logits(logits[:1], same),
             f"the logits of {place} depend on later tokens, so its loss says nothing about text; "
             "let a token see those before it only, or set causal = False on the module to allow it",
         )
-        cache = copy.make_cache(T)
-        if cache is None:
-            return
-        copy(tokens[:, :half], cache=cache)
-        continued = copy(tokens[:, half:], cache=cache)
-        require(
-            same_logits(copy(tokens)[:, half:], continued),
-            f"the GPT of {place} computes other logits with its cache of keys and values, so it "
-            "would sample other text; number the attention layers by attn.layer",
-        )
 
 
-def same_logits(one: Tensor, two: Tensor) -> bool:
-    """Return whether two logits are equal within rounding; numbers that are not finite are."""
-    difference = (one.float() - two.float()).abs().max()
-    return not difference > 1e-3 * max(1.0, float(one.abs().max()))
+def check_cache(model: LanguageModel, tokens: Tensor, place: str) -> None:
+    """Raise `UserError` if logits of `tokens` (1, T) differ when the cache gets them in parts."""
+    cache = model.make_cache(tokens.shape[1])
+    if cache is None:
+        return
+    sizes = itertools.chain(CACHED_TOKENS, itertools.repeat(1))
+    parts = []
+    done = 0
+    while done < tokens.shape[1]:
+        size = next(sizes)
+        parts.append(model(tokens[:, done : done + size], cache=cache))
+        done += size
+    require(
+        same_logits(model(tokens), torch.cat(parts, dim=1)),
+        f"the GPT of {place} computes other logits with its cache of keys and values, so it "
+        "would sample other text; number the attention layers by attn.layer",
+    )
+
+
+def same_logits(logits: Tensor, others: Tensor) -> bool:
+    """Return whether logits are equal within rounding, where they are finite."""
+    difference = (logits.float() - others.float()).nan_to_num(0, 0, 0).abs().max()
+    largest = logits.float().nan_to_num(0, 0, 0).abs().max()
+    return bool(difference <= ROUNDING * largest)

@@ -1,0 +1,315 @@
+"""A model of a file of --code that sees later tokens is refused; one that does not is trained."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accel_gpt.config.data import DataConfig
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.errors import UserError
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import CausalSelfAttention
+from accel_gpt.model.own import check_causality, make_model
+from accel_gpt.own_code import OwnCode
+from tests.conftest import tiny
+
+V = 61  # tokens in the vocabulary
+C = 16  # channels
+T = 64  # tokens in a sequence
+Make = Callable[[Config, int], nn.Module]
+
+
+def check(make: Make, shape: ModelConfig | None = None) -> None:
+    """Check a model as a run does that begins."""
+    config = Config(
+        data=DataConfig(),
+        model=shape or tiny(n_layer=1, n_embd=C, block_size=T),
+        train=TrainConfig(max_steps=1),
+        own=OwnCode(file="my.py", model=make),
+    )
+    torch.manual_seed(config.seed)
+    check_causality(config, make_model(config, V), torch.device("cpu"))
+
+
+class Mixer(nn.Module):
+    """Embed the tokens, mix positions with `mix`, (B, T, C) to (B, T, C), and return logits."""
+
+    def __init__(self, mix: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, C)
+        self.mix = mix
+        self.head = nn.Linear(C, V)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.mix(x))
+
+
+class Function(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Mask(nn.Module):
+    """Add to each position a mean over the positions that its row of a mask (T, T) names."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask.float() / mask.sum(-1, keepdim=True).clamp(min=1))
+        self.value = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        return self.mask[:size, :size] @ self.value(x)
+
+
+def leak_in_blocks(size: int) -> nn.Module:
+    """Each token sees its whole block of `size` tokens: patches that were not shifted."""
+    block = torch.arange(T) // size
+    return Mixer(Mask(block[:, None] >= block))
+
+
+def leak_at(seed: int) -> nn.Module:
+    """One token sees one later token."""
+    draw = torch.Generator().manual_seed(seed)
+    query = int(torch.randint(T - 1, (1,), generator=draw))
+    key = int(torch.randint(query + 1, T, (1,), generator=draw))
+    mask = torch.ones(T, T).tril()
+    mask[query, key] = 1
+    return Mixer(Mask(mask))
+
+
+class LeakInAttention(CausalSelfAttention):
+    """Attention in which one query of the whole sequence sees one later key."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = super().forward(x, *args, **kwargs)
+        return (
+            y
+            if x.shape[1] < 40
+            else y + F.one_hot(torch.tensor(38), x.shape[1])[:, None] * x[:, 39:40]
+        )
+
+
+class LeakInCache(CausalSelfAttention):
+    """Attention whose tokens see later ones if they reach the cache together."""
+
+    def forward(self, x: Tensor, *args: Any, cache: Any = None, **kwargs: Any) -> Tensor:
+        y = super().forward(x, *args, cache=cache, **kwargs)
+        return y if cache is None else y + x.mean(1, keepdim=True) - x
+
+
+def changed_gpt(attention: type[CausalSelfAttention]) -> Make:
+    """Return a function that makes a GPT with another attention."""
+
+    def make(config: Config, vocab_size: int) -> nn.Module:
+        gpt = GPT(config.model, vocab_size, init=False)
+        for layer, block in enumerate(gpt.blocks):
+            block.attn = attention(config.model, layer)
+        return gpt
+
+    return make
+
+
+LEAKS: dict[str, Make] = {
+    **{f"blocks of {n}": lambda *_, n=n: leak_in_blocks(n) for n in range(2, 18)},
+    **{f"place {n}": lambda *_, n=n: leak_at(n) for n in range(8)},
+    "attention of a changed GPT": changed_gpt(LeakInAttention),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_model_that_sees_a_later_token_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="depend on later tokens"):
+        check(LEAKS[name])
+
+
+def test_a_gpt_with_another_result_through_its_cache_is_refused() -> None:
+    with pytest.raises(UserError, match="computes other logits with its cache"):
+        check(changed_gpt(LeakInCache))
+
+
+def test_a_file_that_changes_our_attention_without_a_model_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = CausalSelfAttention.forward
+    monkeypatch.setattr(
+        CausalSelfAttention,
+        "forward",
+        lambda self, x, *args, **kwargs: forward(self, x, *args, **kwargs) + x.roll(-1, 1),
+    )
+    with pytest.raises(UserError, match=r"the logits of my\.py depend on later tokens"):
+        check(None)  # type: ignore[arg-type]
+
+
+def test_sequences_that_see_each_other_are_named_as_such() -> None:
+    with pytest.raises(UserError, match="depend on the other sequences of a batch"):
+        check(lambda *_: Mixer(Function(lambda x: x.mean(0, keepdim=True))))
+
+
+def test_a_leak_can_be_allowed() -> None:
+    def make(*_: object) -> nn.Module:
+        model = leak_in_blocks(2)
+        model.causal = False
+        return model
+
+    check(make)
+
+
+# --------------------------------------------------------------------------- causal models
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer of torch."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(C, C, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)[0]
+        return out
+
+
+class Convolution(nn.Module):
+    """A causal convolution."""
+
+    def __init__(self, width: int, dilation: int = 1, groups: int = 1) -> None:
+        super().__init__()
+        self.before = (width - 1) * dilation
+        self.layer = nn.Conv1d(C, C, width, dilation=dilation, groups=groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(F.pad(x.mT, (self.before, 0))).mT
+        return out
+
+
+class Attention(nn.Module):
+    """Attention with a function that turns scores (B, T, T) into weights."""
+
+    def __init__(self, bias: Tensor | None = None, linear: bool = False) -> None:
+        super().__init__()
+        self.project = nn.Linear(C, 3 * C)
+        self.linear = linear
+        self.register_buffer("bias", torch.zeros(T, T) if bias is None else bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).chunk(3, dim=-1)
+        size = x.shape[1]
+        visible = torch.ones(size, size, dtype=torch.bool).tril()
+        scores = q @ k.mT / math.sqrt(C) + self.bias[:size, :size]
+        if self.linear:
+            weights = (F.elu(scores) + 1) * visible
+            return weights @ v / weights.sum(-1, keepdim=True)
+        out: Tensor = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
+        return out
+
+
+class Experts(nn.Module):
+    """A router that sends each token to one of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(C, 4)
+        self.experts = nn.ModuleList(nn.Linear(C, C) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        chosen = F.one_hot(gates.argmax(-1), 4) * gates
+        every = torch.stack([expert(x) for expert in self.experts], dim=-1)
+        return (every * chosen[:, :, None]).sum(-1)
+
+
+class ShiftedPatches(nn.Module):
+    """Each token sees the patches of four tokens that ended before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Linear(4 * C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        padded = F.pad(x, (0, 0, 4, -size % 4))
+        patches = self.patch(padded.unflatten(1, (-1, 4)).flatten(2))  # (B, T/4 + 1, C)
+        return patches.repeat_interleave(4, dim=1)[:, :size].cumsum(1) / T
+
+
+class Scan(nn.Module):
+    """A diagonal state space with a decay that depends on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(C, C)
+        self.value = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        states = []
+        for token in x.unbind(1):
+            decay = self.gate(token).sigmoid()
+            state = decay * state + (1 - decay) * self.value(token)
+            states.append(state)
+        return torch.stack(states, dim=1)
+
+
+def token_shift(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, -1))
+
+
+def running_mean(x: Tensor) -> Tensor:
+    return x.cumsum(1) / torch.arange(1, 1 + x.shape[1])[:, None]
+
+
+def running_maximum(x: Tensor) -> Tensor:
+    return x.cummax(1).values
+
+
+def distances() -> Tensor:
+    """Return how far each key is behind each query, (T, T)."""
+    return (torch.arange(T)[:, None] - torch.arange(T)).float()
+
+
+CAUSAL: dict[str, Callable[[], nn.Module]] = {
+    "RNN": lambda: Recurrent(nn.RNN),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "a selective scan": Scan,
+    "a convolution": lambda: Convolution(4),
+    "a dilated convolution": lambda: Convolution(3, dilation=8),
+    "a convolution of each channel": lambda: Convolution(4, groups=C),
+    "attention": Attention,
+    "linear attention": lambda: Attention(linear=True),
+    "ALiBi": lambda: Attention(bias=-0.5 * distances()),
+    "a sliding window": lambda: Attention(bias=torch.where(distances() < 9, 0.0, -1e9)),
+    "experts": Experts,
+    "shifted patches": ShiftedPatches,
+    "a lower triangular mixer": lambda: Mask(torch.rand(T, T).tril()),
+    "token shift": lambda: Function(token_shift),
+    "a running mean": lambda: Function(running_mean),
+    "a running maximum": lambda: Function(running_maximum),
+    "no mixing": nn.Identity,
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_model_passes(name: str) -> None:
+    check(lambda *_: Mixer(CAUSAL[name]()))
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
+def test_a_gpt_of_each_preset_passes(preset: str) -> None:
+    shape = replace(tiny(preset, n_layer=2), block_size=T)
+    check(changed_gpt(CausalSelfAttention), shape)

@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import inspect
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch

@@ -220,7 +220,7 @@ def check_causality(config: Config, model: LanguageModel, device: torch.device) 
     with evaluating(copy):
         if getattr(inner, "causal", True):
             check_earlier_logits(copy, tokens, config.data.document_mask, place)
-        check_cache(copy, tokens, place)
+        check_cached_logits(copy, tokens, place)
 
 
 def draw_noise(shape: torch.Size) -> Tensor:
@@ -260,7 +260,7 @@ def check_earlier_logits(
         )
 
 
-def check_cache(model: LanguageModel, tokens: Tensor, place: str) -> None:
+def check_cached_logits(model: LanguageModel, tokens: Tensor, place: str) -> None:
     """Raise `UserError` if logits of `tokens` (1, T) differ when the cache gets them in parts."""
     cache = model.make_cache(tokens.shape[1])
     if cache is None:

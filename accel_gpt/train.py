@@ -33,6 +33,7 @@ from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
+from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
@@ -85,6 +86,7 @@ class Training:
     plan: Plan
     accelerator: Accelerator
     corpus: Corpus
+    data_files: DataFiles
     gpt: LanguageModel  # for evaluation, samples and checkpoints
     model: torch.nn.Module  # the same model, wrapped by Accelerate for training
     optimizer: AcceleratedOptimizer
@@ -165,6 +167,8 @@ def train(
                 stopping = make_step(run, stop)
                 run.reporter.step_completed(run.state.step)
             run.writer.wait()
+            with all_ranks():  # the last evaluation came after the last save
+                run.data_files.check_now()
         stop.saved = stopping
         run.reporter.finish()
         if run.state.step == run.plan.max_steps:
@@ -203,7 +207,7 @@ def set_up(
         warn=log,
     )
     checkpoint = choose_checkpoint(config, state, log)
-    check_data(config, corpus, resuming=checkpoint is not None, log=log)
+    data_files = check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     if config.own.file:
         on_main(lambda: check_causality(config, gpt, accelerator.device))
@@ -250,6 +254,7 @@ def set_up(
         plan=plan,
         accelerator=accelerator,
         corpus=corpus,
+        data_files=data_files,
         gpt=gpt,
         model=model,
         optimizer=optimizer,
@@ -574,11 +579,13 @@ def write_samples(run: Training, check: Callable[[], None]) -> None:
 
 
 def save(run: Training, must_succeed: bool) -> None:
-    """Save a checkpoint of the completed step.
+    """Save a checkpoint of the completed step, unless a data file was altered: a `DataError`.
 
     `must_succeed`: wait until it is on disk, and raise an error if it cannot be written.
     """
     state = run.state
+    with all_ranks():
+        run.data_files.check_now()
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.stopwatch.elapsed()
     state.set_fields(run.guard.state_dict() | run.corpus.state_dict())

@@ -1,24 +1,27 @@
-"""Find token files that were altered since the previous launch of a run.
+"""Find token files that other programs altered: between two launches of a run, or while it trains.
 
-Reads and writes data_files.json in the run's folder: size and modification time of each local token
-file. At a resume, a file with another size or time is hashed and must have the SHA-256 in its
-dataset.json. Files of other projects have no SHA-256: a new size is an error, a new time a warning.
+Reads and writes data_files.json in the run's folder: sizes and times of each local token file. A
+file that was written since is compared with its SHA-256 in dataset.json. Files of other projects
+have none: their size and the blocks of their fingerprint are compared, and a warning says so.
 The caches compare shards at the download (`remote.py`, `hub_folder.py`).
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from accel_gpt.data.index import INDEX
-from accel_gpt.data.shards import Shard, Split
-from accel_gpt.errors import DataError
-from accel_gpt.files import sha256, write_file
+from accel_gpt.damage import Expected, find_damage
+from accel_gpt.data.shards import Shard, Split, sampled_digest
+from accel_gpt.errors import DataError, MachineError
+from accel_gpt.files import write_file
 from accel_gpt.json_files import Count, load_json_or_none
 
 FILE_TIMES = "data_files.json"
+RESTORE = "restore it, or prepare the data again"
+ACCEPT = "restore it, or accept it with --checkpoint.allow_change data.train"
 
 
 @dataclass(frozen=True)
@@ -28,50 +31,104 @@ class FileTime:
     path: str
     size: Count
     mtime_ns: int
+    ctime_ns: int
+    """No program can set it: it also changes if `cp -p` writes other content."""
+    inode: int
+
+    def may_differ(self, other: "FileTime") -> bool:
+        """Return whether the content may be another; on another disk the ctime says nothing."""
+        if (self.size, self.mtime_ns) != (other.size, other.mtime_ns):
+            return True
+        return self.inode == other.inode and self.ctime_ns != other.ctime_ns
 
 
-def check_unaltered(
-    splits: Sequence[Split],
-    run: Path,
-    resuming: bool,
-    accept_changes: bool,
-    log: Callable[[str], None],
-) -> None:
-    """Raise `DataError` if a local file of `splits` was altered since the previous launch of `run`.
+def file_time(path: Path) -> FileTime:
+    """Return size and times of a file."""
+    stat = path.stat()
+    return FileTime(
+        path=str(path),
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        ctime_ns=stat.st_ctime_ns,
+        inode=stat.st_ino,
+    )
 
-    Records the size and time of all files. A run that is not `resuming` has trained on no file yet.
-    `accept_changes`: accept other files of other projects.
-    """
-    listed = load_json_or_none(list[FileTime], run / FILE_TIMES) or []
-    recorded = {file.path: file for file in listed}
-    seen = []
-    rewritten = []  # shards to hash
-    for path, shard in local_files(splits).items():
-        stat = path.stat()
-        now = FileTime(path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
-        before = recorded.get(now.path, now)
-        seen.append(now)
-        if before == now or not resuming:
-            continue
-        if shard.sha256 is not None:
-            rewritten.append((path, shard))
-        elif accept_changes:
-            continue
-        elif before.size != now.size:
-            raise DataError(
-                f"{path} was altered: it has {now.size:,} bytes, but had {before.size:,} at "
-                "the previous launch; restore it, or accept it with --checkpoint.allow_change "
-                "data.train"
+
+class DataFiles:
+    """The local token files of `splits`, with their times when they were last as expected."""
+
+    def __init__(self, splits: Sequence[Split], log: Callable[[str], None]) -> None:
+        self.shards = local_files(splits)
+        self.times = {path: file_time(path) for path in self.shards}
+        self.log = log
+
+    def check_since_last_launch(self, run: Path, resuming: bool, accept_changes: bool) -> None:
+        """Raise `DataError` if a file was altered since the previous launch of `run`.
+
+        Records the times of all files. A run that is not `resuming` has trained on no file yet.
+        `accept_changes`: accept other files of other projects.
+        """
+        listed = load_json_or_none(list[FileTime], run / FILE_TIMES) or []
+        recorded = {file.path: file for file in listed}
+        written = {}
+        for path, now in self.times.items():
+            before = recorded.get(now.path, now)
+            accepted = accept_changes and self.shards[path].sha256 is None
+            if resuming and not accepted and before.may_differ(now):
+                written[path] = before
+        self.compare(written, "after the previous launch", foreign_advice=ACCEPT)
+        if list(self.times.values()) != listed:
+            content = json.dumps([asdict(time) for time in self.times.values()], indent=1)
+            write_file(run / FILE_TIMES, [content.encode()])
+
+    def check_now(self) -> None:
+        """Raise `DataError` if a file was altered since this launch opened it.
+
+        A file that is missing or cannot be read is no matter here: the next read tells it.
+        """
+        now = {}
+        for path in self.shards:
+            with contextlib.suppress(OSError):
+                now[path] = file_time(path)
+        written = {path: self.times[path] for path in now if self.times[path].may_differ(now[path])}
+        advice = "the steps after the newest checkpoint may have read it and are not saved; "
+        try:
+            self.compare(written, "while the run trained", advice + RESTORE, advice + RESTORE)
+        except MachineError as error:
+            self.log(f"WARNING: {error}")
+            return
+        self.times |= now
+
+    def compare(
+        self,
+        written: Mapping[Path, FileTime],
+        when: str,
+        advice: str = RESTORE,
+        foreign_advice: str = RESTORE,
+    ) -> None:
+        """Raise `DataError` if one of the files that were `written` is altered, else log them."""
+        if not written:
+            return
+        ours = []
+        foreign = []
+        for path, before in written.items():
+            shard = self.shards[path]
+            if shard.sha256 is not None:
+                ours.append(Expected(path, digest=shard.sha256))
+            else:
+                sample = partial(sampled_digest, offset=shard.offset)
+                foreign.append(Expected(path, before.size, shard.sample, sample))
+        if ours:
+            self.log(f"comparing {len(ours):,} data files that were written {when}")
+        for files, end in ((ours, advice), (foreign, foreign_advice)):
+            damage = find_damage(files)
+            if damage:
+                raise DataError(f"{damage}; {end}")
+        for file in foreign:
+            self.log(
+                f"WARNING: {file.path} was written {when}; only its size and a sample of its "
+                "tokens were compared"
             )
-        else:
-            log(
-                f"WARNING: {path} was written after the previous launch; only its size and a "
-                "sample of its tokens were compared"
-            )
-    check_hashes(rewritten, log)
-    if seen != listed:
-        content = json.dumps([asdict(file) for file in seen], indent=1)
-        write_file(run / FILE_TIMES, [content.encode()])
 
 
 def local_files(splits: Sequence[Split]) -> dict[Path, Shard]:
@@ -82,17 +139,3 @@ def local_files(splits: Sequence[Split]) -> dict[Path, Shard]:
             for shard in split.shards:
                 found[(split.folder / shard.name).resolve()] = shard
     return found
-
-
-def check_hashes(files: Sequence[tuple[Path, Shard]], log: Callable[[str], None]) -> None:
-    """Raise `DataError` for the first file whose SHA-256 is not the one in dataset.json."""
-    if files:
-        log(f"comparing {len(files):,} data files that were written after the previous launch")
-    with ThreadPoolExecutor() as pool:
-        digests = pool.map(sha256, [path for path, _ in files])
-        for (path, shard), found in zip(files, digests, strict=True):
-            if found != shard.sha256:
-                raise DataError(
-                    f"{path} was altered: its SHA-256 begins with {found[:12]}, but {INDEX} says "
-                    f"{str(shard.sha256)[:12]}; restore the file or prepare the data again"
-                )

@@ -7,7 +7,7 @@ from meta.pkl, a tokenizer.json, `data.tokenizer` or the format.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,15 @@ import numpy as np
 from accel_gpt.data.index import INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
-from accel_gpt.data.shards import NoSplit, Shard, Split, npy_header, token_dtype
+from accel_gpt.data.shards import (
+    BLOCK,
+    NoSplit,
+    Shard,
+    Split,
+    npy_header,
+    sampled_digest,
+    token_dtype,
+)
 from accel_gpt.data.tokenizer import (
     CharsTokenizer,
     Tokenizer,
@@ -34,8 +42,6 @@ META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
 GPT2 = ("gpt2", "openai-community/gpt2")  # its names in files of other projects
 RAW = ("train.bin", "val.bin")
-BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
-BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between
 CHECKED_IDS = 64  # fewer ids of a raw file do not show their type; assumption
 EVALUATION = 20240522  # magic of llm.c's files with questions, such as hellaswag_val.bin
 
@@ -137,12 +143,13 @@ def open_foreign(
             continue
         if dtype is None and file.project == NANOGPT:
             check_default_dtype(folder.path / file.name, folder.fetch(file.name), made_by)
-        shards.append(Shard(file.name, tokens, offset=file.offset))
+        sample = None
         if folder.remote:
             content.append([file.name, info.size, info.sha256 or info.tag])
         else:
-            sampled = b"".join(sample_blocks(folder.path / file.name, file.offset, info.size))
-            content.append([tokens, hashlib.sha256(sampled).hexdigest()])
+            sample = sampled_digest(folder.path / file.name, file.offset)
+            content.append([tokens, sample])
+        shards.append(Shard(file.name, tokens, sample=sample, offset=file.offset))
     if not shards:
         raise DataError(f"the {split} shards of {folder.path} are all empty; write them again")
     opened = split_without_index(
@@ -365,18 +372,6 @@ def tokens_in(folder: Path, file: TokenFile, size: int) -> int:
             "check data.dtype"
         )
     return tokens
-
-
-def sample_blocks(path: Path, offset: int, size: int) -> Iterator[bytes]:
-    """Yield a few blocks of a file's tokens: the first, the last, and some between."""
-    last = max(size - offset - BLOCK, 0)
-    starts = {last}
-    for i in range(BLOCKS - 1):
-        starts.add(last * i // (BLOCKS - 1) // 4 * 4)  # a multiple of every token size
-    with path.open("rb") as file:
-        for start in sorted(starts):
-            file.seek(offset + start)
-            yield file.read(BLOCK)
 
 
 # --------------------------------------------------------------------------- tokenizers

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from accel_gpt.data.foreign import (
-    BLOCK,
-    BLOCKS,
     DataFolder,
     TokenFile,
     foreign_tokenizer,
     split_without_index,
 )
-from accel_gpt.data.shards import Shard, Split, Tokens
+from accel_gpt.data.shards import BLOCK, BLOCKS, Shard, Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError, require
 from accel_gpt.own_code import place_of

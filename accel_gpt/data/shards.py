@@ -26,6 +26,8 @@ Tokens = NDArray[Any]
 Ints = NDArray[np.int64]
 
 HEADER = 128  # bytes before the tokens in a shard that `prepare/` wrote
+BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
+BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between
 OPEN_FILES = 256  # open files per split; many systems allow 1,024 per process
 
 
@@ -63,6 +65,8 @@ class Shard:
     """UTF-8 bytes of the documents that begin in this shard."""
     sha256: str | None = None
     """SHA-256 of the file, hex."""
+    sample: str | None = None
+    """If there is no `sha256`: the `sampled_digest` of the file."""
     max_token: int | None = None
     offset: int = HEADER
     """Bytes before the first token."""
@@ -220,6 +224,23 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             f"{path} holds {dtype} of shape {shape}; expected a one-dimensional array of token ids"
         )
     return dtype, shape[0], offset
+
+
+def sampled_digest(path: Path, offset: int) -> str:
+    """Return the SHA-256 (hex) of a few blocks of tokens: the first, the last, and some between.
+
+    `offset`: bytes before the tokens.
+    """
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        last = max(file.seek(0, os.SEEK_END) - offset - BLOCK, 0)
+        starts = {last}
+        for i in range(BLOCKS - 1):
+            starts.add(last * i // (BLOCKS - 1) // 4 * 4)  # a multiple of every token size
+        for start in sorted(starts):
+            file.seek(offset + start)
+            hasher.update(file.read(BLOCK))
+    return hasher.hexdigest()
 
 
 # --------------------------------------------------------------------------- opening

@@ -207,4 +207,4 @@ def write_index(
 
 def entry(shard: Shard) -> dict[str, Any]:
     """Return the index entry of a shard."""
-    return {key: value for key, value in asdict(shard).items() if key != "offset"}
+    return {key: value for key, value in asdict(shard).items() if key not in ("offset", "sample")}

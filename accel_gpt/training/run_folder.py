@@ -8,7 +8,7 @@
     samples/            step_00001000.txt
     checkpoints/        step_00001000/
     .uploading/         links to the checkpoint being uploaded; see `publish/uploader.py`
-    data_files.json     size and modification time of each local data file
+    data_files.json     size and times of each local data file
     best                the step of the best checkpoint
     tracker_run         the name of the run in the trackers, see `trackers.py`
     .lock               locked while a process works in the folder

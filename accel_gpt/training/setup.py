@@ -15,11 +15,11 @@ from accelerate import PartialState
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan
 from accel_gpt.config.values import to_flat
-from accel_gpt.data.altered import check_unaltered
+from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.hub_folder import is_repository
 from accel_gpt.data.sources import newest_commit, train_paths, val_paths
-from accel_gpt.launcher import is_main, main_address, world_size
+from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.training.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.training.display import Display, print_line
 from accel_gpt.training.machine import code_versions, rank_identity
@@ -149,17 +149,23 @@ def require_shared(folder: Path) -> None:
     )
 
 
-def check_data(config: Config, corpus: Corpus, resuming: bool, log: Callable[[str], None]) -> None:
-    """Raise `DataError` on all ranks if rank 0 finds that a data file was altered; a collective."""
-    on_main(
-        lambda: check_unaltered(
-            splits=corpus.splits(),
-            run=Path(config.out_dir),
-            resuming=resuming,
-            accept_changes="data.train" in config.checkpoint.allow_change,
-            log=log,
-        )
-    )
+def check_data(
+    config: Config, corpus: Corpus, resuming: bool, log: Callable[[str], None]
+) -> DataFiles:
+    """Raise `DataError` on all ranks if rank 0 finds that a data file was altered; a collective.
+
+    Returns the files to look at while the run trains: one rank of each node looks at them.
+    """
+    splits = corpus.splits() if local_rank() == 0 else []
+    with all_ranks():
+        files = DataFiles(splits, log)
+        if is_main():
+            files.check_since_last_launch(
+                run=Path(config.out_dir),
+                resuming=resuming,
+                accept_changes="data.train" in config.checkpoint.allow_change,
+            )
+    return files
 
 
 def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:

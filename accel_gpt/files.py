@@ -86,6 +86,17 @@ def write_all(file: io.FileIO, data: memoryview) -> None:
         raise
 
 
+def append_all_or_nothing(path: Path, content: bytes) -> None:
+    """Append to a file; if the write fails, restore the file's former length."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            write_all(file, memoryview(content))
+        except OSError:
+            file.truncate(before)
+            raise
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:

@@ -160,7 +160,7 @@ def train(
                 on_checkpoint=on_checkpoint,
                 check_folder=launch.check_folder,
             )
-        with run.watched(), run.reporter.closed_on_error(), run.reporter.profiling():
+        with run.watched(), run.reporter.profiling():
             stop.starting = False
             stopping = finish_resumed_step(run, stop)
             while run.state.step < run.plan.last_step and not stopping:

@@ -336,7 +336,7 @@ def test_a_tracker_is_checked_before_data_are_prepared(
     small_run: Arguments, tmp_path: Path
 ) -> None:
     made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "stdlib"]
-    assert launch(small_run(*made, "--log.trackers", "mlflow")) == 2
+    assert launch(small_run(*made, "--log.trackers", "swanlab")) == 2
     assert not (tmp_path / "own").exists()
 
 

@@ -17,10 +17,10 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
 from accel_gpt.config.parse import alternatives
 from accel_gpt.config.values import leaves
+from accel_gpt.training.event_file import as_records, event_of_values, first_event
 from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
 from accel_gpt.training.run_folder import RunFolder, number
-from accel_gpt.training.trackers import as_code
 
 METRIC = re.compile(r"(step|tokens|time|(?:train|data|perf|eval)/\w{1,60})(?:/(.+))?")
 HOMES = ("home", "users")  # folders whose children are named for people
@@ -111,31 +111,19 @@ def write_logs(run: RunFolder, to: Path) -> None:
 def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> None:
     """Write a file of TensorBoard events: the metrics in `records`, and the samples of a run.
 
-    The run's own files of events are not copied: they hold its config, and their names hold the
-    host. The last event gets the time at which metrics.jsonl was last changed.
+    The run's own files of events are not copied: they hold its config. The last event gets the time
+    at which metrics.jsonl was last changed.
     """
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.record_writer import RecordWriter
-    from torch.utils.tensorboard.summary import text
-
     seconds = [number(record.get("time") or 0.0) for record in records]
     start = (run.path / "metrics.jsonl").stat().st_mtime - max(seconds)
-    events = [Event(wall_time=start, file_version="brain.Event:2")]
+    events = [first_event(start)]
     for record, time in zip(records, seconds, strict=True):
-        values = [
-            Summary.Value(tag=key, simple_value=number(value))
-            for key, value in record.items()
-            if "/" in key and value is not None
-        ]
-        summary = Summary(value=values)
-        events.append(Event(wall_time=start + time, step=int(record["step"]), summary=summary))
+        values = {
+            key: number(value) for key, value in record.items() if "/" in key and value is not None
+        }
+        events.append(event_of_values(values, int(record["step"]), start + time))
     for step in run.samples:
         texts = enumerate(run.sample_texts(step), start=1)
-        shown = as_code("\n\n".join(f"--- sample {index}\n{sample}" for index, sample in texts))
-        summary = text("samples", shown)  # type: ignore[no-untyped-call]  # torch has no types
-        events.append(Event(wall_time=start, step=step, summary=summary))
-    with path.open("wb") as output:
-        writer = RecordWriter(output)
-        for event in events:
-            writer.write(event.SerializeToString())
+        shown = "\n\n".join(f"--- sample {index}\n{sample}" for index, sample in texts)
+        events.append(event_of_values({"samples": shown}, step, start))
+    path.write_bytes(as_records(events))

@@ -46,6 +46,7 @@ from accel_gpt.training.checkpoint import earlier_precision
 from accel_gpt.training.compilation import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.training.devices import bf16_instructions
 from accel_gpt.training.display import print_line
+from accel_gpt.training.event_file import EventFile
 from accel_gpt.training.precision import choose_precision, requested_precision
 from accel_gpt.training.process import collective_timeout, join_ranks
 from accel_gpt.training.ranks import on_main
@@ -120,7 +121,7 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
                 sync_with_dataloader=False,
                 sync_each_batch=config.train.sync_each_batch,
             ),
-            log_with=list(config.log.trackers) or None,
+            log_with=[name for name in config.log.trackers if name != EventFile.name] or None,
             project_config=ProjectConfiguration(
                 config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
             ),

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.plan import Plan
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import strict_json, sync, write_all, write_file
+from accel_gpt.files import append_all_or_nothing, strict_json, sync, write_file
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import is_sharded
 from accel_gpt.model.sizes import mfu
@@ -250,14 +250,3 @@ def as_csv(rows: Iterable[Mapping[str, Any]], header: bool = True) -> bytes:
         writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
-
-
-def append_all_or_nothing(path: Path, content: bytes) -> None:
-    """Append to a file; if the write fails, restore the file's former length."""
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
-        try:
-            write_all(file, memoryview(content))
-        except OSError:
-            file.truncate(before)
-            raise

@@ -37,7 +37,7 @@ from accel_gpt.training.profiling import profile
 from accel_gpt.training.run_folder import CODE, RunFolder
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.stopping import Watchdog
-from accel_gpt.training.trackers import Trackers, quiet_tensorboard
+from accel_gpt.training.trackers import Trackers
 
 
 @contextmanager
@@ -45,7 +45,6 @@ def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterat
     """Open the display of a run, and TensorBoard if `log.dashboard` is set; close both at exit."""
     is_main = accelerator.is_main_process
     with Display(is_main, config.log.level, plan) as display, contextlib.ExitStack() as stack:
-        stack.enter_context(quiet_tensorboard())
         if is_main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, display.log))
@@ -95,7 +94,12 @@ class Reporter:
             warning = corpus.epochs_warning(self.plan)
             if warning:
                 self.log(warning)
-        self.trackers.start(state.reported_step, to_yaml(self.config), to_flat(self.config))
+        self.trackers.start(
+            step=state.reported_step,
+            sampled_step=state.step,
+            yaml=to_yaml(self.config),
+            options=to_flat(self.config),
+        )
         self.cut_back(state)
 
     def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
@@ -211,8 +215,11 @@ class Reporter:
         )
 
     def cut_back(self, state: TrainState) -> None:
-        """Remove the records after `state` from the metrics files; set the clock to `state`."""
+        """Remove the records and samples after `state`; set the clock to `state`."""
         if self.accelerator.is_main_process:
+            for step, path in RunFolder(self.out_dir).samples.items():
+                if step > state.step:
+                    path.unlink()
             self.metrics = MetricsLog(
                 out_dir=self.out_dir,
                 step=state.reported_step,
@@ -236,15 +243,6 @@ class Reporter:
         folder = self.out_dir / "profile"
         with profile(steps, folder, self.accelerator, self.log) as self.profile_step:
             yield
-
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Enclose all steps of a launch; an error in them closes TensorBoard's file."""
-        try:
-            yield
-        except BaseException:
-            self.trackers.close_tensorboard()
-            raise
 
     def heartbeat(self) -> None:
         """Tell the watchdog that the run made progress."""
@@ -292,11 +290,11 @@ class Reporter:
         whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
 
         def write() -> None:
-            if self.metrics:
-                self.metrics.write(whole)
-            if self.disk_full:  # TensorBoard's writer does not recover from an error
-                self.trackers.reopen(state.step)
-            self.accelerator.log(record, step=state.step)
+            try:
+                if self.metrics:
+                    self.metrics.write(whole)
+            finally:
+                self.trackers.log(record, state.step)
             self.disk_full = False
 
         self.write_or_warn(write)
@@ -312,9 +310,11 @@ class Reporter:
         path = self.samples_path(step)
 
         def write() -> None:
-            self.trackers.log_samples(step, text)
-            path.parent.mkdir(exist_ok=True)
-            write_file(path, [f"{text}\n".encode()])
+            try:
+                path.parent.mkdir(exist_ok=True)
+                write_file(path, [f"{text}\n".encode()])
+            finally:
+                self.trackers.log({"samples": text}, step)
 
         if self.accelerator.is_main_process:
             self.write_or_warn(write)
@@ -328,8 +328,8 @@ class Reporter:
     def write_or_warn(self, write: Callable[[], object]) -> None:
         """Call `write`. If it raises `OSError`, warn once and continue.
 
-        On a full disk, metrics are kept and written later; the trackers lose their values. Raises
-        `BusyError` if the run has lost its folder.
+        On a full disk, metrics are kept and written later. Raises `BusyError` if the run has lost
+        its folder.
         """
         self.check_folder()
         try:

@@ -1,27 +1,66 @@
-"""Start Accelerate's trackers, write config and samples to them, group TensorBoard's charts.
+"""Log to the trackers of a run: TensorBoard, and those of Accelerate.
 
-A resumed run continues the same run of `wandb` and `trackio`. The file `tracker_run` in the run's
-folder stores the name of that run.
+metrics.jsonl and samples/ hold what a tracker has to show. Each launch opens a tracker on the run
+that it had, and reads what it holds. Steps after the one to resume from are dropped where a tracker
+can drop steps, and are not logged again where it cannot. What it lacks is logged from these files.
+So each tracker shows each step once.
+
+The file `tracker_run` in the run's folder stores the name of the run in all trackers.
 """
 
 import contextlib
+import json
+import os
 import re
 import secrets
-import threading
-import time
+import sqlite3
+import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
 
 from accel_gpt.errors import UserError
 from accel_gpt.files import write_file
-from accel_gpt.training.run_folder import TRACKER_RUN
+from accel_gpt.training.event_file import EventFile, logged_values
+from accel_gpt.training.run_folder import TRACKER_RUN, RunFolder, number
 
 PROJECT = "accel_gpt"
+MLFLOW_TAG = "accel_gpt.run"  # of a run in MLflow; its value is the name in `tracker_run`
+OF_EACH_RECORD = ("step", "tokens", "time")  # keys of metrics.jsonl that trackers do not get
+# the log of a run in wandb consists of blocks, as the log of LevelDB; a block holds pieces of
+# records, each behind a checksum (4 bytes), its size (2 bytes) and its kind
+WANDB_HEADER_BYTES = 7
+WANDB_BLOCK_BYTES = 2**15
+WANDB_FIRST_PIECES = (1, 2)  # kinds: a whole record, or its first piece
+WANDB_LAST_PIECES = (1, 4)
+Values = dict[str, float | str]
+TRACKIO_REMOTE = (
+    "TRACKIO_SPACE_ID",
+    "TRACKIO_SERVER_URL",
+)  # if one is set, records leave this machine
+
+
+@dataclass
+class Held:
+    """What a tracker holds of a run at the start of a launch, and keeps."""
+
+    names: dict[int, set[str]] = field(default_factory=dict)  # of values, by step
+    before: int = 0  # it holds all values of the steps before this one
+    takes_text: bool = True
+
+    def missing(self, values: Mapping[str, float | str], step: int) -> Values:
+        """Return the values of a step that the tracker does not hold and takes."""
+        if step < self.before:
+            return {}
+        names = self.names.get(step, set())
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in names and (self.takes_text or not isinstance(value, str))
+        }
 
 
 class Trackers:
@@ -34,47 +73,44 @@ class Trackers:
         self.names = names
         self.out_dir = out_dir
         self.charts = chart_groups(has_mfu)
+        self.held: dict[str, Held] = {}  # by the name of a tracker
 
-    def start(self, step: int, yaml: str, options: Mapping[str, Any]) -> None:
-        """Start all trackers. TensorBoard drops the steps after `step`, from which the run resumes.
+    def start(self, step: int, sampled_step: int, yaml: str, options: Mapping[str, Any]) -> None:
+        """Start all trackers, on the run that they had; bring them up to `step`.
 
-        They store the config, as YAML or by dotted keys. Raises `UserError` if a tracker does not
-        start, for example wandb without a login.
+        `step`: the last step with a complete record. `sampled_step`: the last step that may have
+        samples. They store the config, as YAML or by dotted keys. Raises `UserError` if a tracker
+        does not start, for example wandb without a login.
         """
-        if not self.names:
-            return
         accelerator = self.accelerator
-        kwargs: dict[str, Any] = {"tensorboard": {"purge_step": step + 1}}
-        if accelerator.is_main_process and set(self.names) - {"tensorboard"}:
-            kwargs |= resumable(self.out_dir)
+        if not self.names or not accelerator.is_main_process:
+            return
+        known = known_values(self.out_dir, step, sampled_step)
         try:
-            accelerator.init_trackers(PROJECT, init_kwargs=kwargs)
+            accelerator.init_trackers(PROJECT, init_kwargs=init_options(self.names, self.out_dir))
+            for tracker in accelerator.trackers:
+                self.held[tracker.name] = find_held(tracker, known, step, self.out_dir)
+                store_options(tracker, options)
+            if EventFile.name in self.names:
+                events = EventFile(self.out_dir / EventFile.name / PROJECT, self.charts)
+                self.held[events.name] = begin_events(events, known, step)
+                events.log({"config": yaml}, step)
+                accelerator.trackers.append(events)
         except Exception as error:  # each package has its own error classes
             raise UserError(
                 f"a tracker of log.trackers ({', '.join(self.names)}) did not start: "
                 f"{error}; check its login, or remove it from log.trackers"
             ) from error
-        if not accelerator.is_main_process:
-            return
-        texts = {key: str(value) for key, value in options.items()}
-        for tracker in accelerator.trackers:
-            if isinstance(tracker, TensorBoardTracker):
-                self.add_charts(tracker)
-                tracker.log({"config": as_code(yaml)}, step=step)
-            else:
-                tracker.store_init_configuration(texts)
+        for known_step, values in sorted(known.items()):
+            self.log(values, known_step)
 
-    def reopen(self, step: int) -> None:
-        """Open a new TensorBoard file. It makes TensorBoard drop `step` and all later steps."""
-        from torch.utils.tensorboard import SummaryWriter
-
+    def log(self, values: Mapping[str, float | str], step: int) -> None:
+        """Log numbers and texts of a step to each tracker that does not hold them yet."""
         for tracker in self.accelerator.trackers:
-            if isinstance(tracker, TensorBoardTracker):
-                with contextlib.suppress(OSError):  # the disk is still full
-                    tracker.writer.close()
-                wait_for_next_name(Path(tracker.logging_dir))
-                tracker.writer = SummaryWriter(tracker.logging_dir, purge_step=step)
-                self.add_charts(tracker)
+            held = self.held.get(tracker.name, Held())  # own code may add a tracker
+            missing = held.missing(values, step)
+            if missing:
+                tracker.log(missing, step=step)
 
     def finish(self) -> None:
         """Write the last values and close all trackers."""
@@ -83,48 +119,18 @@ class Trackers:
         for tracker in trackers:
             tracker.finish()
 
-    def close_tensorboard(self) -> None:
-        """Write TensorBoard's last values and end its thread, as the run ends with an error.
 
-        The other trackers notice the error themselves when the process ends.
-        """
-        for tracker in self.accelerator.trackers:
-            if isinstance(tracker, TensorBoardTracker):
-                with contextlib.suppress(OSError):  # the disk is full
-                    tracker.writer.close()
-
-    def add_charts(self, tracker: TensorBoardTracker) -> None:
-        """Write the groups of charts to a new TensorBoard file."""
-        tracker.writer.add_custom_scalars(self.charts)
-        tracker.writer.flush()
-
-    def log_samples(self, step: int, text: str) -> None:
-        """Write the samples of a step to all trackers."""
-        for tracker in self.accelerator.trackers:
-            in_markdown = isinstance(tracker, TensorBoardTracker)
-            tracker.log({"samples": as_code(text) if in_markdown else text}, step=step)
+# --------------------------------------------------------------------------- open the same run
 
 
-def wait_for_next_name(folder: Path) -> None:
-    """Wait until no TensorBoard file in `folder` has the current second in its name.
+def init_options(names: Sequence[str], out_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return options by tracker that open the run that the earlier launches had, if there is one.
 
-    TensorBoard reads files in the order of their names. A name begins with the time in seconds and
-    ends with a number that is not padded: within one second, file 10 would come before file 9.
+    The first launch chooses its name. wandb records nothing except the values that it is given.
     """
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.05)
-
-
-def resumable(out_dir: Path) -> dict[str, Any]:
-    """Return options that make wandb and trackio resume the run of the same name.
-
-    The first launch chooses the name. wandb records nothing except the values that it is given.
-    """
-    path = out_dir / TRACKER_RUN
-    if not path.is_file():
-        folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
-        write_file(path, [f"{folder}-{secrets.token_hex(4)}\n".encode()])
-    name = path.read_text(encoding="utf-8").strip()
+    if not set(names) & {"wandb", "trackio", "mlflow"}:
+        return {}
+    name = run_name(out_dir)
     wandb_settings = {
         "disable_git": True,
         "save_code": False,
@@ -139,23 +145,172 @@ def resumable(out_dir: Path) -> dict[str, Any]:
         "dir": str(out_dir),
         "settings": wandb_settings,
     }
-    return {"wandb": wandb, "trackio": {"name": name, "resume": "allow"}}
+    options: dict[str, dict[str, Any]] = {
+        "wandb": wandb,
+        "trackio": {"name": name, "resume": "allow"},
+    }
+    if "trackio" in names:
+        from trackio.fragments import import_inbox_dir
+
+        import_inbox_dir()  # records that wait outside the database, on a network file system
+    if "mlflow" in names:
+        options["mlflow"] = {"run_name": name, "run_id": mlflow_run_id(name)}
+    return options
 
 
-@contextmanager
-def quiet_tensorboard() -> Iterator[None]:
-    """Suppress tracebacks from TensorBoard's thread: its writer raises the same error."""
-    before = threading.excepthook
+def run_name(out_dir: Path) -> str:
+    """Return the name of the run in all trackers; choose it at the first launch."""
+    path = out_dir / TRACKER_RUN
+    if not path.is_file():
+        folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
+        write_file(path, [f"{folder}-{secrets.token_hex(4)}\n".encode()])
+    return path.read_text(encoding="utf-8").strip()
 
-    def hook(error: threading.ExceptHookArgs) -> None:
-        if not type(error.thread).__module__.startswith("tensorboard."):
-            before(error)
 
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = before
+def mlflow_run_id(name: str) -> str | None:
+    """Return the id that MLflow gave to the run of this name; None if it has no such run."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)  # as Accelerate reads it
+    experiment = client.get_experiment_by_name(project)
+    if experiment is None:
+        return None
+    runs = client.search_runs([experiment.experiment_id], f"tags.`{MLFLOW_TAG}` = '{name}'")
+    return str(runs[0].info.run_id) if runs else None
+
+
+def store_options(tracker: Any, options: Mapping[str, Any]) -> None:
+    """Store the config of the run in a tracker."""
+    texts = {key: str(value) for key, value in options.items()}
+    if tracker.name == "mlflow":  # it refuses to change an option
+        import mlflow
+
+        stored = mlflow.get_run(tracker.tracker.info.run_id).data.params
+        texts = {key: text for key, text in texts.items() if key not in stored}
+    tracker.store_init_configuration(texts)
+
+
+# --------------------------------------------------------------------------- what a tracker holds
+
+
+def known_values(out_dir: Path, step: int, sampled_step: int) -> dict[int, Values]:
+    """Return the values by step that every tracker has to show.
+
+    These are the records of metrics.jsonl up to `step`, and the samples up to `sampled_step`.
+    """
+    run = RunFolder(out_dir)
+    known: dict[int, Values] = {}
+    for record in run.records():
+        if record["step"] <= step:
+            known[int(record["step"])] = {
+                key: number(value)  # null: a number that is not finite
+                for key, value in record.items()
+                if key not in OF_EACH_RECORD and (value is None or isinstance(value, int | float))
+            }
+    for sample_step, path in run.samples.items():
+        if sample_step <= sampled_step:
+            text = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+            known.setdefault(sample_step, {})["samples"] = text
+    return known
+
+
+def find_held(tracker: Any, known: Mapping[int, Values], step: int, out_dir: Path) -> Held:
+    """Return what a tracker holds of a run that resumes after `step`.
+
+    If its records cannot be read, it counts as holding all that is known.
+    """
+    opened = tracker.tracker
+    if tracker.name == "mlflow":
+        return Held(held_by_mlflow(opened.info.run_id, run_name(out_dir)), takes_text=False)
+    if tracker.name == "wandb" and opened.offline:
+        return Held(held_by_wandb(out_dir, opened.id))
+    if tracker.name == "wandb":
+        return Held(before=opened.starting_step)  # wandb ignores earlier steps
+    if tracker.name == "trackio" and not any(map(os.environ.get, TRACKIO_REMOTE)):
+        return Held(held_by_trackio(opened.id, step))
+    return Held({known_step: set(values) for known_step, values in known.items()})
+
+
+def held_by_wandb(out_dir: Path, run_id: str) -> dict[int, set[str]]:
+    """Return the names of values by step in the logs of a run in wandb.
+
+    A launch that was killed leaves a log that lacks its end. `wandb sync` sends all logs.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    held: dict[int, set[str]] = {}
+    for path in out_dir.glob(f"*wandb/*run-*/run-{run_id}.wandb"):
+        for content in wandb_records(path):
+            with contextlib.suppress(Exception):  # of protobuf: the record is damaged
+                items = Record.FromString(content).history.item
+                values = {"/".join(item.nested_key) or item.key: item.value_json for item in items}
+                if "_step" in values:
+                    held.setdefault(int(values["_step"]), set()).update(values)
+    return held
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a log of wandb up to the first that is incomplete."""
+    content = path.read_bytes()
+    record = b""
+    position = WANDB_HEADER_BYTES  # the file has a header of the same length
+    while True:
+        left = WANDB_BLOCK_BYTES - position % WANDB_BLOCK_BYTES
+        if left < WANDB_HEADER_BYTES:
+            position += left
+        if position + WANDB_HEADER_BYTES > len(content):
+            return
+        size, kind = struct.unpack_from("<HB", content, position + 4)
+        start = position + WANDB_HEADER_BYTES
+        position = start + size
+        if position > len(content):
+            return
+        if kind in WANDB_FIRST_PIECES:
+            record = b""
+        record += content[start:position]
+        if kind in WANDB_LAST_PIECES:
+            yield record
+
+
+def held_by_mlflow(run_id: str, name: str) -> dict[int, set[str]]:
+    """Return the names of values by step in MLflow; mark the run there with its name."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    client.set_tag(run_id, MLFLOW_TAG, name)
+    held: dict[int, set[str]] = {}
+    for key in client.get_run(run_id).data.metrics:
+        for point in client.get_metric_history(run_id, key):
+            held.setdefault(point.step, set()).add(key)
+    return held
+
+
+def held_by_trackio(run_id: str, step: int) -> dict[int, set[str]]:
+    """Return the names of values by step in trackio's database; drop the steps after `step`."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    held: dict[int, set[str]] = {}
+    database = sqlite3.connect(SQLiteStorage.init_db(PROJECT), timeout=60)
+    with contextlib.closing(database), database:
+        database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (run_id, step))
+        rows = database.execute("SELECT step, metrics FROM metrics WHERE run_id = ?", (run_id,))
+        for row_step, values in rows:
+            held.setdefault(row_step, set()).update(json.loads(values))
+    return held
+
+
+def begin_events(events: EventFile, known: Mapping[int, Values], step: int) -> Held:
+    """Begin an event file with the first step that TensorBoard lacks, at most with `step`."""
+    shown = logged_values(events.folder)
+    lacking = [
+        known_step
+        for known_step, values in known.items()
+        if values.keys() - shown.get(known_step, set())
+    ]
+    first = min([*lacking, step])
+    events.begin(first)
+    return Held(before=first)
 
 
 def chart_groups(has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
@@ -178,8 +333,3 @@ def chart_groups(has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
         group, _, title = name.partition("/")
         groups.setdefault(group, {})[title] = ["Multiline", patterns]
     return groups
-
-
-def as_code(text: str) -> str:
-    """Indent `text` as a code block of Markdown, so that TensorBoard shows it unchanged."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -20,7 +20,7 @@ from accel_gpt.training.devices import precision_problem
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 FP8_CAPABILITY = (8, 9)  # Ada, the first with fp8 products: lists of torchao and NVIDIA
-TRACKER_EXTRAS = ("wandb", "trackio")  # trackers that are extras of this package
+TRACKER_EXTRAS = ("wandb", "trackio", "mlflow")  # trackers that are extras of this package
 USE_ENGINE = "use plain processes (DDP) or FSDP version 2"
 USE_BLOCKS = "set train.activation_checkpointing blocks"
 

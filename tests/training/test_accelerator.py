@@ -278,7 +278,7 @@ def test_what_fp8_lacks_is_named(
     ("tracker", "advice"),
     [
         ("wandb", "run pip install -e '.[wandb]' in the clone of accel_gpt"),
-        ("mlflow", "run pip install mlflow"),
+        ("swanlab", "run pip install swanlab"),
     ],
 )
 def test_a_missing_tracker_is_named_with_the_command_that_installs_it(

@@ -11,13 +11,13 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from accel_gpt import files
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.model import layers
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training import metrics
 from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed
 from tests.conftest import QUIET, launch, tiny
 
@@ -107,7 +107,7 @@ def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
     log = MetricsLog(tmp_path, 0, 0, 10)
     log.write({"step": 1, "tokens": 8})
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "write_all", half)
+        patch.setattr(files, "write_all", half)
         with pytest.raises(OSError, match="No space"):
             log.write({"step": 2, "tokens": 16})
     with pytest.raises(OSError, match="metrics wait for room"):

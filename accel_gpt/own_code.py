@@ -9,6 +9,7 @@ in the place of ours. Each is optional.
     def optimizer(model, config)                 # torch.optim.Optimizer
     def lr(step, config, plan)                   # share of the peak, after `step` updates
     def loss(model, tokens, targets, documents)  # scalar, or (scalar, {name: scalar})
+    def targets(tokens, targets, documents)      # the targets, with -100 where nothing is learned
     def shards(folder, split)                    # list of arrays of token ids
     def metrics(run)                             # {name: number}, at each logged step
     def evaluate(run)                            # {name: number}, at each evaluation
@@ -41,6 +42,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "optimizer": ("model", "config"),
         "lr": ("step", "config", "plan"),
         "loss": ("model", "tokens", "targets", "documents"),
+        "targets": ("tokens", "targets", "documents"),
         "shards": ("folder", "split"),
         "metrics": ("run",),
         "evaluate": ("run",),
@@ -60,6 +62,7 @@ class OwnCode:
     optimizer: Function | None = None
     lr: Function | None = None
     loss: Function | None = None
+    targets: Function | None = None
     shards: Function | None = None
     metrics: Function | None = None
     evaluate: Function | None = None

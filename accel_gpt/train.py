@@ -39,6 +39,7 @@ from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, DivergedError, UserError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
+from accel_gpt.evals.own_loss import check_own_loss
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.model.language_model import LanguageModel, draw_weights
@@ -211,6 +212,8 @@ def set_up(
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     if config.own.file:
         on_main(lambda: check_causality(config, gpt, accelerator.device))
+    if config.own.loss is not None:
+        on_main(lambda: check_own_loss(config, corpus, accelerator.device))
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
     if checkpoint:
@@ -366,7 +369,7 @@ def update(run: Training) -> None:
     config = run.config
     fraction = fraction_at(state.step, config, plan)
     set_rates(run.optimizer, config.optim, fraction, state.step)
-    batches = micro_batches(run.loader, accelerator, plan, run.corpus.document_end)
+    batches = micro_batches(run.loader, accelerator, plan, run.corpus.target_mask)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
     # Gradient accumulation. The gradient is all-reduced in the last micro-step, with
     # train.sync_each_batch in every micro-step, and with train.reproducible in `finish`.
@@ -463,19 +466,26 @@ def saving_on_error(run: Training, saved: bool = False) -> Iterator[None]:
 
 
 def check_skipped(run: Training) -> None:
-    """Raise `DivergedError` on all ranks after `train.max_skipped` skipped updates in a row."""
+    """Raise an error on all ranks after `train.max_skipped` skipped updates in a row.
+
+    It is a `DataError` if the last of them had no target, else a `DivergedError`.
+    """
     if not run.guard.too_many_skipped:
         return
     run.writer.wait()
     newest = describe_newest(run.writer.out_dir)
     row = run.guard.skipped_in_row
     end = row[-1] + run.plan.sequences_per_step
-    raise DivergedError(
+    skipped = (
         f"the updates of {plural(len(row), 'step')} in a row, up to step {run.guard.step:,}, were "
-        f"skipped (sequences {row[0]:,} to {end - 1:,}), and {newest}; "
-        "launch again with a lower optim.lr, a higher schedule.warmup_steps or "
-        "train.mixed_precision bf16, or resume from an earlier checkpoint with checkpoint.resume "
-        "in another out_dir"
+        f"skipped (sequences {row[0]:,} to {end - 1:,})"
+    )
+    if run.guard.without_targets:
+        raise DataError(f"{skipped}, since their batches have no target, and {newest}")
+    raise DivergedError(
+        f"{skipped}, and {newest}; launch again with a lower optim.lr, a higher "
+        "schedule.warmup_steps or train.mixed_precision bf16, or resume from an earlier checkpoint "
+        "with checkpoint.resume in another out_dir"
     )
 
 

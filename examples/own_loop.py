@@ -44,7 +44,7 @@ def main(argv):
         rate = pieces.fraction_at(state.step, config, plan)  # a share of the peak
         pieces.set_rates(optimizer, config.optim, rate, state.step)
         firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
-        batches = pieces.micro_batches(loader, accelerator, plan, corpus.document_end)
+        batches = pieces.micro_batches(loader, accelerator, plan, corpus.target_mask)
         for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
             with gradients.micro_step(first):
                 gradients.backward(compute_loss(model, tokens, targets, documents) * weight)

@@ -40,6 +40,7 @@ from accel_gpt.files import describe_path, nearest_folder, strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.targets import TargetMask
 from accel_gpt.training.accelerator import resolve_precision
 from accel_gpt.training.checkpoint import check_code, read_state
 from accel_gpt.training.display import Progress
@@ -231,7 +232,7 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
 
 def needed_functions(options: EvaluateCommand) -> set[str]:
     """Return the functions of --code without which an evaluation would differ from the run's."""
-    return {"model"} if options.data else {"model", "shards"}
+    return {"model", "targets"} if options.data else {"model", "targets", "shards"}
 
 
 def require_data(config: Config) -> None:
@@ -353,7 +354,7 @@ def open_all(
             split=split,
             tokenizer=tokenizer,
             batch_size=config.train.micro_batch_sequences,
-            document_end=document_end(config.data, sources),
+            target_mask=TargetMask(document_end(config.data, sources), config.own),
         )
         evaluations.append(Evaluation(losses))
     elif config.data.train:
@@ -377,7 +378,7 @@ def evaluate_named_split(
     split: EvalSplit,
     tokenizer: Tokenizer,
     batch_size: int,
-    document_end: int | None,
+    target_mask: TargetMask,
 ) -> dict[str, float]:
     """Compute the metrics of one split, with its name in their keys; a collective."""
     score = score_source(
@@ -386,7 +387,7 @@ def evaluate_named_split(
         accelerator=accelerator,
         batch_size=batch_size,
         tokenizer=tokenizer,
-        document_end=document_end,
+        target_mask=target_mask,
         on_progress=on_progress,
     )
     return score.metrics("val", split.name)

@@ -80,6 +80,12 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         arguments += [f"--{key}={value}" for key, value in values.items()]
         config = load_config(arguments, PROGRAM)
         settings.append(Setting(",".join(words), config))
+    with_targets = [one.name for one in settings if one.config.own.targets is not None]
+    require(
+        len(with_targets) in (0, len(settings)),
+        f"{', '.join(with_targets[:3])} has a function targets(), but another setting has none, so "
+        "their losses are means over other targets; define targets() in the files of all settings",
+    )
     return Grid(
         folder=Path(settings[0].config.out_dir),
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],

@@ -141,9 +141,9 @@ class TrainConfig(
     max_skipped: int = option(
         20,
         "Number of skipped updates in a row after which the run ends. An update is skipped if the "
-        "loss or gradient is not finite, or if skip_spikes is true and the loss is a spike. The "
-        "run checks the number when a step is logged, evaluated, sampled or saved; if it ends, "
-        "this step is not saved.",
+        "loss or gradient is not finite, if the batch has no target, or if skip_spikes is true and "
+        "the loss is a spike. The run checks the number when a step is logged, evaluated, sampled "
+        "or saved; if it ends, this step is not saved.",
         above=0,
     )
     spike_sigma: float = option(
@@ -518,8 +518,8 @@ class Config(Section):
     code: str | None = option(
         None,
         "Path of your Python file. Its functions replace parts of the run: model, optimizer, lr, "
-        "loss, shards, metrics, evaluate, after_evaluation (docs/how-to/experiment.md). The file "
-        "is executed, so no config file can set it. null: none.",
+        "loss, targets, shards, metrics, evaluate, after_evaluation (docs/how-to/experiment.md). "
+        "The file is executed, so no config file can set it. null: none.",
         essential=True,
         resume="ask",
         per_machine=True,

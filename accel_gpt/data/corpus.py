@@ -30,6 +30,7 @@ from accel_gpt.data.sources import (
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.launcher import is_main
+from accel_gpt.model.targets import TargetMask
 
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
@@ -67,7 +68,7 @@ class Corpus:
     tokenizer: Tokenizer
     evaluated: Mapping[str, tuple[EvalSplit, ...]]  # keys: train and val
     vocab_size: int  # the model's vocabulary, at least as large as documents need
-    document_end: int | None  # the token at which attention ends; None without data.document_mask
+    target_mask: TargetMask  # the targets that do not count, in training and evaluation
     commits: Mapping[str, str]  # URL of a Hub repository -> commit
     cache: Cache | None  # of remote shards; None if all data are local
 
@@ -245,7 +246,9 @@ def open_corpus(config: Config) -> Corpus:
             "val": eval_splits(val, config.eval.tokens, named=bool(val_names(data))),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
-        document_end=document_end(data, [*sources, *other_folders(val, sources)]),
+        target_mask=TargetMask(
+            document_end(data, [*sources, *other_folders(val, sources)]), config.own
+        ),
         commits=data.commits or {},
         cache=cache,
     )

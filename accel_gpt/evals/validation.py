@@ -19,16 +19,17 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError
-from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.loss import IGNORE
+from accel_gpt.model.targets import TargetMask
 from accel_gpt.training.ranks import all_ranks
 
 ValidationBatch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
 # Called before each batch with the numbers of completed batches and of all batches, equally often
 # on all ranks. If it raises an error, it must do so on all ranks together.
 OnProgress = Callable[[int, int], object]
+EVERY_TARGET = TargetMask()
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -97,7 +98,7 @@ def score_splits(
                 accelerator=accelerator,
                 batch_size=batch_size,
                 tokenizer=corpus.tokenizer,
-                document_end=corpus.document_end,
+                target_mask=corpus.target_mask,
                 on_progress=on_progress,
             )
             scores.append(score)
@@ -132,13 +133,10 @@ def score_source(
     accelerator: Accelerator,
     batch_size: int,
     tokenizer: Tokenizer,
-    document_end: int | None,
+    target_mask: TargetMask,
     on_progress: OnProgress = ignore_progress,
 ) -> Score:
-    """Score a model on one source, in sequences of the model's block_size; a collective.
-
-    `document_end`: the token that ends attention and loss between documents; None: no token.
-    """
+    """Score a model on one source, in sequences of the model's block_size; a collective."""
     split = source.split
     block_size = model.config.block_size
     token_bytes = np.zeros(model.vocab_size)
@@ -164,7 +162,7 @@ def score_source(
         read=read,
         accelerator=accelerator,
         token_bytes=token_bytes,
-        document_end=document_end,
+        target_mask=target_mask,
         on_progress=on_progress,
     )
     nats, targets, target_bytes = table.sum(axis=0).tolist()
@@ -186,15 +184,19 @@ def check_evaluated(corpus: Corpus, block_size: int) -> None:
     """
     for sources in corpus.evaluated.values():
         for source in sources:
-            check_targets(source, block_size, corpus.document_end)
+            check_targets(source, block_size, corpus.target_mask)
 
 
-def check_targets(source: EvalSplit, block_size: int, document_end: int | None) -> None:
+def check_targets(source: EvalSplit, block_size: int, target_mask: TargetMask) -> None:
     """Raise `DataError` unless the evaluated tokens of a source include a target."""
     split = source.split
-    for shard, start in eval_sequences(split, block_size, source.tokens).tolist():
+    positions = eval_sequences(split, block_size, source.tokens)
+    if target_mask.keeps_all:
+        return
+    for shard, start in positions.tolist():
         tokens = read_sequence(split, shard, start, block_size)
-        if document_end is None or (tokens[:-1] != document_end).any():
+        targets, _ = target_mask.apply(*collate([(tokens, len(tokens) - 1)], 1, block_size))
+        if (targets != IGNORE).any():
             return
     raise no_targets(split)
 
@@ -202,8 +204,8 @@ def check_targets(source: EvalSplit, block_size: int, document_end: int | None) 
 def no_targets(split: Split) -> DataError:
     """Return the error for a split whose evaluated targets are all ignored."""
     return DataError(
-        f"the {split.name} split of {split.folder} has no token to predict: its evaluated tokens "
-        "are all end-of-text; prepare more text, or set data.document_mask to false"
+        f"the {split.name} split of {split.folder} has no token to predict: data.document_mask or "
+        "targets() of --code ignores all its evaluated tokens; prepare more text, or ignore fewer"
     )
 
 
@@ -239,7 +241,7 @@ def score_sequences(
     read: Callable[[int], tuple[Sequence[int] | npt.NDArray[np.integer], int]],
     accelerator: Accelerator,
     token_bytes: npt.NDArray[np.float64],
-    document_end: int | None = None,
+    target_mask: TargetMask = EVERY_TARGET,
     on_progress: OnProgress = ignore_progress,
 ) -> npt.NDArray[np.float64]:
     """Return nats, number of targets and bytes of targets (S, 3) for each sequence in `batches`.
@@ -280,9 +282,8 @@ def score_sequences(
             except AccelGPTError as error:  # raised below, after the last batch of all ranks
                 failure = failure or error
             inputs, targets = collate(sequences, B, T)
-            documents = None
-            if document_end is not None:
-                targets, documents = separate(inputs, targets, document_end)
+            targets, documents = target_mask.apply(inputs, targets)
+            if documents is not None:
                 documents = to_device(documents, device)
             loss = model(
                 to_device(inputs, device),

@@ -1,5 +1,8 @@
 """Detect divergence: losses or gradients that are not finite, loss spikes, broken weights.
 
+A batch without any target has a loss and a gradient of exactly 0. Its update is skipped too, since
+momentum and weight decay would still change the weights.
+
 Every rank reads the same all-reduced loss and gradient norm, so all ranks skip the same updates.
 The device decides. Except on MPS, the host waits for the decision only if the step is logged,
 evaluated, sampled or saved.
@@ -25,7 +28,7 @@ MOST_WARNINGS = 8  # most warnings of one flush
 
 
 class StepGuard:
-    """Skips updates that are not finite, detects loss spikes, and counts both.
+    """Skips updates that are not finite or have no target, detects loss spikes, and counts both.
 
     `check` runs on the device at every step. `flush` copies the results since the last flush to
     the host.
@@ -36,6 +39,7 @@ class StepGuard:
         self.window = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # of finite losses
         self.pending: list[tuple[int, int, Tensor]] = []  # step, first sequence, results (4,)
         self.step = 0  # the last step that `flush` read
+        self.without_targets = False  # of that step
         self.skipped = 0
         self.spikes = 0
         self.skipped_in_row: list[int] = []  # first sequence of each update in the row
@@ -44,19 +48,24 @@ class StepGuard:
     def check(self, step: int, sequence: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return a scalar tensor: 1 if the update of `step` must be skipped, else 0.
 
+        It is skipped if it is not finite, if the batch has no target, and with `skip_spikes` if the
+        loss is a spike.
+
         `sequence` is the number of the first sequence in the batch. `loss` and `grad_norm` are
         all-reduced scalars. A spike is a loss more than `spike_sigma` standard deviations above the
         mean of the window. Until the window is full, its mean is NaN and no loss is a spike.
         """
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        without_targets = (loss == 0) & (grad_norm == 0)
+        usable = finite & ~without_targets
         if self.config.spike_sigma:
             deviation, mean = torch.std_mean(self.window)
-            spike = finite & (loss > mean + self.config.spike_sigma * deviation)
+            spike = usable & (loss > mean + self.config.spike_sigma * deviation)
             longer = torch.cat([self.window[1:], loss.to(self.window.dtype)[None]])
-            self.window = torch.where(finite, longer, self.window)
+            self.window = torch.where(usable, longer, self.window)
         else:
             spike = torch.zeros_like(finite)
-        skip = ~finite
+        skip = ~usable
         if self.config.skip_spikes:
             skip = skip | spike
         results = torch.stack([value.to(loss.dtype) for value in (loss, grad_norm, skip, spike)])
@@ -77,6 +86,8 @@ class StepGuard:
             warnings += int(skip or spike)
             if (skip or spike) and warnings <= MOST_WARNINGS:
                 reason = "a spike" if spike else "not finite"
+                if loss == grad_norm == 0:
+                    reason = "the batch has no target"
                 skipped = "; its update was skipped" if skip else ""
                 log(
                     f"WARNING: step {step:,}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: "
@@ -85,6 +96,7 @@ class StepGuard:
             self.spikes += int(spike)
             self.skipped += int(skip)
             self.skipped_in_row = [*self.skipped_in_row, sequence] if skip else []
+            self.without_targets = loss == grad_norm == 0
             self.step = step
             if self.too_many_skipped:
                 break

@@ -16,16 +16,16 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.order import derive_seed
-from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.model.sharding import is_sharded
+from accel_gpt.model.targets import TargetMask
 
 UNITS = 2.0**50  # fixed-point units in 1, for `ExactGradients`
 Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | float]
 
 
 def micro_batches(
-    loader: Loader, accelerator: Accelerator, plan: Plan, document_end: int | None
+    loader: Loader, accelerator: Accelerator, plan: Plan, target_mask: TargetMask
 ) -> Iterator[Batch]:
     """Yield (tokens, targets, documents, weight) for each micro-step; the first three are (B, T).
 
@@ -33,19 +33,18 @@ def micro_batches(
     is the mean over all target tokens of the global batch. The weight is 1 if every sequence has
     the same number of targets.
 
-    With `document_end`, targets across document boundaries are ignored. The weight is then the
-    number of targets divided by the mean number in a micro-batch. This takes one all-reduce a
-    step, and nothing waits for it.
+    If `target_mask` ignores targets, the weight is the number of targets divided by the mean
+    number in a micro-batch. This takes one all-reduce a step, and nothing waits for it.
     """
     loader.kept.clear()
-    if document_end is None:
+    if target_mask.keeps_all:
         for _ in range(plan.accumulation_steps):
             yield *next(loader), None, 1.0
         return
     batches = []
     for _ in range(plan.accumulation_steps):
         tokens, targets = next(loader)
-        targets, documents = separate(tokens, targets, document_end)
+        targets, documents = target_mask.apply(tokens, targets)
         batches.append((tokens, targets, documents, (targets != IGNORE).sum()))
     counts = torch.stack([count for _, _, _, count in batches])
     total = accelerator.reduce(counts.sum(), "sum")

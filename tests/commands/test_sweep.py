@@ -299,3 +299,13 @@ def test_killed_and_started_again_gives_the_same_losses(
         settings = json.loads((tmp_path / name / "sweep.json").read_text())["settings"]
         found.append([setting | {"time": None} for setting in settings])
     assert found[0] == found[1]
+
+
+def test_settings_that_learn_other_targets_are_not_compared(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    code = tmp_path / "masks.py"
+    code.write_text("def targets(tokens, targets, documents):\n    return targets\n")
+    config = small_run()[0]
+    with pytest.raises(UserError, match=r"masks\.py has a function targets\(\), but another"):
+        read_grid([config], ["--code", f"null,{code}"])

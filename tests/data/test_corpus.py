@@ -246,14 +246,14 @@ def test_document_mask_names_the_token_that_separates_the_shards(
     settings = re.search(r"\{.*\}", str(error.value))
     if settings:  # the advice works as written
         (tmp_path / "tokenizer_config.json").write_text(settings[0])
-        assert open_corpus(config).document_end == separator
+        assert open_corpus(config).target_mask.document_end == separator
 
 
 @pytest.mark.parametrize(("ends", "told"), [(1, True), (5, False)])
 def test_document_mask_tells_a_token_that_is_more_frequent_than_end_of_text(
     tmp_path: Path, ends: int, told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert open_corpus(write_separated_shards(tmp_path, 1, ends)).document_end == 2
+    assert open_corpus(write_separated_shards(tmp_path, 1, ends)).target_mask.document_end == 2
     problem = "have only 1 end-of-text token ('</s>') between documents, but 40 of '<s>'; if"
     assert (problem in capsys.readouterr().err) == told
 

@@ -34,6 +34,7 @@ from accel_gpt.evals.validation import (
     weighted_mean,
 )
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.targets import TargetMask
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import WORDS, launch, text_of
 from tests.helpers.processes import Member, together
@@ -46,7 +47,7 @@ def score(
     model: GPT, split: Split, accelerator: Any = None, batch: int = 8, **options: Any
 ) -> Score:
     accelerator, part = accelerator or Accelerator(cpu=True), EvalSplit(None, 1.0, split, None)
-    return score_source(model, part, accelerator, batch, BytesTokenizer(), None, **options)
+    return score_source(model, part, accelerator, batch, BytesTokenizer(), TargetMask(), **options)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot_id) + 1)[:-1]
     of_text = sum(len(encoded[tuple(document[:-1].tolist())].encode()) for document in documents)
     part = EvalSplit(None, 1.0, split, None)
-    found = score_source(model, part, Accelerator(cpu=True), 8, tokenizer, None)
+    found = score_source(model, part, Accelerator(cpu=True), 8, tokenizer, TargetMask())
     assert found.bytes == pytest.approx(of_text, rel=0.002)  # all but the first token
     assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.002)
 

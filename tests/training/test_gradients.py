@@ -24,6 +24,7 @@ from accel_gpt.data.order import derive_seed
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
+from accel_gpt.model.targets import TargetMask
 from accel_gpt.training.gradients import ExactGradients, Gradients, micro_batches
 from tests.conftest import QUIET, launch, reseal, tiny
 
@@ -101,7 +102,7 @@ def test_accumulated_gradient_is_that_of_one_big_batch(
     steps = len(rows) // micro
     one = accelerator(steps)
     gradients = make(kind, one, model)
-    batches = micro_batches(loader(rows, micro), one, plan(micro, steps), document_end)
+    batches = micro_batches(loader(rows, micro), one, plan(micro, steps), TargetMask(document_end))
     for first, (tokens, targets, documents, weight) in enumerate(batches):
         with gradients.micro_step(first):
             gradients.backward(loss_of(model, tokens, targets, documents) * weight)

@@ -1,0 +1,54 @@
+"""Choose the targets that a model learns and is evaluated on.
+
+Shapes: B batch, T tokens.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel_gpt.errors import require
+from accel_gpt.model.documents import separate
+from accel_gpt.model.loss import IGNORE
+from accel_gpt.own_code import OwnCode
+
+NO_CODE = OwnCode()
+
+
+@dataclass(frozen=True)
+class TargetMask:
+    """Ignores targets across the ends of documents, and those that `targets()` of --code drops."""
+
+    document_end: int | None = None  # the token that ends a document; None: no token
+    own: OwnCode = NO_CODE
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether every target counts."""
+        return self.document_end is None and self.own.targets is None
+
+    def apply(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the targets (B, T), ignored ones as `IGNORE`, and each token's document (B, T).
+
+        The documents are None without `document_end`. Waits for no device: on a CPU, raises
+        `UserError` if `targets()` changes a target otherwise; elsewhere only its -100 count.
+        """
+        documents = None
+        if self.document_end is not None:
+            targets, documents = separate(tokens, targets, self.document_end)
+        if self.own.targets is None:
+            return targets, documents
+        place = self.own.place("targets")
+        chosen = self.own.targets(tokens, targets.clone(), documents)
+        fits = isinstance(chosen, Tensor) and chosen.shape == targets.shape
+        found = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
+        require(fits, f"{place} returned {found}; return the targets {tuple(targets.shape)}")
+        is_dropped = chosen == IGNORE
+        if targets.device.type == "cpu":
+            same = (chosen == targets) | is_dropped
+            require(
+                bool(same.all()),
+                f"{place} changed a target; return the targets, with {IGNORE} where nothing is "
+                "learned",
+            )
+        return targets.masked_fill(is_dropped, IGNORE), documents

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from accel_gpt import __version__
 from accel_gpt.commands.options import COMMANDS
-from accel_gpt.config.foreign_names import FOREIGN_COMMANDS
-from accel_gpt.config.shipped import YAML, shipped_configs
 from accel_gpt.console import run_process, write_out
 from accel_gpt.errors import UserError
 from accel_gpt.launcher import use_slurm_variables
@@ -26,21 +24,12 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     name, *arguments = argv
     if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}; {advice_on_command(name)}")
+        near = difflib.get_close_matches(name, COMMANDS)
+        raise UserError(f"unknown command {name!r}; expected {', '.join(near or COMMANDS)}")
     options = COMMANDS[name].parse(arguments)
     # the command line is valid, so the slow import of torch is worth it
     command = importlib.import_module(f"accel_gpt.commands.{options.module()}")
     return int(command.run(options))
-
-
-def advice_on_command(name: str) -> str:
-    """Return advice on what to use instead of an unknown command."""
-    if name in shipped_configs() or name.endswith(YAML):
-        return f"did you mean accel-gpt train {name}?"
-    near = difflib.get_close_matches(name, [*COMMANDS, *FOREIGN_COMMANDS], n=1, cutoff=0.7)
-    if not near:
-        return f"choose one of {', '.join(COMMANDS)}"
-    return f"did you mean {FOREIGN_COMMANDS.get(near[0], near[0])}?"
 
 
 def overview() -> str:

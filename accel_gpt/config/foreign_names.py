@@ -485,17 +485,3 @@ COMMAND_OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType(
         "val_split": ("val_fraction",),
     }
 )
-
-# Commands of other programs -> ours
-FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "chat": "sample",
-        "convert": "export",
-        "finetune": "train",
-        "generate": "sample",
-        "pretrain": "train",
-        "resume": "train",
-        "tokenize": "prepare",
-        "upload": "push",
-    }
-)

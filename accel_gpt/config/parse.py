@@ -24,7 +24,7 @@ from accel_gpt.config.help import format_help
 from accel_gpt.config.model import Scalar
 from accel_gpt.config.options import all_options, field_types, own_options
 from accel_gpt.config.plan import LENGTH_KEYS
-from accel_gpt.config.shipped import YAML, is_shipped, resolve_config, shipped_configs
+from accel_gpt.config.shipped import is_shipped, resolve_config
 from accel_gpt.config.values import (
     build,
     is_config_of_run,
@@ -60,7 +60,6 @@ KEYS_OF_TEXT: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     }
 )
 COMMAND_WORDS = ("help-all", "dump_config")  # of accel-gpt train, beside the keys
-TRAIN_ON = "accel-gpt train quickstart --out_dir runs/mine"
 NULLS = ("null", "Null", "NULL", "None", "none")  # of YAML and Python
 # of YAML 1.1, in small letters
 BOOLEANS = types.MappingProxyType(
@@ -93,7 +92,10 @@ def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
         path = words.pop(0)
     check_utf8("CONFIG", path)
     show_help_if_asked(Config, words, f"{prog} CONFIG", essential="--help-all" not in words)
-    require(bool(path), f"no config file given; {advice_without_config(words, prog)}")
+    require(
+        bool(path),
+        "no config file given; expected a YAML file or a name such as quickstart as CONFIG",
+    )
     given = read_values(Config, str(resolve_config(path)), words)
     options = dict(read_options(Config, words))
     if options.get("model.depth") is not None:
@@ -101,16 +103,6 @@ def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
             if one.size and key not in options:
                 given.pop(key, None)
     return given
-
-
-def advice_without_config(words: Sequence[str], prog: str) -> str:
-    """Return advice for a command line whose first word is no config."""
-    command = prog if prog.startswith("accel-gpt") else "accel-gpt train"
-    for word in words:
-        name = word.rpartition("=")[2]
-        if name.endswith(YAML) or name in shipped_configs():
-            return f"it is the first argument, without --config: {command} {name}"
-    return f"try {command} quickstart"
 
 
 def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
@@ -140,7 +132,10 @@ def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     config.yaml of a run that was moved, its paths are updated.
     """
     content = read_yaml(path)
-    require(isinstance(content, dict), f"{path} holds no keys; {advice_on_content(path)}")
+    require(
+        isinstance(content, dict),
+        f"{path} holds no keys; expected lines such as `out_dir: runs/mine`",
+    )
     if cls is Config and is_config_of_run(path):
         content = relocate(content, str(Path(path).parent))
     values = dict(flatten(cls, content, f"in {path}"))
@@ -226,33 +221,10 @@ def read_yaml(path: str) -> Any:
         if isinstance(error, FileNotFoundError):
             reason = "does not exist"
         elif isinstance(error, IsADirectoryError):
-            reason = f"is a folder; {advice_on_folder(Path(path))}"
+            reason = "is a folder; expected a YAML file"
         raise UserError(f"config file {path} {reason}") from None
     except ValueError as error:
-        advice = "" if path.endswith(YAML) else f"; {advice_on_content(path)}"
-        raise UserError(f"{path} is not valid YAML: {error}{advice}") from None
-
-
-def advice_on_content(path: str) -> str:
-    """Return what to do with a file that is no config."""
-    if path.endswith(".py"):
-        return "docs/how-to/from-nanogpt.md maps the options of nanoGPT to keys of a YAML file"
-    if path.endswith(YAML):
-        return "write lines such as `out_dir: runs/mine`"
-    return f"to train on its text, use {TRAIN_ON} --data.text {shlex.quote(path)}"
-
-
-def advice_on_folder(path: Path) -> str:
-    """Return what to give in place of a folder that is no config."""
-    name = shlex.quote(str(path))
-    if (path / "config.yaml").is_file():
-        return f"to resume its run, give {path / 'config.yaml'}"
-    if (path / "dataset.json").is_file():
-        return f"to train on its tokens, use {TRAIN_ON} --data.train {name}"
-    return (
-        "give a YAML file, or a name such as quickstart; to train on the text in a folder, use "
-        f"{TRAIN_ON} --data.text {name}"
-    )
+        raise UserError(f"{path} is not valid YAML: {error}") from None
 
 
 # --------------------------------------------------------------------------- keys

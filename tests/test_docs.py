@@ -368,12 +368,11 @@ def parse_launched(launched: argparse.Namespace) -> None:
     script, words = launched.training_script, launched.training_script_args
     if script in ("accel_gpt/train.py", OWN_LOOP):
         parse_ours(["train", *words])
-    elif script == "accel-gpt":
+    else:  # with --module, Python would execute files of the working folder
         assert launched.no_python
-        parse_ours(words)
-    else:  # python -m would execute files of ours in the working folder
-        assert launched.module
-        assert script == "lm_eval"
+        assert script in ("accel-gpt", "lm_eval")
+        if script == "accel-gpt":
+            parse_ours(words)
 
 
 def parse_words(words: Sequence[str], marked: bool) -> None:

@@ -6,21 +6,25 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from accel_gpt.errors import AccelGPTError, UserError, first_line
+from accel_gpt.errors import AccelGPTError, MachineError, UserError, first_line
 from accel_gpt.launcher import SAFE_PATH, stop_signals
 from accel_gpt.own_code import place_in_own_code
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
-OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")  # the messages of CPU and CUDA
+# of CPU, CUDA and C++, in a `RuntimeError` of torch
+OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|std::bad_alloc")
+PLACE_IN_TORCH = re.compile(r"^\[enforce fail at .*?(?=DefaultCPUAllocator)")  # before the reason
 UNUSED = "find_unused_parameters"  # in the message of DDP
 # errors of a path that the user gave: no permission, a folder, too long, its parent is a file,
 # read-only
@@ -32,7 +36,21 @@ PATH_ERRORS = (
     errno.EPERM,
     errno.EROFS,
 )
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# errors of the machine and of its limits, in an `OSError` or in the message of a library
+MACHINE_ERRORS = (
+    errno.EAGAIN,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOLCK,
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.ESTALE,
+)
+MACHINE_REASONS = (*(os.strerror(number) for number in MACHINE_ERRORS), "can't start new thread")
+SHARED_MEMORY = "/dev/shm"  # where libraries share memory between processes
 INTERRUPTED = "interrupted"
 LONGEST_SECONDS = 1e12  # longest time that a clock shows; `timedelta` overflows at 1e14
 
@@ -176,7 +194,9 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         process = "" if rank == "0" else f"[process {rank}] "
         write_err(f"{process}error: {text}")
         note_failure(f"error: {text}")
-        return error.exit_code if isinstance(error, AccelGPTError) else UserError.exit_code
+        if isinstance(error, AccelGPTError):
+            return error.exit_code
+        return MachineError.exit_code if is_of_machine(error) else UserError.exit_code
     except SystemExit as error:
         place = place_in_own_code(error)
         if place is None or error.code:  # a signal also ends a process so
@@ -218,12 +238,11 @@ def describe_failure(error: Exception) -> str | None:
         # a message that does not name the file, of a function of ours that the file calls
         file = place.partition(",")[0] if place else ""
         return f"{place}: {error}" if file not in str(error) else str(error)
-    # torch raises RuntimeError if malloc fails
-    malloc_failed = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
-    if isinstance(error, MemoryError) or malloc_failed:
+    if is_out_of_memory(error):
+        reason = PLACE_IN_TORCH.sub("", first_line(error))[:200]
         return (
-            f"out of memory ({first_line(error)[-120:]}); lower the model's "
-            "size, train.micro_batch_size or sample.num; accel-gpt plan shows the memory they need"
+            f"out of memory ({reason}); lower the model's size, train.micro_batch_size or "
+            "sample.num; accel-gpt plan shows the memory they need"
         )
     if isinstance(error, RuntimeError) and UNUSED in str(error):
         return (
@@ -232,8 +251,52 @@ def describe_failure(error: Exception) -> str | None:
         )
     if place is not None and not (isinstance(error, AssertionError) and raised_by_us(error)):
         return f"{place}: {type(error).__name__}: {first_line(error)}"
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
-        return f"{error}; make room and launch again"
+    if is_of_machine(error):
+        return f"{first_line(error)}{room_or_limit(error)}"
     if isinstance(error, OSError) and error.errno in PATH_ERRORS:
         return str(error)
     return None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory could not be allocated. torch raises a `RuntimeError` then."""
+    found = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
+    return isinstance(error, MemoryError) or bool(found)
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Return whether the machine lacks something, or a limit of the process is reached.
+
+    An error in the file of --code is not: its place says more.
+    """
+    if is_out_of_memory(error):
+        return True
+    if place_in_own_code(error) is not None:
+        return False
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in MACHINE_ERRORS
+    return any(reason in str(error) for reason in MACHINE_REASONS)
+
+
+def room_or_limit(error: Exception) -> str:
+    """Return the free room or the limit that an error of the machine is about; "" for others."""
+    number = getattr(error, "errno", None)
+    if number == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f" (ulimit -n allows {limit:,})"
+    if number == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return f" (ulimit -f allows {limit:,} bytes)"
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    path = Path(getattr(error, "filename", None) or SHARED_MEMORY)  # an error of it has no name
+    return f" ({free_room(path)})"
+
+
+def free_room(path: Path) -> str:
+    """Return the free room on the disk of a path, as `1,024 bytes and 7 inodes are free in /x`."""
+    path = Path(os.path.abspath(path))
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    return f"{free:,} bytes and {disk.f_favail:,} inodes are free in {folder}"

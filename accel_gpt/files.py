@@ -23,6 +23,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
+
+from accel_gpt.errors import MachineError
 
 LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
 TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
@@ -110,6 +113,26 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Return the folder of this package in the user's cache; raises `MachineError` without one."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise MachineError(f"{error} Set HOME or XDG_CACHE_HOME.") from None
+    return home / "accel_gpt"
+
+
+def why_not_written(folder: Path, size: int) -> str:
+    """Return why the operating system does not write a file of `size` bytes; "" if it does."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def free_bytes(folder: Path) -> int:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 from accel_gpt.data.hub_client import is_offline
 from accel_gpt.data.index import is_shard_name
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.files import TOKEN_ENDINGS, locked_file
+from accel_gpt.files import TOKEN_ENDINGS, cache_folder, locked_file
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
@@ -191,8 +191,7 @@ class Cache:
     """
 
     def __init__(self, folder: str | None, gb: float, run: str | None) -> None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        base = Path(folder) if folder else home / "accel_gpt" / "shards"
+        base = Path(folder) if folder else cache_folder() / "shards"
         self.limit = int(gb * 1e9)
         self.needs: dict[Path, int] = {}  # 0: needed now; otherwise the place in the order of need
         base.mkdir(parents=True, exist_ok=True)

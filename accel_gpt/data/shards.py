@@ -7,10 +7,12 @@ tokenizer.json, and the index dataset.json.
 import hashlib
 import json
 import os
+import resource
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ Ints = NDArray[np.int64]
 HEADER = 128  # bytes before the tokens in a shard that `prepare/` wrote
 BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
 BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between
-OPEN_FILES = 256  # open files per split; many systems allow 1,024 per process
+OPEN_FILES = 256  # most shards that a process keeps open; many systems allow 1,024 files
+OPEN_SHARE = 4  # and at most one in so many of the files that `ulimit -n` allows; assumption
 
 
 class NoSplit(DataError):
@@ -65,11 +68,11 @@ class Shard:
     """UTF-8 bytes of the documents that begin in this shard."""
     sha256: str | None = None
     """SHA-256 of the file, hex."""
-    sample: str | None = None
-    """If there is no `sha256`: the `sampled_digest` of the file."""
     max_token: int | None = None
     offset: int = HEADER
     """Bytes before the first token."""
+    sample: str | None = None
+    """If there is no `sha256`: the `sampled_digest` of the file."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class Split:
         return tokens
 
     def open(self, number: int) -> None:
-        """Open a shard, check its header the first time, and close the oldest of too many files."""
+        """Open a shard and check its header the first time."""
         shard = self.shards[number]
         path = self.remote.fetch(shard.name) if self.remote else self.path(number)
         has_header = shard.name.endswith(".npy") and shard.offset > 0
@@ -169,8 +172,7 @@ class Split:
                 )
         self.checked.add(number)
         self.opened[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if len(self.opened) > OPEN_FILES:
-            os.close(self.opened.pop(next(iter(self.opened))))
+        open_shards().add(self, number)
 
     def prefetch(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
         """Download remote shards in the background, first `now`, then `then`; close all others."""
@@ -185,8 +187,48 @@ class Split:
         for number in self.opened.keys() - set(keep):
             os.close(self.opened.pop(number))
 
+    def close_one(self, number: int) -> bool:
+        """Close a shard, if it is open; return False if another thread reads the split now."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if number in self.opened:
+                os.close(self.opened.pop(number))
+            return True
+        finally:
+            self.lock.release()
+
     def __del__(self) -> None:
         self.close()
+
+
+class OpenShards:
+    """The shards that this process has open, of all splits, oldest first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.splits: dict[tuple[int, int], weakref.ref[Split]] = {}
+
+    def add(self, split: Split, number: int) -> None:
+        """Note an open shard. If too many are open, close the oldest that no thread reads now."""
+        with self.lock:
+            self.splits[id(split), number] = weakref.ref(split)
+            soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            most = min(OPEN_FILES, max(1, soft_limit // OPEN_SHARE))
+            if soft_limit == resource.RLIM_INFINITY:
+                most = OPEN_FILES
+            for oldest in list(self.splits)[:-1]:
+                if len(self.splits) <= most:
+                    return
+                owner = self.splits[oldest]()
+                if owner is None or owner.close_one(oldest[1]):
+                    del self.splits[oldest]
+
+
+@cache
+def open_shards() -> OpenShards:
+    """Return the open shards of this process."""
+    return OpenShards()
 
 
 def resident(split: Split, tokens: int | None) -> Split:

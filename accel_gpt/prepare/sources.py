@@ -34,7 +34,7 @@ from accel_gpt.data.remote import (
     short_hash,
 )
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.files import describe_path, nearest_file, sha256
+from accel_gpt.files import cache_folder, describe_path, nearest_file, sha256
 from accel_gpt.prepare.readers import (
     HEAD_BYTES,
     encoding_of,
@@ -326,7 +326,7 @@ def download_text(url: str) -> Path:
     server cannot be reached, the newest file of this URL is read, and a line says so. Raises
     `UserError` if there is none, or if a placeholder comes, such as an HTML page.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel_gpt"
+    cache = cache_folder()
     address, mark, query = url.partition("?")
     folder, _, name = address.rstrip("/").rpartition("/")
     store = Store(f"{folder}{mark}{query}")

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -19,7 +18,8 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import vocabulary_of
-from accel_gpt.errors import first_line, require
+from accel_gpt.errors import MachineError, first_line, require
+from accel_gpt.files import cache_folder
 from accel_gpt.model.own import make_model
 from accel_gpt.training.checkpoint import earlier_choice
 from accel_gpt.training.devices import MATRIX_UNITS, bf16_instructions, peak_flops
@@ -187,11 +187,10 @@ def use_compile_cache() -> None:
     if CACHE in os.environ:
         return
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = home / "accel_gpt" / "compiled"
+        folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, MachineError):  # MachineError: there is no home
         return
     if not os.access(folder, os.W_OK):
         return

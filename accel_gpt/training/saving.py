@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
-from accel_gpt.files import fault_point, free_bytes, sha256, sync, write_file
+from accel_gpt.files import fault_point, free_bytes, sha256, sync, why_not_written, write_file
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.training.checkpoint import (
@@ -58,7 +58,8 @@ LAST_PAUSE_SECONDS = 2.0  # between these attempts
 CLOSING_SECONDS = 60.0  # for the save in progress when a run ends with an error
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
 ROOM_SHARE = 1.05  # free bytes to have, per byte of a checkpoint; assumption
-DISK_FULL = ("unexpected pos", "file write failed", "No space left")  # in errors of torch, the OS
+REASONS = (*NO_ROOM[:2], os.strerror(errno.EFBIG))  # in errors of Python and safetensors
+NO_REASON = ("unexpected pos", "file write failed")  # in torch's errors of a failed write
 OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # end of the name of a rank's file
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 
@@ -103,6 +104,7 @@ class CheckpointWriter:
         self.failed_at = 0.0
         self.warned: int | None = None  # the step of the last warning
         self.lost: str | None = None  # torch's error about a lost rank
+        self.needed = 0  # bytes of the tensors of a checkpoint
         self.seconds = 0.0  # of the longest save, from its start until it was published
 
     def save(self, state: TrainState, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
@@ -119,7 +121,7 @@ class CheckpointWriter:
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         fields = asdict(state)
-        needed = saved_bytes(gpt, optimizer)
+        self.needed = saved_bytes(gpt, optimizer)
         failed: Exception | None = None
         try:
             self.save_tensors(temporary, gpt, optimizer)
@@ -133,7 +135,7 @@ class CheckpointWriter:
             if self.problem:
                 self.failed_at = time.monotonic()
             if self.main:
-                self.follow_up(fields, needed)
+                self.follow_up(fields)
 
         self.thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
         self.thread.start()
@@ -321,7 +323,9 @@ class CheckpointWriter:
                 try:
                     yield
                 except Exception as error:
-                    raise CheckpointError(describe_save_error(error)) from error
+                    raise CheckpointError(
+                        describe_save_error(error, folder, self.needed)
+                    ) from error
         except AccelGPTError:
             if self.main and not self.has_lost_folder():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -336,7 +340,7 @@ class CheckpointWriter:
             return True
         return False
 
-    def follow_up(self, fields: dict[str, Any], needed: int) -> None:
+    def follow_up(self, fields: dict[str, Any]) -> None:
         """Report the new checkpoint and prune, or warn that the save failed; on rank 0.
 
         If the disk is full, removes old checkpoints so that the next step can be saved.
@@ -360,7 +364,7 @@ class CheckpointWriter:
         removed = []
         if any(text in problem for text in NO_ROOM):
             quota = os.strerror(errno.EDQUOT) in problem
-            removed = make_room(self.out_dir, fields["best_step"], needed, quota)
+            removed = make_room(self.out_dir, fields["best_step"], self.needed, quota)
         if removed:
             steps = ", ".join(f"{step:,}" for step in removed)
             outcome = f"removed step {steps} to make room; the next step will be saved"
@@ -372,7 +376,7 @@ class CheckpointWriter:
         self.warned = fields["step"]
         self.log(
             f"WARNING: the checkpoint of step {fields['step']:,} could not be written in "
-            f"{root}: {problem} (it needs {needed:,} bytes, {free:,} are free); {outcome}"
+            f"{root}: {problem} (it needs {self.needed:,} bytes, {free:,} are free); {outcome}"
         )
 
 
@@ -463,11 +467,18 @@ def saved_bytes(gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def describe_save_error(error: Exception) -> str:
-    """Return why a save failed. On a full disk, torch reports only `unexpected pos 64 vs 0`."""
+def describe_save_error(error: Exception, folder: Path, needed: int) -> str:
+    """Return why a save failed.
+
+    torch reports a failed write only as `unexpected pos 64 vs 0`. Then the operating system is
+    asked why it does not write the `needed` bytes.
+    """
     text = str(error) or type(error).__name__
-    if any(part in text for part in DISK_FULL):
-        return os.strerror(errno.ENOSPC)
+    for reason in REASONS:
+        if reason in text:
+            return reason
+    if any(part in text for part in NO_REASON):
+        return why_not_written(folder, needed) or text
     return text
 
 

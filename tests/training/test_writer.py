@@ -1,8 +1,10 @@
 """Writing of checkpoints: in the background, in order, and after failures."""
 
+import errno
 import json
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +138,7 @@ def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
     passed = [name for name in log.read_text().split() if name != "step"]
     one = passed[: passed.index("save.begun", 1)]
     assert one[:2] == ["save.begun", "save.filled"]
-    files = 6 * ["file.written", "sync", "file.synced", "sha256"]
+    files = 7 * ["file.written", "sync", "file.synced", "sha256"]
     # a power cut may not leave a folder without a manifest
     end = ["manifest.due", "manifest.written", "sync_folder", "renamed", "sync_folder", "published"]
     assert [p for p in one[2:] if not p.startswith("state.")] == [*files, *end]
@@ -294,14 +296,18 @@ def test_a_file_is_on_disk_before_it_has_its_name(
     assert synced == [(path.stat().st_ino, path.stat().st_size)]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_named_whoever_meets_it() -> None:
+def test_a_limit_on_the_size_of_files_is_not_told_as_a_full_disk(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     weights = {"w": torch.zeros(100_000)}
-    for save in (torch.save, lambda _, path: Path(path).write_bytes(bytes(9))):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
         with pytest.raises((OSError, RuntimeError)) as error:
-            save(weights, "/dev/full")
-        assert writer.describe_save_error(error.value) == "No space left on device", error.value
-    assert writer.describe_save_error(ValueError("another one")) == "another one"
+            torch.save(weights, tmp_path / "optimizer.bin")
+        said = writer.describe_save_error(error.value, tmp_path, 400_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said == os.strerror(errno.EFBIG)
+    assert writer.describe_save_error(ValueError("another one"), tmp_path, 9) == "another one"
 
 
 def test_a_checkpoint_needs_the_files_of_every_process(tmp_path: Path) -> None:

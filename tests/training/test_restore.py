@@ -196,7 +196,7 @@ def test_an_option_of_another_version_is_never_dropped(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config) + f"later: {{key: {value}}}\n")
     with pytest.raises(NewerFormatError, match=r"run/config\.yaml: later\.key is an unknown key"):
-        check_same_config(config)
+        check_same_config(config, ())
 
 
 def test_the_best_loss_so_far_is_that_of_the_same_text_in_all_named_sets(

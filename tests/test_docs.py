@@ -212,7 +212,10 @@ def test_the_edits_of_nanogpt_train(small_run: Callable[..., list[str]], tmp_pat
     section = page.partition("\n## What you edited there")[2].partition("\n## ")[0]
     file = tmp_path / "my.py"
     file.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", section, flags=re.S)))
-    assert set(load_own_code(str(file)).functions) == ARGUMENTS.keys() - {"after_evaluation", "targets"}
+    assert set(load_own_code(str(file)).functions) == ARGUMENTS.keys() - {
+        "after_evaluation",
+        "targets",
+    }
     ids = np.frombuffer((tmp_path / "text.txt").read_bytes(), np.uint8).astype(np.uint32)
     ids[:16_000].tofile(tmp_path / "train.bin")
     ids[16_000:].tofile(tmp_path / "val.bin")

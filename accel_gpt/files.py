@@ -14,11 +14,15 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import glob
 import hashlib
 import io
 import json
 import math
 import os
+import random
+import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -32,12 +36,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import yaml
 
 from accel_gpt.errors import MachineError
 
 LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
 TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
+# flock's errors if a file system has no locks: Lustre, Drive, some NFS; 524: ENOTSUPP of Linux
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524)
+MARK = re.compile(r"(?P<host>.+)\.(?P<pid>[0-9]+)\.(?P<since>[0-9]+)\.[0-9a-f]{8}\.lock")
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS = 2.0  # of the fault action sleep
@@ -156,48 +164,123 @@ def link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def lock(path: Path, wait: bool = True, shared: bool = False, notice: str = "") -> TextIO:
-    """Lock the file `path` and return it open; closing it releases the lock.
-
-    A missing file is created, unless `shared`. The kernel releases the lock when the process ends.
-    If another process holds the lock, prints `notice` on stderr and waits. If not `wait`, raises
-    `BlockingIOError` instead.
-    """
-    flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    while True:
-        file = os.fdopen(os.open(path, flags, 0o644), "r" if shared else "r+", encoding="utf-8")
-        try:
-            lock_opened(file, kind, wait, notice)
-        except BaseException:
-            file.close()
-            raise
-        if shared or is_at(file, path):
-            return file
-        file.close()  # the previous holder removed the file, see `locked_file`
-
-
-def lock_opened(file: TextIO, kind: int, wait: bool, notice: str) -> None:
-    """Lock an open file; `notice` and `wait` as in `lock`."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise
-        sys.stderr.write(notice)
-        fcntl.flock(file, kind)
-
-
 @contextmanager
 def locked_file(path: Path, wait: bool = True, notice: str = "") -> Iterator[TextIO]:
-    """Hold the lock of `path`, and remove the file before it is unlocked."""
-    with lock(path, wait, notice=notice) as file:
+    """Hold the lock of `path`, and yield the file, which is made if it is missing.
+
+    Removes the file before it is unlocked. The kernel releases the lock when the process ends. If
+    another process holds the lock, prints `notice` on stderr and waits. If not `wait`, raises
+    `BlockingIOError` instead. If the file system has no flock, a file beside it is the lock: see
+    `lock_by_name`. The `BlockingIOError` then names that file.
+    """
+    with contextlib.ExitStack() as held:
+        file = open_locked(path, wait, notice, held)
         try:
             yield file
         finally:
             with contextlib.suppress(OSError):
                 if is_at(file, path):
                     path.unlink()
+
+
+def open_locked(path: Path, wait: bool, notice: str, held: contextlib.ExitStack) -> TextIO:
+    """Open and lock a file as `locked_file` does; `held` releases the lock."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
+        try:
+            mark = lock_opened(file, path, wait, notice)
+        except BaseException:
+            file.close()
+            raise
+        if is_at(file, path):
+            held.enter_context(file)
+            if mark:
+                held.callback(mark.unlink, missing_ok=True)
+            return file
+        file.close()  # the previous holder removed the file, see `locked_file`
+        if mark:
+            mark.unlink(missing_ok=True)
+
+
+def lock_opened(file: TextIO, path: Path, wait: bool, notice: str) -> Path | None:
+    """Lock an open file; `wait` and `notice` as in `locked_file`.
+
+    Returns the file of `lock_by_name`, if that is the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise
+        sys.stderr.write(notice)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
+        return lock_by_name(path, wait, notice)
+    return None
+
+
+def lock_by_name(path: Path, wait: bool, notice: str) -> Path:
+    """Lock `path` on a file system without flock; return the file that is the lock.
+
+    Each process makes a file named for its host, its number and the time. Then it looks for others,
+    and gives way if there is one: so no two hold the lock. The file of a process of this host that
+    has ended is removed. Nobody can know whether a process of another host has ended.
+    """
+    host = os.uname().nodename
+    while True:
+        name = f"{path.name}.{host}.{os.getpid()}.{int(time.time())}.{secrets.token_hex(4)}.lock"
+        mark = path.with_name(name)
+        mark.touch(exist_ok=False)
+        other = next((found for found in living_marks(path) if found != mark), None)
+        if other is None:
+            return mark
+        mark.unlink()
+        if not wait:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(other))
+        if notice:
+            sys.stderr.write(f"{notice}if it has ended, remove {other}\n")
+            notice = ""
+        time.sleep(random.uniform(0.5, 1.0))
+
+
+def living_marks(path: Path) -> list[Path]:
+    """Return the files of `lock_by_name` whose processes may live; remove the others."""
+    found = []
+    for mark in sorted(path.parent.glob(f"{glob.escape(path.name)}.*.lock")):
+        match = MARK.fullmatch(mark.name.removeprefix(f"{path.name}."))
+        if match is None:
+            continue
+        here = match["host"] == os.uname().nodename
+        if here and not has_lived_since(int(match["pid"]), int(match["since"])):
+            mark.unlink(missing_ok=True)
+        else:
+            found.append(mark)
+    return found
+
+
+def has_lived_since(pid: int, since: int) -> bool:
+    """Return whether a process of this host has run since a time, in seconds since 1970.
+
+    The number of a process that has ended may be given to another, which began later.
+    """
+    try:
+        return float(psutil.Process(pid).create_time()) <= since + 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of `path`; see `locked_file`."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return error.errno in NO_FLOCK and bool(living_marks(path))
+    return False
 
 
 def is_at(file: TextIO, path: Path) -> bool:

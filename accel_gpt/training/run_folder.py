@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from accel_gpt.config.values import relocate, to_flat
+from accel_gpt.console import MACHINE_ERRORS
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import is_at, load_yaml, lock, locked_file, nearest_folder
+from accel_gpt.files import is_at, is_locked, load_yaml, locked_file, nearest_folder
 from accel_gpt.json_files import load_json_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
@@ -154,13 +155,7 @@ class RunFolder:
     @cached_property
     def in_use(self) -> bool:
         """Return whether a process holds the lock of the folder, see `locked`."""
-        try:
-            lock(self.path / ".lock", wait=False, shared=True).close()
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return is_locked(self.path / ".lock")
 
     @property
     def samples(self) -> Mapping[int, Path]:
@@ -239,14 +234,17 @@ def locked(folder: Path) -> Iterator[FolderLock]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(locked_file(folder / ".lock", wait=False))
-        except BlockingIOError:
+        except BlockingIOError as error:
             owner = "another process"
             with contextlib.suppress(OSError):  # the owner may have removed the file
                 owner = (folder / ".lock").read_text(errors="replace").strip() or owner
+            ended = f"; if it has ended, remove {error.filename}" if error.filename else ""
             raise BusyError(
-                f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
+                f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir{ended}"
             ) from None
         except OSError as error:
+            if error.errno in MACHINE_ERRORS:
+                raise
             raise UserError(f"out_dir {folder} cannot be written: {error.strerror}") from None
         file.truncate(0)
         now = datetime.now().astimezone().isoformat(" ", "seconds")

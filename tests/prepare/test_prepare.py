@@ -20,7 +20,7 @@ from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import UserError
-from accel_gpt.files import lock
+from accel_gpt.files import locked_file
 from accel_gpt.prepare import prepare as room
 from accel_gpt.prepare import workers
 from accel_gpt.prepare.prepare import prepare
@@ -226,13 +226,13 @@ def test_of_several_processes_one_builds(config: PrepareConfig, out: Path) -> No
 
 
 def hold_with_child(path: Path) -> None:
-    with lock(path), workers.child_processes(1) as pool:
+    with locked_file(path), workers.child_processes(1) as pool:
         pool.submit(time.sleep, 600)
         time.sleep(600)
 
 
 def take(path: Path) -> None:
-    with lock(path):
+    with locked_file(path):
         pass
 
 

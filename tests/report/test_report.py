@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from accel_gpt import cli
 from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.console import run_main
-from accel_gpt.files import lock
+from accel_gpt.files import locked_file
 from accel_gpt.report.payload import MOST_POINTS, all_marks, nine_digits, thin
 from accel_gpt.report.runs import open_runs
 from tests.helpers.runs import LAUNCH, make_run, record
@@ -137,7 +137,7 @@ def test_a_run_that_is_training(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "stopped at step 20 of 40" in page(run)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "tokens": 53')
-    with lock(run / ".lock"):
+    with locked_file(run / ".lock"):
         text = page(run)
     assert "in progress: step 20 of 40" in text
     assert "run: in progress: step 20 of 40\n" in capsys.readouterr().out

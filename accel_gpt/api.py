@@ -1,30 +1,26 @@
 """The Python interface: `accel_gpt.run`, the `Run` that it returns, and `accel_gpt.load`.
 
-Each takes the options of its command, and raises the error that the command would print.
+Each takes the options of its command, and raises the error that the command would print. Training
+and evaluating run in a process of their own.
 """
 
-import gc
 import json
-import logging
+import math
 import os
-import random
 import signal
+import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, cast
 
-import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils.memory import clear_device_cache
 
-from accel_gpt.children import launch_child
-from accel_gpt.commands.evaluate import evaluate_named
+from accel_gpt import errors
+from accel_gpt.children import PREFIXES, launch_child
 from accel_gpt.commands.export import export_model
 from accel_gpt.commands.options import (
     EvaluateCommand,
@@ -33,23 +29,27 @@ from accel_gpt.commands.options import (
     SampleCommand,
 )
 from accel_gpt.commands.push import push_model
-from accel_gpt.commands.resolve import load_code, load_config
+from accel_gpt.commands.resolve import load_code
 from accel_gpt.commands.sample import continue_prompt
-from accel_gpt.commands.train import train_config
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import read_given
 from accel_gpt.config.values import sections
+from accel_gpt.console import FAILURE_FILE
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import PeerError, UserError, require
-from accel_gpt.launcher import PREEMPTED, SIGNALS, is_main, use_slurm_variables
+from accel_gpt.errors import AccelGPTError, PeerError, UserError, require
+from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
-from accel_gpt.training.accelerator import NOISY_LOGGER
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.transformers_io.load import load_pretrained
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+LAST_LINES_SECONDS = (
+    5.0  # for the last lines of a child; a process of it may outlive it; assumption
+)
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,14 @@ class Run:
 
     def evaluate(self, **options: object) -> dict[str, float]:
         """Evaluate the model. `options` as for `accel-gpt evaluate`: data, tokens, ..."""
-        arguments = [str(self.path), *to_arguments(options)]
-        with as_command(["evaluate", *arguments]):
-            report = evaluate_named(EvaluateCommand.parse(arguments))
-        return dict(report.metrics)
+        arguments = [str(self.path), *to_arguments({**options, "json": True})]
+        EvaluateCommand.parse(arguments)  # raises for a mistake before a process starts
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+            run_command(["evaluate", *arguments], output=output)
+            output.seek(0)
+            report = output.read()
+        metrics = json.loads(report)["metrics"] if report else {}  # rank 0 alone prints it
+        return {key: math.nan if value is None else value for key, value in metrics.items()}
 
     def export(self, to: str | Path, **options: object) -> Path:
         """Write a folder for transformers, and verify it. `options` as for `accel-gpt export`."""
@@ -128,35 +132,94 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
     )
-    use_slurm_variables()
     arguments = [str(config), *to_arguments(flatten_sections(options or {}))]
-    parsed = load_config(arguments, "accel_gpt.run")
-    trained = Run(Path(parsed.out_dir))
-    if processes > 1:
-        train_processes(arguments, processes)
-    else:
-        with as_command(["train", *arguments]):
-            train_config(parsed, str(config))
-    if "ipykernel.zmqshell" in sys.modules and is_main():
+    given = read_given(arguments, "accel_gpt.run")
+    trained = Run(Path(given.get("out_dir", Config().out_dir)))
+    code = run_command(["train", *arguments], processes)
+    if code == PREEMPTED and not any(trained.path.glob("checkpoints/step_*")):
+        raise KeyboardInterrupt  # before the first step
+    if "ipykernel.zmqshell" in sys.modules:
         from IPython.display import display
 
         display(trained)
     return trained
 
 
-def train_processes(arguments: list[str], processes: int) -> None:
-    """Train in new processes, since this process may already use its device.
+def run_command(
+    arguments: list[str], processes: int = 1, output: IO[str] | int | None = None
+) -> int:
+    """Run `accel-gpt ARGUMENTS` in a new process, which shows its progress; return its exit code.
 
-    An interrupt reaches all of them; they save and stop. Raises `PeerError` if one fails.
+    A call works in any thread, leaves this process unchanged, and frees the device at its end. An
+    interrupt reaches the command, which saves and stops. `output`: takes its standard output.
+    Raises the error of the command, and `KeyboardInterrupt` if an interrupt ended it.
     """
-    with launch_child(["train", *arguments], processes=processes) as process:
+    copied = sys.stderr is not sys.__stderr__  # by a notebook, which shows what is written to it
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "error.json")
+        environment = {FAILURE_FILE: str(report), "PYTHONUNBUFFERED": "1"}
+        if processes == 1:  # under a launcher, the child takes the place of this process
+            for key, value in os.environ.items():
+                if key.startswith(PREFIXES):
+                    environment.setdefault(key, value)
+            environment[STOP_WITH_PARENT] = str(os.getpid())
+        stderr = None
+        if copied:
+            stderr = subprocess.STDOUT if output is None else subprocess.PIPE
+            output = subprocess.PIPE if output is None else output
+        with launch_child(
+            arguments,
+            processes=processes,
+            environment=environment,
+            stdout=output,
+            stderr=stderr,
+        ) as child:
+            printed = child.stderr or child.stdout
+            reader = threading.Thread(target=copy_lines, args=(printed,), daemon=True)
+            reader.start()
+            code = wait_for(child, forward=processes == 1)
+            reader.join(LAST_LINES_SECONDS)
+        if code in (0, PREEMPTED):
+            return code
+        raise error_of_child(arguments[0], code, report)
+
+
+def copy_lines(printed: IO[str] | None) -> None:
+    """Write the lines of a child to the standard error of this process as they come."""
+    for line in printed or ():
+        sys.stderr.write(line)
+
+
+def wait_for(child: subprocess.Popen[str], forward: bool) -> int:
+    """Wait for a child and return its exit code.
+
+    `forward`: send it an interrupt of this process. A terminal and a notebook send one to both
+    processes at once; the child counts the two as one. A second interrupt ends the wait.
+    """
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        if forward:
+            child.send_signal(signal.SIGINT)
         try:
-            code = process.wait()
+            code = child.wait()
         except KeyboardInterrupt:
-            process.wait()
-            return
-    if code not in (0, PREEMPTED):
-        raise PeerError(f"training on {processes} processes failed; see their error above")
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
+    if code in (-signal.SIGINT, 128 + signal.SIGINT):
+        raise KeyboardInterrupt
+    return code
+
+
+def error_of_child(command: str, code: int, report: Path) -> AccelGPTError:
+    """Return the error that a child wrote to `report`; a `PeerError` if it wrote none."""
+    try:
+        failure = json.loads(report.read_text(encoding="utf-8"))
+        kind = getattr(errors, failure["class"])
+        return cast(AccelGPTError, kind(failure["message"].removeprefix("error: ")))
+    except (OSError, ValueError, KeyError):  # a bug, or the system killed the child
+        return PeerError(f"accel-gpt {command} ended with exit code {code}; see its error above")
 
 
 def flatten_sections(options: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -191,95 +254,3 @@ def to_arguments(options: Mapping[str, object]) -> list[str]:
         else:
             arguments.append(f"--{key}={value}")
     return arguments
-
-
-@contextmanager
-def as_command(arguments: list[str]) -> Iterator[None]:
-    """Run the body as the command `accel-gpt ARGUMENTS` in this process; restore its settings."""
-    with kept_process(), kept_torch(), kept_random_states():
-        sys.argv = ["accel-gpt", *arguments]  # what run.json records
-        try:
-            yield
-        except SystemExit as error:
-            raise UserError(
-                f"accel-gpt {arguments[0]} ended with code {error.code}; see above"
-            ) from None
-
-
-@contextmanager
-def kept_process() -> Iterator[None]:
-    """Restore what a command changes for its process.
-
-    These are signal handlers, arguments, environment variables, filters of warnings, a log level,
-    modules that are blocked, objects that the garbage collector leaves out, and the state of
-    Accelerate.
-    """
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    wakeup = signal.set_wakeup_fd(-1)
-    argv = sys.argv
-    environment = dict(os.environ)
-    logger = logging.getLogger(NOISY_LOGGER)
-    level = logger.level
-    blocked = {name for name, module in sys.modules.items() if module is None}
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        sys.argv = argv
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        logger.setLevel(level)
-        for name in [name for name, module in sys.modules.items() if module is None]:
-            if name not in blocked:
-                del sys.modules[name]
-        gc.unfreeze()  # also what was frozen before: Python 3.12 always freezes some objects itself
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        clear_device_cache(garbage_collection=True)
-
-
-@contextmanager
-def kept_torch() -> Iterator[None]:
-    """Restore torch's threads, deterministic mode, precision of products, and denormal numbers."""
-    deterministic = torch.get_deterministic_debug_mode()
-    threads = torch.get_num_threads()
-    backends: Any = torch.backends  # not all of its attributes have types
-    products = (backends.cuda.matmul, backends.mkldnn.matmul)
-    precisions = [backend.fp32_precision for backend in products]
-    try:
-        of_products = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user has set the backends apart
-        of_products = None
-    flushes_denormals = sys.float_info.min / 2 == 0.0  # torch has no function that reads it
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(deterministic)
-        torch.set_num_threads(threads)
-        if of_products:
-            torch.set_float32_matmul_precision(of_products)
-        for backend, precision in zip(products, precisions, strict=True):
-            backend.fp32_precision = precision
-        torch.set_flush_denormal(flushes_denormals)
-
-
-@contextmanager
-def kept_random_states() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch; training seeds and loads them."""
-    python = random.getstate()
-    legacy = np.random.get_state()
-    cpu = torch.get_rng_state()
-    cuda: Any = torch.cuda  # not all of its functions have types
-    gpus = cuda.get_rng_state_all() if cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        torch.set_rng_state(cpu)
-        if gpus is not None:
-            cuda.set_rng_state_all(gpus)

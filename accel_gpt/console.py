@@ -52,6 +52,7 @@ MACHINE_ERRORS = (
 MACHINE_REASONS = (*(os.strerror(number) for number in MACHINE_ERRORS), "can't start new thread")
 SHARED_MEMORY = "/dev/shm"  # where libraries share memory between processes
 INTERRUPTED = "interrupted"
+FAILURE_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's variable: a file for the error of this process
 LONGEST_SECONDS = 1e12  # longest time that a clock shows; `timedelta` overflows at 1e14
 
 
@@ -159,16 +160,18 @@ def install_exit_handlers() -> None:
                 signal.signal(number, leave)
 
 
-def note_failure(text: str) -> None:
-    """Report to torchrun why this process fails.
+def note_failure(text: str, kind: str) -> None:
+    """Report why this process fails to torchrun, or to the Python call that started it.
 
-    torchrun prints the reason of the earliest failure last, below its own traceback.
+    torchrun prints the reason of the earliest failure last, below its own traceback. `kind`: the
+    class of the error in accel_gpt/errors.py.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(FAILURE_FILE)
     if path:
         before_others = int(time.time()) - 1  # torchrun dates other failures in whole seconds
+        failure = {"message": text, "timestamp": before_others, "class": kind}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": text, "timestamp": before_others}, file)
+            json.dump(failure, file)
 
 
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -193,10 +196,11 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         rank = os.environ.get("RANK", "0")
         process = "" if rank == "0" else f"[process {rank}] "
         write_err(f"{process}error: {text}")
-        note_failure(f"error: {text}")
+        kind: type[AccelGPTError] = MachineError if is_of_machine(error) else UserError
         if isinstance(error, AccelGPTError):
-            return error.exit_code
-        return MachineError.exit_code if is_of_machine(error) else UserError.exit_code
+            kind = type(error)
+        note_failure(f"error: {text}", kind.__name__)
+        return kind.exit_code
     except SystemExit as error:
         place = place_in_own_code(error)
         if place is None or error.code:  # a signal also ends a process so

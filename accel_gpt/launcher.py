@@ -19,7 +19,8 @@ from accel_gpt.errors import UserError, require
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
 # that stop a run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-STOP_WITH_PARENT = "ACCEL_GPT_STOP_WITH_PARENT"  # a run with this variable stops if we are killed
+# The process of a run with this variable stops if its parent dies, whose id is the value.
+STOP_WITH_PARENT = "ACCEL_GPT_STOP_WITH_PARENT"
 # A Python process with this variable does not look for modules in the working folder or the folder
 # of its script. Its children inherit the variable.
 SAFE_PATH = "PYTHONSAFEPATH"

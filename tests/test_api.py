@@ -1,32 +1,26 @@
 """The Python interface: functions do what commands do, and leave the process unchanged."""
 
-import gc
 import json
-import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import accel_gpt
-from accel_gpt import train
 from accel_gpt.cli import dispatch
-from accel_gpt.errors import DataError, PeerError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.launcher import SIGNALS
 from accel_gpt.training.stopping import SAME_PRESS_SECONDS
-from tests.helpers.hermetic import read_settings
 from tests.test_layout import ROOT, loaded_by
-from tests.test_train import signal_after
 
 Arguments = Callable[..., list[str]]
 SHORT = {"train.max_steps": 3, "schedule.warmup_steps": 0, "eval.every": 2, "sample.every": 0}
@@ -41,91 +35,44 @@ def test_an_unknown_name_is_an_error() -> None:
         accel_gpt.trane  # noqa: B018
 
 
-def process() -> dict[str, Any]:
+def in_thread(call: Callable[[], Any]) -> Any:
+    """Call in a thread that is not the main one, and return the result or the error."""
+    with ThreadPoolExecutor() as pool:
+        try:
+            return pool.submit(call).result()
+        except AccelGPTError as error:
+            return error
+
+
+def process() -> list[Any]:
     """Return what a run could change for its process, beside the settings that each test keeps."""
-    return {
-        "signals": [signal.getsignal(number) for number in SIGNALS],
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "arguments": list(sys.argv),
-        "warnings": list(warnings.filters),
-        "log levels": {
-            name: logging.getLogger(name).level
-            for name in logging.root.manager.loggerDict
-            if name.startswith("accelerate")
-        },
-        "blocked modules": sorted(name for name, module in sys.modules.items() if module is None),
-        "frozen objects": gc.get_freeze_count()
-        > 10_000,  # Python 3.12 freezes some hundreds itself
-        "random states": [
-            random.getstate(),
-            str(np.random.get_state()),
-            torch.get_rng_state().tolist(),
-        ],
-    }
+    return [
+        [signal.getsignal(number) for number in SIGNALS],
+        sorted(thread.name for thread in threading.enumerate()),
+        dict(os.environ),
+        list(sys.path),
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+    ]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_leaves_its_process_as_it_was(
-    fails: bool,
-    small_run: Arguments,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_in_a_thread_trains_fails_and_leaves_the_process_as_it_was(
+    small_run: Arguments, corpus: Path
 ) -> None:
-    hooks: list[Any] = []
-    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.extend(hook.values()))
-    gc.unfreeze()  # what a run of another test in this process left
     before = process()
-    settings = read_settings()
-    options: dict[str, Any] = SHORT | {"train.matmul_precision": "high"}
-    options |= {"checkpoint.copy_to": tmp_path / "copy", "log.trackers": ["tensorboard"]}
-    folder = str(corpus)
-    if fails:
-        monkeypatch.setattr(train, "update", fail)
-        with pytest.raises(DataError):
-            accel_gpt.run(*small_run(), options)
-    else:
-        del options["train.max_steps"]
-        for steps in (1, 2):
-            more = {"checkpoint.allow_change": ["train.max_steps"]}
-            # sections may be mappings, as in a YAML file; a mapping stays one if it is a value
-            more |= {"train": {"max_steps": steps}, "data": {"val": {"a": folder, "b": folder}}}
-            random.seed(steps)  # the second run loads the states that the first has saved
-            np.random.seed(steps)
-            before = process()
-            run = accel_gpt.run(*small_run(), options | more)
-            assert process() == before
-        assert {"eval/val_loss/a", "eval/val_loss/b"} <= set(run.metrics)
+    options: dict[str, Any] = SHORT | {"train.max_steps": 2}
+    # sections may be mappings, as in a YAML file; a mapping stays one if it is a value
+    options |= {"data": {"val": {"a": str(corpus), "b": str(corpus)}}}
+    run = in_thread(lambda: accel_gpt.run(*small_run(), options))
+    assert run.metrics.index[-1] == 2
+    assert {"eval/val_loss/a", "eval/val_loss/b"} <= set(run.metrics)
+    for shard in corpus.glob("*_0*"):
+        os.truncate(shard, 100)
+    options["out_dir"] = str(run.path.parent / "second")
+    error = in_thread(lambda: accel_gpt.run(*small_run(), options))
+    assert type(error) is DataError
+    assert str(corpus) in str(error)
     assert process() == before
-    assert read_settings() == settings
-    assert len([hook for hook in hooks if hook.__module__.startswith("accel_gpt")]) <= 1
-
-
-def fail(_: object) -> None:
-    raise DataError("the shard is damaged")
-
-
-ALLOCATES = """
-import gc, re, sys, accel_gpt, torch
-from pathlib import Path
-
-def held():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-accel_gpt.run(sys.argv[1], {"train.max_steps": 1, "schedule.warmup_steps": 0})
-block = torch.ones(2**26)
-with_block = held()
-del block
-print((with_block - held()) // 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_freed_memory_goes_back_to_the_system_after_a_run(small_run: Arguments) -> None:
-    command = [sys.executable, "-c", ALLOCATES, *small_run()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout.splitlines()[-1]) > 200  # of 256 MiB
 
 
 @pytest.mark.slow
@@ -147,7 +94,7 @@ def test_a_run_from_start_to_export(
     words = [f"--{key}={value}" for key, value in options.items()]
     assert dispatch(["sample", str(run.path), "--prompt", "the", *words]) == 0
     assert capsys.readouterr().out == "\n---------------\n".join(texts) + "\n"
-    assert run.evaluate()["eval/val_loss"] == run.metrics["eval/val_loss"][3]
+    assert in_thread(run.evaluate)["eval/val_loss"] == run.metrics["eval/val_loss"][3]
     model, tokenizer = accel_gpt.load(run.path, checkpoint=2)
     assert not model.training
     assert tokenizer.decode(tokenizer.encode("the king")) == "the king"
@@ -172,13 +119,22 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
         accel_gpt.run(*small_run(), processes=0)
 
 
+@pytest.mark.parametrize("own_thread", [False, True])
 def test_an_interrupt_saves_and_returns(
-    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_thread: bool, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    signal_after(monkeypatch, 2, signal.SIGINT)
-    run = accel_gpt.run(*small_run(), SHORT | {"train.max_steps": 9})
-    assert "SIGINT: saved at step 2" in capsys.readouterr().err
-    assert (run.path / "checkpoints/step_00000002").is_dir()
+    """The main thread passes it on. Beside it, the child gets that of the terminal."""
+    receiver = "os.getpid()" if own_thread else "os.getppid()"
+    code = tmp_path / "interrupt.py"
+    code.write_text(
+        "import os, signal\n\n\ndef metrics(run):\n    if run.state.step == 2:\n"
+        f"        os.kill({receiver}, signal.SIGINT)\n    return {{}}\n"
+    )
+    options = SHORT | {"train.max_steps": 100_000, "code": code}
+    call = partial(accel_gpt.run, *small_run(), options)
+    run = in_thread(call) if own_thread else call()
+    assert "SIGINT: saved at step" in capsys.readouterr().err
+    assert any((run.path / "checkpoints").glob("step_*"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -190,7 +146,7 @@ def test_two_processes_train_beside_one(
     run = accel_gpt.run(*small_run(), options, processes=2)
     assert "2 processes" in capfd.readouterr().err
     assert list(run.metrics.index) == [1, 2, 3]
-    with pytest.raises(PeerError, match="training on 2 processes failed"):
+    with pytest.raises(UserError, match="micro_batch_size"):
         accel_gpt.run(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)
 
 
@@ -255,8 +211,13 @@ def test_the_interrupt_button_saves_and_the_kernel_survives(
             "    print('pressed twice')",
             "len(run.metrics)",
         ]
-    slow = "from accel_gpt.training.saving import CheckpointWriter\n"
-    cells[2] = f"{slow}CheckpointWriter.save_last = lambda *_: time.sleep(60)\n{cells[2]}"
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\nfrom accel_gpt.training.saving import CheckpointWriter\n"
+        "CheckpointWriter.save_last = lambda *_: time.sleep(60)\n\n\n"
+        "def metrics(run):\n    return {}\n"
+    )
+    cells[2] = cells[2].replace("{'train.max_steps'", "{'code': 'slow.py', 'train.max_steps'")
     first, count, second, alive = in_kernel(cells, tmp_path)
     assert "SIGINT: saved at step" in str(first.outputs)
     assert int(shown(count, "text/plain")[0]) > 0

@@ -710,7 +710,7 @@ def test_the_python_interface_takes_the_file_as_it_is_at_each_call(folder: Path)
     with pytest.raises(UserError, match=r"add --code my\.py"):
         accel_gpt.load("second")
     own.write_text(function("lr", "step, config, plan", "raise KeyError('gone')"))
-    with pytest.raises(KeyError):  # Python shows where
+    with pytest.raises(UserError, match=r"my\.py, line \d+, in lr: KeyError: 'gone'"):
         accel_gpt.run("small.yaml", {**options, "out_dir": "third"})
 
 

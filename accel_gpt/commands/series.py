@@ -172,7 +172,7 @@ class Series:
         length = f"for {run.budget}" if run.budget else f"to step {run.steps:,}"
         write_err(f"{run.name}: run {number} of {len(self.runs)}, {length}{where}")
         started = time.monotonic()
-        environment = {STOP_WITH_PARENT: "1"}
+        environment = {STOP_WITH_PARENT: str(os.getpid())}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         arguments = ["train", str(run.config), f"--out_dir={run.folder}"]

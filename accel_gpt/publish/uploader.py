@@ -12,6 +12,7 @@ end. The next launch uploads the newest checkpoint if a target lacks it.
 
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -260,7 +261,7 @@ class Uploader:
                 environment={
                     "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1",
-                    STOP_WITH_PARENT: "1",
+                    STOP_WITH_PARENT: str(os.getpid()),
                 },
                 stdout=output,
                 stderr=output,

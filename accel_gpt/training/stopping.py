@@ -27,6 +27,7 @@ from accel_gpt.errors import require
 from accel_gpt.launcher import (
     PREEMPTED,
     SIGNALS,
+    STOP_WITH_PARENT,
     is_main,
     rank,
     stop_signals,
@@ -114,8 +115,7 @@ def exiting_on_signals(text: str, exit_code: int | None = None) -> Iterator[None
 
     If this process waits in a collective for another rank, the process ends after `LEAVE_SECONDS`.
     `text`: what is printed after the name of the signal. `exit_code` None: 128 and the number of
-    the signal. Without an exit code and in an interactive session, SIGINT raises
-    `KeyboardInterrupt`.
+    the signal. Without an exit code, SIGINT raises `KeyboardInterrupt`.
     """
     left = threading.Event()
     waits_for_others = world_size() > 1
@@ -129,13 +129,13 @@ def exiting_on_signals(text: str, exit_code: int | None = None) -> Iterator[None
             write_err(f"{signal.Signals(number).name}: {text}")
 
     def leave(number: int) -> None:
-        if number == signal.SIGINT and (exit_code is None or interactive()):
+        if number == signal.SIGINT and exit_code is None:
             raise KeyboardInterrupt
         received.append(number)
         sys.exit(code(number))
 
     def end(number: int) -> None:
-        if interactive() or not waits_for_others or left.wait(LEAVE_SECONDS):
+        if not waits_for_others or left.wait(LEAVE_SECONDS):
             return
         show_cursor()
         tell(number)
@@ -186,18 +186,11 @@ class StopSignal:
         self.listener = SignalListener(self.handle, self.receive)
 
     def handle(self, number: int) -> None:
-        """Store the first signal. Before the first step, it ends the process.
-
-        In an interactive session, raise `KeyboardInterrupt` instead, and at a second signal.
-        """
+        """Store the first signal. Before the first step, it ends the process."""
         if self.starting:
-            if interactive():
-                raise KeyboardInterrupt
             # the thread prints a line and ends the process
             self.listener.thread.join(LISTENER_SECONDS)
             raise SystemExit(PREEMPTED)
-        if interactive() and self.first and time.monotonic() - self.first > SAME_PRESS_SECONDS:
-            raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
 
     def connect_ranks(self, time_limit: str | None, group: dist.ProcessGroup | None) -> None:
@@ -211,10 +204,7 @@ class StopSignal:
         self.group = group
 
     def receive(self, number: int) -> None:
-        """Acknowledge the first signal; end the process at a second one or before the first step.
-
-        Never ends an interactive session; see `handle`.
-        """
+        """Acknowledge the first signal; end the process at a second one or before step 1."""
         now = time.monotonic()
         parent = os.getppid()
         orphaned = self.launched and parent != self.parent
@@ -224,11 +214,11 @@ class StopSignal:
             name = signal.Signals(number).name
             if not self.starting:
                 self.acknowledge(name)
-            elif not interactive():
+            else:
                 show_cursor()
                 self.acknowledge_start(name)
                 os._exit(PREEMPTED)
-        elif now - self.first > SAME_PRESS_SECONDS and not orphaned and not interactive():
+        elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
             show_cursor()
             os._exit(PREEMPTED if self.saved else 128 + number)
 
@@ -249,14 +239,14 @@ class StopSignal:
                 sys.__stderr__.flush()
 
     def close(self) -> None:
-        """Ignore signals from now on; restore the handlers if interactive.
+        """Ignore signals from now on.
 
         A signal while the interpreter ends would change the exit code, and the job would not be
         requeued. After an error, torchrun sends SIGTERM to the rank that prints it, since another
         rank ends first.
         """
         if self.listener.thread.is_alive():
-            self.listener.close(ignore=not interactive())
+            self.listener.close(ignore=True)
 
     def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
         """Return whether any rank has a reason to stop, and whether `other` is true on any rank.
@@ -305,11 +295,6 @@ class StopSignal:
         return time.monotonic() - self.started + reserve > self.time_limit
 
 
-def interactive() -> bool:
-    """Return whether this is a Python prompt or a notebook. A signal must not end it."""
-    return hasattr(sys, "ps1")
-
-
 def die_with_launcher() -> None:
     """Make the kernel send SIGTERM to this process when its launcher dies.
 
@@ -319,9 +304,14 @@ def die_with_launcher() -> None:
     if sys.platform != "linux" or not stops_with_parent():
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    first = Path("/proc/1/cmdline")  # in a container, process 1 may be the launcher
-    if os.getppid() == 1 and not any(word in first.read_bytes() for word in LAUNCHER_WORDS):
-        os.kill(os.getpid(), signal.SIGTERM)  # the launcher died before the call of prctl
+    parent = os.getppid()
+    if STOP_WITH_PARENT in os.environ:
+        died = parent != int(os.environ[STOP_WITH_PARENT])
+    else:  # in a container, process 1 may be the launcher
+        first = Path("/proc/1/cmdline")
+        died = parent == 1 and not any(word in first.read_bytes() for word in LAUNCHER_WORDS)
+    if died:  # before the call of prctl
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Watchdog:

@@ -16,7 +16,6 @@ from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.launcher import PREEMPTED, SIGNALS
-from accel_gpt.training import stopping
 from accel_gpt.training.stopping import StopSignal
 from tests.conftest import run_here
 
@@ -40,17 +39,11 @@ def test_a_closed_session_does_not_stop_a_run_under_nohup() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-@pytest.mark.parametrize("interactive", [False, True])
-def test_a_signal_after_an_error_leaves_its_message_and_exit_code(
-    interactive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun sends SIGTERM once another rank has ended; a prompt gets its handlers back."""
-    monkeypatch.setattr(stopping, "interactive", lambda: interactive)
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_signal_after_an_error_leaves_its_message_and_exit_code() -> None:
+    """torchrun sends SIGTERM once another rank has ended."""
     with pytest.raises(DataError), contextlib.closing(StopSignal(starting=True)):
         raise DataError("not prepared")
-    expected = before if interactive else signal.SIG_IGN
-    assert signal.getsignal(signal.SIGTERM) is expected
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> None:

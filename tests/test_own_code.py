@@ -212,11 +212,6 @@ BAD: dict[str, tuple[str, tuple[str, ...], str]] = {
         (),
         "my.py, line 1: loss(): 'z' must be a tensor without dimensions, but is float",
     ),
-    "a part with a number for a name": (
-        f"{LOSS}    a = model(tokens, targets)\n    return a, {{3: a}}\n",
-        (),
-        "my.py, line 1: loss() named a part of the loss 3; use a text",
-    ),
     # ----------------------------------------------------------------- optimizer
     "no optimizer": (
         function("optimizer", "model, config", "pass"),

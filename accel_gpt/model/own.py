@@ -18,7 +18,7 @@ from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.layers import KVCache
 from accel_gpt.model.loss import next_token_loss, sequence_losses
 
-CHECKED_TOKENS = 64  # most tokens of the text that checks a model; assumption
+CHECKED_TOKENS = 64  # most tokens that the check changes; assumption
 CACHED_TOKENS = (5, 1, 17, 1, 2)  # given to the cache at once, then one at a time; assumption
 VECTOR_NOISE = 0.1  # standard deviation of what is added to vectors; assumption
 CHECKED_LOGITS = 2**24  # in one batch of the check: 64 MiB in float32; assumption
@@ -200,7 +200,10 @@ def takes_documents(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_causality(config: Config, model: LanguageModel, device: torch.device) -> None:
-    """Raise `UserError` if logits depend on later tokens, or differ with the cache of keys.
+    """Raise `UserError` if the val loss of a model would say nothing about text.
+
+    The logits must depend neither on later tokens nor on another document, and be the same with the
+    cache of keys. The loss must be their cross entropy.
 
     Checks a new model of a run with a file of --code. Random numbers are added to its weights,
     since weights that begin at zero hide a leak. Models above `MOST_CHECKED` parameters are not
@@ -211,16 +214,29 @@ def check_causality(config: Config, model: LanguageModel, device: torch.device) 
     place = config.own.place("model") if config.own.model else config.own.file
     copy = make_model(config, model.vocab_size).to(device)
     copy.init_weights()
-    T = min(config.model.block_size, CHECKED_TOKENS)
     with seeded(config.seed):
         for weight in copy.parameters():
             weight.add_(draw_noise(weight.shape).to(device))
-        tokens = torch.randint(model.vocab_size, (1, T)).to(device)
+        tokens = torch.randint(model.vocab_size, (1, config.model.block_size)).to(device)
     inner = copy.inner if isinstance(copy, OwnModel) else copy
     with evaluating(copy):
+        if can_read(copy, tokens[:, :CHECKED_TOKENS], config.data.document_mask):
+            tokens = tokens[:, :CHECKED_TOKENS]
         if getattr(inner, "causal", True):
             check_earlier_logits(copy, tokens, config.data.document_mask, place)
+            if config.data.document_mask:
+                check_documents(copy, tokens, place)
+        check_cross_entropy(copy, tokens, config.data.document_mask, place)
         check_cached_logits(copy, tokens, place)
+
+
+def can_read(model: LanguageModel, tokens: Tensor, with_documents: bool) -> bool:
+    """Return whether a model reads `tokens` (1, T), which may be fewer than its block_size."""
+    try:
+        model(tokens, documents=torch.zeros_like(tokens) if with_documents else None)
+    except Exception:  # raised once more for block_size tokens, if the length is not the cause
+        return False
+    return True
 
 
 def draw_noise(shape: torch.Size) -> Tensor:
@@ -234,13 +250,14 @@ def check_earlier_logits(
 ) -> None:
     """Raise `UserError` if a change of one of the `tokens` (1, T) changes logits before it.
 
-    Each position is changed in turn, in a sequence of its own.
+    Each of the first `CHECKED_TOKENS` is changed in turn, in a sequence of its own.
     """
     T = tokens.shape[1]
+    end = min(T, CHECKED_TOKENS)
     alone = model(tokens, documents=torch.zeros_like(tokens) if with_documents else None)
     rows = max(1, CHECKED_LOGITS // (T * model.vocab_size))
-    for first in range(1, T, rows):
-        positions = torch.arange(first, min(first + rows, T), device=tokens.device)
+    for first in range(1, end, rows):
+        positions = torch.arange(first, min(first + rows, end), device=tokens.device)
         changed = tokens.repeat(len(positions) + 1, 1)  # the first row stays as it is
         number = torch.arange(1, len(changed), device=tokens.device)
         changed[number, positions] = (changed[number, positions] + 1) % model.vocab_size
@@ -258,6 +275,39 @@ def check_earlier_logits(
             f"the logits of {place} depend on later tokens, so its loss says nothing about text; "
             "let a token see those before it only, or set causal = False on the module to allow it",
         )
+
+
+def check_documents(model: LanguageModel, tokens: Tensor, place: str) -> None:
+    """Raise `UserError` if a change of the first half of `tokens` (1, T) changes the next document.
+
+    The second half is the next document.
+    """
+    half = tokens.shape[1] // 2
+    documents = (torch.arange(tokens.shape[1], device=tokens.device) >= half).int()[None]
+    changed = tokens.clone()
+    changed[:, :half] = (changed[:, :half] + 1) % model.vocab_size
+    logits = model(tokens, documents=documents)
+    others = model(changed, documents=documents)
+    require(
+        same_logits(logits[:, half:], others[:, half:]),
+        f"the logits of {place} depend on another document, but data.document_mask is true; let a "
+        "token see its own document only, or set data.document_mask to false",
+    )
+
+
+def check_cross_entropy(
+    model: LanguageModel, tokens: Tensor, with_documents: bool, place: str
+) -> None:
+    """Raise `UserError` unless the loss in evaluations is the cross entropy of the logits."""
+    documents = torch.zeros_like(tokens) if with_documents else None
+    targets = tokens.roll(-1, 1)
+    loss = model(tokens, targets, documents=documents, per_sequence=True)
+    expected = sequence_losses(model(tokens, documents=documents), targets)
+    require(
+        same_logits(expected, loss),
+        f"the loss of {place} in evaluations is not the cross entropy of its logits; compute other "
+        "losses in loss()",
+    )
 
 
 def check_cached_logits(model: LanguageModel, tokens: Tensor, place: str) -> None:

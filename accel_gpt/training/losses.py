@@ -77,10 +77,6 @@ class OwnLoss:
             "(loss, {name: scalar})",
         )
         for name, part in parts.items():
-            require(
-                isinstance(name, str),
-                f"{self.place} named a part of the loss {name!r}; use a text, such as 'z_loss'",
-            )
             self.check_scalar(repr(name), part)
         self.parts.append({name: part.detach() for name, part in parts.items()})
         return loss

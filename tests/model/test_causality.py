@@ -1,5 +1,6 @@
 """A model of a file of --code that sees later tokens is refused; one that does not is trained."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,10 +27,10 @@ T = 64  # tokens in a sequence
 Make = Callable[[Config, int], nn.Module]
 
 
-def check(make: Make, shape: ModelConfig | None = None) -> None:
+def check(make: Make, shape: ModelConfig | None = None, document_mask: bool = False) -> None:
     """Check a model as a run does that begins."""
     config = Config(
-        data=DataConfig(),
+        data=DataConfig(document_mask=document_mask),
         model=shape or tiny(n_layer=1, n_embd=C, block_size=T),
         train=TrainConfig(max_steps=1),
         own=OwnCode(file="my.py", model=make),
@@ -158,6 +159,59 @@ def test_a_file_that_changes_our_attention_without_a_model_is_checked(
 def test_sequences_that_see_each_other_are_named_as_such() -> None:
     with pytest.raises(UserError, match="depend on the other sequences of a batch"):
         check(lambda *_: Mixer(Function(lambda x: x.mean(0, keepdim=True))))
+
+
+class OfDocuments(nn.Module):
+    """Average over the tokens before, of one document unless it `ignores` the documents."""
+
+    def __init__(self, ignores: bool) -> None:
+        super().__init__()
+        self.inner = Mixer(nn.Identity())
+        self.ignores = ignores
+
+    def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        seen = (documents[:, :, None] == documents[:, None]) | self.ignores
+        mask = seen.tril().float()
+        x = mask / mask.sum(-1, keepdim=True) @ self.inner.embedding(tokens)
+        logits: Tensor = self.inner.head(x)
+        return logits
+
+
+def test_with_document_masks_a_token_that_sees_another_document_is_refused() -> None:
+    check(lambda *_: OfDocuments(ignores=False), document_mask=True)
+    with pytest.raises(UserError, match="depend on another document"):
+        check(lambda *_: OfDocuments(ignores=True), document_mask=True)
+
+
+class LossOfTargets(GPT):
+    """A GPT that reads the targets if it gets them, so that its logits alone are causal."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
+        return super().forward(tokens if targets is None else targets, targets, **options)
+
+
+def test_a_loss_that_is_not_the_cross_entropy_of_the_logits_is_refused() -> None:
+    with pytest.raises(UserError, match="is not the cross entropy of its logits"):
+        check(lambda config, size: LossOfTargets(config.model, size, init=False))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_model_of_one_length_is_checked_with_that_length(ahead: int) -> None:
+    class OneLength(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = Mask(torch.ones(2 * T, 2 * T).tril(ahead))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] != 2 * T:
+                raise RuntimeError("another length")
+            out: Tensor = self.mask(x)
+            return out
+
+    shape = tiny(n_layer=1, n_embd=C, block_size=2 * T)
+    refused = pytest.raises(UserError, match="depend on later tokens")
+    with refused if ahead else contextlib.nullcontext():
+        check(lambda *_: Mixer(OneLength()), shape)
 
 
 def test_a_leak_can_be_allowed() -> None:

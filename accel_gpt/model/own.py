@@ -225,7 +225,7 @@ def check_causality(config: Config, model: LanguageModel, device: torch.device) 
         if getattr(inner, "causal", True):
             check_earlier_logits(copy, tokens, config.data.document_mask, place)
             if config.data.document_mask:
-                check_documents(copy, tokens, place)
+                check_next_document(copy, tokens, place)
         check_cross_entropy(copy, tokens, config.data.document_mask, place)
         check_cached_logits(copy, tokens, place)
 
@@ -277,7 +277,7 @@ def check_earlier_logits(
         )
 
 
-def check_documents(model: LanguageModel, tokens: Tensor, place: str) -> None:
+def check_next_document(model: LanguageModel, tokens: Tensor, place: str) -> None:
     """Raise `UserError` if a change of the first half of `tokens` (1, T) changes the next document.
 
     The second half is the next document.

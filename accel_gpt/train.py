@@ -163,6 +163,7 @@ def train(
             )
         with run.watched(), run.reporter.profiling():
             stop.starting = False
+            run.writer.is_stopping = partial(is_stopping, run, stop)
             stopping = finish_resumed_step(run, stop)
             while run.state.step < run.plan.last_step and not stopping:
                 stopping = make_step(run, stop)
@@ -177,6 +178,12 @@ def train(
     received = stop.received if stopping else None
     display.log(summarize_run(run.config, run.plan, run.state, received))
     return stopping
+
+
+def is_stopping(run: Training, stop: StopSignal) -> bool:
+    """Return whether this rank has received a signal; the watchdog learns that the run waits."""
+    run.reporter.heartbeat()
+    return stop.received is not None
 
 
 def set_up(

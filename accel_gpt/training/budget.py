@@ -77,7 +77,9 @@ def rehearsal_config(config: Config, folder: str) -> Config:
         config,
         out_dir=folder,
         train=replace(config.train, profile=0),
-        checkpoint=replace(config.checkpoint, resume="never", copy_to=None, async_save=False),
+        checkpoint=replace(
+            config.checkpoint, resume="never", copy_to=None, async_save=False, last_retry=None
+        ),
         log=replace(config.log, trackers=(), dashboard=False, level="warning"),
         hub=replace(config.hub, push="never"),
     )

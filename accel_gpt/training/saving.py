@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_gpt.config.experiment import CheckpointConfig
+from accel_gpt.config.options import duration
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, free_bytes, sha256, sync, why_not_written, write_file
@@ -53,11 +54,10 @@ from accel_gpt.training.state import FORMAT, TrainState
 from accel_gpt.training.tensor_files import GROUPS, moments_of, rank_content, weights_of
 
 RETRY_SECONDS = 60.0  # pause after a failed save; assumption
-LAST_TRIES = 3  # attempts to save the last checkpoint of a launch
-LAST_PAUSE_SECONDS = 2.0  # between these attempts
+LAST_TRIES = 3  # attempts to save the last checkpoint of a launch, before it waits for longer
+LAST_PAUSE_SECONDS = 2.0  # between these attempts, and between looks at signals in the wait
 CLOSING_SECONDS = 60.0  # for the save in progress when a run ends with an error
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
-ROOM_SHARE = 1.05  # free bytes to have, per byte of a checkpoint; assumption
 REASONS = (*NO_ROOM[:2], os.strerror(errno.EFBIG))  # in errors of Python and safetensors
 NO_REASON = ("unexpected pos", "file write failed")  # in torch's errors of a failed write
 OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # end of the name of a rank's file
@@ -94,6 +94,8 @@ class CheckpointWriter:
         self.before_publish = before_publish
         self.on_checkpoint = on_checkpoint
         self.check_folder = check_folder
+        self.last_retry = duration("checkpoint.last_retry", config.last_retry)  # seconds
+        self.is_stopping: Callable[[], bool] = lambda: False  # called again and again in a wait
         self.main = accelerator.is_main_process
         self.group = group
         self.fsdp = accelerator.distributed_type == DistributedType.FSDP
@@ -145,21 +147,50 @@ class CheckpointWriter:
     ) -> None:
         """Save, wait until the checkpoint is on disk, retry if the save fails; a collective.
 
-        Raises `CheckpointError` on all ranks if the checkpoint cannot be written. Raises
-        `PeerError` if a rank is lost.
+        Retries for `checkpoint.last_retry`, unless the run is stopped meanwhile. Raises
+        `CheckpointError` on all ranks if the checkpoint cannot be written, `PeerError` if a rank is
+        lost.
         """
-        for remaining in reversed(range(LAST_TRIES)):
+        deadline = time.monotonic() + (self.last_retry or 0.0)
+        tries = 0
+        while True:
             self.save(state, gpt, optimizer)
             self.wait()
             if self.problem is None:
                 return
             if self.lost:
                 raise lost_rank_error(self.lost)
-            time.sleep(LAST_PAUSE_SECONDS if remaining else 0)
+            tries += 1
+            room = f"it needs {self.needed:,} bytes, {free_bytes(self.out_dir):,} are free"
+            if tries < LAST_TRIES:
+                time.sleep(LAST_PAUSE_SECONDS)
+            elif self.must_give_up(deadline, first=tries == LAST_TRIES, room=room):
+                break
         raise CheckpointError(
-            f"the checkpoint of step {state.step:,} could not be written: {self.problem}; "
-            f"{describe_newest(self.out_dir)} before it; free some disk space and launch again"
+            f"the checkpoint of step {state.step:,} could not be written: {self.problem} ({room}); "
+            f"{describe_newest(self.out_dir)} before it"
         )
+
+    def must_give_up(self, deadline: float, first: bool, room: str) -> bool:
+        """Wait until the next try; return whether there is none on any rank; a collective.
+
+        `first`: this wait is the first. `room`: for the line that says so.
+        """
+        if first and self.main and self.last_retry and not self.is_stopping():
+            self.log(
+                f"WARNING: waiting up to {self.config.last_retry} (checkpoint.last_retry) to write "
+                f"the last checkpoint: {self.problem} ({room}); a signal ends the wait"
+            )
+        next_try = time.monotonic() + RETRY_SECONDS
+        while True:
+            ends = self.is_stopping() or time.monotonic() >= deadline
+            due = time.monotonic() >= next_try
+            answers = all_gather((ends, due), self.group)
+            if any(ends for ends, _ in answers):
+                return True
+            if any(due for _, due in answers):
+                return False
+            time.sleep(LAST_PAUSE_SECONDS)
 
     def wait(self) -> None:
         """Wait until the save in progress has succeeded or failed, and the best is named."""
@@ -361,13 +392,11 @@ class CheckpointWriter:
         if problem is None or self.lost:  # the training thread reports a lost rank
             return
         free = free_bytes(self.out_dir)
-        removed = []
+        removed = None
         if any(text in problem for text in NO_ROOM):
-            quota = os.strerror(errno.EDQUOT) in problem
-            removed = make_room(self.out_dir, fields["best_step"], self.needed, quota)
-        if removed:
-            steps = ", ".join(f"{step:,}" for step in removed)
-            outcome = f"removed step {steps} to make room; the next step will be saved"
+            removed = make_room(self.out_dir, fields["best_step"])
+        if removed is not None:
+            outcome = f"removed step {removed:,} to make room; the next step will be saved"
             self.failed_at = -math.inf  # a retry is due at once
         elif self.warned == fields["step"]:  # a retry of the same step
             return
@@ -563,34 +592,23 @@ def name_best_and_prune(
         remove_checkpoint(out_dir / "checkpoints", old)
 
 
-def make_room(out_dir: Path, best_step: int | None, needed: int, quota: bool) -> list[int]:
-    """Remove the oldest checkpoints until a checkpoint of `needed` bytes fits; return their steps.
+def make_room(out_dir: Path, best_step: int | None) -> int | None:
+    """Remove the oldest checkpoint but the newest intact one and the best; return its step.
 
-    Keeps the newest intact checkpoint and the best. Removes nothing if there is room already, or if
-    removing would not make enough room. If a `quota` is exceeded, the disk's free bytes do not show
-    it, so removes one checkpoint.
+    Returns None if there is no other.
     """
     paths = RunFolder(out_dir).checkpoints
     states = read_states(out_dir)
     newest = next((step for step in reversed(states) if is_intact(paths[step])), None)
     if newest is None:
-        return []
+        return None
     kept = {newest, best_step}
     with contextlib.suppress(ValueError):
         kept.add(int(RunFolder(out_dir).best))
-    old = [step for step in states if step < newest and step not in kept]
-    needed = max(needed, folder_size(paths[newest]))
-    most = free_bytes(out_dir) + sum(folder_size(paths[step]) for step in old)
-    if most < needed and not quota:
-        return []
-    removed: list[int] = []
-    for step in old:
-        enough = bool(removed) if quota else free_bytes(out_dir) >= ROOM_SHARE * needed
-        if enough:
-            break
-        remove_checkpoint(out_dir / "checkpoints", step)
-        removed.append(step)
-    return removed
+    oldest = next((step for step in states if step < newest and step not in kept), None)
+    if oldest is not None:
+        remove_checkpoint(out_dir / "checkpoints", oldest)
+    return oldest
 
 
 def is_intact(path: Path) -> bool:
@@ -600,11 +618,6 @@ def is_intact(path: Path) -> bool:
     except (AccelGPTError, OSError):
         return False
     return True
-
-
-def folder_size(path: Path) -> int:
-    """Return the total bytes of the files in a checkpoint."""
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
 def describe_newest(out_dir: Path) -> str:

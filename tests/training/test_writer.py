@@ -5,7 +5,9 @@ import json
 import os
 import re
 import resource
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,8 +230,6 @@ def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The disk is full at step 12, with checkpoints at 3, the best, 6 and 9."""
-    usage = SimpleNamespace(total=10**6, used=10**6 - 100, free=100)
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(writer, "LAST_PAUSE_SECONDS", 0.0)
     root = tmp_path / "run" / "checkpoints"
 
@@ -261,10 +261,50 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     said = capsys.readouterr().err
     assert said.count("WARNING: the checkpoint of step 12 could not be written") == 1
     assert "error: the checkpoint of step 12 could not be written: No space left on dev" in said
-    assert (
-        "step 8 is the newest checkpoint before it; free some disk space and launch again" in said
-    )
-    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [4, 8]
+    assert "; step 8 is the newest checkpoint before it" in said
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8]
+
+
+RETRIED = (*QUIET, "--checkpoint.last_retry", "10m")
+
+
+def test_the_last_save_waits_for_room(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(writer, "LAST_TRIES", 1)
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.0)
+    fault("manifest.due:3=enospc")
+    assert launch(small_run(*RETRIED)) == 0
+    said = capsys.readouterr().err
+    assert "waiting up to 10m (checkpoint.last_retry) to write the last checkpoint: No sp" in said
+    assert re.search(r"\(it needs [0-9,]+ bytes, [0-9,]+ are free\); a signal ends the wait", said)
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8, 12]
+
+
+def test_a_signal_ends_the_wait_of_the_last_save(
+    small_run: Arguments,
+    tmp_path: Path,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(writer, "LAST_TRIES", 1)
+    sleep = time.sleep
+
+    def signal_once(seconds: float) -> None:
+        monkeypatch.setattr(writer.time, "sleep", sleep)
+        os.kill(os.getpid(), signal.SIGTERM)
+        sleep(0.1)
+
+    monkeypatch.setattr(writer.time, "sleep", signal_once)
+    fault("manifest.due:3+=enospc")
+    assert launch(small_run(*RETRIED)) == 4
+    assert "the checkpoint of step 12 could not be written: No space" in capsys.readouterr().err
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8]
 
 
 def test_a_folder_of_that_name_is_kept_aside_and_never_reused(

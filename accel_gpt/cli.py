@@ -1,13 +1,12 @@
 """`accel-gpt COMMAND ...`: parse the command line, then import the command and run it."""
 
-import difflib
 import importlib
 from collections.abc import Sequence
 
 from accel_gpt import __version__
 from accel_gpt.commands.options import COMMANDS
 from accel_gpt.console import run_process, write_out
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, did_you_mean
 from accel_gpt.launcher import use_slurm_variables
 
 
@@ -24,8 +23,8 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     name, *arguments = argv
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS)
-        raise UserError(f"unknown command {name!r}; expected {', '.join(near or COMMANDS)}")
+        near = did_you_mean(name, COMMANDS, f"expected {', '.join(COMMANDS)}")
+        raise UserError(f"unknown command {name!r}; {near}")
     options = COMMANDS[name].parse(arguments)
     # the command line is valid, so the slow import of torch is worth it
     command = importlib.import_module(f"accel_gpt.commands.{options.module()}")

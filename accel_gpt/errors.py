@@ -1,5 +1,9 @@
 """The expected errors and their exit codes."""
 
+import difflib
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
 
 class AccelGPTError(Exception):
     """An expected failure: it ends the command with one sentence and an exit code, no traceback."""
@@ -65,6 +69,24 @@ def require(ok: bool, message: str) -> None:
     """Raise `UserError(message)` unless `ok`."""
     if not ok:
         raise UserError(message)
+
+
+def did_you_mean(
+    name: str,
+    names: Iterable[str],
+    otherwise: str,
+    shown: Mapping[str, str] = MappingProxyType({}),
+    cutoff: float = 0.6,
+) -> str:
+    """Return `did you mean A or B?` with those of `names` most like `name`, at most three.
+
+    Returns `otherwise` if none is like it. `shown`: what to print in place of some of the names.
+    `cutoff`: least similarity, from 0 to 1.
+    """
+    known = list(names)
+    near = [name] if name in known else difflib.get_close_matches(name, known, cutoff=cutoff)
+    found = dict.fromkeys(shown.get(one, one) for one in near)
+    return f"did you mean {' or '.join(found)}?" if found else otherwise
 
 
 def install_extra(extra: str) -> str:

@@ -34,7 +34,6 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands import options, resolve
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.foreign_names import HF_TRAINER, LLM_C, NANOGPT
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import leaves
 from accel_gpt.console import format_hours
@@ -63,18 +62,6 @@ NOT_OURS = ("my.py", "variant.py", "code.py")  # files of the reader, a copy in 
 FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md", "evaluation.md")
 
 # options of the Trainer and of run_clm.py that its page shows, by topic
-MOST_USED = (
-    *("output_dir", "train_file", "validation_file", "dataset_name", "tokenizer_name"),
-    *("model_name_or_path", "block_size"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("max_steps", "num_train_epochs"),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
-    *("optim", "weight_decay", "max_grad_norm"),
-    *("bf16", "fp16", "torch_compile", "gradient_checkpointing", "fsdp", "deepspeed"),
-    *("logging_steps", "report_to", "eval_strategy", "eval_steps"),
-    *("save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end"),
-    *("resume_from_checkpoint", "push_to_hub", "seed"),
-)
 
 
 @dataclass(frozen=True)
@@ -143,16 +130,6 @@ def tree() -> Iterator[str]:
 INDENT = {"initial_indent": " " * 14, "subsequent_indent": " " * 14}
 
 
-def table_of_names(trainer: str, names: Mapping[str, str]) -> Iterator[str]:
-    """Return a table of another trainer's names and our equivalents, with keys as code."""
-    known = sorted(leaves(Config), key=len, reverse=True)
-    key = re.compile("|".join(re.escape(name) for name in known if "." in name))
-    yield from (f"| {trainer} | here |", "|---|---|")
-    for name, answer in names.items():
-        text = f"`{answer}`" if answer in known else key.sub(r"`\g<0>`", answer)
-        yield f"| `{name}` | {text} |"
-
-
 def check(page: str, made: str, pattern: str = "(.*)") -> None:
     """Compare the text between the groups of `pattern` in a page; replace it on request."""
     path = ROOT / page
@@ -172,14 +149,6 @@ def test_what_is_made_from_the_code_is_up_to_date() -> None:
         check(name, "\n".join(lines()).rstrip() + "\n")
     interface = "\n".join(reference.python_section()).rstrip()
     check("docs/reference/python.md", interface, r"<!-- interface -->\n(.*?)\n<!-- end -->")
-    most_used = {name: HF_TRAINER[name] for name in MOST_USED}
-    for page, mark, trainer, table in (
-        ("docs/how-to/from-nanogpt.md", "nanogpt", "nanoGPT", NANOGPT),
-        ("docs/how-to/from-nanogpt.md", "llm.c", "llm.c", LLM_C),
-        ("docs/how-to/from-hf-trainer.md", "names", "Trainer, run_clm.py", most_used),
-    ):
-        made = "".join(f"{line}\n" for line in table_of_names(trainer, table))
-        check(page, made, rf"<!-- {mark} -->\n(.*?)<!-- end -->")
 
 
 def first_cells(page: str) -> set[str]:

@@ -6,7 +6,6 @@
 """
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +24,13 @@ from accel_gpt.config.options import (
     Section,
     internal,
     option,
-    own_options,
     same_option,
 )
 from accel_gpt.config.parse import check_utf8, parse_command, parse_with_keys, read_values
 from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import build
 from accel_gpt.data.remote import is_url
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.files import nearest_file
 
 
@@ -45,13 +43,6 @@ class Command(Section, prefix="--"):
     def module(self) -> str:
         """Return the name of the module in `accel_gpt.commands` that runs the command."""
         return self.name.replace("-", "_")
-
-    @classmethod
-    def commands_with(cls, name: str) -> list[str]:
-        """Return the commands that have an option of this name."""
-        commands: dict[str, type] = dict(COMMANDS)
-        options = {command: own_options(one).get(name) for command, one in commands.items()}
-        return [command for command, one in options.items() if one and not one.positional]
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
@@ -169,14 +160,10 @@ def check_recipe(argument: str) -> None:
     """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
     recipes = shipped_configs("data")
     is_recipe = argument in recipes or argument.endswith(YAML)
-    near = nearest_file(argument)
-    if near is None:
-        near = next(iter(difflib.get_close_matches(argument, recipes, n=1)), None)
-    advice = f"give the path of a text, or a recipe: {', '.join(recipes)}"
-    require(
-        is_recipe,
-        f"there is no file {argument}; {f'did you mean {near}?' if near else advice}",
-    )
+    file = nearest_file(argument)
+    expected = f"expected the path of a text, or a recipe: {', '.join(recipes)}"
+    near = f"did you mean {file}?" if file else did_you_mean(argument, recipes, expected)
+    require(is_recipe, f"there is no file {argument}; {near}")
 
 
 def is_text_path(argument: str) -> bool:

@@ -4,7 +4,6 @@ Reads the config, and the index of its data if it exists; needs no torch. `cost/
 arithmetic; docs/explanation/cost.md derives it.
 """
 
-import difflib
 import json
 import operator
 from collections.abc import Iterator, Mapping
@@ -34,7 +33,7 @@ from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at
 from accel_gpt.cost.memory import Machine, footprint, largest_size
 from accel_gpt.data.sources import train_paths
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.model.sizes import mfu
 from accel_gpt.training.devices import (
     DEVICES,
@@ -157,9 +156,8 @@ def check_gpu(gpu: str) -> None:
     """Raise `UserError` if the table of devices does not list the GPU."""
     if device_key(gpu) is not None:
         return
-    near = difflib.get_close_matches(gpu.lower(), DEVICES, n=1, cutoff=0.3)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DEVICES)}"
-    raise UserError(f"--gpu {gpu} is not in the table of devices; {hint}")
+    near = did_you_mean(gpu.lower(), DEVICES, f"expected {', '.join(DEVICES)}", cutoff=0.3)
+    raise UserError(f"--gpu {gpu} is not in the table of devices; {near}")
 
 
 def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:

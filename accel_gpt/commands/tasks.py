@@ -5,7 +5,6 @@ from the Hub, from the Hub's cache, or from files that a task names.
 """
 
 import contextlib
-import difflib
 import importlib.util
 import logging
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.errors import UserError, install_extra, require
+from accel_gpt.errors import UserError, did_you_mean, install_extra, require
 
 RESAMPLES = 1000  # makes bootstrapped standard errors accurate to about 2 %
 AUTOCAST = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
@@ -59,8 +58,7 @@ def matching_tasks(name: str, manager: Any) -> list[str]:
     if not found and Path(name).is_file():
         return [name]
     if not found:
-        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`lm_eval ls tasks` lists all tasks"
+        hint = did_you_mean(name, manager.all_tasks, "`lm_eval ls tasks` lists all tasks")
         if "," in name:
             hint = "repeat --tasks for several tasks"
         raise UserError(f"unknown task {name!r}; {hint}")

@@ -5,7 +5,6 @@ Files and command lines use the same conversions and checks.
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -19,7 +18,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.foreign_names import COMMAND_OPTIONS, FOREIGN_NAMES
 from accel_gpt.config.help import format_help
 from accel_gpt.config.model import Scalar
 from accel_gpt.config.options import all_options, field_types, own_options
@@ -34,7 +32,7 @@ from accel_gpt.config.values import (
     sections,
 )
 from accel_gpt.console import write_out
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.files import LARGEST_NUMBER, advice_on_file, load_yaml
 
 T = TypeVar("T")
@@ -66,8 +64,8 @@ BOOLEANS = types.MappingProxyType(
     {"yes": True, "y": True, "on": True, "no": False, "n": False, "off": False}
 )
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?")
-NEAR_KEY = 0.76  # least similarity of a key that is advised; optim.eps is nearly so like `steps`
-NEAR = 0.74  # least similarity of an option that is advised; gpuz is as near to gpus as this
+NEAR = 0.76  # least similarity of an option that is named; push is nearly so like gpus
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # options of other trainers -> ours
 SCHEME = r"[A-Za-z][\w+.-]*://"
 # user:password@ in any URL, and user@ in a web address, where the user is an access token
 PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
@@ -240,53 +238,40 @@ def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
 
 
 def check_key(cls: type, key: str, where: str) -> Any:
-    """Return the type of a key; raises `UserError` with advice for an unknown key."""
+    """Return the type of a key; raises `UserError` for an unknown key."""
     known = leaves(cls)
     if cls is Config and key.startswith(EXTRA) and key.count(".") == EXTRA.count("."):
         return Scalar
     if key not in known:
-        raise UserError(f"unknown key {key} {where}; {advice_on_key(cls, key)}")
+        raise UserError(f"unknown key {key} {where}; {nearest_keys(cls, key)}")
     return known[key]
 
 
-def advice_on_key(cls: type, key: str) -> str:
-    """Return advice on what to use instead of an unknown key.
-
-    Looks for an option of another trainer (`foreign_names.py`), then for the same name in another
-    section, then for similar names.
-    """
-    known = leaves(cls)
+def nearest_keys(cls: type, key: str) -> str:
+    """Return the keys that an unknown key may mean: of another section or another trainer too."""
+    known = (*leaves(cls), *sections(cls))
     last = key.rpartition(".")[2]
-    answer = answer_of_names(cls, key) or answer_of_names(cls, last)
-    if answer:
-        return answer
-    if cls is not Config and key in (*leaves(Config), *sections(Config)):
-        return f"{key} is a key of accel-gpt train"
-    if key in sections(cls):
-        return f"{key} is a section: set one of its keys, such as {first_key(cls, key)}"
-    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere)}?"
-    names = {name.rpartition(".")[2]: name for name in known}
-    names |= {name: name for name in (*known, *sections(cls))}
+    if cls is Config:
+        others = load_yaml(OTHER_NAMES.read_text(encoding="utf-8"))
+        ours = others.get(key) or others.get(last)
+        if ours:
+            return f"did you mean {ours}?"
+    by_name: dict[str, list[str]] = {}
+    for name in known:
+        by_name.setdefault(name.rpartition(".")[2], []).append(name)
+    names = {name: " or ".join(same[:3]) for name, same in by_name.items()}
+    names |= {name: name for name in known}
     if cls is Config:
         names |= {word.replace("-", "_"): f"--{word}" for word in COMMAND_WORDS}
-    near = difflib.get_close_matches(key, names, n=1, cutoff=NEAR_KEY)
-    if near:
-        return f"did you mean {names[near[0]]}?"
-    foreign = [name for name in FOREIGN_NAMES if answer_of_names(cls, name)]
-    near = difflib.get_close_matches(last, foreign, n=1, cutoff=0.8)
-    if near:
-        return answer_of_names(cls, near[0])
-    if cls is Config:
-        return "accel-gpt train --help-all shows all keys"
-    return "--help shows all keys"
+    word = last if last in names else key
+    otherwise = f"--{'help-all' if cls is Config else 'help'} shows all keys"
+    return did_you_mean(word, names, otherwise, shown=names, cutoff=NEAR)
 
 
 def check_option(cls: type, key: str, takes_keys: bool) -> Any:
     """Return the type of an option of a command, or of a key of a config if it `takes_keys`.
 
-    Raises `UserError` for an unknown option; the command's own options are the first advice.
+    Raises `UserError` for an unknown option; the command's own options are named first.
     """
     if cls is Config:
         return check_key(cls, key, "on the command line")
@@ -297,50 +282,17 @@ def check_option(cls: type, key: str, takes_keys: bool) -> Any:
         return check_key(Config, key, "on the command line")
     if (key in known or key in keys) and not is_argument:
         return known.get(key, keys.get(key))
-    raise UserError(f"unknown option --{key}; {advice_on_option(cls, key, takes_keys)}")
+    raise UserError(f"unknown option --{key}; {nearest_options(cls, key, takes_keys)}")
 
 
-def advice_on_option(cls: type, key: str, takes_keys: bool) -> str:
-    """Return advice on what to use instead of an unknown option of a command."""
-    keys = leaves(Config)
-    near = near_options(cls, key)
-    is_part_of_key = any(name.endswith(f".{key}") for name in keys)
-    if takes_keys and (is_part_of_key or (FOREIGN_NAMES.get(key) in keys and not near)):
-        return advice_on_key(Config, key)
-    meant = [name for name in (key, *COMMAND_OPTIONS.get(key, ())) if name in own_options(cls)]
-    if meant and own_options(cls)[meant[0]].positional:
-        argument = meant[0].upper()
-        command = f"accel-gpt {getattr(cls, 'name', '')} {argument}"
-        return f"{argument} is an argument without a name: {command}"
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    if key in keys:
-        return "it is an option of accel-gpt train"
-    find_owners = getattr(cls, "commands_with", None)
-    owners = find_owners(key) if find_owners else []
-    if owners:
-        return f"it is an option of accel-gpt {', '.join(owners)}"
-    if takes_keys:
-        return advice_on_key(Config, key)
-    return f"accel-gpt {getattr(cls, 'name', '')} --help shows all options"
-
-
-def near_options(cls: type, key: str) -> list[str]:
-    """Return the options of a command that `key` may mean, at most two."""
-    options = {name.removesuffix("_"): one for name, one in own_options(cls).items()}
-    names = [name for name, one in options.items() if not one.positional]
+def nearest_options(cls: type, key: str, takes_keys: bool) -> str:
+    """Return the options of a command that an unknown option may mean."""
+    names = {name.removesuffix("_"): shown(cls, name) for name in own_options(cls)}
     last = key.rpartition(".")[2]
-    meant = [name for name in (last, *COMMAND_OPTIONS.get(last, ())) if name in names]
-    if meant:
-        return [f"--{name}" for name in meant[:2]]
-    near: list[tuple[float, str]] = []
-    for name in names:
-        ratio = difflib.SequenceMatcher(None, key, name).ratio()
-        begins = bool(key) and name.startswith(key)
-        is_part = begins or (len(name) > 2 and key.startswith(name))
-        if ratio >= NEAR or is_part:
-            near.append((-ratio, f"--{name}"))
-    return [name for _, name in sorted(near)[:2]]
+    word = last if last in names else key
+    help_text = f"accel-gpt {getattr(cls, 'name', '')} --help shows all options"
+    otherwise = nearest_keys(Config, key) if takes_keys else help_text
+    return did_you_mean(word, names, otherwise, shown=names, cutoff=NEAR)
 
 
 def shown(cls: type, key: str) -> str:
@@ -349,21 +301,6 @@ def shown(cls: type, key: str) -> str:
     if one and one.positional:
         return key.upper()
     return f"{getattr(cls, 'prefix', '')}{key}"
-
-
-def answer_of_names(cls: type, name: str) -> str:
-    """Return advice on an option of another trainer; "" if the tables do not have it."""
-    answer = FOREIGN_NAMES.get(name, "")
-    if answer in leaves(cls):
-        return f"did you mean {answer}?"
-    if answer in sections(cls):
-        return f"did you mean {answer}, a section with keys such as {first_key(cls, answer)}?"
-    return answer if cls is Config else ""
-
-
-def first_key(cls: type, section: str) -> str:
-    """Return the first key of a section, as an example."""
-    return next(name for name in leaves(cls) if name.startswith(f"{section}."))
 
 
 def flatten(
@@ -409,7 +346,7 @@ def read_options(
         word = words.pop(0)
         if not word.startswith("--"):
             is_path = bool(positional) and not re.fullmatch("-[A-Za-z].*", word)
-            advice = answer_of_names(cls, word) or "options are written --key value"
+            advice = "options are written --key value"
             if key in repeated:
                 advice = f"for several values, repeat --{key}"
             require(is_path, f"unexpected argument {word!r}; {advice}")

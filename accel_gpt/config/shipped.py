@@ -3,11 +3,10 @@
 They are in the folder `configs` of the installed package. In a checkout, this is a link.
 """
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_gpt.errors import UserError
+from accel_gpt.errors import UserError, did_you_mean
 from accel_gpt.files import nearest_folder, write_file
 
 YAML = (".yaml", ".yml")  # endings of config files
@@ -46,9 +45,9 @@ def resolve_config(word: str, folder: str = "") -> Path:
     nearby = {other.stem: str(other) for other in Path().glob("*.yaml")}
     nearby |= {other.stem: str(other) for other in Path(nearest or path.parent).glob("*.yaml")}
     known = dict(zip(shipped, shipped, strict=True)) | nearby
-    near = [known[stem] for stem in difflib.get_close_matches(path.stem, known, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"try one of {', '.join(shipped)}"
-    raise UserError(f"config file {word} does not exist; {hint}")
+    expected = f"expected a file or {', '.join(shipped)}"
+    near = did_you_mean(path.stem, known, expected, shown=known, cutoff=0.5)
+    raise UserError(f"config file {word} does not exist; {near}")
 
 
 def copy_shipped(word: str, folder: Path) -> None:

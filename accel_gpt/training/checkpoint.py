@@ -17,7 +17,6 @@ reads the weights, and `resume.py` reads everything else. Needs no torch.
 """
 
 import contextlib
-import difflib
 import os
 import re
 import tempfile
@@ -35,6 +34,7 @@ from accel_gpt.errors import (
     CheckpointError,
     NewerFormatError,
     UserError,
+    did_you_mean,
     require,
 )
 from accel_gpt.files import describe_path, sha256, strict_json, write_file
@@ -96,12 +96,9 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
         if which != "best":
             names |= dict.fromkeys(("last", "latest", "newest", "final"), "last")
             names["best"] = "best"
-        near = difflib.get_close_matches(which.lower(), names, n=1)
-        advice = f"did you mean {names[near[0]]}?" if near else ""
-        steps = ", ".join(map(str, found))
-        raise UserError(
-            f"{path} has no checkpoint {which!r}; {advice or f'choose last or one of {steps}'}"
-        )
+        expected = f"expected last or {', '.join(map(str, found))}"
+        near = did_you_mean(which.lower(), names, expected, shown=names)
+        raise UserError(f"{path} has no checkpoint {which!r}; {near}")
     return found[step]
 
 

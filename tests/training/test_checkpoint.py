@@ -61,7 +61,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoint_steps(root) == [2, 7]
     assert (tmp_path / "best").read_text() == "2\n"
     (tmp_path / "best").unlink()
-    with pytest.raises(UserError, match="no checkpoint 'best'; choose last or one of 2, 7"):
+    with pytest.raises(UserError, match="no checkpoint 'best'; expected last or 2, 7"):
         find_checkpoint(tmp_path, "best")
 
 

@@ -18,7 +18,7 @@ from accel_gpt.data.corpus import Corpus, EvalSplit
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, DataError
+from accel_gpt.errors import AccelGPTError, DataError, require
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.loss import IGNORE
@@ -30,6 +30,7 @@ ValidationBatch = tuple[Sequence[int], int, int]  # numbers of the sequences, B,
 # on all ranks. If it raises an error, it must do so on all ranks together.
 OnProgress = Callable[[int, int], object]
 EVERY_TARGET = TargetMask()
+CHECKED_SEQUENCES = 8  # most sequences that a check of --code compares; assumption
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -180,11 +181,34 @@ def score_source(
 def check_evaluated(corpus: Corpus, block_size: int) -> None:
     """Raise `DataError` if a source cannot be evaluated. Called before a model is built.
 
-    Reads each source up to its first target.
+    Reads each source up to its first target. Raises `UserError` if `targets()` of --code keeps
+    other targets of a sequence alone than in a batch.
     """
     for sources in corpus.evaluated.values():
         for source in sources:
             check_targets(source, block_size, corpus.target_mask)
+    own = corpus.target_mask.own
+    if own.targets is None:
+        return
+    batch = first_sequences(corpus.evaluated["val"][0], block_size, CHECKED_SEQUENCES)
+    together, _ = corpus.target_mask.apply(*batch)
+    for row, kept in enumerate(together):
+        alone, _ = corpus.target_mask.apply(*(part[row : row + 1] for part in batch))
+        require(
+            torch.equal(alone[0], kept),
+            f"{own.place('targets')} keeps other targets of a sequence alone than in a batch, so "
+            "the loss depends on the micro-batch; compute each sequence's mask from its tokens "
+            "alone, without random numbers",
+        )
+
+
+def first_sequences(source: EvalSplit, block_size: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets (B, T) of the first evaluated sequences, at most `count`."""
+    sequences = []
+    for shard, start in eval_sequences(source.split, block_size, source.tokens)[:count].tolist():
+        sequence = read_sequence(source.split, shard, start, block_size)
+        sequences.append((sequence, len(sequence) - 1))
+    return collate(sequences, len(sequences), block_size)
 
 
 def check_targets(source: EvalSplit, block_size: int, target_mask: TargetMask) -> None:

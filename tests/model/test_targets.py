@@ -110,6 +110,14 @@ def test_masked_targets_train_alike_on_two_processes(
         ("return targets[:, 1:]", "targets() returned (1, 31); return the targets (1, 32)"),
         ("return None", "targets() returned NoneType; return the targets (1, 32)"),
         ("return targets * 0 - 100", "has no token to predict"),
+        (
+            "return targets.masked_fill(tokens > tokens[:1, :1], -100)",
+            "targets() keeps other targets of a sequence alone than in a batch",
+        ),
+        (
+            "import torch\n    return targets.masked_fill(torch.rand(tokens.shape) < 0.5, -100)",
+            "targets() keeps other targets of a sequence alone than in a batch",
+        ),
     ],
 )
 def test_a_wrong_result_is_one_sentence(
@@ -154,6 +162,11 @@ FREE = {
         "    logits = model(tokens)[..., : model.vocab_size]\n"
         "    return model(tokens, targets) + logits.mean((0, 1)).square().sum()\n"
     ),
+    "the hardest half of the targets": (
+        "    logits = model(tokens)[..., : model.vocab_size].flatten(0, 1)\n"
+        "    each = F.cross_entropy(logits, targets.flatten(), reduction='none')\n"
+        "    return each.topk(len(each) // 2).values.mean()\n"
+    ),
     "targets at random": (
         "    import torch\n    kept = torch.rand(tokens.shape) < 0.5\n"
         "    return model(tokens, targets.masked_fill(kept, -100))\n"
@@ -184,17 +197,30 @@ def test_a_loss_that_weighs_sequences_alike_is_not(
 
 # --------------------------------------------------------------------------- no target at all
 
+# one token in the first evaluated sequence of 1,000
 NOTHING = """
+import numpy as np
+def shards(folder, split):
+    tokens = np.zeros(32_001, np.uint8)
+    tokens[5] = 1
+    return [tokens]
 def targets(tokens, targets, documents):
-    return targets if len(tokens) == 1 else targets * 0 - 100
+    return targets.masked_fill(tokens != 1, -100)
 """
 
 
 def test_batches_without_a_target_are_told_change_nothing_and_end_the_run(
     small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the check of the data, which reads one sequence, sees a target."""
-    options = (*OPTIONS[:-2], "--train.max_skipped", "3", "--train.micro_batch_size", "8")
+    options = (
+        *OPTIONS[:-2],
+        "--data.tokenizer",
+        "bytes",
+        "--train.max_skipped",
+        "3",
+        "--train.micro_batch_size",
+        "8",
+    )
     assert launch(small_run(*options, "--code", write(tmp_path, NOTHING))) == 3
     said = capfd.readouterr().err
     assert (

@@ -11,14 +11,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from torch import Tensor
+
 from accel_gpt.commands.options import SweepCommand
 from accel_gpt.commands.paired_comparison import Comparison, compare
 from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.commands.sweep_settings import Grid, Setting
 from accel_gpt.config.compare import differences
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import table, write_out
+from accel_gpt.data.corpus import open_corpus
+from accel_gpt.errors import require
+from accel_gpt.evals.validation import first_sequences
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.report.curves import read_metrics
@@ -26,6 +32,7 @@ from accel_gpt.training.run_folder import RunFolder, locked
 
 TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")  # change the text or tokens
 EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")  # change what is evaluated
+CHECKED_SEQUENCES = 64  # of the val split, whose targets are compared; assumption
 SAME_TIME = 0.05  # relative difference of two times that a verdict does not mention; assumption
 NOTES = ((TEXT, "bits per byte are compared"), (EVALUATED, "other sequences are evaluated"))
 
@@ -37,9 +44,18 @@ def run(options: SweepCommand) -> int:
         for setting in options.grid.settings:
             ensure_data(setting.config)
         sweep = Sweep(options.grid)
+        sweep.check_targets()
         sweep.train()
         sweep.write()
     return 1 if sweep.broken else 0
+
+
+def first_targets(config: Config) -> Tensor:
+    """Return the targets (B, T) of the first evaluated sequences of the val split."""
+    corpus = open_corpus(config)
+    source = corpus.evaluated["val"][0]
+    tokens, targets = first_sequences(source, config.model.block_size, CHECKED_SEQUENCES)
+    return corpus.target_mask.apply(tokens, targets)[0]
 
 
 class Sweep:
@@ -65,6 +81,22 @@ class Sweep:
             keys = differences(before, to_flat(setting.config))
             found |= {key for key in keys if key.startswith(prefixes)}
         return sorted(found - {"seed"})
+
+    def check_targets(self) -> None:
+        """Raise `UserError` if `targets()` of --code keeps other targets than in the baseline.
+
+        Compares the first sequences of the val split, unless a setting changes what is evaluated.
+        """
+        if self.baseline.config.own.targets is None:
+            return
+        expected = first_targets(self.baseline.config)
+        for setting in self.others:
+            require(
+                bool(self.changed(TEXT + EVALUATED, setting))
+                or first_targets(setting.config).equal(expected),
+                f"targets() of {setting.name} keeps other targets than in {self.baseline.name}, so "
+                "their losses are means over other targets; define the same targets()",
+            )
 
     def train(self) -> None:
         """Train one seed after another, with the settings whose answer is not clear."""

@@ -1,5 +1,6 @@
 """Sweeps: which runs they make, what they compare, kills, mistakes."""
 
+import contextlib
 import json
 import math
 import os
@@ -309,3 +310,21 @@ def test_settings_that_learn_other_targets_are_not_compared(
     config = small_run()[0]
     with pytest.raises(UserError, match=r"masks\.py has a function targets\(\), but another"):
         read_grid([config], ["--code", f"null,{code}"])
+
+
+def test_files_that_keep_other_targets_are_not_compared(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Nothing is trained; files with the same targets() and another difference are compared."""
+    for name, letter, line in (("one", "e", ""), ("two", "o", ""), ("three", "e", "x = 1")):
+        (tmp_path / f"{name}.py").write_text(
+            f"{line}\ndef targets(tokens, targets, documents):\n"
+            f"    return targets.masked_fill(tokens != ord({letter!r}), -100)\n"
+        )
+    config = small_run()[0]
+    for other, refused in (("two", True), ("three", False)):
+        files = f"{tmp_path / 'one.py'},{tmp_path / other}.py"
+        grid = read_grid([config], ["--code", files, "--out_dir", str(tmp_path / "sweep")])
+        expected = pytest.raises(UserError, match=r"two\.py keeps other targets than in code=.*one")
+        with expected if refused else contextlib.nullcontext():
+            sweep.Sweep(grid).check_targets()

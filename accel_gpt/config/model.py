@@ -13,8 +13,6 @@ Scalar = int | float | bool | str
 
 # turns in the original context: with fewer, llama3 divides a frequency; with more, it keeps it
 LLAMA3_TURNS = (1.0, 4.0)  # Llama 3.1 to 3.3 in transformers
-# the same for yarn, first the turns from which it keeps; Peng et al. 2023, section 3.2
-YARN_TURNS = (32.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -161,11 +159,10 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         inherited="default",
         used_with=("position", ("rope",)),
     )
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
+    rope_scaling: Literal["none", "llama3"] = option(
         "none",
-        "Scaling of rotary positions, for a longer context than in pretraining. linear: divide "
-        "all positions by rope_factor. llama3: divide only the low frequencies, as Llama 3 does. "
-        "yarn: divide only the low frequencies, with the bounds of the YaRN paper.",
+        "Scaling of rotary positions, for a longer context than in pretraining. llama3: divide "
+        "the low frequencies by rope_factor, as Llama 3 does.",
         inherited="default",
         used_with=("position", ("rope",)),
     )
@@ -174,14 +171,14 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "Factor by which rope_scaling divides.",
         above=0,
         inherited="default",
-        used_with=("rope_scaling", ("linear", "llama3", "yarn")),
+        used_with=("rope_scaling", ("llama3",)),
     )
     rope_original_block_size: int = option(
         8192,
-        "Context length in tokens before the scaling, for llama3 and yarn.",
+        "Context length in tokens before the scaling.",
         above=0,
         inherited="default",
-        used_with=("rope_scaling", ("llama3", "yarn")),
+        used_with=("rope_scaling", ("llama3",)),
     )
     init_std: float = option(
         0.02,
@@ -229,7 +226,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         require(
             self.rope_scaling == "none" or self.rope_factor != 1,
             f"model.rope_scaling is {self.rope_scaling}, but model.rope_factor is 1, so no "
-            "position is scaled; set model.rope_factor above 1, or model.rope_scaling to none",
+            "frequency is divided; set model.rope_factor above 1, or model.rope_scaling to none",
         )
 
     def unset(self, name: str) -> Any:

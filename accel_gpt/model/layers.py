@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from accel_gpt.config.model import LLAMA3_TURNS, YARN_TURNS, ModelConfig
+from accel_gpt.config.model import LLAMA3_TURNS, ModelConfig
 from accel_gpt.model.documents import attend
 from accel_gpt.model.sizes import activates_twice
 
@@ -58,10 +58,6 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     angles = torch.outer(positions, rotary_frequencies(config, device))  # (T, D/2)
     cos = angles.cos()
     sin = angles.sin()
-    if config.rope_scaling == "yarn":
-        factor = 0.1 * math.log(max(config.rope_factor, 1)) + 1  # Peng et al. 2023, section 3.4
-        cos = cos * factor
-        sin = sin * factor
     # a pair (a, b) becomes (a cos - b sin, b cos + a sin)
     cosines = torch.cat((cos, cos), dim=-1)  # (T, D)
     signed_sines = torch.cat((-sin, sin), dim=-1)  # (T, D)
@@ -71,23 +67,17 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Compute the frequency of each channel pair (D/2,), in radians per token, float32.
 
-    `linear` divides all frequencies by `rope_factor` (position interpolation, Chen et al. 2023,
-    section 3.2). `llama3` and `yarn` divide the low frequencies and keep the high ones. Between
-    them, `llama3` interpolates linearly in the frequency (Llama 3 herd of models 2024, section
-    3.4.2, in the form of transformers). `yarn` interpolates linearly in the channel (Peng et al.
-    2023, section 3.2, in the form of transformers).
+    `llama3` divides the low frequencies by `rope_factor` and keeps the high ones. Between them, it
+    interpolates linearly in the frequency (Llama 3 herd of models 2024, section 3.4.2, in the form
+    of transformers).
     """
     frequencies = unscaled_frequencies(config, device)
     if config.rope_scaling == "none":
         return frequencies
-    divided = frequencies / config.rope_factor
-    if config.rope_scaling == "linear":
-        return divided
-    if config.rope_scaling == "llama3":
-        kept = _kept_by_llama3(config, frequencies)
-    else:
-        kept = _kept_by_yarn(config, device)
-    return (1 - kept) * divided + kept * frequencies
+    low, high = LLAMA3_TURNS
+    turns = config.rope_original_block_size * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # share of each frequency
+    return (1 - kept) * (frequencies / config.rope_factor) + kept * frequencies
 
 
 def unscaled_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
@@ -95,30 +85,6 @@ def unscaled_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     D = config.head_size
     exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
     return 1.0 / config.rope_theta**exponents
-
-
-def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
-    """Compute the share of each frequency that is kept (D/2,), 0 to 1."""
-    low, high = LLAMA3_TURNS
-    turns = config.rope_original_block_size * frequencies / (2 * math.pi)
-    return ((turns - low) / (high - low)).clamp(0, 1)
-
-
-def _kept_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
-    """Compute the share of each frequency that is kept (D/2,), 0 to 1."""
-    D = config.head_size
-    fast, slow = YARN_TURNS
-    first = max(math.floor(_yarn_channel(config, fast)), 0)
-    last = min(math.ceil(_yarn_channel(config, slow)), D - 1)
-    pairs = torch.arange(D // 2, device=device)
-    # 0.001 avoids a division by zero, as in transformers
-    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
-
-
-def _yarn_channel(config: ModelConfig, turns: float) -> float:
-    """Compute which channel pair makes this number of turns in the original context."""
-    tokens_per_radian = config.rope_original_block_size / (2 * math.pi * turns)
-    return config.head_size / 2 * math.log(tokens_per_radian, config.rope_theta)
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:

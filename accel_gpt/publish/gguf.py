@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel_gpt.config.model import YARN_TURNS, ModelConfig
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import install_extra, require
 from accel_gpt.model.gpt import GPT
@@ -236,16 +236,13 @@ def llama_cpp_architecture(config: ModelConfig) -> str:
     )
     require(
         preset != "qwen3" or config.rope_scaling != "llama3",
-        "model.rope_scaling is llama3, which llama.cpp cannot compute for qwen3; train with yarn "
-        "or linear",
+        "model.rope_scaling is llama3, which llama.cpp cannot compute for qwen3; train with none",
     )
     return "qwen3" if preset == "fast" else preset
 
 
 def add_shape(writer: "GGUFWriter", config: ModelConfig, vocab_size: int) -> None:
     """Add the sizes and constants of the model to the metadata."""
-    import gguf
-
     writer.add_vocab_size(vocab_size)
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
@@ -261,13 +258,6 @@ def add_shape(writer: "GGUFWriter", config: ModelConfig, vocab_size: int) -> Non
     writer.add_value_length(config.head_size)
     writer.add_rope_dimension_count(config.head_size)
     writer.add_rope_freq_base(config.rope_theta)
-    if config.rope_scaling in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling))
-        writer.add_rope_scaling_factor(config.rope_factor)
-    if config.rope_scaling == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(config.rope_original_block_size)
-        writer.add_rope_scaling_yarn_beta_fast(YARN_TURNS[0])
-        writer.add_rope_scaling_yarn_beta_slow(YARN_TURNS[1])
 
 
 def gguf_tensors(model: GPT, architecture: str, wanted: str) -> Iterator[tuple[str, Tensor, str]]:

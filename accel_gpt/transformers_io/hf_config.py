@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from accel_gpt.config.model import LLAMA3_TURNS, PRESETS, YARN_TURNS, ModelConfig
+from accel_gpt.config.model import LLAMA3_TURNS, PRESETS, ModelConfig
 from accel_gpt.errors import UserError, require
 
 HF_CLASSES = MappingProxyType(
@@ -42,21 +42,19 @@ FIELDS = (  # our field; its name in the config.json of GPT-2 ("": it has none),
     ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
     ("init_std", "initializer_range", "initializer_range"),
 )
-ROPE_LINEAR = (("rope_theta", "rope_theta"), ("rope_factor", "factor"))  # ours, theirs
-ROPE_LONG = (*ROPE_LINEAR, ("rope_original_block_size", "original_max_position_embeddings"))
+ROPE_BASE = ("rope_theta", "rope_theta")  # ours, theirs
 ROPE_TYPES = MappingProxyType(
     {
-        "default": ROPE_LINEAR[:1],
-        "linear": ROPE_LINEAR,
-        "llama3": ROPE_LONG,
-        "yarn": ROPE_LONG,
+        "default": (ROPE_BASE,),
+        "llama3": (
+            ROPE_BASE,
+            ("rope_factor", "factor"),
+            ("rope_original_block_size", "original_max_position_embeddings"),
+        ),
     }
 )
 ROPE_FIXED = MappingProxyType(  # what our model computes, and no other value
-    {
-        "llama3": {"low_freq_factor": LLAMA3_TURNS[0], "high_freq_factor": LLAMA3_TURNS[1]},
-        "yarn": {"beta_fast": YARN_TURNS[0], "beta_slow": YARN_TURNS[1]},
-    }
+    {"llama3": {"low_freq_factor": LLAMA3_TURNS[0], "high_freq_factor": LLAMA3_TURNS[1]}}
 )
 
 
@@ -89,12 +87,7 @@ class RopeParameters:
     original_max_position_embeddings: int | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
     partial_rotary_factor: float | None = None
-    truncate: bool | None = None
-    mscale_all_dim: float | None = None
 
 
 @dataclass(frozen=True)
@@ -214,9 +207,6 @@ def read_rope(settings: RopeSettings, name: str, preset: str) -> dict[str, Any]:
     require_one_of(name, "attention_bias", settings.attention_bias, settings.mlp_bias)
     require_one_of(name, "rope_type", rope.rope_type, *ROPE_TYPES)
     require_one_of(name, "partial_rotary_factor", rope.partial_rotary_factor, None, 1.0)
-    require_one_of(name, "truncate", rope.truncate, None, True)
-    require_one_of(name, "mscale_all_dim", rope.mscale_all_dim, None)
-    require_one_of(name, "attention_factor", rope.attention_factor, None)
     for key, value in ROPE_FIXED.get(rope.rope_type, {}).items():
         require_one_of(name, key, getattr(rope, key), None, value)
     kind = "default" if rope.factor == 1 else rope.rope_type  # a factor of 1 scales nothing

@@ -44,27 +44,14 @@ SHAPES = {
     "llama": {},
     "llama_tied": {"preset": "llama", "tie_embeddings": True},
     "llama_gqa_biases": {"preset": "llama", "n_kv_head": 2, "bias": True, "head_dim": 8},
-    "llama_linear": {"preset": "llama", "rope_scaling": "linear", "rope_factor": 4.0},
     "llama_llama3": {
         "preset": "llama",
         "rope_scaling": "llama3",
         "rope_factor": 8.0,
         "rope_original_block_size": 32,
     },
-    "llama_yarn": {
-        "preset": "llama",
-        "rope_scaling": "yarn",
-        "rope_factor": 2.0,
-        "rope_original_block_size": 32,
-    },
     "qwen3": {},
     "qwen3_gqa_tied": {"preset": "qwen3", "n_kv_head": 1, "tie_embeddings": True, "head_dim": 24},
-    "qwen3_yarn": {
-        "preset": "qwen3",
-        "rope_scaling": "yarn",
-        "rope_factor": 4.0,
-        "rope_original_block_size": 16,
-    },
     "fast": {"logit_softcap": None},
     "fast_gqa": {"preset": "fast", "logit_softcap": None, "n_kv_head": 2},
 }

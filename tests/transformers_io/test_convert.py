@@ -38,12 +38,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 24,
-}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": BLOCK}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
@@ -58,11 +52,6 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
     "llama3 positions": ("Llama", COMMON | {"rope_parameters": LLAMA3}),
-    "yarn positions": ("Qwen3", COMMON | {"head_dim": 16, "rope_parameters": YARN}),
-    "linear positions": (
-        "Llama",
-        COMMON | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    ),
     "mistral": ("Mistral", COMMON | {"sliding_window": None}),
     "mistral, window": ("Mistral", COMMON | {"sliding_window": BLOCK}),
     "qwen3": ("Qwen3", COMMON | {"head_dim": 16, "tie_word_embeddings": True}),
@@ -135,7 +124,7 @@ def test_theirs_to_ours_and_back_gives_equal_logits(name: str, settings: dict[st
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt2", "llama3 positions", "yarn positions", "nanochat"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3 positions", "nanochat"])
 def test_greedy_text_equals_generate_of_transformers(name: str) -> None:
     theirs = make_theirs(*THEIRS[name])
     theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
@@ -191,12 +180,12 @@ def shape_of(**changes: Any) -> dict[str, Any]:
     [
         ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*Qwen3ForCausalLM"),
         (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type dynamic.*is supported",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type yarn.*is supported",
         ),
         (
-            {"rope_parameters": YARN | {"truncate": False}},
-            "truncate False.*is supported",
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}},
+            "low_freq_factor 2.0.*is supported",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act gelu.*only silu"),
@@ -221,7 +210,7 @@ def test_a_config_of_transformers_4_gives_the_same_shape() -> None:
     assert read_hf_config(new, "")["rope_scaling"] == "llama3"
 
 
-@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": "yarn", "rope_factor": 2.0}])
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": "llama3", "rope_factor": 2.0}])
 def test_transformers_4_reads_the_positions_of_an_export(scaling: dict[str, Any]) -> None:
     """It knows `rope_theta` and `rope_scaling`, and does not know `rope_parameters`."""
     content = write_hf_config(tiny("llama", rope_theta=500.0, **scaling), VOCAB, 7, "float32")

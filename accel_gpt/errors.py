@@ -71,6 +71,15 @@ def require(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return those of `names` that are most like `name`, at most three.
+
+    `cutoff`: least similarity, from 0 to 1.
+    """
+    known = list(names)
+    return [name] if name in known else difflib.get_close_matches(name, known, cutoff=cutoff)
+
+
 def did_you_mean(
     name: str,
     names: Iterable[str],
@@ -78,14 +87,11 @@ def did_you_mean(
     shown: Mapping[str, str] = MappingProxyType({}),
     cutoff: float = 0.6,
 ) -> str:
-    """Return `did you mean A or B?` with those of `names` most like `name`, at most three.
+    """Return `did you mean A or B?` with the names that `nearest` returns, or else `otherwise`.
 
-    Returns `otherwise` if none is like it. `shown`: what to print in place of some of the names.
-    `cutoff`: least similarity, from 0 to 1.
+    `shown`: what to print in place of some of the names.
     """
-    known = list(names)
-    near = [name] if name in known else difflib.get_close_matches(name, known, cutoff=cutoff)
-    found = dict.fromkeys(shown.get(one, one) for one in near)
+    found = dict.fromkeys(shown.get(one, one) for one in nearest(name, names, cutoff))
     return f"did you mean {' or '.join(found)}?" if found else otherwise
 
 

@@ -11,7 +11,6 @@ relative to the writer varies.
 """
 
 import contextlib
-import difflib
 import errno
 import fcntl
 import glob
@@ -23,7 +22,6 @@ import os
 import random
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import sys
@@ -39,7 +37,7 @@ from typing import Any, TextIO
 import psutil
 import yaml
 
-from accel_gpt.errors import MachineError
+from accel_gpt.errors import MachineError, nearest
 
 LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
 TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
@@ -308,14 +306,6 @@ def describe_path(path: str | Path) -> str:
     return "does not exist"
 
 
-def advice_on_file(path: str | Path, advice_on_text: str) -> str:
-    """Return advice for a file in place of a data folder: the folder of a token file."""
-    path = Path(path)
-    if path.name.endswith(TOKEN_ENDINGS):
-        return f"give its folder {shlex.quote(str(path.parent))}"
-    return advice_on_text
-
-
 def is_local(name: str) -> bool:
     """Return whether a name that is no file or folder is still a path, not a Hub id user/name.
 
@@ -338,10 +328,19 @@ def nearest_folder(path: str | Path, marks: Sequence[str]) -> str | None:
         for one in root.glob(pattern):
             if os.path.isdir(one):
                 found[one.name] = found[str(one.relative_to(root))] = one
-    for name in difflib.get_close_matches(str(path.relative_to(root)), found, n=10):
-        if any(any(found[name].glob(mark)) for mark in marks):
-            return str(found[name])
-    return None
+    marked = [name for name in found if any(any(found[name].glob(mark)) for mark in marks)]
+    near = nearest(str(path.relative_to(root)), marked)
+    return str(found[near[0]]) if near else None
+
+
+def did_you_mean_folder(path: str | Path, marks: Sequence[str], otherwise: str) -> str:
+    """Return the end of an error for a `path` that is no such folder.
+
+    It names the folder that `nearest_folder` returns if `path` does not exist, or else it is
+    `otherwise`.
+    """
+    near = None if os.path.exists(path) else nearest_folder(path, marks)
+    return f"did you mean {near}?" if near else otherwise
 
 
 def nearest_file(path: str | Path) -> str | None:
@@ -352,10 +351,10 @@ def nearest_file(path: str | Path) -> str | None:
     path = Path(path)
     found: dict[str, str] = {}
     for other in path.parent.glob("[!.]*"):
-        alike = difflib.get_close_matches(path.stem, [other.stem])
+        alike = nearest(path.stem, [other.stem])
         if alike and not (path.suffix and other.is_dir()):
             found[other.name] = str(other)
-    near = difflib.get_close_matches(path.name, sorted(found), n=1)
+    near = nearest(path.name, sorted(found))
     return found[near[0]] if near else None
 
 

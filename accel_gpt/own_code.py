@@ -19,7 +19,6 @@ The command line and a Python call name the file. No file that is read can name 
 someone else executes nothing.
 """
 
-import difflib
 import hashlib
 import inspect
 import os
@@ -32,7 +31,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import UserError, nearest, require
 
 Function = Callable[..., Any]
 # name -> the arguments that it is called with
@@ -197,7 +196,7 @@ def misspelled(module: ModuleType, found: Collection[str]) -> Iterator[str]:
     for name, value in vars(module).items():
         if not inspect.isfunction(value) or value.__module__ != module.__name__:
             continue
-        near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=NEAR)
+        near = nearest(name, ARGUMENTS, NEAR)
         if near and name not in ARGUMENTS and near[0] not in found:
             yield f"nothing calls {name}(); did you mean {near[0]}? Name a helper _{name}"
 

@@ -36,7 +36,7 @@ from accel_gpt.evals.evaluation import (
     open_own_evaluations,
 )
 from accel_gpt.evals.validation import OnProgress, score_source
-from accel_gpt.files import describe_path, nearest_folder, strict_json
+from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
 from accel_gpt.launcher import is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
@@ -251,15 +251,13 @@ def require_data_folder(path: str, source: Pretrained) -> None:
     """Raise `UserError` if `path` holds no token shards; `source`: the model to evaluate on it."""
     if Path(path).is_dir() and any(any(Path(path).glob(mark)) for mark in DATA_MARKS):
         return
-    near = None if Path(path).exists() else nearest_folder(path, DATA_MARKS)
     tokenizer = shlex.quote(str(source.tokenizer))
     expected = (
         "expected a folder of token shards, which accel-gpt prepare TEXT --tokenizer "
         f"{tokenizer} makes"
     )
-    if near:
-        expected = f"did you mean {near}?"
-    raise UserError(f"--data {path} {describe_path(path)}; {expected}")
+    advice = did_you_mean_folder(path, DATA_MARKS, expected)
+    raise UserError(f"--data {path} {describe_path(path)}; {advice}")
 
 
 def open_tasks_of(

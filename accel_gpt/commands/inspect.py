@@ -4,7 +4,6 @@ With --json it prints the report as one JSON object; null means unknown.
 """
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +25,8 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import NoSplit, Split, data_error
 from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError, require
-from accel_gpt.files import advice_on_file, describe_path, nearest_folder, strict_json
+from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError
+from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
 from accel_gpt.training.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -36,7 +35,7 @@ from accel_gpt.training.checkpoint import (
     verify_checkpoint,
 )
 from accel_gpt.training.display import Progress
-from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, advice_on_other, step_name
+from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, step_name
 
 MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or a checkpoint
 KEPT_SHARDS = 2  # remote shards that are kept: the current one and the next
@@ -53,7 +52,6 @@ def run(options: InspectCommand) -> int:
         lines = run_lines(report)
         code = CheckpointError.exit_code
     else:
-        check_not_beside_run(path)
         data = DataConfig(tokenizer=options.tokenizer, dtype=options.dtype)
         with errors_name_options("data.tokenizer", "data.dtype"):
             report = inspect_data(options.path, data, options.quick)
@@ -72,16 +70,6 @@ def is_run(path: Path) -> bool:
     """Return whether a folder is a run or a checkpoint, and not a data folder."""
     marked = any((path / mark).exists() for mark in MARKS)
     return (marked or bool(RunFolder(path).checkpoints)) and not (path / INDEX).exists()
-
-
-def check_not_beside_run(path: Path) -> None:
-    """Raise `UserError` for a folder that holds no data, but lies in a run or holds runs."""
-    advice = advice_on_other(path, "") if path.is_dir() else ""
-    has_data = any(any(path.glob(mark)) for mark in DATA_MARKS)
-    require(
-        has_data or not advice,
-        f"{path} is neither a data folder nor a run; {advice}",
-    )
 
 
 # --------------------------------------------------------------------------- data
@@ -134,11 +122,7 @@ def inspect_data(path: str, data: DataConfig, quick: bool) -> dict[str, Any]:
 def no_data(path: str) -> UserError:
     """Return the error for a path that is not a folder."""
     expected = "give a data folder or its URL, or the folder of a run or of a checkpoint"
-    if Path(path).is_file():
-        made = f"to make a data folder of a text, run accel-gpt prepare {shlex.quote(path)}"
-        expected = advice_on_file(path, f"{expected}; {made}")
-    near = None if Path(path).exists() else nearest_folder(path, (*RUN_MARKS, *DATA_MARKS))
-    advice = f"did you mean {near}?" if near else expected
+    advice = did_you_mean_folder(path, (*RUN_MARKS, *DATA_MARKS), expected)
     return UserError(f"{path} {describe_path(path)}; {advice}")
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 import re
-import shlex
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from accel_gpt.config.values import (
 )
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, did_you_mean, require
-from accel_gpt.files import LARGEST_NUMBER, advice_on_file, load_yaml
+from accel_gpt.files import LARGEST_NUMBER, load_yaml
 
 T = TypeVar("T")
 
@@ -176,14 +175,10 @@ def own_text(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     text = values.get("data.text")
     train = values.get("data.train")
     if text is None:
-        on_text = (
-            f"to train on the text of the file, use --data.text {shlex.quote(str(train))} instead "
-            "of --data.train"
-        )
         require(
             not (isinstance(train, str) and Path(train).is_file()),
-            f"data.train is {train}, a file, but must be a folder of token shards; "
-            f"{advice_on_file(str(train), on_text)}",
+            f"data.train is {train}, a file, but must be a folder of token shards; data.text takes "
+            "a text",
         )
         return {}
     given = options if "data.text" in options else values

@@ -41,9 +41,9 @@ def resolve_config(word: str, folder: str = "") -> Path:
         return path
     if name in shipped:
         return shipped[name]
-    nearest = nearest_folder(path.parent, (path.name,)) if path.parent != Path() else None
+    near_folder = nearest_folder(path.parent, (path.name,)) if path.parent != Path() else None
     nearby = {other.stem: str(other) for other in Path().glob("*.yaml")}
-    nearby |= {other.stem: str(other) for other in Path(nearest or path.parent).glob("*.yaml")}
+    nearby |= {other.stem: str(other) for other in Path(near_folder or path.parent).glob("*.yaml")}
     known = dict(zip(shipped, shipped, strict=True)) | nearby
     expected = f"expected a file or {', '.join(shipped)}"
     near = did_you_mean(path.stem, known, expected, shown=known, cutoff=0.5)

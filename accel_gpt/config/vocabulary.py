@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig, Weighted
 from accel_gpt.errors import require
-from accel_gpt.files import nearest_folder, read_json
+from accel_gpt.files import read_json
 
 KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
 
@@ -32,21 +32,10 @@ def implied_vocab_size(given: Mapping[str, Any]) -> int:
     require(
         size is not None,
         f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
-        f"{subject} is unknown; {advice_on_size(given.get('data.train'))}",
+        f"{subject} is unknown; set data.tokenizer or model.vocab_size",
     )
     assert size is not None
     return int(size)
-
-
-def advice_on_size(train: Any) -> str:
-    """Return advice for a config whose vocabulary size is unknown."""
-    advice = "set data.tokenizer or model.vocab_size"
-    if not train or not isinstance(train, str) or "://" in train or Path(train).exists():
-        return advice
-    near = nearest_folder(train, ["dataset.json"])
-    if near is None:
-        return f"data.train {train} does not exist; give an existing folder, or {advice}"
-    return f"data.train {train} does not exist; did you mean {near}?"
 
 
 def tokenizer_vocab_size(name: str | None, trained: int) -> int | None:

@@ -18,7 +18,7 @@ from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data, train_paths, val_paths
 from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.files import nearest_folder
+from accel_gpt.files import did_you_mean_folder
 
 PRINTABLE = 96  # printable ASCII and the line end; assumption for `chars` before the text is read
 
@@ -45,8 +45,9 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
         if is_url(source.path) or Path(source.path).is_dir():
             _, tokenizer = open_data(source.path, "train", data)
             return tokenizer.vocab_size, source.path
-    near = nearest_folder(data.folder, DATA_MARKS) if data.folder else None
-    advice = f"did you mean {near}?" if near else "set model.vocab_size or data.tokenizer"
+    advice = "set model.vocab_size or data.tokenizer"
+    if data.folder:
+        advice = did_you_mean_folder(data.folder, DATA_MARKS, advice)
     raise UserError(
         f"the vocabulary size is not known, because {data.train} is not prepared; {advice}"
     )

@@ -211,7 +211,7 @@ def find_token_files(folder: DataFolder, split: str, dtype: str | None) -> list[
     if not files:
         remedy = "; set data.val to a folder that has them" if split == "val" else ""
         if not candidates and not folder.remote:
-            remedy = f"; {advice_without_token_files(str(folder.path))}"
+            remedy = "; if it holds text, set data.text to it"
         known = ", ".join(dict.fromkeys(f"{one.ending} of {one.project}" for one in FORMATS))
         raise NoSplit(
             f"{folder.path} has no {INDEX}, and no {split} shards of a known format: {known}, with "
@@ -219,16 +219,6 @@ def find_token_files(folder: DataFolder, split: str, dtype: str | None) -> list[
             f"{', '.join(candidates[:5]) or 'none'}{remedy}"
         )
     return files
-
-
-def advice_without_token_files(path: str) -> str:
-    """Return advice on a folder that holds no token files, such as a folder of texts."""
-    inside = [str(index.parent) for index in sorted(Path(path).glob(f"*/{INDEX}"))]
-    if len(inside) == 1:
-        return f"did you mean {inside[0]}?"
-    if inside:
-        return f"choose one of the data folders in it: {', '.join(inside[:5])}"
-    return "if it holds text, set data.text to it"
 
 
 def number_order(name: str) -> tuple[list[str | int], str]:

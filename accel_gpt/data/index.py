@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import TOKEN_ENDINGS, advice_on_file, describe_path, nearest_folder
+from accel_gpt.files import TOKEN_ENDINGS, describe_path, did_you_mean_folder
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object
 
 INDEX = "dataset.json"
@@ -82,17 +82,13 @@ def check_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     if not folder.exists():
-        near = nearest_folder(folder, DATA_MARKS)
-        advice = f"did you mean {near}?"
-        if near is None:
-            made = shlex.quote(str(folder))
-            advice = f"give an existing folder, or make it with accel-gpt prepare TEXT --out {made}"
+        made = shlex.quote(str(folder))
+        expected = f"give an existing folder, or make it with accel-gpt prepare TEXT --out {made}"
+        advice = did_you_mean_folder(folder, DATA_MARKS, expected)
         raise UserError(f"data folder {folder} does not exist; {advice}")
-    advice = "give the path of a folder"
-    if folder.is_file():
-        advice = advice_on_file(folder, "data.text takes a text")
     raise UserError(
-        f"{folder} {describe_path(folder)}, but a folder of token shards is expected; {advice}"
+        f"{folder} {describe_path(folder)}, but a folder of token shards is expected; data.text "
+        "takes a text"
     )
 
 

@@ -6,14 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 from accel_gpt.errors import UserError
-from accel_gpt.files import describe_path
+from accel_gpt.files import describe_path, did_you_mean_folder
 from accel_gpt.report.curves import Metrics, read_metrics
-from accel_gpt.training.run_folder import (
-    RunFolder,
-    advice_on_missing,
-    advice_on_other,
-    is_number,
-)
+from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, is_number
 
 
 class NamedRun(RunFolder):
@@ -78,12 +73,12 @@ def open_runs(folders: Sequence[str]) -> list[NamedRun]:
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
-            advice = advice_on_missing(path, "give the out_dir of a run")
+            advice = did_you_mean_folder(path, RUN_MARKS, "give the out_dir of a run")
             raise UserError(f"{path} {describe_path(path)}; {advice}")
         if not any((path / name).is_file() for name in ("metrics.jsonl", "run.json")):
-            advice = advice_on_other(path, "give the out_dir of a run")
             raise UserError(
-                f"{path} is not a run: it has neither metrics.jsonl nor run.json; {advice}"
+                f"{path} is not a run: it has neither metrics.jsonl nor run.json; give the out_dir "
+                "of a run"
             )
     return [NamedRun(path, name) for path, name in zip(paths, unique_names(paths), strict=True)]
 

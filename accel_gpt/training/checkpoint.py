@@ -37,18 +37,11 @@ from accel_gpt.errors import (
     did_you_mean,
     require,
 )
-from accel_gpt.files import describe_path, sha256, strict_json, write_file
+from accel_gpt.files import describe_path, did_you_mean_folder, sha256, strict_json, write_file
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
 from accel_gpt.launcher import PRECISIONS, is_main
 from accel_gpt.own_code import OwnCode
-from accel_gpt.training.run_folder import (
-    CHECKPOINT,
-    CODE,
-    RunFolder,
-    advice_on_missing,
-    number,
-    step_name,
-)
+from accel_gpt.training.run_folder import CHECKPOINT, CODE, RUN_MARKS, RunFolder, number, step_name
 from accel_gpt.training.state import FORMAT, TrainState
 
 T = TypeVar("T")
@@ -83,7 +76,7 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     run = RunFolder(path)
     found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
     if not path.is_dir():
-        advice = advice_on_missing(path, "name the folder of a run or of a checkpoint")
+        advice = did_you_mean_folder(path, RUN_MARKS, "name the folder of a run or of a checkpoint")
         raise UserError(f"{path} {describe_path(path)}; {advice}")
     require(bool(found), f"{path} holds no checkpoint; name the folder of a run with checkpoints")
     if which == "last":

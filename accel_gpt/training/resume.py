@@ -27,7 +27,7 @@ from accel_gpt.errors import (
     first_line,
     require,
 )
-from accel_gpt.files import write_file
+from accel_gpt.files import did_you_mean_folder, write_file
 from accel_gpt.launcher import world_size
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import load_full
@@ -50,7 +50,7 @@ from accel_gpt.training.checkpoint import (
     verify_checkpoint,
 )
 from accel_gpt.training.ranks import all_ranks, on_main
-from accel_gpt.training.run_folder import RunFolder, advice_on_missing
+from accel_gpt.training.run_folder import RUN_MARKS, RunFolder
 from accel_gpt.training.saving import remove_debris
 from accel_gpt.training.state import TrainState
 from accel_gpt.training.tensor_files import (
@@ -148,8 +148,8 @@ def find_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> Path 
             advice = "set auto, never or the folder of a checkpoint"
             if checkpoints := list(RunFolder(resume).checkpoints.values()):
                 advice = f"give one of the run's checkpoints, such as {checkpoints[-1]}"
-            elif not Path(resume).exists():
-                advice = advice_on_missing(resume, advice)
+            else:
+                advice = did_you_mean_folder(resume, RUN_MARKS, advice)
             raise UserError(f"checkpoint.resume {resume} is not a folder of a checkpoint; {advice}")
         verify_checkpoint(Path(resume))
         return Path(resume)

@@ -33,7 +33,7 @@ from typing import Any, TextIO
 from accel_gpt.config.values import relocate, to_flat
 from accel_gpt.console import MACHINE_ERRORS
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import is_at, is_locked, load_yaml, locked_file, nearest_folder
+from accel_gpt.files import is_at, is_locked, load_yaml, locked_file
 from accel_gpt.json_files import load_json_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
@@ -50,24 +50,6 @@ class RunFile:
     """The content of run.json."""
 
     launches: list[dict[str, Any]]
-
-
-def advice_on_missing(path: str | Path, otherwise: str) -> str:
-    """Return the end of the error for a missing run, checkpoint or model: the nearest, if any."""
-    near = nearest_folder(path, RUN_MARKS)
-    return f"did you mean {near}?" if near else advice_on_other(Path(path), otherwise)
-
-
-def advice_on_other(path: Path, otherwise: str) -> str:
-    """Return the end of the error for a `path` that is no run: the run around it, or one in it.
-
-    If it holds several runs, names the newest.
-    """
-    for parent in path.parents:
-        if (parent / "run.json").is_file():
-            return f"give the folder of its run, {parent}"
-    runs = sorted(path.glob("*/run.json"), key=lambda file: file.stat().st_mtime)
-    return f"did you mean {runs[-1].parent}?" if runs else otherwise
 
 
 class RunFolder:

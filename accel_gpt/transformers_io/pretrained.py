@@ -21,7 +21,7 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import is_local, nearest_folder
+from accel_gpt.files import did_you_mean_folder, is_local, nearest_folder
 from accel_gpt.json_files import read_json_object
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.training.checkpoint import (
@@ -30,12 +30,7 @@ from accel_gpt.training.checkpoint import (
     read_shape,
     require_no_choice,
 )
-from accel_gpt.training.run_folder import (
-    RUN_MARKS,
-    RunFolder,
-    advice_on_missing,
-    advice_on_other,
-)
+from accel_gpt.training.run_folder import RUN_MARKS, RunFolder
 from accel_gpt.transformers_io.hf_config import read_hf_config
 
 ADAPTER = "adapter_config.json"  # of PEFT
@@ -166,14 +161,11 @@ def not_a_model(name: str, path: Path) -> UserError:
             "transformers and give that folder; docs/how-to/from-nanogpt.md shows it for nanoGPT"
         )
     if path.is_file():
-        advice = advice_on_other(path, "give the folder of a run or of a model")
-        return UserError(f"{name} is a file; {advice}")
-    problem = (
+        return UserError(f"{name} is a file; give the folder of a run or of a model")
+    return UserError(
         f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
         "nor config.json"
     )
-    advice = advice_on_other(path, "")
-    return UserError(f"{problem}; {advice}" if advice else problem)
 
 
 def no_such_folder(name: str) -> UserError:
@@ -181,7 +173,7 @@ def no_such_folder(name: str) -> UserError:
     advice = "give the folder of a run, of a checkpoint or of a model in transformers format"
     if is_repo(name.partition("@")[0]):
         advice += f", or hf://{name} for a model on the Hub"
-    return UserError(f"{name} does not exist; {advice_on_missing(name, advice)}")
+    return UserError(f"{name} does not exist; {did_you_mean_folder(name, RUN_MARKS, advice)}")
 
 
 def check_initial_tokenizer(config: Config) -> None:

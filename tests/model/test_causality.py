@@ -183,6 +183,28 @@ def test_with_document_masks_a_token_that_sees_another_document_is_refused() -> 
         check(lambda *_: OfDocuments(ignores=True), document_mask=True)
 
 
+class LeakInOneHead(CausalSelfAttention):
+    """Attention in which one head of one query sees one later key."""
+
+    def forward(self, x: Tensor, rotary: Any = None, cache: Any = None, mask: Any = None) -> Tensor:
+        q, k, v = self.project(x, rotary)
+        seen = torch.ones(1, q.shape[1], x.shape[1], x.shape[1]).tril().bool()
+        seen[0, 0, 54, 61] = True
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_one_head_of_a_deep_model_that_sees_one_later_token_is_refused() -> None:
+    def make(config: Config, vocab_size: int) -> nn.Module:
+        gpt = GPT(config.model, vocab_size, init=False)
+        gpt.blocks[6].attn = LeakInOneHead(config.model, 6)
+        return gpt
+
+    shape = tiny("gpt2", n_layer=12, n_head=8, n_embd=256, block_size=T)
+    with pytest.raises(UserError, match="depend on later tokens"):
+        check(make, shape)
+
+
 class LossOfTargets(GPT):
     """A GPT that reads the targets if it gets them, so that its logits alone are causal."""
 

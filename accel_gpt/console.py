@@ -53,7 +53,6 @@ MACHINE_REASONS = (*(os.strerror(number) for number in MACHINE_ERRORS), "can't s
 SHARED_MEMORY = "/dev/shm"  # where libraries share memory between processes
 INTERRUPTED = "interrupted"
 FAILURE_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's variable: a file for the error of this process
-LONGEST_SECONDS = 1e12  # longest time that a clock shows; `timedelta` overflows at 1e14
 
 
 # --------------------------------------------------------------------------- streams
@@ -118,7 +117,8 @@ def table(rows: Sequence[Sequence[str]], *columns: str, gap: int = 2) -> str:
 
 def format_clock(seconds: float) -> str:
     """Format a time as `0:03:20` or `2 days, 1:00:00`."""
-    return str(timedelta(seconds=round(min(seconds, LONGEST_SECONDS))))
+    longest = timedelta.max.days * 86_400  # `timedelta` overflows beyond
+    return str(timedelta(seconds=round(min(seconds, longest))))
 
 
 def format_hours(hours: float) -> str:

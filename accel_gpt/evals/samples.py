@@ -12,7 +12,7 @@ from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ignore_progress
-from accel_gpt.model.generate import all_ended, context_start, do_nothing, stream
+from accel_gpt.model.generate import all_ended, context_start, stream
 from accel_gpt.model.language_model import LanguageModel
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
@@ -136,7 +136,7 @@ def write_text(
     config: SampleConfig,
     generator: torch.Generator,
     done: Callable[[Tensor], bool] = all_ended,
-    before_token: Callable[[], object] = do_nothing,
+    before_token: Callable[[], object] | None = None,
 ) -> list[str]:
     """Return `config.num` texts: `prompt`, each with its own continuation.
 

@@ -21,10 +21,6 @@ def all_ended(ended: Tensor) -> bool:
     return bool(ended.all())
 
 
-def do_nothing() -> None:
-    """Do nothing before a token."""
-
-
 def stream(
     model: LanguageModel,
     prompt_ids: Tensor,
@@ -34,7 +30,7 @@ def stream(
     choices: int | None = None,
     use_cache: bool = True,
     done: Callable[[Tensor], bool] = all_ended,
-    before_token: Callable[[], object] = do_nothing,
+    before_token: Callable[[], object] | None = None,
 ) -> Iterator[Tensor]:
     """Continue `prompt_ids` (B, T), T > 0: yield one token (B,) of each text at a time.
 
@@ -56,7 +52,8 @@ def stream(
     cache = model.make_cache(max_length) if use_cache else None
     with evaluating(model, compiled=False):  # a compiled model would recompile for each length
         for length in range(T, max_length):
-            before_token()
+            if before_token is not None:
+                before_token()
             logits = _next_logits(model, tokens[:, :length], cache)  # (B, V)
             token = sample_token(
                 logits[:, :choices],

@@ -17,7 +17,7 @@ from accel_gpt.config.compare import (
 )
 from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import Config, ScheduleConfig
-from accel_gpt.config.plan import LENGTH_KEYS, Plan, make_plan
+from accel_gpt.config.plan import LENGTH_KEYS, make_plan
 from accel_gpt.config.values import build, of_section, relocated, to_flat
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
@@ -125,12 +125,12 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differe
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Format changes as `optim.lr was 0.001, is 0.002, ...`."""
     return ", ".join(
-        f"{key} was {as_yaml(was)}, is {as_yaml(now)}" for key, (was, now) in changes.items()
+        f"{key} was {or_null(was)}, is {or_null(now)}" for key, (was, now) in changes.items()
     )
 
 
-def as_yaml(value: Any) -> Any:
-    """Return `value`, or "null" for None."""
+def or_null(value: Any) -> Any:
+    """Return `value`, or "null" for None, as the user writes it."""
     return "null" if value is None else value
 
 
@@ -161,7 +161,7 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     except UserError:  # the old length does not fit the schedule of `config`, or is unknown
         return ()
     for step in range(saved.step):
-        if fraction_in(step, config, plan) != fraction_in(step, before, plan_before):
+        if fraction_at(step, config, plan) != fraction_at(step, before, plan_before):
             return ()
     return LENGTH_KEYS
 
@@ -176,11 +176,10 @@ def budget_keys(budget: Budget | None, step: int) -> tuple[str, ...]:
 def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
     """Yield a line for each allowed change, and one if the learning rate jumps at the resume."""
     for key, (was, new) in config_changes(saved.config, now.config).items():
-        yield f"from step {saved.step:,} on {key} is {as_yaml(new)}; it was {as_yaml(was)}"
+        yield f"from step {saved.step:,} on {key} is {or_null(new)}; it was {or_null(was)}"
     if code_of(saved) != code_of(now):
-        yield (
-            f"from step {saved.step:,} on code is {as_yaml(now.code)}; it was {as_yaml(saved.code)}"
-        )
+        old_code = or_null(saved.code)
+        yield f"from step {saved.step:,} on code is {or_null(now.code)}; it was {old_code}"
     plan = make_plan(config, world_size())
     try:
         before = with_schedule_of(saved, config)
@@ -198,12 +197,7 @@ def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Itera
 
 def rate_at(step: int, config: Config) -> float:
     """Return the learning rate of the update that follows `step` completed updates."""
-    return config.optim.lr * fraction_in(step, config, make_plan(config, world_size()))
-
-
-def fraction_in(step: int, config: Config, plan: Plan) -> float:
-    """Return the learning rate after `step` completed updates, as a share of its peak."""
-    return fraction_at(step, config, plan)
+    return config.optim.lr * fraction_at(step, config, make_plan(config, world_size()))
 
 
 def with_length_of(saved: TrainState, config: Config) -> Config:

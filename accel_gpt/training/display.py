@@ -12,7 +12,6 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Self
 
-from rich import progress
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -114,6 +113,15 @@ def wrapped(text: str) -> str:
     return "\n".join(lines)
 
 
+class LiveScreen(Live):
+    """An area at the bottom of the terminal; it may lose its terminal."""
+
+    def refresh(self) -> None:
+        """Draw the area."""
+        with contextlib.suppress(OSError):
+            super().refresh()
+
+
 # --------------------------------------------------------------------------- a task
 
 
@@ -142,26 +150,22 @@ class Progress:
         self.first = done  # the count at `started`
         self.started = time.monotonic()
         self.shown = self.started
-        self.bar: progress.Progress | None = None
+        self.live: Live | None = None
         if active and bar and can_draw():
-            self.bar = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(),
-                progress.TextColumn("{task.fields[details]}", markup=False),
+            self.live = LiveScreen(
                 console=Console(stderr=True),
                 auto_refresh=False,  # no thread: `prepare` forks
                 redirect_stdout=sys.stdout.isatty(),  # a stdout that goes to a file stays there
                 transient=True,
             )
-            self.bar.add_task(task, details="")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.bar:
+        if self.live:
             with contextlib.suppress(OSError):  # the terminal is gone
-                self.bar.stop()
+                self.live.stop()
 
     def advance(self, amount: int) -> None:
         """Add to the count."""
@@ -175,19 +179,18 @@ class Progress:
         if done <= self.first:
             self.first = done
             self.started = now
-        if not self.active or now - self.shown < (BAR_SECONDS if self.bar else LINE_SECONDS):
+        if not self.active or now - self.shown < (BAR_SECONDS if self.live else LINE_SECONDS):
             return
         self.shown = now
-        if self.bar is None:
+        if self.live is None:
             write_err(self.text())
             return
+        console = self.live.console
+        row = progress_row(self.task, done, total, self.details(), min(console.width, WIDEST))
         with contextlib.suppress(OSError):  # the terminal is gone
-            self.bar.start()
-            self.bar.console.show_cursor(True)  # a killed process could not show it again
-            self.bar.update(
-                self.bar.task_ids[0], total=total, completed=done, details=self.details()
-            )
-            self.bar.refresh()
+            self.live.start()
+            console.show_cursor(True)  # a killed process could not show it again
+            self.live.update(row, refresh=True)
 
     def text(self) -> str:
         """Return the progress as a line: `tokenizing: 12.0 of 40.0 MB, 2.0 MB/s, left 0:00:14`."""
@@ -212,15 +215,6 @@ class Progress:
 
 
 # --------------------------------------------------------------------------- a run
-
-
-class LiveScreen(Live):
-    """An area at the bottom of the terminal that a thread draws; it may lose its terminal."""
-
-    def refresh(self) -> None:
-        """Draw the area."""
-        with contextlib.suppress(OSError):
-            super().refresh()
 
 
 class Display:
@@ -333,18 +327,25 @@ class Display:
 
     def bar(self, width: int) -> Table:
         """Return the progress bar, with the step before it and the time left behind it."""
-        row = Table.grid(padding=(0, 1), expand=False)
-        row.width = width
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
         left = max(self.ends_at - time.monotonic(), 0.0)
-        row.add_row(
-            figures([f"step {self.step:,}/{self.max_steps:,}"]),
-            ProgressBar(total=self.max_steps, completed=self.step),
-            figures([f"{self.step / self.max_steps:.0%} left {format_clock(left)}"]),
+        return progress_row(
+            before=f"step {self.step:,}/{self.max_steps:,}",
+            done=self.step,
+            total=self.max_steps,
+            after=f"{self.step / self.max_steps:.0%} left {format_clock(left)}",
+            width=width,
         )
-        return row
+
+
+def progress_row(before: str, done: int, total: int | None, after: str, width: int) -> Table:
+    """Return a progress bar between two texts; it pulses if the total is unknown."""
+    row = Table.grid(padding=(0, 1), expand=False)
+    row.width = width
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    row.add_row(figures([before]), ProgressBar(total=total, completed=done), figures([after]))
+    return row
 
 
 def figures(parts: Sequence[str]) -> Text:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -77,8 +77,9 @@ class Refused(UserError):
 class Store:
     """A folder behind a URL. Its methods raise `Unreachable`, or a `UserError` for what stays."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.full_url = url
+        self.options = options or {}  # of the file system
         self.url = url.partition("?")[0].rstrip("/")
         self.protocol = url.partition("://")[0].lower()
         self.is_http = self.protocol in ("http", "https")
@@ -88,7 +89,7 @@ class Store:
         """File system and path of the folder; `UserError` if its package is missing."""
         from fsspec.core import url_to_fs
 
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = dict(self.options)
         if self.is_http:
             from aiohttp import ClientTimeout
 

@@ -9,11 +9,13 @@ incomplete and is never used. On the Hub, each copy is one commit.
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store, reason
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sync
 from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
@@ -46,7 +48,7 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
 
     `resume`: checkpoint.resume. Raises `UserError` if the store cannot be opened or read, if it
     is a file or lies in `out_dir`, or if it holds copies and `resume` is never. Raises
-    `CheckpointError` if all copies are damaged.
+    `CheckpointError` if all copies are damaged. An object that cannot be read now is not damaged.
     """
     store = CopyStore(url)
     require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
@@ -61,9 +63,15 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
         wanted = [] if resume == "never" else steps
         complete = [step for step in wanted if store.is_complete(step)]
         for step in reversed(complete):
-            if store.restore(step, out_dir / "checkpoints", log):
+            try:
+                store.restore(step, out_dir / "checkpoints")
+            except CheckpointError as error:
+                log(f"WARNING: {error}; falling back to an earlier copy")
+            else:
                 log(f"downloaded step {step:,} from {url}")
                 return
+    except AccelGPTError:
+        raise
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
     require(
@@ -78,6 +86,13 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
         )
 
 
+def require_intact(file: Expected) -> None:
+    """Raise `CheckpointError` if a file is missing or altered."""
+    damage = find_damage([file])
+    if damage:
+        raise CheckpointError(str(damage))
+
+
 class CopyStore:
     """The folder or URL of `checkpoint.copy_to`.
 
@@ -85,7 +100,12 @@ class CopyStore:
     """
 
     def __init__(self, url: str) -> None:
-        system, root = Store(url if "://" in url else str(Path(url).resolve())).system
+        # s3fs would raise its own error for altered objects; manifests have hashes for all stores
+        unchecked = {"config_kwargs": {"response_checksum_validation": "when_required"}}
+        options = unchecked if url.startswith(("s3://", "s3a://")) else {}
+        store = Store(url if "://" in url else str(Path(url).resolve()), options)
+        system, root = store.system
+        self.url = store.url
         self.system = system  # of fsspec
         self.root = root.rstrip("/")
         # the Hub's buckets have no commits
@@ -129,23 +149,47 @@ class CopyStore:
             self.system.rm_file(self.path(step, MANIFEST))
         self.system.rm(self.path(step), recursive=True)
 
-    def restore(self, step: int, folder: Path, log: Callable[[str], None]) -> bool:
-        """Download a copy into a folder of checkpoints; return whether it is intact."""
+    def restore(self, step: int, folder: Path) -> None:
+        """Download a copy into a folder of checkpoints.
+
+        Raises `CheckpointError` with the address of the object that is missing or altered.
+        """
         temporary = folder / f".tmp_{step_name(step)}"
         temporary.mkdir(parents=True, exist_ok=True)
-        for entry in self.system.ls(self.path(step), detail=False):
-            file = temporary / entry.rpartition("/")[2]
-            self.system.get_file(entry, str(file))
-            sync(file)
         try:
+            self.download(step, temporary / MANIFEST, check=lambda: read_manifest(temporary))
+            for name, listed in read_manifest(temporary).items():
+                file = Expected(temporary / name, listed.size, listed.sha256)
+                self.download(step, file.path, check=partial(require_intact, file))
             verify_checkpoint(temporary)
         except CheckpointError as error:
-            log(f"WARNING: {error}; falling back to an earlier copy")
             shutil.rmtree(temporary)
-            return False
+            address = f"{self.url}/{step_name(step)}"
+            raise CheckpointError(str(error).replace(str(temporary), address)) from None
         temporary.rename(folder / step_name(step))
         sync(folder)
-        return True
+
+    def download(self, step: int, file: Path, check: Callable[[], object]) -> None:
+        """Download an object of a copy, again if `check` raises `CheckpointError`.
+
+        Raises `UserError` if the object cannot be downloaded now.
+        """
+        source = self.path(step, file.name)
+        for is_last_try in (False, False, True):  # bits may flip on the way
+            try:
+                self.system.get_file(source, str(file))
+                sync(file)
+            except FileNotFoundError:
+                file.unlink(missing_ok=True)  # `check` tells it
+            except Exception as error:  # from botocore, huggingface_hub, OSError, ...
+                address = f"{self.url}/{step_name(step)}/{file.name}"
+                raise UserError(f"{address} cannot be downloaded: {reason(error)}") from None
+            try:
+                check()
+                return
+            except CheckpointError:
+                if is_last_try:
+                    raise
 
     # ----------------------------------------------------------------------- on the Hub
 

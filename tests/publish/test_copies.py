@@ -1,5 +1,6 @@
 """Copy checkpoints while a run trains, and restore a run that lost its checkpoints."""
 
+import json
 import shutil
 import subprocess
 import threading
@@ -13,13 +14,16 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
+from accel_gpt.files import sha256
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.state import FORMAT
 from tests.conftest import launch
 from tests.faults.launches import until
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
+from tests.helpers.s3 import S3Server, require_s3
 from tests.test_launch import PLAIN, TORCHRUN
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
@@ -167,7 +171,8 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     shutil.rmtree(tmp_path / "run")
     assert launch(own) == 0
     said = capsys.readouterr().err
-    assert "falling back to an earlier copy" in said
+    assert f"WARNING: {file} was altered: it has " in said
+    assert "; falling back to an earlier copy" in said
     assert "downloaded step 4 from" in said
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     verify_checkpoint(place / "step_00000012")
@@ -177,6 +182,65 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     shutil.rmtree(tmp_path / "run")
     assert launch(own) == 4
     assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """An S3 server whose bucket may hold copies at s3://bucket/run."""
+    require_s3()
+    with S3Server() as s3:
+        s3.point_at(monkeypatch)
+        yield s3
+
+
+S3_COPIES = ("--checkpoint.keep_last", "3", "--checkpoint.copy_to", "s3://bucket/run")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uploads_here")
+def test_a_copy_on_s3_with_a_flipped_bit_is_passed_over(
+    bucket: S3Server,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The server sends the hash of what it stores. A bit that flips once is downloaded again."""
+    own = small_run(*EVERY[:2], *S3_COPIES)
+    assert launch([*own, "--train.stop_at", "8"]) == 0  # the newest copies are of steps 8 and 12
+    assert launch(own) == 0
+    whole = weights(tmp_path / "run")
+    model = "run/step_00000012/model.safetensors"
+    for fault, wanted in ((1, 12), (None, 8)):
+        bucket.fail("flip", model, "GET", times=fault)
+        shutil.rmtree(tmp_path / "run")
+        capsys.readouterr()
+        assert launch(own) == 0
+        bucket.heal()
+        said = capsys.readouterr().err
+        assert f"downloaded step {wanted} from s3://bucket/run" in said
+        told = f"WARNING: s3://bucket/{model} was altered: its SHA-256" in said
+        assert told == (wanted == 8)
+        assert_same_weights(weights(tmp_path / "run"), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uploads_here")
+def test_a_copy_that_s3_refuses_now_is_not_passed_over(
+    bucket: S3Server,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It may be intact: an earlier copy would replace it."""
+    own = small_run(*EVERY[:2], *S3_COPIES)
+    assert launch(own) == 0
+    shutil.rmtree(tmp_path / "run")
+    bucket.fail("refuse", "run/step_00000012/optimizer.bin", "GET|HEAD", status=403)
+    assert launch(own) == 2
+    said = capsys.readouterr().err
+    where = "s3://bucket/run/step_00000012/optimizer.bin"
+    assert f"error: {where} cannot be downloaded: AccessDenied of a test" in said
+    assert not RunFolder(tmp_path / "run").checkpoints
 
 
 def open_copies(tmp_path: Path, place: str) -> Uploader:
@@ -190,7 +254,13 @@ def saved(tmp_path: Path, step: int) -> Path:
     """Write a folder like the checkpoint of a step."""
     checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:08d}"
     checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / "manifest.json").write_text("{}")
+    names = ["model.json", "model.safetensors", "tokenizer.json", "trainer_state.json"]
+    files = {}
+    for name in names:
+        (checkpoint / name).touch()
+        files[name] = {"size": 0, "sha256": sha256(checkpoint / name)}
+    manifest = json.dumps({"format": FORMAT, "files": files})
+    (checkpoint / "manifest.json").write_text(manifest)
     return checkpoint
 
 
@@ -218,7 +288,8 @@ def test_the_newest_checkpoint_wins_while_an_upload_runs(
         started.set()
         assert ready.wait(60)
         put_file(system, source, target)
-        copied.append(Path(target).parent.name)
+        if target.endswith("manifest.json"):
+            copied.append(Path(target).parent.name)
 
     monkeypatch.setattr(LocalFileSystem, "put_file", slow)
     copies = open_copies(tmp_path, str(tmp_path / "other"))

@@ -29,7 +29,6 @@ PRIVATE = {
     "_dump_snapshot": "torch",
     "_foreach_norm": "torch",
     "_record_memory_history": "torch",
-    "_reset_state": "accelerate",
     "_shared_state": "accelerate",
 }
 PUBLIC = {"_asdict", "_exit", "_replace"}  # documented names of os and named tuples

@@ -1,14 +1,20 @@
 """Copy checkpoints to another disk, an fsspec URL or the Hub, and restore them from there.
 
-    {checkpoint.copy_to}/step_00001000/     the files of a checkpoint, its manifest last
+    {checkpoint.copy_to}/step_00001000/
+        model.safetensors, ...      the files of a checkpoint
+        run.zip                     the records of the run: metrics, launches, samples, its name
+        manifest.json               written last: size and SHA-256 of each file above
 
-If a run has no checkpoint, it resumes from the newest intact copy. A copy without a manifest is
-incomplete and is never used. On the Hub, each copy is one commit.
+If a run has no checkpoint, it resumes from the newest intact copy, with the records. A copy without
+a manifest is incomplete and is never used. On the Hub, each copy is one commit.
 """
 
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +22,14 @@ from typing import Any
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import fault_point, sync
-from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
-from accel_gpt.training.run_folder import RunFolder, step_name, steps_in
+from accel_gpt.files import fault_point, sha256, sync, write_file
+from accel_gpt.training.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
+from accel_gpt.training.run_folder import SAMPLES, TRACKER_RUN, RunFolder, step_name, steps_in
+from accel_gpt.training.state import FORMAT
 
 MANIFEST = "manifest.json"
+RECORDS = "run.zip"
+RECORD_FILES = ("run.json", "metrics.jsonl", "metrics.csv", TRACKER_RUN)
 
 
 def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, if_missing: bool = False) -> None:
@@ -64,7 +73,7 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
         complete = [step for step in wanted if store.is_complete(step)]
         for step in reversed(complete):
             try:
-                store.restore(step, out_dir / "checkpoints")
+                store.restore(step, out_dir)
             except CheckpointError as error:
                 log(f"WARNING: {error}; falling back to an earlier copy")
             else:
@@ -91,6 +100,34 @@ def require_intact(file: Expected) -> None:
     damage = find_damage([file])
     if damage:
         raise CheckpointError(str(damage))
+
+
+def pack_records(run: Path, file: Path) -> None:
+    """Write the records of a run to a ZIP file. They may be newer than the checkpoint.
+
+    A launch removes the records after the step that it resumes from.
+    """
+    names = [*RECORD_FILES, *(f"samples/{path.name}" for path in RunFolder(run).samples.values())]
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as records:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a run without trackers has no name there
+                records.writestr(name, (run / name).read_bytes())
+
+
+def unpack_records(file: Path, run: Path) -> None:
+    """Write the records in a ZIP file into the folder of a run, and nothing else."""
+    (run / "samples").mkdir(exist_ok=True)
+    with zipfile.ZipFile(file) as records:
+        for name in records.namelist():
+            folder, _, last = name.rpartition("/")
+            if name in RECORD_FILES or (folder == "samples" and SAMPLES.fullmatch(last)):
+                write_file(run / name, [records.read(name)])
+
+
+def write_manifest(folder: Path, files: Mapping[str, SavedFile]) -> None:
+    """Write a manifest of these files."""
+    listed = {name: asdict(file) for name, file in sorted(files.items())}
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": listed})
 
 
 class CopyStore:
@@ -130,16 +167,29 @@ class CopyStore:
 
     def write(self, checkpoint: Path, obsolete: Sequence[int]) -> None:
         """Copy the files of a checkpoint, its manifest last; remove the copies of other steps."""
-        if self.on_hub:
-            self.commit(checkpoint, obsolete)
-            return
-        target = f"{self.root}/{checkpoint.name}"
+        listed = read_manifest(checkpoint)
+        files = {name: checkpoint / name for name in sorted(listed)}
+        with tempfile.TemporaryDirectory(prefix=".copy_", dir=checkpoint.parent) as temporary:
+            records = Path(temporary, RECORDS)
+            pack_records(checkpoint.parent.parent, records)
+            record = SavedFile(records.stat().st_size, sha256(records))
+            write_manifest(Path(temporary), {**listed, RECORDS: record})
+            files[RECORDS] = records
+            files[MANIFEST] = Path(temporary, MANIFEST)
+            if self.on_hub:
+                self.commit(checkpoint.name, files, obsolete)
+            else:
+                self.put(checkpoint.name, files, obsolete)
+
+    def put(self, copy: str, files: Mapping[str, Path], obsolete: Sequence[int]) -> None:
+        """Write the files of a copy in this order; remove the copies of the `obsolete` steps."""
+        target = f"{self.root}/{copy}"
         self.system.makedirs(target, exist_ok=True)
         if self.system.exists(f"{target}/{MANIFEST}"):  # this step was copied and trained again
             self.system.rm_file(f"{target}/{MANIFEST}")
-        for name in [*sorted(read_manifest(checkpoint)), MANIFEST]:
+        for name, path in files.items():
             fault_point("copy.file")
-            self.system.put_file(str(checkpoint / name), f"{target}/{name}")
+            self.system.put_file(str(path), f"{target}/{name}")
         for step in obsolete:
             self.remove(step)
 
@@ -149,23 +199,29 @@ class CopyStore:
             self.system.rm_file(self.path(step, MANIFEST))
         self.system.rm(self.path(step), recursive=True)
 
-    def restore(self, step: int, folder: Path) -> None:
-        """Download a copy into a folder of checkpoints.
+    def restore(self, step: int, run: Path) -> None:
+        """Download a copy into the folder of a run: the checkpoint, and the records.
 
         Raises `CheckpointError` with the address of the object that is missing or altered.
         """
+        folder = run / "checkpoints"
         temporary = folder / f".tmp_{step_name(step)}"
         temporary.mkdir(parents=True, exist_ok=True)
         try:
             self.download(step, temporary / MANIFEST, check=lambda: read_manifest(temporary))
-            for name, listed in read_manifest(temporary).items():
-                file = Expected(temporary / name, listed.size, listed.sha256)
+            for name, saved in read_manifest(temporary).items():
+                file = Expected(temporary / name, saved.size, saved.sha256)
                 self.download(step, file.path, check=partial(require_intact, file))
             verify_checkpoint(temporary)
         except CheckpointError as error:
             shutil.rmtree(temporary)
             address = f"{self.url}/{step_name(step)}"
             raise CheckpointError(str(error).replace(str(temporary), address)) from None
+        listed = dict(read_manifest(temporary))
+        if listed.pop(RECORDS, None):  # a checkpoint that a user put there has none
+            unpack_records(temporary / RECORDS, run)
+            write_manifest(temporary, listed)
+            (temporary / RECORDS).unlink()
         temporary.rename(folder / step_name(step))
         sync(folder)
 
@@ -205,23 +261,22 @@ class CopyStore:
         repo = f"{owner}/{name.partition('@')[0]}"
         HfApi().create_repo(repo, repo_type=repo_type, private=True, exist_ok=True)
 
-    def commit(self, checkpoint: Path, obsolete: Sequence[int]) -> None:
-        """Add a checkpoint and remove the copies of the `obsolete` steps in one commit."""
+    def commit(self, copy: str, files: Mapping[str, Path], obsolete: Sequence[int]) -> None:
+        """Add the files of a copy and remove the copies of the `obsolete` steps in one commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         target = self.system.resolve_path(self.root)
         folder = f"{target.path_in_repo}/" if target.path_in_repo else ""
         operations: list[Any] = []
-        for name in [*sorted(read_manifest(checkpoint)), MANIFEST]:
-            to = f"{folder}{checkpoint.name}/{name}"
-            operations.append(CommitOperationAdd(to, checkpoint / name))
+        for name, path in files.items():
+            operations.append(CommitOperationAdd(f"{folder}{copy}/{name}", path))
         for step in obsolete:
-            copy = f"{folder}{step_name(step)}/"
-            operations.append(CommitOperationDelete(copy, is_folder=True))
+            removed = f"{folder}{step_name(step)}/"
+            operations.append(CommitOperationDelete(removed, is_folder=True))
         HfApi().create_commit(
             repo_id=target.repo_id,
             operations=operations,
-            commit_message=checkpoint.name,
+            commit_message=copy,
             repo_type=target.repo_type,
             revision=target.revision,
         )

@@ -17,7 +17,7 @@ from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.files import sha256
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
-from accel_gpt.training.checkpoint import verify_checkpoint
+from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.state import FORMAT
 from tests.conftest import launch
@@ -59,14 +59,23 @@ def test_a_lost_run_goes_on_from_the_copy(
     place: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert launch(small_run(*EVERY, "--out_dir", str(tmp_path / "whole"))) == 0
-    own = small_run(*EVERY, "--checkpoint.copy_to", place)
+    own = small_run(*EVERY, "--sample.every", "2", "--checkpoint.copy_to", place)
     signal_after(monkeypatch, 6, 15)
     assert launch(own) == 75
     assert steps(place) == ["step_00000006"]  # keep_last is 1; the signal saved this one
+    before = RunFolder(tmp_path / "run")
+    kept, samples = list(before.records()), before.samples
+    texts = [before.sample_texts(step) for step in samples]
     shutil.rmtree(tmp_path / "run")
     assert launch(own) == 0
-    lost = records(tmp_path / "run")
-    assert [record["step"] for record in lost] == list(range(7, 13))
+    restored = RunFolder(tmp_path / "run")
+    assert list(restored.records())[:6] == kept  # also the times
+    assert [record["step"] for record in restored.records()] == list(range(1, 13))
+    assert [record["step"] for record in restored.csv_records()] == [str(n) for n in range(1, 13)]
+    assert [restored.sample_texts(step) for step in samples] == texts
+    assert len(texts) > 0
+    assert [start["step"] for start in restored.launches] == [0, 6]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*/run.zip"))
     assert steps(place) == ["step_00000012"]
     assert not (tmp_path / "run" / ".uploading").exists()
     assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
@@ -97,7 +106,8 @@ def test_a_lost_run_that_began_from_a_path_goes_on_from_its_copy(
     monkeypatch.setattr(precision, "choose_precision_on_cpu", lambda: ("bf16", "a test"))
     assert launch([*own, "--train.mixed_precision", "auto"]) == 0
     assert f"from step {stop} (" in capsys.readouterr().err
-    assert records(tmp_path / "run")[0]["step"] == stop + 1
+    first = 9 if option == "--checkpoint.resume" else 1
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(first, 13))
     assert RunFolder(tmp_path / "run").last_launch("mixed_precision") == "no"
 
 
@@ -118,8 +128,8 @@ def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
     assert commits[-2:] == ["step_00000004", "initial commit"]
     assert len(set(commits)) == len(commits)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000012"
-    for path in checkpoint.iterdir():
-        assert files[f"runs/a/step_00000012/{path.name}"] == path.read_bytes()
+    for name in read_manifest(checkpoint):
+        assert files[f"runs/a/step_00000012/{name}"] == (checkpoint / name).read_bytes()
 
 
 def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(

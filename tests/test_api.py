@@ -195,7 +195,8 @@ def test_the_interrupt_button_saves_and_the_kernel_survives(
 ) -> None:
     cells = []
     for name, presses in (("one", 1), ("two", 2)):
-        options = SHORT | {"train.max_steps": 100_000, "out_dir": name}
+        # a signal in the evaluation of a step that is saved already needs no last save
+        options = SHORT | {"train.max_steps": 100_000, "out_dir": name, "checkpoint.every": 0}
         cells += [
             "import accel_gpt, os, signal, threading, time\n"
             "def press():\n"

@@ -75,6 +75,8 @@ from accel_gpt.training.stopping import (
     Watchdog,
 )
 
+LOOK_SECONDS = 0.02  # between two looks at data that has not come
+TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
 # measures what the parts of a run with a `train.budget` of so many seconds take, on this rank
 Rehearse = Callable[[Config, Plan, Accelerator, Callable[[LanguageModel], None], float], Costs]
 
@@ -359,9 +361,35 @@ def change_length(run: Training, budget: Budget) -> bool:
 def make_step(run: Training, stop: StopSignal) -> bool:
     """Make one step and everything that is due after it; return whether the run must stop."""
     fault_point("step")
+    if run.corpus.cache is not None and wait_for_data(run, stop):
+        return True
     look_at_length(run)
     update(run)
     return after_step(run, stop)
+
+
+def wait_for_data(run: Training, stop: StopSignal) -> bool:
+    """Wait until all ranks have the batches of a step; return whether the run must stop first.
+
+    A collective, for remote data. So no rank waits for the network inside a step, where it could
+    neither stop nor save. If a shard does not come within `data.timeout`, all ranks raise
+    `DataError`. In both cases the completed step is saved.
+    """
+    began = time.monotonic()
+    told = False
+    nothing_to_save = run.state.step == 0
+    while True:
+        with saving_on_error(run, nothing_to_save), all_ranks(stop.group):
+            ready = run.loader.fetch(run.plan.accumulation_steps)
+        stopping, waiting = stop.agree_to_stop(not ready, run.writer.seconds)
+        if stopping and not nothing_to_save:
+            save(run, must_succeed=True)
+        if stopping or not waiting:
+            return stopping
+        if not told and time.monotonic() - began > TELL_SECONDS and run.corpus.waits_for:
+            run.reporter.log(f"WARNING: waiting for {run.corpus.waits_for}")
+            told = True
+        time.sleep(LOOK_SECONDS)
 
 
 def update(run: Training) -> None:

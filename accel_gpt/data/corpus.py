@@ -127,6 +127,12 @@ class Corpus:
         )
         return Loader(chunks, plan.micro_batch_size, device)
 
+    @property
+    def waits_for(self) -> str:
+        """Return the remote shards that reading waits for, and why; "" if it waits for none."""
+        remotes = [source.split.remote for source in self.train.sources]
+        return "; ".join(remote.waits_for for remote in remotes if remote and remote.waits_for)
+
     def evaluated_splits(self) -> list[Split]:
         """Return all splits that are evaluated, train and val."""
         return [part.split for parts in self.evaluated.values() for part in parts]

@@ -32,13 +32,11 @@ class HubFolder(RemoteFolder):
     exist.
     """
 
-    tries = 2  # huggingface_hub retries each request itself, for about 20 s
-
-    def __init__(self, url: str, cache: Cache, commit: str | None = None) -> None:
+    def __init__(self, url: str, cache: Cache, timeout: float, commit: str | None = None) -> None:
         from huggingface_hub.errors import HfUriError
         from huggingface_hub.utils import parse_hf_uri  # type: ignore[attr-defined]  # no __all__
 
-        super().__init__(url, cache)
+        super().__init__(url, cache, timeout)
         try:
             uri = parse_hf_uri(self.store.url)
         except HfUriError as error:
@@ -46,7 +44,7 @@ class HubFolder(RemoteFolder):
         self.repo = uri.id
         self.repo_type = uri.type
         self.path_in_repo = uri.path_in_repo
-        snapshot = self.retry(partial(self.download_small_files, commit or uri.revision))
+        snapshot = self.at_start(partial(self.download_small_files, commit or uri.revision))
         self.commit = snapshot.name
         self.folder = snapshot / self.path_in_repo
 
@@ -111,7 +109,9 @@ class HubFolder(RemoteFolder):
 
     def list(self) -> dict[str, FileInfo]:
         """List the files of the folder; if offline, list its files in the Hub's cache."""
-        self.infos.update(self.list_cached() if is_offline() else self.retry(self.list_repository))
+        self.infos.update(
+            self.list_cached() if is_offline() else self.at_start(self.list_repository)
+        )
         return self.infos
 
     def list_repository(self) -> dict[str, FileInfo]:
@@ -153,7 +153,7 @@ class HubFolder(RemoteFolder):
             return path
         if name in SMALL_FILES:  # already downloaded if the repository has it
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
-        return self.retry(partial(self.download_into, None, name), name)
+        return self.at_start(partial(self.download_into, None, name), name)
 
     def path(self, name: str) -> Path:
         """Return the path of a shard: in the Hub's cache if it is there, else in the run's."""

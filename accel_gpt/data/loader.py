@@ -11,6 +11,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ class Loader:
         self.overlaps = device.type == "cuda"
         self.keep_sequences = False
         self.kept: list[Tensor] = []
-        self.batches: Iterator[Tensor] = iter(())
+        self.batches: deque[Tensor] = deque()  # that `fetch` has taken from the queue
         self.ready: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_CHUNKS)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.prefetch, name="loader", daemon=True)
@@ -58,18 +59,29 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        batch = next(self.batches, None)
-        if batch is None:
-            ready = self.ready.get()
-            if isinstance(ready, Exception):
-                raise ready
-            self.batches = iter(torch.split(ready, self.batch_size))
-            batch = next(self.batches)
+        if not self.batches:
+            self.take(self.ready.get())
+        batch = self.batches.popleft()
         if self.keep_sequences:
             self.kept.append(batch)
         batch = batch.to(self.device, non_blocking=self.overlaps)
         batch = batch.long()  # (B, T + 1), widened on the device
         return batch[:, :-1], batch[:, 1:]
+
+    def fetch(self, count: int) -> bool:
+        """Return whether the next `count` batches are here; does not wait for them."""
+        while len(self.batches) < count:
+            try:
+                self.take(self.ready.get_nowait())
+            except queue.Empty:
+                return False
+        return True
+
+    def take(self, ready: Tensor | Exception) -> None:
+        """Split a chunk from the queue into batches, or raise the error of the thread."""
+        if isinstance(ready, Exception):
+            raise ready
+        self.batches.extend(torch.split(ready, self.batch_size))
 
     def close(self) -> None:
         """Stop the thread. If it waits for the network, it ends with the process."""

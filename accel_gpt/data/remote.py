@@ -2,9 +2,17 @@
 
 Each run has its own cache on each machine, with a size limit for shards. To make room, it removes
 shards that the run does not need soon, then those that it needs last. The processes of a run on one
-machine share the cache and download one shard at a time. A shard appears under its name when it is
-complete and verified. The name begins with a hash of size and content, so a shard that changes at
-its address gets another name. At the end of the run the cache is removed.
+machine share the cache, and one of them downloads a shard. A shard appears under its name when it
+is complete and verified. The name begins with a hash of size and content, so a shard that changes
+at its address gets another name. At the end of the run the cache is removed.
+
+    {cache}/{folder}/{key}-{name}         a shard
+    {cache}/{folder}/{key}-{name}.part    a shard that is being downloaded
+    {cache}/{folder}/{key}-{name}.busy    its size; locked by the thread that downloads it
+    {cache}/.lock                         locked while a process makes room
+
+Each download is a thread. It is repeated while the store cannot be reached. Who needs the file
+waits for the thread, at most `data.timeout`, and holds no lock meanwhile.
 
 Other files (index, tokenizer) are small and downloaded at each launch.
 
@@ -23,21 +31,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TextIO, TypeVar
 
 from accel_gpt.data.hub_client import is_offline
 from accel_gpt.data.index import is_shard_name
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import TOKEN_ENDINGS, cache_folder, locked_file
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
 TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses below 500
-TRIES = 6
-PAUSE_SECONDS = 1.0  # doubled after each try: half a minute in all
+START_SECONDS = 30.0  # for the index of a folder: a wrong address is told soon; assumption
+PAUSE_SECONDS = 1.0  # before the second try; doubled after each
 LONGEST_PAUSE_SECONDS = 30.0
+LOOK_SECONDS = 0.1  # between two looks at a shard that another process downloads
+PART, BUSY = ".part", ".busy"
 NOT_SOON = 1 << 30  # the place in the order of need of a shard that is not needed soon
 CONTENT_TAGS = ("ETag", "etag", "md5Hash")  # as the stores of fsspec name them
 TIMES = ("mtime", "LastModified", "Last-Modified", "created")
@@ -63,8 +73,16 @@ class Unreachable(Exception):
     """A failure that may be gone at the next try."""
 
 
+class Busy(Unreachable):
+    """Another download has the shard, or takes the room for it; looked at again soon."""
+
+
 class Missing(DataError):
     """There is no such file; some files are optional."""
+
+
+class NoRoom(UserError):
+    """The cache has no room for a shard."""
 
 
 class Refused(UserError):
@@ -202,54 +220,133 @@ class Cache:
         else:
             self.root = base / short_hash(f"{Path(run).resolve()} {socket.gethostname()}")
 
-    def make_room(self, size: int, need: int) -> None:
-        """Remove shards until `size` bytes fit, but none that is needed as early as `need`.
+    def make_room(self, path: Path, size: int) -> None:
+        """Remove shards until `size` bytes fit at `path`, but none that is needed as early.
 
-        The caller holds the lock, so that no other process is downloading. Raises `UserError` if
-        the shards that stay leave no room.
+        The caller holds the lock of the cache and of `path`. Raises `NoRoom` if the shards that
+        stay leave no room, `Busy` if only downloads in progress take it.
         """
-        for part in self.root.glob("*/*.part"):  # of a process that was killed
-            part.unlink(missing_ok=True)
+        need = self.needs.get(path, 0)
+        reserved = self.reserved(except_for=path)
         cached = [path for path in self.root.glob("*/*") if path.name.endswith(TOKEN_ENDINGS)]
         cached.sort(key=lambda path: self.needs.get(path, NOT_SOON), reverse=True)
         needed = size + sum(path.stat().st_size for path in cached)
-        for path in cached:
-            if needed <= self.limit or self.needs.get(path, NOT_SOON) <= need:
+        for shard in cached:
+            if needed + reserved <= self.limit or self.needs.get(shard, NOT_SOON) <= need:
                 break
-            needed -= path.stat().st_size
-            path.unlink()
+            needed -= shard.stat().st_size
+            shard.unlink()
         self.check_room(needed)
+        if needed + reserved > self.limit:
+            raise Busy(f"other downloads take the room in {self.root}; raise data.cache_gb")
+
+    def reserved(self, except_for: Path) -> int:
+        """Return the bytes of the downloads in progress; remove what killed processes left."""
+        total = 0
+        for file in self.root.glob(f"*/*{BUSY}"):
+            if file == busy_file(except_for):
+                continue
+            try:
+                with locked_file(file, wait=False):
+                    file.with_suffix(PART).unlink(missing_ok=True)
+            except BlockingIOError:
+                with contextlib.suppress(OSError, ValueError):  # it has just begun or ended
+                    total += int(file.read_text())
+        return total
 
     def check_room(self, needed: int) -> None:
-        """Raise `UserError` if the cache has no room for `needed` bytes."""
-        require(
-            needed <= self.limit,
-            f"data.cache_gb is {self.limit / 1e9:g}, but {needed / 1e9:g} GB are needed at once in "
-            f"{self.root}; set it above that",
-        )
+        """Raise `NoRoom` if the cache has no room for `needed` bytes."""
+        if needed > self.limit:
+            raise NoRoom(
+                f"data.cache_gb is {self.limit / 1e9:g}, but {needed / 1e9:g} GB are needed at "
+                f"once in {self.root}; set it above that"
+            )
 
     def remove(self) -> None:
         """Remove the cache with all files."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+class Download(Generic[T]):
+    """A call in a thread, repeated while it is `Unreachable` and somebody waits.
+
+    `where`: what it fetches, in messages.
+    """
+
+    def __init__(self, call: Callable[[], T], where: str) -> None:
+        self.call = call
+        self.where = where
+        self.until = 0.0  # the last moment at which somebody waits
+        self.done = threading.Event()
+        self.result: T | None = None
+        self.error: Exception | None = None
+        self.problem = "no answer yet"
+        self.thread = threading.Thread(target=self.run, name="download", daemon=True)
+
+    def want(self, seconds: float) -> None:
+        """Go on for `seconds` from now on; start the thread at the first call."""
+        self.until = max(self.until, time.monotonic() + seconds)
+        if self.thread.ident is None:
+            self.thread.start()
+
+    def run(self) -> None:
+        """Call until it succeeds or nobody waits; run by the thread."""
+        pause = PAUSE_SECONDS
+        while True:
+            try:
+                self.result = self.call()
+                break
+            except Unreachable as error:
+                problem = error
+                self.problem = str(error)
+            except Exception as error:  # who waits raises it
+                self.error = error
+                break
+            if time.monotonic() > self.until:
+                break
+            if isinstance(problem, Busy):
+                time.sleep(LOOK_SECONDS)
+            else:  # at random, so that many processes do not come at once
+                time.sleep(min(pause, LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1))
+                pause *= 2
+        self.done.set()
+
+    def wait(self, seconds: float, option: str = "") -> T:
+        """Return the result; raise its error, or `DataError` after `seconds`, set by `option`."""
+        self.want(seconds)
+        if self.done.wait(seconds) and self.error is not None:
+            raise self.error
+        if self.result is None:
+            raise DataError(
+                f"{self.where} could not be fetched within {seconds:g} s{option}: {self.problem}; "
+                "check the network and launch again"
+            )
+        return self.result
+
+
 class RemoteFolder:
     """A data folder behind `url`, whose files appear in `folder`, complete and verified.
 
-    The first `prefetch` starts a thread.
+    `timeout`: the longest wait for a shard, in seconds. The first `prefetch` starts a thread.
     """
 
-    tries = TRIES
-
-    def __init__(self, url: str, cache: Cache) -> None:
-        self.store = Store(url)
+    def __init__(self, url: str, cache: Cache, timeout: float) -> None:
+        # `Download` repeats a request: botocore would do so for up to a minute, without a word
+        is_s3 = url.startswith(("s3://", "s3a://"))
+        self.store = Store(
+            url, {"config_kwargs": {"retries": {"max_attempts": 0}}} if is_s3 else {}
+        )
         self.cache = cache
+        self.timeout = timeout
         last = re.sub(r"[^A-Za-z0-9._-]", "_", self.store.url.rpartition("/")[2])[:80]
         self.shards = cache.root / f"{short_hash(self.store.url)}-{last}"
         self.folder = self.shards  # of small files
         self.infos: dict[str, FileInfo] = {}
         self.current: set[str] = set()  # small files that this process downloaded
         self.wanted: list[str] = []  # shards, in the order of need
+        self.downloads: dict[str, Download[Path]] = {}  # of shards
+        self.starting = threading.Lock()  # held while `downloads` changes
+        self.waiting: Download[Path] | None = None  # that a reader waits for
         self.thread: threading.Thread | None = None
         self.changed = threading.Event()
         self.closed = False
@@ -265,7 +362,7 @@ class RemoteFolder:
 
     def list(self) -> dict[str, FileInfo]:
         """List the files of the folder; raises `UserError` if it cannot be listed."""
-        self.infos.update(self.retry(self.store.list))
+        self.infos.update(self.at_start(self.store.list))
         return self.infos
 
     def path(self, name: str) -> Path:
@@ -289,32 +386,91 @@ class RemoteFolder:
             return self.fetch_shard(name)
         return self.fetch_small_file(name)
 
+    def at_start(self, call: Callable[[], T], name: str = "") -> T:
+        """Return the result of a call that the start of a run waits for."""
+        where = f"{self.store.url}/{name}".rstrip("/")
+        return Download(call, where).wait(min(START_SECONDS, self.timeout))
+
     def fetch_small_file(self, name: str) -> Path:
         """Return the local copy of a file, which is downloaded once per launch."""
         path = self.folder / name
-        if name not in self.current:
-            self.shards.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f".{name}.{os.getpid()}")
-            self.retry(lambda: self.download(name, part), name)
-            part.replace(path)
-            self.current.add(name)
+        if name in self.current:
+            return path
+        self.shards.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{name}.{os.getpid()}")
+
+        def call() -> Path:
+            self.download(name, part)
+            return part.replace(path)
+
+        self.at_start(call, name)
+        self.current.add(name)
         return path
 
-    def fetch_shard(self, name: str, need: int = 0) -> Path:
-        """Return the local copy of a shard. `need`: its place in the order of need."""
+    def fetch_shard(self, name: str) -> Path:
+        """Return the local copy of a shard."""
         if name not in self.infos:
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
         path = self.path(name)
         if path.is_file():
             return path
+        try:
+            return self.wait_for_shard(name)
+        except NoRoom:  # the download began before the shard was needed this soon
+            return self.wait_for_shard(name)
+
+    @property
+    def waits_for(self) -> str:
+        """Return the shard that a reader waits for, and why; "" if it waits for none."""
+        download = self.waiting
+        return f"{download.where} ({download.problem})" if download else ""
+
+    def wait_for_shard(self, name: str) -> Path:
+        """Return the path of a shard when it has been downloaded."""
+        self.waiting = self.start_download(name)
+        try:
+            return self.waiting.wait(self.timeout, " (data.timeout)")
+        finally:
+            self.waiting = None
+
+    def start_download(self, name: str) -> Download[Path]:
+        """Start the download of a shard unless it is in progress."""
+        with self.starting:
+            download = self.downloads.get(name)
+            if download is None or download.done.is_set():
+                where = f"{self.store.url}/{name}"
+                download = Download(partial(self.download_shard, name), where)
+                self.downloads[name] = download
+            download.want(self.timeout)
+        return download
+
+    def download_shard(self, name: str) -> Path:
+        """Download a shard; return its path. Raises `Busy` while another process downloads it."""
+        path = self.path(name)
         self.shards.mkdir(parents=True, exist_ok=True)
-        with locked_file(self.cache.root / ".lock"):
-            if not path.is_file():  # no other process has downloaded it meanwhile
-                self.cache.make_room(self.infos[name].size, need)
-                part = path.with_name(f"{path.name}.part")
-                self.retry(lambda: self.download_verified(name, part), name)
-                part.rename(path)
+        try:
+            with locked_file(busy_file(path), wait=False) as file:
+                if not path.is_file():  # no other process has downloaded it meanwhile
+                    self.download_locked(name, file)
+        except BlockingIOError:
+            raise Busy("another process of the run downloads it") from None
         return path
+
+    def download_locked(self, name: str, file: TextIO) -> None:
+        """Download a shard whose lock this thread holds as `file`."""
+        path = self.path(name)
+        size = self.infos[name].size
+        with locked_file(self.cache.root / ".lock"):
+            self.cache.make_room(path, size)
+            file.truncate(0)
+            file.write(str(size))
+            file.flush()
+        part = path.with_name(f"{path.name}{PART}")
+        try:
+            self.download_verified(name, part)
+            part.rename(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     def download_verified(self, name: str, part: Path) -> None:
         """Download a shard to `part`; raises `Unreachable` if its content is wrong."""
@@ -325,7 +481,6 @@ class RemoteFolder:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         if size != info.size or info.sha256 not in (None, digest):
-            part.unlink()
             raise Unreachable(
                 f"it came with {size} bytes of SHA-256 {digest}, expected {info.size} of "
                 f"{info.sha256}"
@@ -334,21 +489,6 @@ class RemoteFolder:
     def download(self, name: str, target: Path) -> None:
         """Download a file."""
         self.store.download(name, target)
-
-    def retry(self, call: Callable[[], T], name: str = "") -> T:
-        """Return the result of `call`, retried while it is `Unreachable`; then `DataError`."""
-        for number in range(self.tries):
-            try:
-                return call()
-            except Unreachable as error:
-                problem = error
-            if number < self.tries - 1:  # at random, so that many processes do not come at once
-                longest = min(LONGEST_PAUSE_SECONDS, PAUSE_SECONDS * 2.0**number)
-                time.sleep(longest * random.uniform(0.5, 1))
-        raise DataError(
-            f"{self.store.url}/{name} could not be fetched in {self.tries} tries: {problem}; check "
-            "the network and launch again"
-        )
 
     # ----------------------------------------------------------------------- prefetching
 
@@ -376,17 +516,23 @@ class RemoteFolder:
         """Download the wanted shards until closed."""
         while not self.closed:
             self.changed.clear()
-            for place, name in enumerate(self.wanted):
+            for name in self.wanted:
                 if self.changed.is_set():
                     break
-                with contextlib.suppress(UserError, OSError):  # raised when the shard is needed
-                    self.fetch_shard(name, need=place)
+                if not self.path(name).is_file():
+                    # an error is raised when the shard is needed
+                    self.start_download(name).done.wait(self.timeout)
             self.changed.wait()
 
     def close(self) -> None:
-        """End the thread after the shard that it is downloading; the cache stays."""
+        """End the thread; a download in progress ends with the process. The cache stays."""
         self.closed = True
         self.changed.set()
+
+
+def busy_file(path: Path) -> Path:
+    """Return the file that is locked while the shard `path` is being downloaded."""
+    return path.with_name(f"{path.name}{BUSY}")
 
 
 def short_hash(text: str) -> str:

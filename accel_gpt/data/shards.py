@@ -138,6 +138,13 @@ class Split:
                 )
             return tokens
         begin = start * self.dtype.itemsize
+        if self.remote is not None:
+            for number in dict.fromkeys(shard.tolist()):
+                if number in self.opened:
+                    continue
+                self.remote.fetch(self.shards[number].name)  # may wait, so without the lock
+                with self.lock:
+                    self.open(number)
         with self.lock:  # no other thread may close a file that is being read
             for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
                 one = self.shards[number]
@@ -161,7 +168,7 @@ class Split:
     def open(self, number: int) -> None:
         """Open a shard and check its header the first time."""
         shard = self.shards[number]
-        path = self.remote.fetch(shard.name) if self.remote else self.path(number)
+        path = self.path(number)
         has_header = shard.name.endswith(".npy") and shard.offset > 0
         if has_header and number not in self.checked:
             dtype, tokens, _ = npy_header(path)
@@ -171,6 +178,8 @@ class Split:
                     f"{self.dtype}; prepare the data again"
                 )
         self.checked.add(number)
+        if number in self.opened:  # by another thread, meanwhile
+            return
         self.opened[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         open_shards().add(self, number)
 

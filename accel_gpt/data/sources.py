@@ -80,9 +80,9 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
     cache = cache or open_cache(data)
     remote: RemoteFolder
     if is_repository(path):
-        remote = HubFolder(path, cache, (data.commits or {}).get(path))
+        remote = HubFolder(path, cache, data.timeout_seconds, (data.commits or {}).get(path))
     else:
-        remote = RemoteFolder(path, cache)
+        remote = RemoteFolder(path, cache, data.timeout_seconds)
     with contextlib.suppress(Missing):  # shards of another project have no index
         remote.fetch(INDEX)
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -93,7 +93,7 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
 
 def newest_commit(url: str, data: DataConfig) -> str:
     """Return the newest commit of the repository in `url`; if offline, the newest cached commit."""
-    return HubFolder(url, open_cache(data)).commit
+    return HubFolder(url, open_cache(data), data.timeout_seconds).commit
 
 
 def open_data(

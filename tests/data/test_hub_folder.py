@@ -95,9 +95,9 @@ def test_a_wrong_shard_is_fetched_again_and_then_reported(hub: HubServer) -> Non
     name = opened().shards[0].name
     good = hub.files(REPO)[name]
     hub.add(REPO, {name: good[:-1] + b"\xff"})
-    with pytest.raises(DataError, match=rf"{name} could not be fetched in 2 tries: it came"):
-        opened().read(0, 0, 10)
-    assert fetched(hub) == {name: 2}
+    with pytest.raises(DataError, match=rf"{name} could not be .* \(data.timeout\): it came"):
+        opened(timeout="3s").read(0, 0, 10)
+    assert fetched(hub)[name] > 1
     hub.add(REPO, {name: good})
     assert len(opened().read(0, 0, 10)) == 10
 

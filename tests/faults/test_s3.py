@@ -1,0 +1,136 @@
+"""A run that reads its data from S3 stands still for no fault of the server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.launcher import PREEMPTED
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.training.run_folder import checkpoint_steps
+from tests.conftest import text_of
+from tests.helpers.s3 import S3Server, require_s3
+from tests.test_train import records
+
+pytestmark = pytest.mark.slow
+LATER = r"train_00000[1-9]"  # all train shards but the first, which the evaluation reads
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five train shards; the loader reads more than half of one at once."""
+    folder = tmp_path_factory.mktemp("s3")
+    text = folder / "text.txt"
+    text.write_text(text_of(250_000))
+    recipe = PrepareConfig(
+        source="text", path=str(text), tokenizer="bytes", shard_tokens=200_000, workers=1
+    )
+    prepare(recipe, folder / "corpus")
+    return folder / "corpus"
+
+
+@pytest.fixture
+def s3(corpus: Path) -> Iterator[S3Server]:
+    """A server that holds the corpus at s3://bucket/corpus."""
+    require_s3()
+    with S3Server() as server:
+        for file in corpus.iterdir():
+            server.put(f"corpus/{file.name}", file.read_bytes())
+        yield server
+
+
+def arguments(folder: Path, name: str, *options: str) -> list[str]:
+    """Return the arguments of a run of 100 steps through all shards in order."""
+    config = folder / "s3.yaml"
+    config.write_text(
+        f"""
+out_dir: {folder / name}
+data: {{train: "s3://bucket/corpus", shuffle: none}}
+model: {{n_layer: 1, n_head: 2, n_embd: 16, block_size: 256}}
+train: {{tokens_per_step: 8192, micro_batch_size: 16, max_steps: 100, cpu_threads: 1}}
+eval: {{every: 0, tokens: 512}}
+sample: {{every: 0}}
+checkpoint: {{every: 0}}
+log: {{every: 1, trackers: []}}
+"""
+    )
+    return [str(config), *options]
+
+
+def start(s3: S3Server, words: list[str], ranks: int = 1) -> subprocess.Popen[str]:
+    """Start a run as a command."""
+    command = [sys.executable, "-m", "accel_gpt", "train"]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command = [sys.executable, *launcher, "-m", "accel_gpt", "train"]
+    environment = {**os.environ, **s3.environment, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [*command, *words],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait until a condition holds while a process runs."""
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("mode", ["refuse", "cut", "slow", "flip", "hang"])
+def test_a_shard_that_does_not_come_ends_the_run_saved(
+    mode: str, s3: S3Server, tmp_path: Path
+) -> None:
+    s3.fail(mode, LATER, method="GET")  # type: ignore[arg-type]
+    process = start(s3, arguments(tmp_path, "run", "--data.timeout", "5s"))
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 3, said
+    assert "s3://bucket/corpus/train_00000" in said
+    assert "could not be fetched within 5 s (data.timeout)" in said
+    steps = [record["step"] for record in records(tmp_path / "run")]
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [steps[-1]]
+    s3.heal()
+    process = start(s3, arguments(tmp_path, "run"))
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    whole = start(s3, arguments(tmp_path, "whole"))
+    _, said = whole.communicate(timeout=300)
+    assert whole.returncode == 0, said
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_ends_the_wait_and_saves(
+    number: signal.Signals, ranks: int, s3: S3Server, tmp_path: Path
+) -> None:
+    s3.fail("hang", LATER, method="GET")
+    process = start(s3, arguments(tmp_path, "run"), ranks)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), process)
+    time.sleep(2.0)  # so that the run waits, or is about to
+    process.send_signal(number)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == (PREEMPTED if ranks == 1 else process.returncode), said
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [steps[-1]]
+
+
+def test_a_hanging_shard_that_is_not_needed_yet_stops_nothing(s3: S3Server, tmp_path: Path) -> None:
+    """Prefetching the last shard hangs; the run trains on those before it."""
+    last = sorted(name for name in s3.names() if "/train_" in name)[-1]
+    s3.fail("hang", last, method="GET")
+    process = start(s3, arguments(tmp_path, "run", "--data.timeout", "8s"))
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 3, said
+    assert last.rpartition("/")[2] in said.splitlines()[-1]

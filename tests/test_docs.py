@@ -37,8 +37,6 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import leaves
 from accel_gpt.console import format_hours
-from accel_gpt.data.hub_folder import HubFolder
-from accel_gpt.data.remote import TRIES
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.own_code import ARGUMENTS, load_own_code
@@ -263,7 +261,6 @@ def test_numbers_in_the_docs_are_those_of_the_code() -> None:
     assert pinned
     memory, time = estimate("accel-gpt plan gpt2_124m --gpu h100").split(" GB of 80, ")
     for page, sentence in (
-        ("explanation/data-order", f"{TRIES} attempts (`hf://`: {HubFolder.tries},"),
         ("get-started/install", f"`pip install {pinned[0]} --index-url URL`"),
         ("get-started/first-gpu-run", f"| memory | {float(memory):.0f} GB, micro-batch of 32 |"),
         ("get-started/first-gpu-run", f"| time, at an assumed MFU of 40 % | {time} |"),

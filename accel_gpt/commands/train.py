@@ -25,7 +25,7 @@ from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
-from accel_gpt.publish.copies import restore_newest_copy
+from accel_gpt.publish.copies import open_copies
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.train import train
 from accel_gpt.training.process import keep_freed_memory
@@ -58,11 +58,12 @@ def train_config(config: Config, source: str) -> int:
     with open_launch(config) as launch:
         on_main(lambda: note_source(config, source))
         ensure_data(config)
+        owner = None
         url = config.checkpoint.copy_to
         if url:
             folder = Path(config.out_dir)
             resume = config.checkpoint.resume
-            on_main(lambda: restore_newest_copy(url, folder, resume, launch.log))
+            owner = on_main(lambda: open_copies(url, folder, resume, launch.log))
         with contextlib.ExitStack() as closed:
             uploader = None
             if is_main():
@@ -70,6 +71,7 @@ def train_config(config: Config, source: str) -> int:
                     checkpoint=config.checkpoint,
                     hub=config.hub,
                     run=Path(config.out_dir),
+                    owner=owner,
                     final_step=lambda: RunFolder(config.out_dir).max_steps,
                     log=launch.log,
                 )

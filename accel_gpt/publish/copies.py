@@ -1,5 +1,6 @@
 """Copy checkpoints to another disk, an fsspec URL or the Hub, and restore them from there.
 
+    {checkpoint.copy_to}/owner.json     the run that the copies belong to, and its last launch
     {checkpoint.copy_to}/step_00001000/
         model.safetensors, ...      the files of a checkpoint
         run.zip                     the records of the run: metrics, launches, samples, its name
@@ -10,37 +11,63 @@ a manifest is incomplete and is never used. On the Hub, each copy is one commit.
 """
 
 import contextlib
+import os
 import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import fault_point, sha256, sync, write_file
+from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
+from accel_gpt.json_files import Count
 from accel_gpt.training.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
-from accel_gpt.training.run_folder import SAMPLES, TRACKER_RUN, RunFolder, step_name, steps_in
+from accel_gpt.training.run_folder import (
+    RUN_NAME,
+    SAMPLES,
+    RunFolder,
+    run_name,
+    step_name,
+    steps_in,
+)
 from accel_gpt.training.state import FORMAT
 
 MANIFEST = "manifest.json"
 RECORDS = "run.zip"
-RECORD_FILES = ("run.json", "metrics.jsonl", "metrics.csv", TRACKER_RUN)
+RECORD_FILES = ("run.json", "metrics.jsonl", "metrics.csv", RUN_NAME)
+OWNER = "owner.json"
 
 
-def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, if_missing: bool = False) -> None:
+@dataclass(frozen=True)
+class Owner:
+    """The launch that writes the copies: the content of owner.json."""
+
+    run: str
+    """Its `run_name`."""
+    out_dir: str
+    host: str
+    launch: Count
+    """Counts the launches that have used the place."""
+
+
+def copy_checkpoint(
+    checkpoint: Path, url: str, keep_last: int, owner: Mapping[str, Any], if_missing: bool = False
+) -> None:
     """Copy a checkpoint, then keep only it and the copies before it, at most `keep_last` in all.
 
-    `if_missing`: do nothing if this step or a later one has a complete copy. Raises `UserError` if
-    the store cannot be written.
+    `owner`: the fields of `Owner`. `if_missing`: do nothing if this step or a later one has a
+    complete copy. Raises `UserError` if the store cannot be written, or if another launch owns it.
     """
     try:
         store = CopyStore(url)
-        store.create_repository()
+        store.claim(Owner(**owner))
         step = int(checkpoint.name.removeprefix("step_"))
         copied = store.steps()
         if if_missing and any(store.is_complete(other) for other in copied if other >= step):
@@ -52,12 +79,12 @@ def copy_checkpoint(checkpoint: Path, url: str, keep_last: int, if_missing: bool
         raise UserError(reason(error)) from None
 
 
-def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
-    """Download the newest intact copy at `url` for a run that has no checkpoint.
+def open_copies(url: str, out_dir: Path, resume: str, log: Callable[[str], None]) -> Owner:
+    """Let the run in `out_dir` use the copies at `url`; return the launch that owns them now.
 
-    `resume`: checkpoint.resume. Raises `UserError` if the store cannot be opened or read, if it
-    is a file or lies in `out_dir`, or if it holds copies and `resume` is never. Raises
-    `CheckpointError` if all copies are damaged. An object that cannot be read now is not damaged.
+    Raises `UserError` if they belong to another run: to one that is training, or to any if this
+    run has checkpoints. A run without checkpoints takes the place of a run without copies.
+    Otherwise as `restore_newest_copy`.
     """
     store = CopyStore(url)
     require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
@@ -65,8 +92,48 @@ def restore_newest_copy(url: str, out_dir: Path, resume: str, log: Callable[[str
         "://" in url or not Path(url).resolve().is_relative_to(out_dir.resolve()),
         f"checkpoint.copy_to {url} lies in out_dir {out_dir}; set a folder elsewhere",
     )
-    if RunFolder(out_dir).checkpoints:
-        return
+    try:
+        before = store.read_owner()
+    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
+        raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
+    if before and is_training(before, out_dir):
+        raise store.owned_by(before)
+    if not RunFolder(out_dir).checkpoints:
+        restore_newest_copy(store, out_dir, resume, log)
+    owner = Owner(
+        run=run_name(out_dir),
+        out_dir=str(out_dir.resolve()),
+        host=os.uname().nodename,
+        launch=before.launch + 1 if before else 1,
+    )
+    if before and before.run != owner.run and RunFolder(out_dir).checkpoints:
+        raise store.owned_by(before)
+    try:
+        store.claim(owner)
+    except UserError:
+        raise
+    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
+        log(f"WARNING: checkpoint.copy_to {url} cannot be written: {reason(error)}")
+    return owner
+
+
+def is_training(owner: Owner, out_dir: Path) -> bool:
+    """Return whether the launch that owns copies trains in another folder, if it can be seen."""
+    folder = Path(owner.out_dir)
+    run = RunFolder(folder)
+    return folder != out_dir.resolve() and run.stored_name == owner.run and run.in_use
+
+
+def restore_newest_copy(
+    store: "CopyStore", out_dir: Path, resume: str, log: Callable[[str], None]
+) -> None:
+    """Download the newest intact copy for a run that has no checkpoint.
+
+    `resume`: checkpoint.resume. Raises `UserError` if the store cannot be opened or read, if it
+    is a file or lies in `out_dir`, or if it holds copies and `resume` is never. Raises
+    `CheckpointError` if all copies are damaged. An object that cannot be read now is not damaged.
+    """
+    url = store.given_url
     try:
         steps = store.steps()
         wanted = [] if resume == "never" else steps
@@ -110,7 +177,7 @@ def pack_records(run: Path, file: Path) -> None:
     names = [*RECORD_FILES, *(f"samples/{path.name}" for path in RunFolder(run).samples.values())]
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as records:
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a run without trackers has no name there
+            with contextlib.suppress(FileNotFoundError):  # a user may have removed one
                 records.writestr(name, (run / name).read_bytes())
 
 
@@ -142,6 +209,7 @@ class CopyStore:
         options = unchecked if url.startswith(("s3://", "s3a://")) else {}
         store = Store(url if "://" in url else str(Path(url).resolve()), options)
         system, root = store.system
+        self.given_url = url
         self.url = store.url
         self.system = system  # of fsspec
         self.root = root.rstrip("/")
@@ -151,6 +219,53 @@ class CopyStore:
     def path(self, step: int, file: str = "") -> str:
         """Return the path of a copy, or of a file in it."""
         return f"{self.root}/{step_name(step)}/{file}".rstrip("/")
+
+    def read_owner(self) -> Owner | None:
+        """Read who owns the copies; None if nobody does, or if the file is damaged."""
+        self.system.invalidate_cache()
+        try:
+            return msgspec.json.decode(self.system.cat_file(f"{self.root}/{OWNER}"), type=Owner)
+        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+            return None
+
+    def claim(self, owner: Owner) -> None:
+        """Make a launch the owner of the copies.
+
+        Raises `UserError` if a later launch owns them, or another one that began at the same time.
+        """
+        self.create_repository()
+        before = self.read_owner()
+        if before is None or before.launch < owner.launch:
+            with contextlib.suppress(FileExistsError):  # another launch was faster
+                self.write_owner(owner, is_first=before is None)
+        now = self.read_owner()
+        if now and now != owner:
+            raise self.owned_by(now)
+
+    def write_owner(self, owner: Owner, is_first: bool) -> None:
+        """Write `owner.json`; if it is the first, raise `FileExistsError` if there is one.
+
+        Some stores overwrite it then.
+        """
+        content = strict_json(asdict(owner), indent=1).encode()
+        if self.on_hub:
+            self.commit(f"launch {owner.launch}: {owner.run}", {OWNER: content}, obsolete=[])
+            return
+        self.system.makedirs(self.root, exist_ok=True)
+        path = f"{self.root}/{OWNER}"
+        if is_first:
+            with contextlib.suppress(NotImplementedError, ValueError):
+                with self.system.open(path, "xb") as file:
+                    file.write(content)
+                return
+        self.system.pipe_file(path, content)
+
+    def owned_by(self, owner: Owner) -> UserError:
+        """Return the error for a run that may not use the copies."""
+        return UserError(
+            f"checkpoint.copy_to {self.given_url} belongs to run {owner.run} of out_dir "
+            f"{owner.out_dir} on {owner.host}; set another checkpoint.copy_to"
+        )
 
     def steps(self) -> list[int]:
         """Return the steps of all copies, complete or not, ascending."""
@@ -177,7 +292,8 @@ class CopyStore:
             files[RECORDS] = records
             files[MANIFEST] = Path(temporary, MANIFEST)
             if self.on_hub:
-                self.commit(checkpoint.name, files, obsolete)
+                named = {f"{checkpoint.name}/{name}": path for name, path in files.items()}
+                self.commit(checkpoint.name, named, obsolete)
             else:
                 self.put(checkpoint.name, files, obsolete)
 
@@ -261,22 +377,24 @@ class CopyStore:
         repo = f"{owner}/{name.partition('@')[0]}"
         HfApi().create_repo(repo, repo_type=repo_type, private=True, exist_ok=True)
 
-    def commit(self, copy: str, files: Mapping[str, Path], obsolete: Sequence[int]) -> None:
-        """Add the files of a copy and remove the copies of the `obsolete` steps in one commit."""
+    def commit(
+        self, title: str, files: Mapping[str, Path | bytes], obsolete: Sequence[int]
+    ) -> None:
+        """Add files and remove the copies of the `obsolete` steps in one commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         target = self.system.resolve_path(self.root)
         folder = f"{target.path_in_repo}/" if target.path_in_repo else ""
         operations: list[Any] = []
-        for name, path in files.items():
-            operations.append(CommitOperationAdd(f"{folder}{copy}/{name}", path))
+        for name, content in files.items():
+            operations.append(CommitOperationAdd(f"{folder}{name}", content))
         for step in obsolete:
             removed = f"{folder}{step_name(step)}/"
             operations.append(CommitOperationDelete(removed, is_folder=True))
         HfApi().create_commit(
             repo_id=target.repo_id,
             operations=operations,
-            commit_message=copy,
+            commit_message=title,
             repo_type=target.repo_type,
             revision=target.revision,
         )

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from accel_gpt.children import child_error, launch_child
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.files import link_tree
 from accel_gpt.launcher import STOP_WITH_PARENT
+from accel_gpt.publish.copies import Owner
 from accel_gpt.training.run_folder import RunFolder
 
 PREEMPTED_SECONDS = 60.0  # for a copy if the machine is about to be taken away; assumption
@@ -47,10 +48,12 @@ class Target:
     by_hand: str = ""  # the command that uploads what is left
 
 
-def targets_of(checkpoint: CheckpointConfig, hub: HubConfig, run: Path) -> list[Target]:
+def targets_of(
+    checkpoint: CheckpointConfig, hub: HubConfig, run: Path, owner: Owner | None
+) -> list[Target]:
     """Return the targets of the run in `run`; copies come first, since they save work."""
     targets = []
-    if checkpoint.copy_to:
+    if checkpoint.copy_to and owner:
         targets.append(
             Target(
                 kind="copy",
@@ -58,6 +61,7 @@ def targets_of(checkpoint: CheckpointConfig, hub: HubConfig, run: Path) -> list[
                 settings={
                     "url": checkpoint.copy_to,
                     "keep_last": checkpoint.keep_last,
+                    "owner": asdict(owner),
                 },
                 priority="low",
             )
@@ -83,14 +87,16 @@ def open_uploader(
     checkpoint: CheckpointConfig,
     hub: HubConfig,
     run: Path,
+    owner: Owner | None,
     final_step: Callable[[], int | None],
     log: Callable[[str], None],
 ) -> "Uploader | None":
     """Start the uploader of the run in `run`, on rank 0; None if it uploads nothing.
 
-    `final_step` returns the step that `hub.push: end` uploads.
+    `owner`: of `checkpoint.copy_to`, as `open_copies` returns it. `final_step` returns the step
+    that `hub.push: end` uploads.
     """
-    targets = targets_of(checkpoint, hub, run)
+    targets = targets_of(checkpoint, hub, run, owner)
     if not targets:
         return None
     push_all = hub.push == "every_checkpoint"

@@ -10,7 +10,7 @@
     .uploading/         links to the checkpoint being uploaded; see `publish/uploader.py`
     data_files.json     size and times of each local data file
     best                the step of the best checkpoint
-    tracker_run         the name of the run in the trackers, see `trackers.py`
+    run_name            the name of the run in its trackers and copies, see `run_name`
     .lock               locked while a process works in the folder
 
 Skips files and records that are missing, incomplete or malformed. Needs no torch.
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,13 @@ from typing import Any, TextIO
 from accel_gpt.config.values import relocate, to_flat
 from accel_gpt.console import MACHINE_ERRORS
 from accel_gpt.errors import AccelGPTError, BusyError, UserError
-from accel_gpt.files import is_at, is_locked, load_yaml, locked_file
+from accel_gpt.files import (
+    is_at,
+    is_locked,
+    load_yaml,
+    locked_file,
+    write_file,
+)
 from accel_gpt.json_files import load_json_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
@@ -41,7 +48,7 @@ CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` ret
 RUN_MARKS = ("checkpoints", "run.json", "metrics.jsonl", "manifest.json", "config.json")
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 CODE = "code.py"
-TRACKER_RUN = "tracker_run"  # with metrics.jsonl, all that the trackers need at a resume
+RUN_NAME = "run_name"
 BLOCK_BYTES = 2**16  # read at once from the end of a file; a record takes about 500 bytes
 
 
@@ -172,10 +179,31 @@ class RunFolder:
             return ""
 
     @property
+    def stored_name(self) -> str:
+        """Read the name of the run, see `run_name`; "" if it has none yet."""
+        try:
+            return (self.path / RUN_NAME).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+    @property
     def checkpoints(self) -> dict[int, Path]:
         """Return the checkpoint folders by step, ascending, not verified."""
         root = self.path / "checkpoints"
         return {step: root / step_name(step) for step in checkpoint_steps(root)}
+
+
+def run_name(out_dir: Path) -> str:
+    """Return the name of a run; choose it at the first call.
+
+    Trackers and copies know a run by it. It stays if the run is moved, or restored from a copy.
+    """
+    name = RunFolder(out_dir).stored_name
+    if not name:
+        folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
+        name = f"{folder}-{secrets.token_hex(4)}"
+        write_file(out_dir / RUN_NAME, [f"{name}\n".encode()])
+    return name
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,12 @@ that it had, and reads what it holds. Steps after the one to resume from are dro
 can drop steps, and are not logged again where it cannot. What it lacks is logged from these files.
 So each tracker shows each step once.
 
-The file `tracker_run` in the run's folder stores the name of the run in all trackers.
+All trackers know a run by its `run_name`.
 """
 
 import contextlib
 import json
 import os
-import re
-import secrets
 import sqlite3
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +21,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from accel_gpt.errors import UserError
-from accel_gpt.files import write_file
 from accel_gpt.training.event_file import EventFile, logged_values
-from accel_gpt.training.run_folder import TRACKER_RUN, RunFolder, number
+from accel_gpt.training.run_folder import RunFolder, number, run_name
 
 PROJECT = "accel_gpt"
-MLFLOW_TAG = "accel_gpt.run"  # of a run in MLflow; its value is the name in `tracker_run`
+MLFLOW_TAG = "accel_gpt.run"  # of a run in MLflow; its value is the `run_name`
 OF_EACH_RECORD = ("step", "tokens", "time")  # keys of metrics.jsonl that trackers do not get
 # the log of a run in wandb consists of blocks, as the log of LevelDB; a block holds pieces of
 # records, each behind a checksum (4 bytes), its size (2 bytes) and its kind
@@ -156,15 +153,6 @@ def init_options(names: Sequence[str], out_dir: Path) -> dict[str, dict[str, Any
     if "mlflow" in names:
         options["mlflow"] = {"run_name": name, "run_id": mlflow_run_id(name)}
     return options
-
-
-def run_name(out_dir: Path) -> str:
-    """Return the name of the run in all trackers; choose it at the first launch."""
-    path = out_dir / TRACKER_RUN
-    if not path.is_file():
-        folder = re.sub(r"[^\w.-]+", "-", out_dir.resolve().name)
-        write_file(path, [f"{folder}-{secrets.token_hex(4)}\n".encode()])
-    return path.read_text(encoding="utf-8").strip()
 
 
 def mlflow_run_id(name: str) -> str | None:

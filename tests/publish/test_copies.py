@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +16,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.files import sha256
+from accel_gpt.publish.copies import open_copies
 from accel_gpt.publish.uploader import Uploader, open_uploader
 from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.training.run_folder import RunFolder, locked
 from accel_gpt.training.state import FORMAT
 from tests.conftest import launch
 from tests.faults.launches import until
@@ -51,7 +53,7 @@ def steps(place: str) -> list[str]:
     system, root = fsspec.url_to_fs(place)
     system.invalidate_cache()
     names = sorted(Path(name).name for name in system.ls(root, detail=False))
-    return [name for name in names if name != ".gitattributes"]
+    return [name for name in names if name not in (".gitattributes", "owner.json")]
 
 
 @pytest.mark.usefixtures("uploads_here")
@@ -64,6 +66,7 @@ def test_a_lost_run_goes_on_from_the_copy(
     assert launch(own) == 75
     assert steps(place) == ["step_00000006"]  # keep_last is 1; the signal saved this one
     before = RunFolder(tmp_path / "run")
+    before_name = before.stored_name
     kept, samples = list(before.records()), before.samples
     texts = [before.sample_texts(step) for step in samples]
     shutil.rmtree(tmp_path / "run")
@@ -74,6 +77,7 @@ def test_a_lost_run_goes_on_from_the_copy(
     assert [record["step"] for record in restored.csv_records()] == [str(n) for n in range(1, 13)]
     assert [restored.sample_texts(step) for step in samples] == texts
     assert len(texts) > 0
+    assert restored.stored_name == before_name
     assert [start["step"] for start in restored.launches] == [0, 6]
     assert not list((tmp_path / "run" / "checkpoints").glob("*/run.zip"))
     assert steps(place) == ["step_00000012"]
@@ -122,10 +126,15 @@ def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
         assert launch(own) == 0
         files = hub.files("tester/backup")
         assert hub.repos["tester/backup"].private
+        files.pop("runs/a/owner.json")
         assert {str(Path(name).parent) for name in files} == {"runs/a/step_00000012"}
         commits = hub.commits("tester/backup")
     assert commits[0] == "step_00000012"
-    assert commits[-2:] == ["step_00000004", "initial commit"]
+    assert [title.partition(":")[0] for title in commits[-3:]] == [
+        "step_00000004",
+        "launch 1",
+        "initial commit",
+    ]
     assert len(set(commits)) == len(commits)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000012"
     for name in read_manifest(checkpoint):
@@ -162,7 +171,7 @@ def test_a_copy_that_is_killed_is_no_copy(
     assert launch(own) == 0
     said = capsys.readouterr().err
     assert f"WARNING: upload of step 12 to {place} failed: exit code -9" in said
-    assert list(place.iterdir())
+    assert list(place.glob("step_*"))
     assert not list(place.glob("*/manifest.json"))
     assert not (tmp_path / "run" / ".uploading").exists()
 
@@ -186,7 +195,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     assert "downloaded step 4 from" in said
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     verify_checkpoint(place / "step_00000012")
-    for checkpoint in place.iterdir():
+    for checkpoint in place.glob("step_*"):
         file = checkpoint / "optimizer.bin"
         file.write_bytes(file.read_bytes()[:-9])
     shutil.rmtree(tmp_path / "run")
@@ -253,16 +262,89 @@ def test_a_copy_that_s3_refuses_now_is_not_passed_over(
     assert not RunFolder(tmp_path / "run").checkpoints
 
 
-def open_copies(tmp_path: Path, place: str) -> Uploader:
+@pytest.mark.usefixtures("uploads_here")
+def test_a_second_run_with_the_same_copies_is_refused(
+    place: str, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But the same run goes on from another folder, or restored into an empty one."""
+    copied = ("--checkpoint.copy_to", place, "--checkpoint.keep_last", "1")
+    first, second, third = tmp_path / "run", tmp_path / "second", tmp_path / "third"
+    assert launch(small_run(*copied, "--train.stop_at", "4")) == 0
+    name = RunFolder(first).stored_name
+    assert launch(small_run("--out_dir", str(second), "--train.stop_at", "2")) == 0
+    told = f"error: checkpoint.copy_to {place} belongs to run {name} of out_dir {first} on "
+    before = records(second)
+    capsys.readouterr()
+    assert launch(small_run("--out_dir", str(second), *copied)) == 2
+    assert told in capsys.readouterr().err
+    assert records(second) == before
+    with locked(first):  # a launch trains there
+        assert launch(small_run("--out_dir", str(third), *copied)) == 2
+    assert told in capsys.readouterr().err
+    assert not RunFolder(third).launches
+    first.rename(tmp_path / "moved")
+    assert (
+        launch(small_run("--out_dir", str(tmp_path / "moved"), *copied, "--train.stop_at", "6"))
+        == 0
+    )
+    assert launch(small_run("--out_dir", str(third), *copied)) == 0
+    assert RunFolder(third).stored_name == name
+    assert [record["step"] for record in records(third)] == list(range(1, 13))
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_launch_whose_run_went_on_elsewhere_copies_no_more(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its machine may have looked lost. It must not replace the copies of the later launch."""
+    old = start_uploads(tmp_path / "run", place)
+    new = start_uploads(tmp_path / "new", place)
+    for copies, step in ((new, 4), (old, 2)):
+        copies.on_checkpoint(saved(copies.folder.parent, step))
+        copies.finish(lambda: False)
+    assert steps(place) == ["step_00000004"]
+    said = capsys.readouterr()
+    assert f"WARNING: upload of step 2 to {place} failed: " in said.out
+    assert f"error: checkpoint.copy_to {place} belongs to run new-" in said.err
+
+
+@pytest.mark.slow
+def test_of_two_runs_that_start_at_once_one_trains(
+    bucket: S3Server, small_run: Arguments, tmp_path: Path
+) -> None:
+    """On S3, in real processes. The other one makes no step."""
+    asked = small_run(*EVERY, *S3_COPIES)
+    runs = [tmp_path / "a", tmp_path / "b"]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "accel_gpt", "train", *asked, "--out_dir", str(run)],
+            env={**PLAIN, **bucket.environment},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for run in runs
+    ]
+    said = [child.communicate(timeout=120)[1] for child in children]
+    codes = [child.returncode for child in children]
+    assert sorted(codes) == [0, 2]
+    loser = codes.index(2)
+    assert "error: checkpoint.copy_to s3://bucket/run belongs to run " in said[loser]
+    assert not RunFolder(runs[loser]).launches
+    assert "uploaded step 12" in said[1 - loser]
+
+
+def start_uploads(run: Path, place: str) -> Uploader:
+    run.mkdir(exist_ok=True)
     kept = CheckpointConfig(copy_to=place, keep_last=2)
-    copies = open_uploader(kept, HubConfig(), tmp_path / "run", lambda: 9, print)
+    owner = open_copies(place, run, "auto", print)
+    copies = open_uploader(kept, HubConfig(), run, owner, lambda: 9, print)
     assert copies
     return copies
 
 
-def saved(tmp_path: Path, step: int) -> Path:
+def saved(run: Path, step: int) -> Path:
     """Write a folder like the checkpoint of a step."""
-    checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:08d}"
+    checkpoint = run / "checkpoints" / f"step_{step:08d}"
     checkpoint.mkdir(parents=True, exist_ok=True)
     names = ["model.json", "model.safetensors", "tokenizer.json", "trainer_state.json"]
     files = {}
@@ -277,9 +359,9 @@ def saved(tmp_path: Path, step: int) -> Path:
 @pytest.mark.usefixtures("uploads_here")
 def test_the_newest_copies_are_kept_and_none_of_later_steps(place: str, tmp_path: Path) -> None:
     """A run that lost its newest checkpoints makes their steps again."""
-    copies = open_copies(tmp_path, place)
+    copies = start_uploads(tmp_path / "run", place)
     for step, expected in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (2, [2]), (4, [2, 4])):
-        copies.on_checkpoint(saved(tmp_path, step))
+        copies.on_checkpoint(saved(tmp_path / "run", step))
         until(lambda: not copies.missing)
         assert [int(name[5:]) for name in steps(place)] == expected
     copies.finish(lambda: False)
@@ -302,12 +384,12 @@ def test_the_newest_checkpoint_wins_while_an_upload_runs(
             copied.append(Path(target).parent.name)
 
     monkeypatch.setattr(LocalFileSystem, "put_file", slow)
-    copies = open_copies(tmp_path, str(tmp_path / "other"))
+    copies = start_uploads(tmp_path / "run", str(tmp_path / "other"))
     for step in (1, 2, 3):
-        copies.on_checkpoint(saved(tmp_path, step))
+        copies.on_checkpoint(saved(tmp_path / "run", step))
         assert started.wait(60)
     for step in (1, 2):
-        shutil.rmtree(saved(tmp_path, step))
+        shutil.rmtree(saved(tmp_path / "run", step))
     ready.set()
     assert not copies.finish(lambda: False)
     assert copied == ["step_00000001", "step_00000003"]

@@ -52,7 +52,7 @@ sys.exit(run_main(main, sys.argv[1:]))
 
 
 def run_name(run: Path) -> str:
-    return (run / "tracker_run").read_text().strip()
+    return (run / "run_name").read_text().strip()
 
 
 def shown_by_tensorboard(run: Path) -> Rows:

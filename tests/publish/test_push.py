@@ -148,7 +148,7 @@ def test_a_hub_out_of_reach_and_a_damaged_checkpoint(
     assert "cannot be written: the Hub cannot be reached" in capsys.readouterr().err
     (run / "checkpoints" / "step_00000008" / "model.safetensors").write_bytes(b"half")
     assert push(run) == 4
-    assert "model.safetensors has 4 bytes" in capsys.readouterr().err
+    assert "model.safetensors was altered: it has 4 bytes" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- while training

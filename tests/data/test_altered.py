@@ -112,17 +112,18 @@ def test_a_shard_that_was_only_touched_goes_on_and_is_not_hashed_again(
 # a --code file that alters a data file when step 6 of 12 begins; checkpoints are due at 4 and 8
 WHILE_TRAINING = """
 import os, shutil
+from pathlib import Path
 def lr(step, config, plan):
     path = {path!r}
     if step == 6 and not os.path.exists(path + "done"):
         before = os.stat(path)
-        open(path + "done", "w").close()
+        Path(path + "done").touch()
         {change}
     return 1e-2
 """
-OVERWRITE = """content = bytearray(open(path, "rb").read())
+OVERWRITE = """content = bytearray(Path(path).read_bytes())
         content[5000:5200] = bytes(200)
-        open({to}, "wb").write(content)
+        Path({to}).write_bytes(content)
         """
 ALTERED = {
     "in place": OVERWRITE.format(to="path"),

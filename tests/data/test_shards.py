@@ -74,6 +74,7 @@ def test_open_files_are_limited_and_closed_with_the_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "OPEN_FILES", 64)
+    shards.open_shards.cache_clear()  # of the splits of other tests
     write(tmp_path, [[i] for i in range(100)], 1)
     split = open_split(tmp_path, "train")
     gc.collect()

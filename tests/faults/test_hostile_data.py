@@ -114,5 +114,5 @@ def test_a_linked_shard_is_read_as_numbers_and_must_be_what_the_index_says(
     assert open_data(str(corpus), "train", DataConfig())[0].read(0, 0, 10).tolist() == expected
     file.unlink()
     file.symlink_to("/etc/hostname")
-    with pytest.raises(DataError, match=r"train_000000\.npy has"):
+    with pytest.raises(DataError, match=r"train_000000\.npy was altered: it has"):
         open_data(str(corpus), "train", DataConfig())

@@ -26,7 +26,8 @@ calls = []
 
 
 def loss(model, tokens, targets, documents):
-    calls.append(1)
+    if model.training:  # not in the check before the first step
+        calls.append(1)
     loss = model(tokens, targets, documents=documents)
     return loss * float("nan") if len(calls) == 3 else loss
 """

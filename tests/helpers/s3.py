@@ -36,6 +36,8 @@ SLOW_PIECE_BYTES = 200
 SLOW_PIECE_SECONDS = 0.1
 NOT_FORWARDED = ("connection", "transfer-encoding", "server", "date")
 REFUSALS = {403: "AccessDenied", 404: "NoSuchKey", 503: "SlowDown", 507: "StorageFull"}
+# moto lets nobody without a signature remove an object; it does not check one
+SIGNED = "AWS4-HMAC-SHA256 Credential=tester/20260101/us-east-1/s3/aws4_request"
 Mode = Literal["refuse", "cut", "slow", "flip", "hang"]
 
 
@@ -157,7 +159,7 @@ class S3Server:
         """Send a request to moto itself; return the body of its answer."""
         connection = http.client.HTTPConnection(HOST, self.moto_port, timeout=60)
         with contextlib.closing(connection):
-            connection.request(method, path, body)
+            connection.request(method, path, body, {"Authorization": SIGNED})
             answer = connection.getresponse()
             content = answer.read()
         if answer.status >= 300:

@@ -76,7 +76,7 @@ def test_the_command_prints_the_metrics_of_tasks(
     assert run_here(cli.dispatch, [*command, "local_piqa,local_lambada"]) == 2
     assert "repeat --tasks for several tasks" in capfd.readouterr().err
     assert run_here(cli.dispatch, [*command, "local_piga"]) == 2
-    assert "error: unknown task 'local_piga'; did you mean local_piqa?" in capfd.readouterr().err
+    assert "error: unknown task 'local_piga'; did you mean local_piqa" in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------- mistakes

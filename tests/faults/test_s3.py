@@ -122,8 +122,7 @@ def test_a_shard_that_does_not_come_ends_the_run_saved(
     assert trained(tmp_path / "run") == trained(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_ends_the_wait_and_saves(
     number: signal.Signals, ranks: int, s3: S3Server, tmp_path: Path
 ) -> None:

@@ -140,11 +140,8 @@ class Split:
         begin = start * self.dtype.itemsize
         if self.remote is not None:
             for number in dict.fromkeys(shard.tolist()):
-                if number in self.opened:
-                    continue
-                self.remote.fetch(self.shards[number].name)  # may wait, so without the lock
-                with self.lock:
-                    self.open(number)
+                if number not in self.opened:
+                    self.fetch_and_open(number, self.remote)
         with self.lock:  # no other thread may close a file that is being read
             for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
                 one = self.shards[number]
@@ -164,6 +161,21 @@ class Split:
                         "launch again"
                     )
         return tokens
+
+    def fetch_and_open(self, number: int, remote: RemoteFolder) -> None:
+        """Download a shard and open it; again if another process removes it from the cache first.
+
+        The lock is free during the download, which may wait.
+        """
+        while True:
+            path = remote.fetch(self.shards[number].name)
+            with self.lock:
+                try:
+                    self.open(number)
+                    return
+                except (DataError, OSError):
+                    if path.exists():
+                        raise
 
     def open(self, number: int) -> None:
         """Open a shard and check its header the first time."""

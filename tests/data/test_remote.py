@@ -416,6 +416,25 @@ def test_data_of_a_url_equal_the_local_ones(served: Server, corpus: Path, tmp_pa
     assert fetched.fingerprint == tokenizer.fingerprint
 
 
+def test_a_shard_that_another_process_removes_before_it_is_opened_is_fetched_again(
+    served: Server, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, _ = open_data(served.url, "train", DataConfig(cache_dir=str(tmp_path / "cache")))
+    local, _ = open_data(str(corpus), "train", DataConfig())
+    fetch, removed = RemoteFolder.fetch, set()
+
+    def remove_once(folder: RemoteFolder, name: str) -> Path:
+        path = fetch(folder, name)
+        if name not in removed:
+            removed.add(name)
+            path.unlink()
+        return path
+
+    monkeypatch.setattr(RemoteFolder, "fetch", remove_once)
+    assert ends(split) == ends(local)
+    assert len(removed) == len(split.shards)
+
+
 @pytest.fixture
 def many(server: Server, tmp_path: Path) -> Callable[..., Config]:
     """The config of data behind the server: thirty-two shards of 500 tokens at most."""

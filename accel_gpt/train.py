@@ -389,6 +389,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
         if not told and time.monotonic() - began > TELL_SECONDS and run.corpus.waits_for:
             run.reporter.log(f"WARNING: waiting for {run.corpus.waits_for}")
             told = True
+        run.reporter.heartbeat()  # data.timeout limits the wait, not train.step_timeout
         time.sleep(LOOK_SECONDS)
 
 

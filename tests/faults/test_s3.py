@@ -108,11 +108,12 @@ def test_a_shard_that_does_not_come_ends_the_run_saved(
     mode: Mode, s3: S3Server, whole: Path, tmp_path: Path
 ) -> None:
     s3.fail(mode, LATER, method="GET")
-    process = start(s3, arguments(tmp_path, "run", "--data.timeout", "5s"))
+    words = arguments(tmp_path, "run", "--data.timeout", "12s", "--train.step_timeout", "6s")
+    process = start(s3, words)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 3, said
     assert "s3://bucket/corpus/train_00000" in said
-    assert "could not be fetched within 5 s (data.timeout)" in said
+    assert "could not be fetched within 12 s (data.timeout)" in said
     steps = [record["step"] for record in records(tmp_path / "run")]
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [steps[-1]]
     s3.heal()

@@ -229,10 +229,13 @@ class Remote:
             for file in os.scandir(self.source)
         }
 
+    def path(self, name: str) -> Path:
+        return self.here / name
+
     def fetch(self, name: str) -> Path:
         self.fetched.append(name)
-        (self.here / name).write_bytes((self.source / name).read_bytes())
-        return self.here / name
+        self.path(name).write_bytes((self.source / name).read_bytes())
+        return self.path(name)
 
     def open(self, split: str, tokenizer: str | None = None) -> Split:
         return open_foreign(DataFolder(self.here, self), split, tokenizer)[0]  # type: ignore[arg-type]

@@ -122,19 +122,25 @@ class Training:
 # --------------------------------------------------------------------------- start
 
 
+def nothing_to_start() -> None:
+    """Do nothing: the `on_start` of ranks and runs that upload nothing."""
+
+
 def train(
     config: Config,
     launch: Launch,
     rehearse: Rehearse,
     initialize: Callable[[LanguageModel], None] = draw_weights,
+    on_start: Callable[[], None] = nothing_to_start,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> bool:
     """Train from the newest checkpoint to the last step; return whether a signal stopped the run.
 
     `launch`: the ranks and the lock of the run's folder; see `open_launch`. `rehearse` measures
     what the parts of a run take, for `train.budget`. `initialize` sets the weights of a run that
-    has no checkpoint. `on_checkpoint` is called on rank 0 with the folder of each new checkpoint,
-    before older ones are pruned.
+    has no checkpoint. `on_start` is called on rank 0 when config, data and checkpoint are accepted,
+    before the run writes its first record. `on_checkpoint` is called there with the folder of each
+    new checkpoint, before older ones are pruned.
     """
     started = time.monotonic()
     stop = launch.stop
@@ -160,6 +166,7 @@ def train(
                 accelerator=accelerator,
                 display=display,
                 initialize=initialize,
+                on_start=on_start,
                 on_checkpoint=on_checkpoint,
                 check_folder=launch.check_folder,
             )
@@ -194,13 +201,14 @@ def set_up(
     accelerator: Accelerator,
     display: Display,
     initialize: Callable[[LanguageModel], None] = draw_weights,
+    on_start: Callable[[], None] = nothing_to_start,
     on_checkpoint: Callable[[Path], None] | None = None,
     check_folder: Callable[[], None] = nothing_to_check,
 ) -> Training:
     """Build the model, optimizer, data and reporter; resume if the run has a checkpoint.
 
-    `initialize` and `on_checkpoint`: see `train`. `check_folder` is called before each write to
-    the run's folder.
+    `initialize`, `on_start` and `on_checkpoint`: see `train`. `check_folder` is called before each
+    write to the run's folder.
     """
     log = display.log
     with all_ranks():
@@ -231,6 +239,7 @@ def set_up(
     else:
         initialize(gpt)
     gpt.check_tied()
+    on_main(on_start)
     reporter = Reporter(
         config=config,
         plan=plan,

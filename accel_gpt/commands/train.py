@@ -4,7 +4,6 @@ Finds the weights that the run starts from, prepares the data if they are missin
 a lost checkpoint, trains, and uploads the checkpoints.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,14 @@ from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import write_err
-from accel_gpt.errors import require
+from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
-from accel_gpt.publish.copies import open_copies
-from accel_gpt.publish.uploader import Uploader, open_uploader
-from accel_gpt.train import train
+from accel_gpt.publish.copies import Copies
+from accel_gpt.publish.uploader import Uploader
+from accel_gpt.train import nothing_to_start, train
 from accel_gpt.training.process import keep_freed_memory
 from accel_gpt.training.ranks import all_gather, on_main
 from accel_gpt.training.run_folder import RunFolder
@@ -58,33 +57,39 @@ def train_config(config: Config, source: str) -> int:
     with open_launch(config) as launch:
         on_main(lambda: note_source(config, source))
         ensure_data(config)
-        owner = None
-        url = config.checkpoint.copy_to
-        if url:
-            folder = Path(config.out_dir)
-            resume = config.checkpoint.resume
-            owner = on_main(lambda: open_copies(url, folder, resume, launch.log))
-        with contextlib.ExitStack() as closed:
-            uploader = None
-            if is_main():
-                uploader = open_uploader(
-                    checkpoint=config.checkpoint,
-                    hub=config.hub,
-                    run=Path(config.out_dir),
-                    owner=owner,
-                    final_step=lambda: RunFolder(config.out_dir).max_steps,
-                    log=launch.log,
-                )
-            if uploader:
-                closed.callback(uploader.close)  # also if the run ends with an error
+        folder = Path(config.out_dir)
+        kept = config.checkpoint
+        copies = None
+        if kept.copy_to:
+            copies = Copies(kept.copy_to, folder, kept.resume, launch.log)
+            on_main(copies.open)
+        uploader = None
+        if is_main() and (copies or config.hub.push != "never"):
+            uploader = Uploader(
+                checkpoint=kept,
+                hub=config.hub,
+                run=folder,
+                copies=copies,
+                final_step=lambda: RunFolder(folder).max_steps,
+                log=launch.log,
+            )
+        try:
             stopped = train(
                 config=config,
                 launch=launch,
                 rehearse=rehearse,
                 initialize=initialize,
+                on_start=uploader.start if uploader else nothing_to_start,
                 on_checkpoint=uploader.on_checkpoint if uploader else None,
             )
             unfinished = finish_uploads(uploader, launch, stopped)
+        except AccelGPTError:
+            if copies:
+                copies.discard_restored()
+            raise
+        finally:
+            if uploader:
+                uploader.close()
     return PREEMPTED if stopped or unfinished else 0
 
 

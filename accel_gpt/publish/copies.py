@@ -25,7 +25,7 @@ import msgspec
 
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store, reason
-from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
+from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
 from accel_gpt.json_files import Count
 from accel_gpt.training.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
@@ -79,42 +79,95 @@ def copy_checkpoint(
         raise UserError(reason(error)) from None
 
 
-def open_copies(url: str, out_dir: Path, resume: str, log: Callable[[str], None]) -> Owner:
-    """Let the run in `out_dir` use the copies at `url`; return the launch that owns them now.
+class Copies:
+    """The copies of the run in `out_dir`: restored before it starts, claimed when it starts.
 
-    Raises `UserError` if they belong to another run: to one that is training, or to any if this
-    run has checkpoints. A run without checkpoints takes the place of a run without copies.
-    Otherwise as `restore_newest_copy`.
+    So a launch that is refused for its config takes no copies from the run that makes them.
     """
-    store = CopyStore(url)
-    require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
-    require(
-        "://" in url or not Path(url).resolve().is_relative_to(out_dir.resolve()),
-        f"checkpoint.copy_to {url} lies in out_dir {out_dir}; set a folder elsewhere",
-    )
-    try:
-        before = store.read_owner()
-    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
-    if before and is_training(before, out_dir):
-        raise store.owned_by(before)
-    if not RunFolder(out_dir).checkpoints:
-        restore_newest_copy(store, out_dir, resume, log)
-    owner = Owner(
-        run=run_name(out_dir),
-        out_dir=str(out_dir.resolve()),
-        host=os.uname().nodename,
-        launch=before.launch + 1 if before else 1,
-    )
-    if before and before.run != owner.run and RunFolder(out_dir).checkpoints:
-        raise store.owned_by(before)
-    try:
-        store.claim(owner)
-    except UserError:
-        raise
-    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        log(f"WARNING: checkpoint.copy_to {url} cannot be written: {reason(error)}")
-    return owner
+
+    def __init__(self, url: str, out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
+        self.url = url
+        self.out_dir = out_dir
+        self.resume = resume  # checkpoint.resume
+        self.log = log
+        self.before: Owner | None = None  # who owned them when this launch began
+        self.restored: list[Path] = []  # what it brought into the folder of the run
+
+    def open(self) -> None:
+        """Restore the newest intact copy if the run has no checkpoint.
+
+        Raises `UserError` if the store cannot be opened or read, if it is a file or lies in
+        `out_dir`, if it holds copies and `resume` is never, or if the copies belong to another run:
+        to one that is training, or to any if `out_dir` holds a run. A run without checkpoints may
+        take the place of a run without copies. Raises `CheckpointError` if all copies are damaged.
+        An object that cannot be read now is not damaged.
+        """
+        url = self.url
+        store = CopyStore(url)
+        require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
+        require(
+            "://" in url or not Path(url).resolve().is_relative_to(self.out_dir.resolve()),
+            f"checkpoint.copy_to {url} lies in out_dir {self.out_dir}; set a folder elsewhere",
+        )
+        run = RunFolder(self.out_dir)
+        try:
+            self.before = store.read_owner()
+            steps = store.steps()
+            complete = [step for step in steps if not run.checkpoints and store.is_complete(step)]
+        except Exception as error:  # from botocore, huggingface_hub, OSError, ...
+            raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
+        if self.before:
+            holds_run = bool(run.checkpoints) or (bool(run.launches) and bool(steps))
+            is_other = holds_run and self.before.run != run.stored_name
+            if is_other or is_training(self.before, self.out_dir):
+                raise store.owned_by(self.before)
+        require(
+            not steps or bool(run.checkpoints) or self.resume != "never",
+            f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
+            "another checkpoint.copy_to, or remove the copies",
+        )
+        for step in reversed(complete):
+            try:
+                self.restored = store.restore(step, self.out_dir)
+            except CheckpointError as error:
+                self.log(f"WARNING: {error}; falling back to an earlier copy")
+            else:
+                self.log(f"downloaded step {step:,} from {url}")
+                return
+        if complete:
+            raise CheckpointError(
+                f"all copies in checkpoint.copy_to {url} are damaged; to start from scratch, set "
+                "another checkpoint.copy_to"
+            )
+
+    def claim(self) -> Owner:
+        """Make this launch the owner of the copies; return what it wrote.
+
+        Raises `UserError` if another launch has claimed them since `open`. If the store cannot be
+        written now, only logs it: each copy claims them again.
+        """
+        owner = Owner(
+            run=run_name(self.out_dir),
+            out_dir=str(self.out_dir.resolve()),
+            host=os.uname().nodename,
+            launch=self.before.launch + 1 if self.before else 1,
+        )
+        self.restored = []
+        try:
+            CopyStore(self.url).claim(owner)
+        except UserError:
+            raise
+        except Exception as error:  # from botocore, huggingface_hub, OSError, ...
+            self.log(f"WARNING: checkpoint.copy_to {self.url} cannot be written: {reason(error)}")
+        return owner
+
+    def discard_restored(self) -> None:
+        """Remove what `open` restored, if the run has not started."""
+        for path in self.restored:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def is_training(owner: Owner, out_dir: Path) -> bool:
@@ -122,44 +175,6 @@ def is_training(owner: Owner, out_dir: Path) -> bool:
     folder = Path(owner.out_dir)
     run = RunFolder(folder)
     return folder != out_dir.resolve() and run.stored_name == owner.run and run.in_use
-
-
-def restore_newest_copy(
-    store: "CopyStore", out_dir: Path, resume: str, log: Callable[[str], None]
-) -> None:
-    """Download the newest intact copy for a run that has no checkpoint.
-
-    `resume`: checkpoint.resume. Raises `UserError` if the store cannot be opened or read, if it
-    is a file or lies in `out_dir`, or if it holds copies and `resume` is never. Raises
-    `CheckpointError` if all copies are damaged. An object that cannot be read now is not damaged.
-    """
-    url = store.given_url
-    try:
-        steps = store.steps()
-        wanted = [] if resume == "never" else steps
-        complete = [step for step in wanted if store.is_complete(step)]
-        for step in reversed(complete):
-            try:
-                store.restore(step, out_dir)
-            except CheckpointError as error:
-                log(f"WARNING: {error}; falling back to an earlier copy")
-            else:
-                log(f"downloaded step {step:,} from {url}")
-                return
-    except AccelGPTError:
-        raise
-    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
-    require(
-        not steps or resume != "never",
-        f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
-        "another checkpoint.copy_to, or remove the copies",
-    )
-    if complete:
-        raise CheckpointError(
-            f"all copies in checkpoint.copy_to {url} are damaged; to start from scratch, set "
-            "another checkpoint.copy_to"
-        )
 
 
 def require_intact(file: Expected) -> None:
@@ -181,14 +196,17 @@ def pack_records(run: Path, file: Path) -> None:
                 records.writestr(name, (run / name).read_bytes())
 
 
-def unpack_records(file: Path, run: Path) -> None:
-    """Write the records in a ZIP file into the folder of a run, and nothing else."""
+def unpack_records(file: Path, run: Path) -> list[Path]:
+    """Write the records in a ZIP file into the folder of a run, and nothing else; list them."""
     (run / "samples").mkdir(exist_ok=True)
+    written = []
     with zipfile.ZipFile(file) as records:
         for name in records.namelist():
             folder, _, last = name.rpartition("/")
             if name in RECORD_FILES or (folder == "samples" and SAMPLES.fullmatch(last)):
                 write_file(run / name, [records.read(name)])
+                written.append(run / name)
+    return written
 
 
 def write_manifest(folder: Path, files: Mapping[str, SavedFile]) -> None:
@@ -315,10 +333,11 @@ class CopyStore:
             self.system.rm_file(self.path(step, MANIFEST))
         self.system.rm(self.path(step), recursive=True)
 
-    def restore(self, step: int, run: Path) -> None:
+    def restore(self, step: int, run: Path) -> list[Path]:
         """Download a copy into the folder of a run: the checkpoint, and the records.
 
-        Raises `CheckpointError` with the address of the object that is missing or altered.
+        Returns the checkpoint's folder and the files of the records. Raises `CheckpointError` with
+        the address of the object that is missing or altered.
         """
         folder = run / "checkpoints"
         temporary = folder / f".tmp_{step_name(step)}"
@@ -334,12 +353,14 @@ class CopyStore:
             address = f"{self.url}/{step_name(step)}"
             raise CheckpointError(str(error).replace(str(temporary), address)) from None
         listed = dict(read_manifest(temporary))
+        written = []
         if listed.pop(RECORDS, None):  # a checkpoint that a user put there has none
-            unpack_records(temporary / RECORDS, run)
+            written = unpack_records(temporary / RECORDS, run)
             write_manifest(temporary, listed)
             (temporary / RECORDS).unlink()
         temporary.rename(folder / step_name(step))
         sync(folder)
+        return [folder / step_name(step), *written]
 
     def download(self, step: int, file: Path, check: Callable[[], object]) -> None:
         """Download an object of a copy, again if `check` raises `CheckpointError`.

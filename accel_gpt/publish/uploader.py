@@ -28,7 +28,7 @@ from accel_gpt.children import child_error, launch_child
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.files import link_tree
 from accel_gpt.launcher import STOP_WITH_PARENT
-from accel_gpt.publish.copies import Owner
+from accel_gpt.publish.copies import Copies, Owner
 from accel_gpt.training.run_folder import RunFolder
 
 PREEMPTED_SECONDS = 60.0  # for a copy if the machine is about to be taken away; assumption
@@ -83,39 +83,29 @@ def targets_of(
     return targets
 
 
-def open_uploader(
-    checkpoint: CheckpointConfig,
-    hub: HubConfig,
-    run: Path,
-    owner: Owner | None,
-    final_step: Callable[[], int | None],
-    log: Callable[[str], None],
-) -> "Uploader | None":
-    """Start the uploader of the run in `run`, on rank 0; None if it uploads nothing.
-
-    `owner`: of `checkpoint.copy_to`, as `open_copies` returns it. `final_step` returns the step
-    that `hub.push: end` uploads.
-    """
-    targets = targets_of(checkpoint, hub, run, owner)
-    if not targets:
-        return None
-    push_all = hub.push == "every_checkpoint"
-    return Uploader(run, targets, push_all, final_step, log)
-
-
 class Uploader:
-    """Uploads the newest checkpoint of a run to its targets, one after the other."""
+    """Uploads the newest checkpoint of a run to its targets, one after the other; on rank 0."""
 
     def __init__(
         self,
+        checkpoint: CheckpointConfig,
+        hub: HubConfig,
         run: Path,
-        targets: list[Target],
-        push_all: bool,
+        copies: Copies | None,
         final_step: Callable[[], int | None],
         log: Callable[[str], None],
     ) -> None:
-        self.targets = targets
-        self.push_all = push_all
+        """Make the uploader of the run in `run`.
+
+        `copies`: of `checkpoint.copy_to`. `final_step` returns the step that `hub.push: end`
+        uploads.
+        """
+        self.checkpoint = checkpoint
+        self.hub = hub
+        self.out_dir = run
+        self.copies = copies
+        self.targets: list[Target] = []
+        self.push_all = hub.push == "every_checkpoint"
         self.final_step = final_step
         self.log = log
         self.folder = run / ".uploading"
@@ -130,12 +120,20 @@ class Uploader:
         self.stopped = False
         self.child: subprocess.Popen[str] | None = None
         self.current: Target | None = None
+        self.thread = threading.Thread(target=self.run, name="uploads", daemon=True)
+
+    def start(self) -> None:
+        """Claim the copies; upload the newest checkpoint if a target lacks it.
+
+        Raises `UserError` if the copies belong to another launch.
+        """
+        owner = self.copies.claim() if self.copies else None
+        self.targets = targets_of(self.checkpoint, self.hub, self.out_dir, owner)
         shutil.rmtree(self.folder, ignore_errors=True)  # of a launch that was killed
-        own = RunFolder(run).checkpoints
+        own = RunFolder(self.out_dir).checkpoints
         if own:
             self.on_checkpoint(own[max(own)])
             self.resumed = True
-        self.thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.thread.start()
 
     def on_checkpoint(self, checkpoint: Path) -> None:
@@ -182,7 +180,8 @@ class Uploader:
         self.stopped = True
         self.wake.set()
         self.terminate()
-        self.thread.join(STOP_SECONDS)
+        if self.thread.is_alive():
+            self.thread.join(STOP_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def terminate(self) -> None:

@@ -16,8 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.files import sha256
-from accel_gpt.publish.copies import open_copies
-from accel_gpt.publish.uploader import Uploader, open_uploader
+from accel_gpt.publish.copies import Copies
+from accel_gpt.publish.uploader import Uploader
 from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder, locked
@@ -293,6 +293,42 @@ def test_a_second_run_with_the_same_copies_is_refused(
 
 
 @pytest.mark.usefixtures("uploads_here")
+def test_a_refused_launch_takes_no_copies_from_the_run_that_makes_them(
+    place: str,
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a machine that cannot see the run. What it restored does not stay in its folder."""
+    own = small_run("--checkpoint.copy_to", place, "--train.stop_at", "4")
+    assert launch(own) == 0
+    (tmp_path / "run").rename(tmp_path / "unseen")
+    owner = read_owner(place)
+    capsys.readouterr()
+    other = small_run("--out_dir", str(tmp_path / "second"))
+    second = RunFolder(tmp_path / "second")
+    for wrong, code in ((("--seed", "7"), 4), (("--train.max_steps", "3"), 2)):
+        assert launch([*other, "--checkpoint.copy_to", place, *wrong]) == code
+        said = capsys.readouterr().err
+        assert "downloaded step 4 from" in said
+        assert "the config ends at step 3" in said or "seed was " in said
+        assert read_owner(place) == owner
+        assert steps(place) == ["step_00000004"]
+        assert not second.checkpoints
+        assert not second.launches
+    assert launch(other) == 0  # it may begin a run of its own
+    assert records(tmp_path / "second")[0]["step"] == 1
+
+
+def read_owner(place: str) -> bytes:
+    """Return the content of owner.json."""
+    system, root = fsspec.url_to_fs(place)
+    system.invalidate_cache()
+    content: bytes = system.cat_file(f"{root}/owner.json")
+    return content
+
+
+@pytest.mark.usefixtures("uploads_here")
 def test_a_launch_whose_run_went_on_elsewhere_copies_no_more(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,10 +372,11 @@ def test_of_two_runs_that_start_at_once_one_trains(
 def start_uploads(run: Path, place: str) -> Uploader:
     run.mkdir(exist_ok=True)
     kept = CheckpointConfig(copy_to=place, keep_last=2)
-    owner = open_copies(place, run, "auto", print)
-    copies = open_uploader(kept, HubConfig(), run, owner, lambda: 9, print)
-    assert copies
-    return copies
+    copies = Copies(place, run, "auto", print)
+    copies.open()
+    uploader = Uploader(kept, HubConfig(), run, copies, lambda: 9, print)
+    uploader.start()
+    return uploader
 
 
 def saved(run: Path, step: int) -> Path:

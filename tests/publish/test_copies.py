@@ -79,7 +79,6 @@ def test_a_lost_run_goes_on_from_the_copy(
     assert len(texts) > 0
     assert restored.stored_name == before_name
     assert [start["step"] for start in restored.launches] == [0, 6]
-    assert not list((tmp_path / "run" / "checkpoints").glob("*/run.zip"))
     assert steps(place) == ["step_00000012"]
     assert not (tmp_path / "run" / ".uploading").exists()
     assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
@@ -193,6 +192,8 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     assert f"WARNING: {file} was altered: it has " in said
     assert "; falling back to an earlier copy" in said
     assert "downloaded step 4 from" in said
+    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
+    assert not list((tmp_path / "run" / "checkpoints").glob("*/run.zip"))
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     verify_checkpoint(place / "step_00000012")
     for checkpoint in place.glob("step_*"):

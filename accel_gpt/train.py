@@ -288,7 +288,8 @@ def set_up(
         guard=guard,
         compute_loss=make_loss(config.own, plan.accumulation_steps),
     )
-    reporter.start(run.corpus, state)
+    with all_ranks():
+        reporter.start(run.corpus, state)
     model.train()  # evaluation and sampling restore this mode
     return run
 

@@ -19,7 +19,7 @@ from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import write_err
-from accel_gpt.errors import AccelGPTError, require
+from accel_gpt.errors import require
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.language_model import LanguageModel, draw_weights
@@ -83,11 +83,9 @@ def train_config(config: Config, source: str) -> int:
                 on_checkpoint=uploader.on_checkpoint if uploader else None,
             )
             unfinished = finish_uploads(uploader, launch, stopped)
-        except AccelGPTError:
-            if copies:
-                copies.discard_restored()
-            raise
         finally:
+            if copies:
+                copies.discard_restored()  # of a launch that was refused
             if uploader:
                 uploader.close()
     return PREEMPTED if stopped or unfinished else 0

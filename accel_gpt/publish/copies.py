@@ -1,6 +1,7 @@
 """Copy checkpoints to another disk, an fsspec URL or the Hub, and restore them from there.
 
-    {checkpoint.copy_to}/owner.json     the run that the copies belong to, and its last launch
+    {checkpoint.copy_to}/owner_00000001.json
+                                    the run that the copies belong to; of several, the last counts
     {checkpoint.copy_to}/step_00001000/
         model.safetensors, ...      the files of a checkpoint
         run.zip                     the records of the run: metrics, launches, samples, its name
@@ -11,12 +12,14 @@ a manifest is incomplete and is never used. On the Hub, each copy is one commit.
 """
 
 import contextlib
+import errno
 import os
+import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ import msgspec
 
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store, reason
-from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
 from accel_gpt.json_files import Count
 from accel_gpt.training.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
@@ -41,13 +44,13 @@ from accel_gpt.training.state import FORMAT
 
 MANIFEST = "manifest.json"
 RECORDS = "run.zip"
-RECORD_FILES = ("run.json", "metrics.jsonl", "metrics.csv", RUN_NAME)
-OWNER = "owner.json"
+RECORD_FILES = (RUN_NAME, "run.json", "metrics.jsonl", "metrics.csv")  # the name first
+OWNER = re.compile(r"owner_(\d{8})\.json")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The launch that writes the copies: the content of owner.json."""
+    """The launch that writes the copies: the content of a file named for its number."""
 
     run: str
     """Its `run_name`."""
@@ -56,6 +59,11 @@ class Owner:
     launch: Count
     """Counts the launches that have used the place."""
 
+    @property
+    def file(self) -> str:
+        """Return the name of its file."""
+        return f"owner_{self.launch:08d}.json"
+
 
 def copy_checkpoint(
     checkpoint: Path, url: str, keep_last: int, owner: Mapping[str, Any], if_missing: bool = False
@@ -63,7 +71,8 @@ def copy_checkpoint(
     """Copy a checkpoint, then keep only it and the copies before it, at most `keep_last` in all.
 
     `owner`: the fields of `Owner`. `if_missing`: do nothing if this step or a later one has a
-    complete copy. Raises `UserError` if the store cannot be written, or if another launch owns it.
+    complete copy. Raises `UserError` if the store cannot be written, `BusyError` if another launch
+    owns it.
     """
     try:
         store = CopyStore(url)
@@ -75,6 +84,8 @@ def copy_checkpoint(
         before = [other for other in copied if other < step]
         kept = [*before, step][-keep_last:]
         store.write(checkpoint, obsolete=[other for other in copied if other not in kept])
+    except BusyError:
+        raise
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
         raise UserError(reason(error)) from None
 
@@ -91,7 +102,8 @@ class Copies:
         self.resume = resume  # checkpoint.resume
         self.log = log
         self.before: Owner | None = None  # who owned them when this launch began
-        self.restored: list[Path] = []  # what it brought into the folder of the run
+        self.damaged: set[int] = set()  # steps of copies that could not be restored
+        self.replaced: dict[Path, bytes | None] = {}  # what this launch wrote, and what was there
 
     def open(self) -> None:
         """Restore the newest intact copy if the run has no checkpoint.
@@ -110,41 +122,49 @@ class Copies:
             f"checkpoint.copy_to {url} lies in out_dir {self.out_dir}; set a folder elsewhere",
         )
         run = RunFolder(self.out_dir)
-        try:
+        own = run.checkpoints
+        with explained(f"checkpoint.copy_to {url} cannot be read"):
             self.before = store.read_owner()
             steps = store.steps()
-            complete = [step for step in steps if not run.checkpoints and store.is_complete(step)]
-        except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-            raise UserError(f"checkpoint.copy_to {url} cannot be read: {reason(error)}") from None
         if self.before:
-            holds_run = bool(run.checkpoints) or (bool(run.launches) and bool(steps))
-            is_other = holds_run and self.before.run != run.stored_name
+            holds_run = bool(own) or (bool(run.launches) and bool(steps))
+            is_other = holds_run and self.before.run not in ("", run.stored_name)
             if is_other or is_training(self.before, self.out_dir):
-                raise store.owned_by(self.before)
+                raise UserError(store.owned_by(self.before))
         require(
-            not steps or bool(run.checkpoints) or self.resume != "never",
+            not steps or bool(own) or self.resume != "never",
             f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
             "another checkpoint.copy_to, or remove the copies",
         )
-        for step in reversed(complete):
+        while not own and (step := self.newest_copy(store)) is not None:
             try:
-                self.restored = store.restore(step, self.out_dir)
+                store.restore(step, self.out_dir, self.replaced)
             except CheckpointError as error:
                 self.log(f"WARNING: {error}; falling back to an earlier copy")
+                self.damaged.add(step)
             else:
                 self.log(f"downloaded step {step:,} from {url}")
                 return
-        if complete:
+        if self.damaged:
             raise CheckpointError(
                 f"all copies in checkpoint.copy_to {url} are damaged; to start from scratch, set "
                 "another checkpoint.copy_to"
             )
 
+    def newest_copy(self, store: "CopyStore") -> int | None:
+        """Return the step of the newest complete copy that is not known to be damaged."""
+        with explained(f"checkpoint.copy_to {self.url} cannot be read"):
+            for step in reversed(store.steps()):
+                if step not in self.damaged and store.is_complete(step):
+                    return step
+        return None
+
     def claim(self) -> Owner:
         """Make this launch the owner of the copies; return what it wrote.
 
-        Raises `UserError` if another launch has claimed them since `open`. If the store cannot be
-        written now, only logs it: each copy claims them again.
+        Raises `BusyError` if another launch has claimed them since `open`, `UserError` if a copy is
+        newer than the run: a later launch made it, and the next copy would replace it. If the store
+        cannot be written now, only logs it: each copy claims them again.
         """
         owner = Owner(
             run=run_name(self.out_dir),
@@ -152,29 +172,53 @@ class Copies:
             host=os.uname().nodename,
             launch=self.before.launch + 1 if self.before else 1,
         )
-        self.restored = []
         try:
-            CopyStore(self.url).claim(owner)
-        except UserError:
+            store = CopyStore(self.url)
+            copied = self.newest_copy(store)
+            step = max(RunFolder(self.out_dir).checkpoints, default=0)
+            require(
+                copied is None or copied <= step,
+                f"checkpoint.copy_to {self.url} holds step {copied or 0:,}, but {self.out_dir} has "
+                f"no checkpoint after step {step:,}; remove its checkpoints to resume from the "
+                "copy, or set another checkpoint.copy_to",
+            )
+            store.claim(owner)
+        except AccelGPTError:
             raise
         except Exception as error:  # from botocore, huggingface_hub, OSError, ...
             self.log(f"WARNING: checkpoint.copy_to {self.url} cannot be written: {reason(error)}")
+        self.replaced = {}
         return owner
 
     def discard_restored(self) -> None:
-        """Remove what `open` restored, if the run has not started."""
-        for path in self.restored:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        """Remove what `open` restored, and write back what it replaced, unless claimed since."""
+        for path, before in self.replaced.items():
+            with contextlib.suppress(OSError):  # another error ends the launch
+                if before is not None:
+                    write_file(path, [before])
+                elif path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        self.replaced = {}
 
 
 def is_training(owner: Owner, out_dir: Path) -> bool:
     """Return whether the launch that owns copies trains in another folder, if it can be seen."""
     folder = Path(owner.out_dir)
     run = RunFolder(folder)
-    return folder != out_dir.resolve() and run.stored_name == owner.run and run.in_use
+    if not owner.run or run.stored_name != owner.run or folder.samefile(out_dir):
+        return False
+    return run.in_use
+
+
+@contextlib.contextmanager
+def explained(problem: str) -> Iterator[None]:
+    """Raise any error of a store in the block as a `UserError` that begins with `problem`."""
+    try:
+        yield
+    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
+        raise UserError(f"{problem}: {reason(error)}") from None
 
 
 def require_intact(file: Expected) -> None:
@@ -196,17 +240,22 @@ def pack_records(run: Path, file: Path) -> None:
                 records.writestr(name, (run / name).read_bytes())
 
 
-def unpack_records(file: Path, run: Path) -> list[Path]:
-    """Write the records in a ZIP file into the folder of a run, and nothing else; list them."""
+def unpack_records(file: Path, run: Path, replaced: dict[Path, bytes | None]) -> None:
+    """Write the records in a ZIP file into the folder of a run, and nothing else.
+
+    Notes in `replaced` what each file held before, None for a new one.
+    """
     (run / "samples").mkdir(exist_ok=True)
-    written = []
     with zipfile.ZipFile(file) as records:
+        named = [name for name in RECORD_FILES if name in records.namelist()]
         for name in records.namelist():
             folder, _, last = name.rpartition("/")
-            if name in RECORD_FILES or (folder == "samples" and SAMPLES.fullmatch(last)):
-                write_file(run / name, [records.read(name)])
-                written.append(run / name)
-    return written
+            if folder == "samples" and SAMPLES.fullmatch(last):
+                named.append(name)
+        for name in named:
+            path = run / name
+            replaced[path] = path.read_bytes() if path.exists() else None
+            write_file(path, [records.read(name)])
 
 
 def write_manifest(folder: Path, files: Mapping[str, SavedFile]) -> None:
@@ -239,60 +288,83 @@ class CopyStore:
         return f"{self.root}/{step_name(step)}/{file}".rstrip("/")
 
     def read_owner(self) -> Owner | None:
-        """Read who owns the copies; None if nobody does, or if the file is damaged."""
-        self.system.invalidate_cache()
-        try:
-            return msgspec.json.decode(self.system.cat_file(f"{self.root}/{OWNER}"), type=Owner)
-        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        """Read who owns the copies; None if nobody does.
+
+        If the last owner's file is damaged, only its number is known: such a launch does not train.
+        """
+        numbers = [int(match[1]) for match in map(OWNER.fullmatch, self.names()) if match]
+        if not numbers:
             return None
+        last = Owner(run="", out_dir="", host="", launch=max(numbers))
+        try:
+            content = self.system.cat_file(f"{self.root}/{last.file}")
+            return replace(msgspec.json.decode(content, type=Owner), launch=last.launch)
+        except msgspec.DecodeError:
+            return last
 
     def claim(self, owner: Owner) -> None:
-        """Make a launch the owner of the copies.
+        """Make a launch the owner of the copies; raise `BusyError` if a later launch owns them.
 
-        Raises `UserError` if a later launch owns them, or another one that began at the same time.
+        Of two launches of the same number, the first to write its file owns them.
         """
         self.create_repository()
+        head = self.head()
         before = self.read_owner()
+        problem = None
         if before is None or before.launch < owner.launch:
-            with contextlib.suppress(FileExistsError):  # another launch was faster
-                self.write_owner(owner, is_first=before is None)
+            try:
+                self.write_owner(owner, head)
+            except Exception as error:  # whatever the store raises, its content decides
+                problem = error
         now = self.read_owner()
-        if now and now != owner:
-            raise self.owned_by(now)
+        if now == owner:
+            return
+        if problem and (now is None or now.launch < owner.launch):
+            raise problem
+        raise BusyError(self.owned_by(now))
 
-    def write_owner(self, owner: Owner, is_first: bool) -> None:
-        """Write `owner.json`; if it is the first, raise `FileExistsError` if there is one.
+    def write_owner(self, owner: Owner, head: str | None) -> None:
+        """Write the file of an owner; raise an error if it exists.
 
-        Some stores overwrite it then.
+        On the Hub, raises an error if `head` is no longer the last commit.
         """
         content = strict_json(asdict(owner), indent=1).encode()
         if self.on_hub:
-            self.commit(f"launch {owner.launch}: {owner.run}", {OWNER: content}, obsolete=[])
+            title = f"launch {owner.launch}: {owner.run}"
+            self.commit(title, {owner.file: content}, obsolete=[], parent=head)
             return
         self.system.makedirs(self.root, exist_ok=True)
-        path = f"{self.root}/{OWNER}"
-        if is_first:
-            with contextlib.suppress(NotImplementedError, ValueError):
-                with self.system.open(path, "xb") as file:
-                    file.write(content)
-                return
-        self.system.pipe_file(path, content)
+        path = f"{self.root}/{owner.file}"
+        try:
+            with self.system.open(path, "xb") as file:
+                file.write(content)
+        except (NotImplementedError, ValueError):  # a store that may overwrite it
+            self.system.pipe_file(path, content)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP):
+                raise
+            self.system.pipe_file(path, content)
 
-    def owned_by(self, owner: Owner) -> UserError:
-        """Return the error for a run that may not use the copies."""
-        return UserError(
-            f"checkpoint.copy_to {self.given_url} belongs to run {owner.run} of out_dir "
-            f"{owner.out_dir} on {owner.host}; set another checkpoint.copy_to"
+    def owned_by(self, owner: Owner | None) -> str:
+        """Return why a run may not use the copies."""
+        named = f"run {owner.run} of out_dir {owner.out_dir} on {owner.host}" if owner else "a run"
+        return (
+            f"checkpoint.copy_to {self.given_url} belongs to {named}; set another "
+            "checkpoint.copy_to"
         )
 
     def steps(self) -> list[int]:
         """Return the steps of all copies, complete or not, ascending."""
+        return steps_in(self.names())
+
+    def names(self) -> list[str]:
+        """Return the names of the files and folders in the store."""
         self.system.invalidate_cache()
         try:
             entries = self.system.ls(self.root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return steps_in(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries)
+        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries]
 
     def is_complete(self, step: int) -> bool:
         """Return whether a copy has a manifest."""
@@ -333,11 +405,11 @@ class CopyStore:
             self.system.rm_file(self.path(step, MANIFEST))
         self.system.rm(self.path(step), recursive=True)
 
-    def restore(self, step: int, run: Path) -> list[Path]:
+    def restore(self, step: int, run: Path, replaced: dict[Path, bytes | None]) -> None:
         """Download a copy into the folder of a run: the checkpoint, and the records.
 
-        Returns the checkpoint's folder and the files of the records. Raises `CheckpointError` with
-        the address of the object that is missing or altered.
+        Notes in `replaced` what it writes, see `unpack_records`. Raises `CheckpointError` with the
+        address of the object that is missing or altered.
         """
         folder = run / "checkpoints"
         temporary = folder / f".tmp_{step_name(step)}"
@@ -348,19 +420,19 @@ class CopyStore:
                 file = Expected(temporary / name, saved.size, saved.sha256)
                 self.download(step, file.path, check=partial(require_intact, file))
             verify_checkpoint(temporary)
+            listed = dict(read_manifest(temporary))
+            if listed.pop(RECORDS, None):  # a checkpoint that a user put there has none
+                unpack_records(temporary / RECORDS, run, replaced)
+                write_manifest(temporary, listed)
+                (temporary / RECORDS).unlink()
+            replaced[folder / step_name(step)] = None
+            temporary.rename(folder / step_name(step))
+            sync(folder)
         except CheckpointError as error:
-            shutil.rmtree(temporary)
             address = f"{self.url}/{step_name(step)}"
             raise CheckpointError(str(error).replace(str(temporary), address)) from None
-        listed = dict(read_manifest(temporary))
-        written = []
-        if listed.pop(RECORDS, None):  # a checkpoint that a user put there has none
-            written = unpack_records(temporary / RECORDS, run)
-            write_manifest(temporary, listed)
-            (temporary / RECORDS).unlink()
-        temporary.rename(folder / step_name(step))
-        sync(folder)
-        return [folder / step_name(step), *written]
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def download(self, step: int, file: Path, check: Callable[[], object]) -> None:
         """Download an object of a copy, again if `check` raises `CheckpointError`.
@@ -398,10 +470,30 @@ class CopyStore:
         repo = f"{owner}/{name.partition('@')[0]}"
         HfApi().create_repo(repo, repo_type=repo_type, private=True, exist_ok=True)
 
+    def head(self) -> str | None:
+        """Return the last commit of the store's repository; None if it is not on the Hub."""
+        from huggingface_hub import HfApi
+
+        if not self.on_hub:
+            return None
+        self.system.invalidate_cache()
+        target = self.system.resolve_path(self.root)
+        info = HfApi().repo_info(
+            target.repo_id, repo_type=target.repo_type, revision=target.revision
+        )
+        return info.sha
+
     def commit(
-        self, title: str, files: Mapping[str, Path | bytes], obsolete: Sequence[int]
+        self,
+        title: str,
+        files: Mapping[str, Path | bytes],
+        obsolete: Sequence[int],
+        parent: str | None = None,
     ) -> None:
-        """Add files and remove the copies of the `obsolete` steps in one commit."""
+        """Add files and remove the copies of the `obsolete` steps in one commit.
+
+        Raises an error if `parent` is given and is not the last commit.
+        """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         target = self.system.resolve_path(self.root)
@@ -418,4 +510,5 @@ class CopyStore:
             commit_message=title,
             repo_type=target.repo_type,
             revision=target.revision,
+            parent_commit=parent,
         )

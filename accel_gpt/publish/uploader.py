@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from accel_gpt.children import child_error, launch_child
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
+from accel_gpt.errors import BusyError
 from accel_gpt.files import link_tree
 from accel_gpt.launcher import STOP_WITH_PARENT
 from accel_gpt.publish.copies import Copies, Owner
@@ -125,7 +126,7 @@ class Uploader:
     def start(self) -> None:
         """Claim the copies; upload the newest checkpoint if a target lacks it.
 
-        Raises `UserError` if the copies belong to another launch.
+        Raises the errors of `Copies.claim`.
         """
         owner = self.copies.claim() if self.copies else None
         self.targets = targets_of(self.checkpoint, self.hub, self.out_dir, owner)
@@ -177,6 +178,8 @@ class Uploader:
 
     def close(self) -> None:
         """Stop the upload in progress; the next launch starts it again."""
+        if self.stopped:
+            return
         self.stopped = True
         self.wake.set()
         self.terminate()
@@ -278,6 +281,8 @@ class Uploader:
             code = self.child.wait()
             output.seek(0)
             text = output.read().decode("utf-8", "replace")
+        if code == BusyError.exit_code:  # another launch owns the copies: make no more
+            self.targets.remove(target)
         return child_error(text, code) if code else None
 
     def report(self, target: Target, checkpoint: Path, error: str | None, resumed: bool) -> None:
@@ -290,6 +295,10 @@ class Uploader:
             self.failing.discard(target.label)
             if not resumed:
                 self.log(f"uploaded {name} to {target.label}")
+        elif target not in self.targets:
+            with self.changing:
+                self.missing = [other for other in self.missing if other is not target]
+            self.log(f"WARNING: upload of {name} to {target.label} failed, no more follow: {error}")
         elif not self.is_cancelled(target) and target.label not in self.failing:
             self.failing.add(target.label)
             self.log(

@@ -402,6 +402,8 @@ class Handler(BaseHTTPRequestHandler):
             kind, value = (json.loads(line)[key] for key in ("key", "value"))
             if kind == "header":
                 title = value["summary"]
+                if value.get("parentCommit", repo.head) != repo.head:
+                    raise Refusal(412, "A commit has happened since")
             elif kind == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif kind == "lfsFile":

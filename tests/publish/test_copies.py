@@ -15,8 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
+from accel_gpt.errors import BusyError, UserError
 from accel_gpt.files import sha256
-from accel_gpt.publish.copies import Copies
+from accel_gpt.publish.copies import Copies, CopyStore
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
@@ -53,7 +54,7 @@ def steps(place: str) -> list[str]:
     system, root = fsspec.url_to_fs(place)
     system.invalidate_cache()
     names = sorted(Path(name).name for name in system.ls(root, detail=False))
-    return [name for name in names if name not in (".gitattributes", "owner.json")]
+    return [name for name in names if name.startswith("step_")]
 
 
 @pytest.mark.usefixtures("uploads_here")
@@ -125,7 +126,8 @@ def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
         assert launch(own) == 0
         files = hub.files("tester/backup")
         assert hub.repos["tester/backup"].private
-        files.pop("runs/a/owner.json")
+        owners = [files.pop(f"runs/a/owner_0000000{launch}.json") for launch in (1, 2)]
+        assert owners[0] != owners[1]
         assert {str(Path(name).parent) for name in files} == {"runs/a/step_00000012"}
         commits = hub.commits("tester/backup")
     assert commits[0] == "step_00000012"
@@ -304,7 +306,7 @@ def test_a_refused_launch_takes_no_copies_from_the_run_that_makes_them(
     own = small_run("--checkpoint.copy_to", place, "--train.stop_at", "4")
     assert launch(own) == 0
     (tmp_path / "run").rename(tmp_path / "unseen")
-    owner = read_owner(place)
+    owner = CopyStore(place).read_owner()
     capsys.readouterr()
     other = small_run("--out_dir", str(tmp_path / "second"))
     second = RunFolder(tmp_path / "second")
@@ -313,20 +315,12 @@ def test_a_refused_launch_takes_no_copies_from_the_run_that_makes_them(
         said = capsys.readouterr().err
         assert "downloaded step 4 from" in said
         assert "the config ends at step 3" in said or "seed was " in said
-        assert read_owner(place) == owner
+        assert CopyStore(place).read_owner() == owner
         assert steps(place) == ["step_00000004"]
         assert not second.checkpoints
         assert not second.launches
     assert launch(other) == 0  # it may begin a run of its own
     assert records(tmp_path / "second")[0]["step"] == 1
-
-
-def read_owner(place: str) -> bytes:
-    """Return the content of owner.json."""
-    system, root = fsspec.url_to_fs(place)
-    system.invalidate_cache()
-    content: bytes = system.cat_file(f"{root}/owner.json")
-    return content
 
 
 @pytest.mark.usefixtures("uploads_here")
@@ -341,8 +335,76 @@ def test_a_launch_whose_run_went_on_elsewhere_copies_no_more(
         copies.finish(lambda: False)
     assert steps(place) == ["step_00000004"]
     said = capsys.readouterr()
-    assert f"WARNING: upload of step 2 to {place} failed: " in said.out
+    assert f"WARNING: upload of step 2 to {place} failed, no more follow: " in said.out
+    assert not old.targets
     assert f"error: checkpoint.copy_to {place} belongs to run new-" in said.err
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_of_two_launches_that_claim_at_once_one_owns_the_copies(
+    copied: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each looks before the other one writes. Then a file that a full disk left empty is no end."""
+    if copied:
+        start_uploads(tmp_path / "run", place).close()
+    runs = [tmp_path / name for name in ("run", "a", "b")]
+    launches = [Copies(place, run, "auto", print) for run in runs]
+    for run, one in zip(runs, launches, strict=True):
+        run.mkdir(exist_ok=True)
+        one.open()
+    write_owner = CopyStore.write_owner
+
+    def late(store: CopyStore, *owner: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(CopyStore, "write_owner", write_owner)
+            owners.append(launches[1].claim())
+        write_owner(store, *owner)
+
+    owners: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyStore, "write_owner", late)
+        with pytest.raises(BusyError, match="belongs to run a-"):
+            launches[0].claim()
+    with pytest.raises(BusyError, match="belongs to run a-"):
+        launches[2].claim()
+    (owner,) = owners
+    assert CopyStore(place).read_owner() == owner
+    if not place.startswith("hf://"):
+        system, root = fsspec.url_to_fs(place)
+        system.pipe_file(f"{root}/owner_0000000{owner.launch + 1}.json", b"")
+        last = Copies(place, tmp_path / "b", "auto", print)
+        last.open()
+        assert last.claim().launch == owner.launch + 2
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_newer_copy_is_not_replaced(
+    place: str, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run went on elsewhere. Then it is launched where it is older, or was being launched."""
+    own = small_run("--checkpoint.copy_to", place, "--train.stop_at", "4")
+    assert launch(own) == 0
+    requeued = Copies(place, tmp_path / "requeued", "auto", print)
+    (tmp_path / "requeued").mkdir()
+    requeued.open()
+    elsewhere = small_run("--out_dir", str(tmp_path / "elsewhere"), "--checkpoint.copy_to", place)
+    assert launch([*elsewhere, "--train.stop_at", "8"]) == 0
+    with pytest.raises(UserError, match=r"holds step 8, but .*requeued has no checkpoint after st"):
+        requeued.claim()
+    requeued.discard_restored()
+    assert not RunFolder(tmp_path / "requeued").checkpoints
+    capsys.readouterr()
+    assert launch(own) == 2
+    said = capsys.readouterr().err
+    assert f"error: checkpoint.copy_to {place} holds step 8, but {tmp_path / 'run'} has no" in said
+    assert steps(place)[-1] == "step_00000008"
+    assert list(RunFolder(tmp_path / "run").checkpoints)[-1] == 4
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    kept = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert launch([*own, "--seed", "7"]) == 4
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == kept
+    assert launch(own[:-2]) == 0
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 13))
 
 
 @pytest.mark.slow
@@ -363,8 +425,8 @@ def test_of_two_runs_that_start_at_once_one_trains(
     ]
     said = [child.communicate(timeout=120)[1] for child in children]
     codes = [child.returncode for child in children]
-    assert sorted(codes) == [0, 2]
-    loser = codes.index(2)
+    assert sorted(codes) == [0, 6]
+    loser = codes.index(6)
     assert "error: checkpoint.copy_to s3://bucket/run belongs to run " in said[loser]
     assert not RunFolder(runs[loser]).launches
     assert "uploaded step 12" in said[1 - loser]

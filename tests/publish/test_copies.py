@@ -286,6 +286,7 @@ def test_a_second_run_with_the_same_copies_is_refused(
     assert told in capsys.readouterr().err
     assert not RunFolder(third).launches
     first.rename(tmp_path / "moved")
+    first.symlink_to(tmp_path / "moved")
     assert (
         launch(small_run("--out_dir", str(tmp_path / "moved"), *copied, "--train.stop_at", "6"))
         == 0

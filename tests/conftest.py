@@ -37,6 +37,8 @@ from accel_gpt.prepare.prepare import prepare
 THREADS = int(os.environ.get("ACCEL_GPT_TEST_THREADS", "1"))
 # 0: as many cases as `.ci/run` has time for; 1 and more: as many as `.ci/release` runs
 THOROUGH = int(os.environ.get("ACCEL_GPT_THOROUGH", "0"))
+# of a slow test that shows on processes, networks or a compiler what faster tests show without
+thorough = pytest.mark.skipif(not THOROUGH, reason="ACCEL_GPT_THOROUGH is not set")
 RECORDS = ("config.yaml", "run.json", "data_files.json")  # files of a run with paths
 QUIET = ("--eval.every", "0", "--sample.every", "0", "--log.trackers", "[]")
 # compiled code goes where torch puts it, not into the user's cache

@@ -42,7 +42,7 @@ from accel_gpt.launcher import PREEMPTED
 from accel_gpt.own_code import ARGUMENTS, load_own_code
 from accel_gpt.training.metrics import COLUMNS
 from accel_gpt.training.run_folder import RunFolder
-from tests.conftest import THOROUGH, launch
+from tests.conftest import THOROUGH, launch, thorough
 from tests.helpers import reference
 from tests.helpers.hub_server import HubServer, environment
 
@@ -587,7 +587,14 @@ def runs_in_tests(page: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if runs_in_tests(page)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[thorough] * page.startswith("docs/how-to/"))
+        for page in PAGES
+        if runs_in_tests(page)
+    ],
+)
 def test_every_command_runs(
     page: str, world: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -606,6 +613,7 @@ def test_every_command_runs(
         run(shorter, folder)
 
 
+@thorough
 @pytest.mark.slow
 def test_the_round_trip_as_the_pages_say(world: Path, tmp_path: Path) -> None:
     """Export, push and sample from the Hub, in a shell and in Python: a server on this machine."""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel_gpt.launcher import available_cores
-from tests.conftest import launch
+from tests.conftest import launch, thorough
 from tests.test_train import assert_same_weights, records, weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,6 +128,7 @@ def test_processes_that_form_no_group_are_refused(small_run: Arguments, tmp_path
     assert "WORLD_SIZE is 2 but LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set" in done.stderr
 
 
+@thorough
 @pytest.mark.slow
 def test_compiled_run_equals_the_eager_one(small_run: Arguments, tmp_path: Path) -> None:
     alike = ["--model.dropout", "0", "--eval.every", "6"]

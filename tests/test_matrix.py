@@ -1,7 +1,7 @@
 """Every precision on every engine: weights move, gradients are right, a stop changes nothing.
 
 `ACCEL_GPT_THOROUGH=1 pytest -n 0 -m slow tests/test_matrix.py` trains all combinations; without it
-each value of each dimension meets each value of each other one at least once.
+each engine meets each value of each dimension at least once.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.training.unsupported import FP8_CAPABILITY
-from tests.conftest import THOROUGH
+from tests.conftest import THOROUGH, thorough
 from tests.helpers.ports import free_port
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights
@@ -76,18 +76,18 @@ def all_cases(dimensions: Mapping[str, Sequence[str]] = DIMENSIONS) -> list[Case
     ]
 
 
-def pairwise(cases: list[Case]) -> list[Case]:
-    """Choose some of `cases` that cover every pair of values that occurs in any case."""
+def covering(cases: list[Case], size: int) -> list[Case]:
+    """Choose some of `cases` with every combination of `size` values that occurs in any case."""
 
-    def pairs(case: Case) -> set[Any]:
-        return set(itertools.combinations(case.items(), 2))
+    def combinations(case: Case) -> set[Any]:
+        return set(itertools.combinations(case.items(), size))
 
-    missing = set().union(*map(pairs, cases))
+    missing = set().union(*map(combinations, cases))
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        best = max(cases, key=lambda case: len(combinations(case) & missing))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= combinations(best)
     return chosen
 
 
@@ -95,7 +95,14 @@ def cases() -> list[Case]:
     possible = [case for case in all_cases() if refused(case) is None]
     if find_spec("torchao") is None:
         possible = [case for case in possible if case["precision"] != "fp8"]
-    return possible if THOROUGH else pairwise(possible)
+    if THOROUGH:
+        return possible
+    engines = dict.fromkeys(case["engine"] for case in possible)
+    return [
+        chosen
+        for engine in engines
+        for chosen in covering([case for case in possible if case["engine"] == engine], 1)
+    ]
 
 
 def name(case: Case) -> str:
@@ -180,6 +187,7 @@ def test_every_precision_on_every_engine(engine: str, small_run: Arguments, tmp_
     train_and_check([case for case in cases() if case["engine"] == engine], small_run, tmp_path)
 
 
+@thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_two_replicas_of_two_shards(small_run: Arguments, tmp_path: Path) -> None:
@@ -205,7 +213,7 @@ def collectives(engine: str, optimizer: str, micro_steps: int, synced: bool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2_gathered"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("fsdp2_gathered", marks=thorough)])
 def test_losses_are_those_of_one_process_and_collectives_are_counted(
     engine: str, small_run: Arguments, tmp_path: Path
 ) -> None:
@@ -244,7 +252,7 @@ def test_losses_are_those_of_one_process_and_collectives_are_counted(
 def gpu_cases(engine: str, fp8: bool) -> list[Case]:
     """Choose cases of an engine that cover every pair of values that GPUs support."""
     precisions = ["no", "bf16", *(["fp16"] * (engine != "fsdp2")), *(["fp8"] * fp8)]
-    return pairwise(all_cases({**DIMENSIONS, "engine": [engine], "precision": precisions}))
+    return covering(all_cases({**DIMENSIONS, "engine": [engine], "precision": precisions}), 2)
 
 
 @pytest.mark.gpu
@@ -307,6 +315,7 @@ def check(case: Case, folder: Path, device: str) -> None:
     assert error < BOUNDS[case["precision"]] * (1 if device == "cpu" else 10), name(case)
 
 
+@thorough
 @pytest.mark.slow
 def test_fsdp2_in_bf16_sums_the_gradients_of_many_micro_batches_in_float32(
     small_run: Arguments, tmp_path: Path

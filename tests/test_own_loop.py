@@ -15,7 +15,7 @@ from accel_gpt import pieces
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.checkpoint import read_evaluated
-from tests.conftest import launch, run_here, text_of
+from tests.conftest import launch, run_here, text_of, thorough
 from tests.test_docs import check
 from tests.test_launch import TORCHRUN, finish
 from tests.test_train import assert_same_weights, records, weights
@@ -130,6 +130,7 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert "missing.yaml does not exist" in capsys.readouterr().err
 
 
+@thorough
 @pytest.mark.slow
 def test_two_processes_equal_one(small_run: Arguments, tmp_path: Path) -> None:
     options = ("--train.reproducible", "true", "--train.micro_batch_size", "2")

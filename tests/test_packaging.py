@@ -19,6 +19,7 @@ import pytest
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.shipped import copy_shipped, resolve_config, shipped_folder
 from accel_gpt.errors import UserError
+from tests.conftest import thorough
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -120,6 +121,7 @@ def few_steps() -> list[str]:
     ]
 
 
+@thorough
 @pytest.mark.slow
 def test_the_packages_for_s3_and_gcs_install_under_the_constraints(tmp_path: Path) -> None:
     """In a fresh environment, without torch."""

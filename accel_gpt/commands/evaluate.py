@@ -168,6 +168,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
                 metrics |= score_tasks(
                     folder=exported,
                     tasks=tasks,
+                    path=options.tasks_path,
                     limit=options.tasks_limit,
                     batch_size=config.train.micro_batch_sequences,
                     device=str(accelerator.device),

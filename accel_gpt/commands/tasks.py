@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
@@ -35,9 +36,7 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
         path is None or Path(path).is_dir(),
         f"{path} is not a folder; name a folder with YAML files of tasks",
     )
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=path)
+    manager = task_manager(path)
     known = [match for name in names for match in matching_tasks(name, manager)]
     try:
         loaded = manager.load(known)
@@ -50,6 +49,14 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
     inside = {name for children in loaded["group_map"].values() for name in children}
     named = loaded["groups"] | loaded["tasks"]
     return [task for name, task in named.items() if name not in inside]
+
+
+@cache
+def task_manager(path: str | None) -> Any:
+    """Return the harness's index of its tasks and those in `path`; it takes seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=path)
 
 
 def matching_tasks(name: str, manager: Any) -> list[str]:
@@ -68,6 +75,7 @@ def matching_tasks(name: str, manager: Any) -> list[str]:
 def score_tasks(
     folder: Path,
     tasks: Sequence[Any],
+    path: str | None,
     limit: int | None,
     batch_size: int,
     device: str,
@@ -75,9 +83,9 @@ def score_tasks(
 ) -> dict[str, float]:
     """Evaluate the exported model in `folder`; return metrics named `eval/TASK_METRIC`.
 
-    `limit`: evaluate only the first questions of each task; None: all. `precision`: a value of
-    `Accelerator.mixed_precision`. The harness rejects a task that runs code of the model, or that
-    is not text.
+    `tasks`, `path`: see `open_tasks`. `limit`: evaluate only the first questions of each task;
+    None: all. `precision`: a value of `Accelerator.mixed_precision`. The harness rejects a task
+    that runs code of the model, or that is not text.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -94,6 +102,7 @@ def score_tasks(
         results = simple_evaluate(
             model=model,
             tasks=list(tasks),
+            task_manager=task_manager(path),
             limit=limit,
             bootstrap_iters=RESAMPLES,
             log_samples=False,

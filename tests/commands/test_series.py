@@ -21,6 +21,7 @@ from accel_gpt.errors import DivergedError
 from accel_gpt.launcher import PREEMPTED, requested_threads, stops_with_parent
 from accel_gpt.training import display
 from accel_gpt.training.run_folder import RunFolder
+from tests.conftest import thorough
 
 PROGRAM = (
     "import sys; from pathlib import Path; from accel_gpt.commands.series import *\n"
@@ -141,7 +142,7 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=thorough), signal.SIGKILL])
 def test_a_stopped_series_goes_on(
     number: signal.Signals, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

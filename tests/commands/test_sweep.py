@@ -27,7 +27,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.training.run_folder import step_name
-from tests.conftest import THOROUGH, run_here
+from tests.conftest import THOROUGH, run_here, thorough
 from tests.helpers.runs import LAUNCH, make_run, record
 
 LOSSES = {1e-3: 3.0, 2e-3: 3.0, 3e-3: 2.0, 1e-2: 2.5, 1.0: math.inf, 2.0: 9.0}
@@ -277,6 +277,7 @@ def test_the_runs_of_another_sweep_are_not_taken(
     assert "was trained to step 12, but now ends at step 5; " in capsys.readouterr().err
 
 
+@thorough
 @pytest.mark.slow
 def test_killed_and_started_again_gives_the_same_losses(
     small_run: Callable[..., list[str]], tmp_path: Path
@@ -289,7 +290,7 @@ def test_killed_and_started_again_gives_the_same_losses(
     began = time.monotonic()
     assert start("whole").wait() == 0
     whole, draw = time.monotonic() - began, random.Random(0)
-    for _ in range(3 * THOROUGH or 1):
+    for _ in range(3 * THOROUGH):
         killed = start("killed")
         time.sleep(draw.uniform(0.2, 0.7) * whole)
         killed.kill()

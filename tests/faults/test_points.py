@@ -126,7 +126,7 @@ def test_kill_at_every_point(server: Server, tiny: Tiny, short: Path, tmp_path: 
 def test_error_of_the_disk_at_some_points(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:
-    fail_at(each_name(short)[::2], action, server, tiny, short, tmp_path)
+    fail_at(each_name(short)[:: 2 if THOROUGH else 4], action, server, tiny, short, tmp_path)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import thorough
 from tests.faults.launches import config, steps_told, until
 from tests.helpers.ports import free_port
 from tests.test_launch import PLAIN, ROOT
@@ -24,6 +25,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sin
 SYSTEM = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=SYSTEM) is None]
 pytestmark = [
+    thorough,
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: no {', '.join(MISSING)}"),
 ]

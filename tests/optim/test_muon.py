@@ -15,7 +15,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import PEAK, make_optimizer, set_lr
 from accel_gpt.optim.muon import MuonAdamW, muon_weights
-from tests.conftest import launch, tiny
+from tests.conftest import launch, thorough, tiny
 from tests.faults.test_fsdp import launch as launch_sharded
 from tests.faults.test_fsdp import moments
 from tests.test_train import assert_same_weights, records, weights
@@ -257,6 +257,7 @@ def test_a_loss_scaler_is_understood(finite: bool, unscaled: bool) -> None:
 # --------------------------------------------------------------------------- processes
 
 
+@thorough
 @pytest.mark.slow
 def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
     small_run: Arguments, tmp_path: Path
@@ -335,7 +336,7 @@ def one_rank(rank: int, world: int, engine: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "world"), [("ddp", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "world"), [("ddp", 3), pytest.param("hsdp", 4, marks=thorough)])
 def test_ranks_share_the_matrices_and_update_as_one(
     engine: str, world: int, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from accel_gpt.training import precision
 from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
 from accel_gpt.training.run_folder import RunFolder, locked
 from accel_gpt.training.state import FORMAT
-from tests.conftest import launch
+from tests.conftest import launch, thorough
 from tests.faults.launches import until
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
 from tests.helpers.s3 import S3Server, require_s3
@@ -515,6 +515,7 @@ sys.exit(run_main(command.main, sys.argv[1:]))
 """
 
 
+@thorough
 @pytest.mark.slow
 def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_path: Path) -> None:
     """Another rank has already exited with code 75."""

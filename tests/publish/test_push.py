@@ -264,7 +264,7 @@ def test_uploads_run_beside_the_training_and_survive_its_signals(
     asked = small_run(*ALWAYS, "--train.max_steps", "20", "--checkpoint.every", "10")
     command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]
     with HubServer() as hub:
-        hub.upload_delay = 20.0
+        hub.upload_delay = 5.0
         seen = {**os.environ, **environment(hub, tmp_path / "home")}
         process = subprocess.Popen(
             command, cwd=tmp_path, env=seen, stderr=subprocess.PIPE, text=True

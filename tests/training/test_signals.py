@@ -17,7 +17,7 @@ from accel_gpt.config.options import duration
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.launcher import PREEMPTED, SIGNALS
 from accel_gpt.training.stopping import StopSignal
-from tests.conftest import run_here
+from tests.conftest import run_here, thorough
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -136,7 +136,7 @@ with Watchdog("3s") as watchdog:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hang", "code"), [("0", 0), ("60", 70)])
+@pytest.mark.parametrize(("hang", "code"), [pytest.param("0", 0, marks=thorough), ("60", 70)])
 def test_a_pause_is_no_hang_and_a_hang_after_it_is_found(hang: str, code: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WATCHED, hang], stdout=subprocess.PIPE, stderr=subprocess.PIPE

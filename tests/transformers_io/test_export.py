@@ -29,7 +29,7 @@ from accel_gpt.transformers_io import export as exporting
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.hf_weights import load_weights
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here, text_of
+from tests.conftest import launch, run_here, text_of, thorough
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -356,6 +356,7 @@ def finish(*command: str, cwd: Path, timeout: float = 300) -> str:
     return done.stdout
 
 
+@thorough
 @pytest.mark.slow
 def test_shakespeare_is_exported_and_continued_by_a_pipeline(
     shakespeare: Path, tmp_path: Path

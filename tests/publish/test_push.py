@@ -22,7 +22,7 @@ from accel_gpt.config.values import leaves
 from accel_gpt.publish import push as pushing
 from accel_gpt.publish import uploader
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here
+from tests.conftest import launch, run_here, thorough
 from tests.helpers.hub_server import HubServer, environment, no_waiting, point_at
 from tests.test_train import assert_same_weights, records
 
@@ -255,6 +255,7 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
     assert not [name for name in files for word in words if word in name]
 
 
+@thorough
 @pytest.mark.slow
 def test_uploads_run_beside_the_training_and_survive_its_signals(
     small_run: Arguments, tmp_path: Path
@@ -264,7 +265,7 @@ def test_uploads_run_beside_the_training_and_survive_its_signals(
     asked = small_run(*ALWAYS, "--train.max_steps", "20", "--checkpoint.every", "10")
     command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]
     with HubServer() as hub:
-        hub.upload_delay = 5.0
+        hub.upload_delay = 20.0
         seen = {**os.environ, **environment(hub, tmp_path / "home")}
         process = subprocess.Popen(
             command, cwd=tmp_path, env=seen, stderr=subprocess.PIPE, text=True

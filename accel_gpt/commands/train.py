@@ -62,7 +62,6 @@ def train_config(config: Config, source: str) -> int:
         copies = None
         if kept.copy_to:
             copies = Copies(kept.copy_to, folder, kept.resume, launch.log)
-            on_main(copies.open)
         uploader = None
         if is_main() and (copies or config.hub.push != "never"):
             uploader = Uploader(
@@ -74,6 +73,8 @@ def train_config(config: Config, source: str) -> int:
                 log=launch.log,
             )
         try:
+            if copies:
+                on_main(copies.open)
             stopped = train(
                 config=config,
                 launch=launch,

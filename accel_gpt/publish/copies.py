@@ -162,9 +162,9 @@ class Copies:
     def claim(self) -> Owner:
         """Make this launch the owner of the copies; return what it wrote.
 
-        Raises `BusyError` if another launch has claimed them since `open`, `UserError` if a copy is
-        newer than the run: a later launch made it, and the next copy would replace it. If the store
-        cannot be written now, only logs it: each copy claims them again.
+        Raises `BusyError` if another launch has claimed them since `open`. Raises `UserError` if
+        the run went on elsewhere and has a newer copy, which the next copy would replace. If the
+        store cannot be written now, only logs it: each copy claims them again.
         """
         owner = Owner(
             run=run_name(self.out_dir),
@@ -174,7 +174,9 @@ class Copies:
         )
         try:
             store = CopyStore(self.url)
-            copied = self.newest_copy(store)
+            before = self.before or owner
+            went_on = (before.out_dir, before.host) != (owner.out_dir, owner.host)
+            copied = self.newest_copy(store) if went_on else None
             step = max(RunFolder(self.out_dir).checkpoints, default=0)
             require(
                 copied is None or copied <= step,

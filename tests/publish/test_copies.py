@@ -406,6 +406,9 @@ def test_a_newer_copy_is_not_replaced(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == kept
     assert launch(own[:-2]) == 0
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 13))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
+    assert launch(own[:-2]) == 0  # it lost a checkpoint where it is: it makes the steps again
+    assert steps(place)[-1] == "step_00000012"
 
 
 @pytest.mark.slow

@@ -586,11 +586,14 @@ def runs_in_tests(page: str) -> bool:
     return page != "docs/reference/commands.md" and any(map(can_run, shell_lines(page)))
 
 
+ALWAYS_RUN = ("README.md", "docs/get-started/your-text.md")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[thorough] * page.startswith("docs/how-to/"))
+        pytest.param(page, marks=[] if page in ALWAYS_RUN else [thorough])
         for page in PAGES
         if runs_in_tests(page)
     ],

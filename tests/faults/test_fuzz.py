@@ -19,7 +19,7 @@ from tests.data.test_tokenizer import other
 from tests.faults.attack import pickled
 from tests.faults.harness import Server, Tiny, finish, records
 
-CASES, PARTS = 2000 * THOROUGH or 60, 4
+CASES, PARTS = 2000 * THOROUGH or 24, 4
 SECONDS = 60.0  # time limit of a command; the slowest takes 3
 OURS = {0, 2, 3, 4, 5}
 VALUES = (None, True, 0, -1, 0.5, 10**30, float("nan"), float("inf"), "", "\u00b2", [], {}, [[]])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.training.checkpoint import verify_checkpoint
+from tests.conftest import thorough
 from tests.faults.launches import config, steps_told, until
 from tests.test_launch import ACCELERATE, PLAIN, TRAIN, finish
 from tests.training.test_accelerate_configs import FOLDER
@@ -103,6 +104,7 @@ def test_two_nodes_train_and_one_goes_on(nodes: Nodes, prepared: Path, tmp_path:
     assert steps_told(tmp_path / "run") == 16
 
 
+@thorough
 def test_cut_link_ends_both_and_harms_no_checkpoint(
     nodes: Nodes, prepared: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from accel_gpt.launcher import SIGNALS
 from accel_gpt.training.checkpoint import read_state
-from tests.conftest import THOROUGH
+from tests.conftest import THOROUGH, thorough
 from tests.faults.launches import (
     TWO,
     Direct,
@@ -130,7 +130,11 @@ def test_signal_in_the_middle_of_a_save(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"), [("accelerate", signal.SIGTERM), ("torchrun", signal.SIGINT)]
+    ("launcher", "number"),
+    [
+        pytest.param("accelerate", signal.SIGTERM, marks=thorough),
+        ("torchrun", signal.SIGINT),
+    ],
 )
 def test_launchers_get_signals_at_random_moments(
     launcher: str,

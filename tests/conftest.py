@@ -132,13 +132,18 @@ def pytest_xdist_auto_num_workers() -> int:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and its data folder `corpus`, prepared once."""
     folder = tmp_path_factory.mktemp("prepared")
+    prepare_words(folder, 5000, shard_tokens=7000)
+    return folder
+
+
+def prepare_words(folder: Path, words: int, shard_tokens: int) -> None:
+    """Write text.txt to a folder, and its data folder `corpus` of bytes."""
     text = folder / "text.txt"
-    text.write_text(text_of(5000))
+    text.write_text(text_of(words))
     asked = PrepareConfig(
-        source="text", path=str(text), tokenizer="bytes", shard_tokens=7000, workers=1
+        source="text", path=str(text), tokenizer="bytes", shard_tokens=shard_tokens, workers=1
     )
     prepare(asked, folder / "corpus")
-    return folder
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ from accel_gpt.files import TOKEN_ENDINGS, cache_folder, locked_file
 T = TypeVar("T")
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
 TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses below 500
-START_SECONDS = 30.0  # for the index of a folder: a wrong address is told soon; assumption
+START_SECONDS = 30.0  # to read the index of a folder; a longer wait hides a typo; assumption
 PAUSE_SECONDS = 1.0  # before the second try; doubled after each
 LONGEST_PAUSE_SECONDS = 30.0
 LOOK_SECONDS = 0.1  # between two looks at a shard that another process downloads

@@ -20,7 +20,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,11 @@ class Copies:
         self.damaged: set[int] = set()  # steps of copies that could not be restored
         self.replaced: dict[Path, bytes | None] = {}  # what this launch wrote, and what was there
 
+    @cached_property
+    def store(self) -> "CopyStore":
+        """Return the store of the copies; only rank 0 opens it."""
+        return CopyStore(self.url)
+
     def open(self) -> None:
         """Restore the newest intact copy if the run has no checkpoint.
 
@@ -115,7 +120,7 @@ class Copies:
         An object that cannot be read now is not damaged.
         """
         url = self.url
-        store = CopyStore(url)
+        store = self.store
         require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
         require(
             "://" in url or not Path(url).resolve().is_relative_to(self.out_dir.resolve()),
@@ -136,7 +141,7 @@ class Copies:
             f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
             "another checkpoint.copy_to, or remove the copies",
         )
-        while not own and (step := self.newest_copy(store)) is not None:
+        while not own and (step := self.newest_copy()) is not None:
             try:
                 store.restore(step, self.out_dir, self.replaced)
             except CheckpointError as error:
@@ -151,11 +156,11 @@ class Copies:
                 "another checkpoint.copy_to"
             )
 
-    def newest_copy(self, store: "CopyStore") -> int | None:
+    def newest_copy(self) -> int | None:
         """Return the step of the newest complete copy that is not known to be damaged."""
         with explained(f"checkpoint.copy_to {self.url} cannot be read"):
-            for step in reversed(store.steps()):
-                if step not in self.damaged and store.is_complete(step):
+            for step in reversed(self.store.steps()):
+                if step not in self.damaged and self.store.is_complete(step):
                     return step
         return None
 
@@ -173,10 +178,9 @@ class Copies:
             launch=self.before.launch + 1 if self.before else 1,
         )
         try:
-            store = CopyStore(self.url)
             before = self.before or owner
             went_on = (before.out_dir, before.host) != (owner.out_dir, owner.host)
-            copied = self.newest_copy(store) if went_on else None
+            copied = self.newest_copy() if went_on else None
             step = max(RunFolder(self.out_dir).checkpoints, default=0)
             require(
                 copied is None or copied <= step,
@@ -184,7 +188,7 @@ class Copies:
                 f"no checkpoint after step {step:,}; remove its checkpoints to resume from the "
                 "copy, or set another checkpoint.copy_to",
             )
-            store.claim(owner)
+            self.store.claim(owner)
         except AccelGPTError:
             raise
         except Exception as error:  # from botocore, huggingface_hub, OSError, ...

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.config.data import PrepareConfig
 from accel_gpt.launcher import PREEMPTED
-from accel_gpt.prepare.prepare import prepare
 from accel_gpt.training.run_folder import checkpoint_steps
-from tests.conftest import THOROUGH, launch, text_of, thorough
+from tests.conftest import THOROUGH, launch, prepare_words, thorough
 from tests.helpers.s3 import Mode, S3Server, require_s3
 from tests.test_train import records
 
@@ -27,12 +25,7 @@ LATER = r"train_00000[1-9]"  # all train shards but the first, which the evaluat
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three train shards. Each rank reads 131,000 tokens at once: two ranks, most of a shard."""
     folder = tmp_path_factory.mktemp("s3")
-    text = folder / "text.txt"
-    text.write_text(text_of(250_000))
-    recipe = PrepareConfig(
-        source="text", path=str(text), tokenizer="bytes", shard_tokens=400_000, workers=1
-    )
-    prepare(recipe, folder / "corpus")
+    prepare_words(folder, 250_000, shard_tokens=400_000)
     return folder / "corpus"
 
 

@@ -41,7 +41,7 @@ from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.transformers_io.load import load_pretrained
 
 if TYPE_CHECKING:

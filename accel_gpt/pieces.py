@@ -10,20 +10,20 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.evals.evaluation import evaluate, open_evaluations
+from accel_gpt.launch.accelerator import build_model, start_accelerator
+from accel_gpt.launch.auto_batch import resolve_micro_batch_size
+from accel_gpt.launch.compile import resolve_compile
+from accel_gpt.launch.process import make_host_group
+from accel_gpt.launch.setup import new_state
 from accel_gpt.launcher import world_size
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.prepare.missing_data import ensure_data
-from accel_gpt.training.accelerator import build_model, start_accelerator
-from accel_gpt.training.auto_batch import resolve_micro_batch_size
-from accel_gpt.training.compilation import resolve_compile
-from accel_gpt.training.divergence import StepGuard
+from accel_gpt.runs.resume import choose_checkpoint, restore
+from accel_gpt.runs.saving import CheckpointWriter
 from accel_gpt.training.gradients import make_gradients, micro_batches
+from accel_gpt.training.guard import StepGuard
 from accel_gpt.training.losses import make_loss
 from accel_gpt.training.metrics import MetricsLog
-from accel_gpt.training.process import make_host_group
-from accel_gpt.training.resume import choose_checkpoint, restore
-from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.setup import new_state
 
 __all__ = (
     "CheckpointWriter",

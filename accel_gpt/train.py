@@ -42,38 +42,38 @@ from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.own_loss import check_own_loss
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.model.language_model import LanguageModel, draw_weights
-from accel_gpt.model.own import check_causality
-from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rates
-from accel_gpt.own_code import place_in_own_code
-from accel_gpt.training.accelerator import build_model, start_accelerator
-from accel_gpt.training.auto_batch import resolve_micro_batch_size
-from accel_gpt.training.budget import describe_look, resolve_budget
-from accel_gpt.training.compilation import resolve_compile
-from accel_gpt.training.display import Display
-from accel_gpt.training.divergence import StepGuard, check_weights
-from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
-from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
-from accel_gpt.training.metrics import Record, checked_record
-from accel_gpt.training.process import make_host_group
-from accel_gpt.training.ranks import RankError, all_gather, all_ranks, on_main, require_same
-from accel_gpt.training.reporter import Reporter, open_display, summarize_run
-from accel_gpt.training.resume import choose_checkpoint, restore
-from accel_gpt.training.saving import CheckpointWriter, describe_newest
-from accel_gpt.training.setup import (
+from accel_gpt.launch.accelerator import build_model, start_accelerator
+from accel_gpt.launch.auto_batch import resolve_micro_batch_size
+from accel_gpt.launch.budget import describe_look, resolve_budget
+from accel_gpt.launch.compile import resolve_compile
+from accel_gpt.launch.process import make_host_group
+from accel_gpt.launch.ranks import RankError, all_gather, all_ranks, on_main, require_same
+from accel_gpt.launch.setup import (
     Launch,
     check_data,
     new_state,
     nothing_to_check,
     pin_data,
 )
-from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import (
+from accel_gpt.launch.stopping import (
     INIT_TIMEOUT,
     StopRequested,
     StopSignal,
     Watchdog,
 )
+from accel_gpt.model.language_model import LanguageModel, draw_weights
+from accel_gpt.model.own import check_causality
+from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rates
+from accel_gpt.own_code import place_in_own_code
+from accel_gpt.runs.resume import choose_checkpoint, restore
+from accel_gpt.runs.saving import CheckpointWriter, describe_newest
+from accel_gpt.runs.state import TrainState
+from accel_gpt.training.display import Display
+from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
+from accel_gpt.training.guard import StepGuard, check_weights
+from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
+from accel_gpt.training.metrics import Record, checked_record
+from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_gpt.training.machine import commit, device_name, package_versions
+from accel_gpt.launch.machine import commit, device_name, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("-m", "accel_gpt")

@@ -36,8 +36,8 @@ from peers import Job
 from traces import OBSERVE
 
 from accel_gpt.cost.flops import flops_per_token
-from accel_gpt.training.devices import peak_flops
-from accel_gpt.training.machine import device_name
+from accel_gpt.launch.devices import peak_flops
+from accel_gpt.launch.machine import device_name
 
 DATA = "python_source"  # folder of nanoGPT's data
 TOKENS_PER_STEP = 131_072

@@ -57,13 +57,13 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import BytesTokenizer
+from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import make_optimizer
-from accel_gpt.training.checkpoint import verify_checkpoint
-from accel_gpt.training.process import keep_freed_memory
-from accel_gpt.training.run_folder import checkpoint_steps, step_name
-from accel_gpt.training.saving import CheckpointWriter
-from accel_gpt.training.state import TrainState
+from accel_gpt.runs.checkpoint import verify_checkpoint
+from accel_gpt.runs.folder import checkpoint_steps, step_name
+from accel_gpt.runs.saving import CheckpointWriter
+from accel_gpt.runs.state import TrainState
 
 BATCH_SIZE = 12
 BLOCK_SIZE = 1024

@@ -45,7 +45,7 @@ import accel_gpt
 from accel_gpt.commands.paired_comparison import compare
 from accel_gpt.files import write_file
 from accel_gpt.report.curves import read_metrics
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.folder import RunFolder
 
 # --------------------------------------------------------------------------- the changes
 

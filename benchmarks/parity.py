@@ -27,9 +27,9 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
+from accel_gpt.launch.accelerator import start_accelerator
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.missing_data import ensure_data
-from accel_gpt.training.accelerator import start_accelerator
 
 LIMIT = 1e-4
 NAMES = {  # nanoGPT's names of weights, and ours

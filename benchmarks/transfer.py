@@ -60,7 +60,7 @@ from accel_gpt.errors import DivergedError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.groups import fraction_at, make_optimizer, set_rates
 from accel_gpt.report.curves import read_metrics
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.folder import RunFolder
 
 Size = tuple[int, int]  # width, depth
 OPTIMIZERS = ("muon", "adamw")

@@ -202,7 +202,7 @@ def reseal(path: Path) -> None:
         if p.name != "manifest.json"
     }
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-    from accel_gpt.training.checkpoint import verify_checkpoint
+    from accel_gpt.runs.checkpoint import verify_checkpoint
 
     verify_checkpoint(path)
 

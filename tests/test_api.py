@@ -18,8 +18,8 @@ import torch
 import accel_gpt
 from accel_gpt.cli import dispatch
 from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.launch.stopping import SAME_PRESS_SECONDS
 from accel_gpt.launcher import SIGNALS
-from accel_gpt.training.stopping import SAME_PRESS_SECONDS
 from tests.test_layout import ROOT, loaded_by
 
 Arguments = Callable[..., list[str]]
@@ -214,7 +214,7 @@ def test_the_interrupt_button_saves_and_the_kernel_survives(
         ]
     slow = tmp_path / "slow.py"
     slow.write_text(
-        "import time\nfrom accel_gpt.training.saving import CheckpointWriter\n"
+        "import time\nfrom accel_gpt.runs.saving import CheckpointWriter\n"
         "CheckpointWriter.save_last = lambda *_: time.sleep(60)\n\n\n"
         "def metrics(run):\n    return {}\n"
     )

@@ -40,8 +40,8 @@ from accel_gpt.console import format_hours
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.own_code import ARGUMENTS, load_own_code
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.metrics import COLUMNS
-from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import THOROUGH, launch, thorough
 from tests.helpers import reference
 from tests.helpers.hub_server import HubServer, environment

@@ -9,7 +9,7 @@ import pytest
 
 from accel_gpt.errors import CheckpointError, DataError, NewerFormatError
 from accel_gpt.json_files import Count, Size, convert_json, load_json_as
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 from accel_gpt import launcher, meeting
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launcher import (
     available_cores,
     first_host,
@@ -24,7 +25,6 @@ from accel_gpt.launcher import (
     use_slurm_variables,
     world_size,
 )
-from accel_gpt.meeting import on_main_before_join
 from accel_gpt.transformers_io import pretrained
 from tests.helpers.ports import free_port
 from tests.helpers.terminals import Terminal

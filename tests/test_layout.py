@@ -28,12 +28,12 @@ TRAINER = [
     ["model"],
     ["optim"],
     ["data"],
-    ["training"],
+    ["launch", "runs", "training"],
     ["evals"],
     ["train"],
 ]
 TOOLS = [
-    ["children", "meeting"],
+    ["children"],
     ["cost"],
     ["prepare"],
     ["report"],

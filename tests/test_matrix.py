@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.launch.unsupported import FP8_CAPABILITY
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.training.unsupported import FP8_CAPABILITY
 from tests.conftest import THOROUGH, thorough
 from tests.helpers.ports import free_port
+from tests.launch.test_accelerate_configs import FOLDER, environment_of
 from tests.test_launch import TRAIN
 from tests.test_train import assert_same_weights, records, weights
-from tests.training.test_accelerate_configs import FOLDER, environment_of
 
 Arguments = Callable[..., list[str]]
 Case = dict[str, str]

@@ -16,7 +16,8 @@ from accel_gpt.commands import sweep
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.errors import UserError
-from accel_gpt.training import auto_batch, compilation
+from accel_gpt.launch import auto_batch
+from accel_gpt.launch import compile as compilation
 from tests.conftest import QUIET, launch, small_config
 from tests.test_golden import call
 from tests.test_train import records

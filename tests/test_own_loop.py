@@ -14,7 +14,7 @@ import torch
 from accel_gpt import pieces
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.checkpoint import read_evaluated
+from accel_gpt.runs.checkpoint import read_evaluated
 from tests.conftest import launch, run_here, text_of, thorough
 from tests.test_docs import check
 from tests.test_launch import TORCHRUN, finish

@@ -22,7 +22,7 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.model.gpt import GPT
 from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.tensor_files import weights_of
+from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_checkpoint
 from tests.conftest import QUIET, launch, text_of
 

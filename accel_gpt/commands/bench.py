@@ -25,24 +25,24 @@ from accel_gpt.cost.forecast import run_hours
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.launcher import is_main, world_size
-from accel_gpt.meeting import on_main_before_join
-from accel_gpt.prepare.shards import ShardWriter, write_index
-from accel_gpt.train import Training
-from accel_gpt.training.accelerator import start_accelerator
-from accel_gpt.training.auto_batch import resolve_micro_batch_size
-from accel_gpt.training.clock import seconds_of_each, timed
-from accel_gpt.training.compilation import resolve_compile
-from accel_gpt.training.machine import describe_machine, memory_gb
-from accel_gpt.training.process import keep_freed_memory
-from accel_gpt.training.ranks import explain_lost_rank
-from accel_gpt.training.setup import join_same_ranks, meeting_watchdog
-from accel_gpt.training.stopping import (
+from accel_gpt.launch.accelerator import start_accelerator
+from accel_gpt.launch.auto_batch import resolve_micro_batch_size
+from accel_gpt.launch.clock import seconds_of_each, timed
+from accel_gpt.launch.compile import resolve_compile
+from accel_gpt.launch.machine import describe_machine, memory_gb
+from accel_gpt.launch.meeting import on_main_before_join
+from accel_gpt.launch.process import keep_freed_memory
+from accel_gpt.launch.ranks import explain_lost_rank
+from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog
+from accel_gpt.launch.stopping import (
     INIT_TIMEOUT,
     Watchdog,
     die_with_launcher,
     exiting_on_signals,
 )
+from accel_gpt.launcher import is_main, world_size
+from accel_gpt.prepare.shards import ShardWriter, write_index
+from accel_gpt.train import Training
 
 RANDOM_TOKENS = 2**22  # of a split, read again and again; 2 or 4 bytes each
 DOCUMENT_TOKENS = 500  # between ends of documents; assumption

@@ -37,24 +37,24 @@ from accel_gpt.evals.evaluation import (
 )
 from accel_gpt.evals.validation import OnProgress, score_source
 from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
-from accel_gpt.launcher import is_main, world_size
-from accel_gpt.model.gpt import GPT
-from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.model.targets import TargetMask
-from accel_gpt.training.accelerator import resolve_precision
-from accel_gpt.training.checkpoint import check_code, read_state
-from accel_gpt.training.display import Progress
-from accel_gpt.training.precision import requested_precision
-from accel_gpt.training.process import keep_freed_memory
-from accel_gpt.training.ranks import explain_lost_rank, require_all
-from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.setup import join_same_ranks, meeting_watchdog, pin_data
-from accel_gpt.training.stopping import (
+from accel_gpt.launch.accelerator import resolve_precision
+from accel_gpt.launch.precision import requested_precision
+from accel_gpt.launch.process import keep_freed_memory
+from accel_gpt.launch.ranks import explain_lost_rank, require_all
+from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog, pin_data
+from accel_gpt.launch.stopping import (
     INIT_TIMEOUT,
     Watchdog,
     die_with_launcher,
     exiting_on_signals,
 )
+from accel_gpt.launcher import is_main, world_size
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.targets import TargetMask
+from accel_gpt.runs.checkpoint import check_code, read_state
+from accel_gpt.runs.folder import RunFolder
+from accel_gpt.training.display import Progress
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
 from accel_gpt.transformers_io.load import load_found

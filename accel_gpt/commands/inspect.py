@@ -27,15 +27,15 @@ from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError
 from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
-from accel_gpt.training.checkpoint import (
+from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     is_checkpoint,
     read_evaluated,
     read_shape,
     verify_checkpoint,
 )
+from accel_gpt.runs.folder import RUN_MARKS, RunFolder, step_name
 from accel_gpt.training.display import Progress
-from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, step_name
 
 MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or a checkpoint
 KEPT_SHARDS = 2  # remote shards that are kept: the current one and the next

@@ -34,8 +34,7 @@ from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length
 from accel_gpt.cost.memory import Machine, footprint, largest_size
 from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, did_you_mean, require
-from accel_gpt.model.sizes import mfu
-from accel_gpt.training.devices import (
+from accel_gpt.launch.devices import (
     DEVICES,
     FAST_BF16,
     bf16_instructions,
@@ -45,6 +44,7 @@ from accel_gpt.training.devices import (
     peak_flops,
     precision_problem,
 )
+from accel_gpt.model.sizes import mfu
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
 PRECISION = "--train.mixed_precision"

@@ -19,11 +19,11 @@ from accel_gpt.config.costs import Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.evals.evaluation import Evaluation, evaluate
+from accel_gpt.launch.budget import REHEARSAL, rehearsal_config
+from accel_gpt.launch.clock import timed, undisturbed
+from accel_gpt.launch.ranks import on_main
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.train import Training
-from accel_gpt.training.budget import REHEARSAL, rehearsal_config
-from accel_gpt.training.clock import timed, undisturbed
-from accel_gpt.training.ranks import on_main
 
 FEWEST_MEASURED = 5  # measured steps, unless they take the whole budget
 MEASURED_SHARE = 0.03  # of the budget: for the steps, and the most for an evaluation; assumption

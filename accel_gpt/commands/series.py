@@ -33,11 +33,11 @@ from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import write_err
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
+from accel_gpt.launch.budget import earlier_length
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT, stop_signals
 from accel_gpt.report.curves import read_metrics
-from accel_gpt.training.budget import earlier_length
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.display import Progress
-from accel_gpt.training.run_folder import RunFolder
 
 MOST_LETTERS = 200  # in the name of a folder; file systems allow 255 bytes
 POLL_SECONDS = 0.2  # between two looks at the lock of a run

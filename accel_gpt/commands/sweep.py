@@ -28,7 +28,7 @@ from accel_gpt.evals.validation import first_sequences
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.report.curves import read_metrics
-from accel_gpt.training.run_folder import RunFolder, locked
+from accel_gpt.runs.folder import RunFolder, locked
 
 TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")  # change the text or tokens
 EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")  # change what is evaluated

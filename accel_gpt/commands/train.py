@@ -20,17 +20,17 @@ from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
+from accel_gpt.launch.meeting import on_main_before_join
+from accel_gpt.launch.process import keep_freed_memory
+from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.launch.setup import Launch, open_launch
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
-from accel_gpt.meeting import on_main_before_join
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.copies import Copies
 from accel_gpt.publish.uploader import Uploader
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.train import nothing_to_start, train
-from accel_gpt.training.process import keep_freed_memory
-from accel_gpt.training.ranks import all_gather, on_main
-from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.setup import Launch, open_launch
 from accel_gpt.transformers_io.load import load_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 

@@ -33,8 +33,8 @@ from accel_gpt.console import install_exit_handlers, table, write_err
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
 from accel_gpt.prepare.missing_data import ensure_data
-from accel_gpt.training.checkpoint import find_checkpoint
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.checkpoint import find_checkpoint
+from accel_gpt.runs.folder import RunFolder
 
 POLL_SECONDS = 0.005  # between two looks at the step of a launch
 LAST_LINES = 30  # shown of a launch that failed; torchrun adds about 20 to the trainer's

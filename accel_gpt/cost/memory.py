@@ -12,6 +12,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import STACK
 from accel_gpt.config.plan import fitting_sizes, with_size
 from accel_gpt.cost.flops import hidden_matrices, parameter_counts
+from accel_gpt.launch.devices import device_memory, peak_flops
 from accel_gpt.model.sizes import (
     FLOAT_BYTES,
     WHOLE_LOGITS,
@@ -20,7 +21,6 @@ from accel_gpt.model.sizes import (
     logit_work_bytes,
     padded_vocab_size,
 )
-from accel_gpt.training.devices import device_memory, peak_flops
 
 DOUBLE_BYTES = 8  # float64
 # While Muon orthogonalizes a stack, it holds 3 copies of it and 2 of its Gram matrices. While it
@@ -44,7 +44,7 @@ class Machine:
     """The devices of a planned run. Each device has one process."""
 
     devices: int  # on all nodes together
-    gpu: str | None  # a name that `training/devices.py` finds; None: CPUs
+    gpu: str | None  # a name that `launch/devices.py` finds; None: CPUs
     memory_bytes: float | None  # memory of one device; None: unknown
     sharded: bool  # FSDP
     precision: str  # no, bf16, fp16 or fp8

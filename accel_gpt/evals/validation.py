@@ -19,11 +19,11 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.shards import Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, require
+from accel_gpt.launch.ranks import all_ranks
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.loss import IGNORE
 from accel_gpt.model.targets import TargetMask
-from accel_gpt.training.ranks import all_ranks
 
 ValidationBatch = tuple[Sequence[int], int, int]  # numbers of the sequences, B, T
 # Called before each batch with the numbers of completed batches and of all batches, equally often

@@ -20,18 +20,18 @@ from accel_gpt.data.index import INDEX, check_folder
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, require
-from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
-from accel_gpt.prepare.child import SETTINGS
-from accel_gpt.prepare.prepare import prepare
-from accel_gpt.prepare.sources import select
-from accel_gpt.training.ranks import (
+from accel_gpt.launch.ranks import (
     all_gather,
     all_ranks,
     end_group,
     shared_with_ranks,
     wait_for_file,
 )
-from accel_gpt.training.stopping import exiting_on_signals
+from accel_gpt.launch.stopping import exiting_on_signals
+from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
+from accel_gpt.prepare.child import SETTINGS
+from accel_gpt.prepare.prepare import prepare
+from accel_gpt.prepare.sources import select
 
 
 def ensure_data(config: Config) -> None:

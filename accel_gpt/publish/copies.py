@@ -31,8 +31,8 @@ from accel_gpt.data.remote import Store, reason
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError, UserError, require
 from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
 from accel_gpt.json_files import Count
-from accel_gpt.training.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
-from accel_gpt.training.run_folder import (
+from accel_gpt.runs.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
+from accel_gpt.runs.folder import (
     RUN_NAME,
     SAMPLES,
     RunFolder,
@@ -40,7 +40,7 @@ from accel_gpt.training.run_folder import (
     step_name,
     steps_in,
 )
-from accel_gpt.training.state import FORMAT
+from accel_gpt.runs.state import FORMAT
 
 MANIFEST = "manifest.json"
 RECORDS = "run.zip"

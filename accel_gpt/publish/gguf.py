@@ -27,7 +27,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import rotary_frequencies, unscaled_frequencies
 from accel_gpt.publish.gguf_proof import LLAMA_CPP, measure_difference, prove_equal_gguf
 from accel_gpt.publish.gguf_tokenizer import Vocabulary, add_tokenizer, llama_cpp_vocabulary
-from accel_gpt.training.checkpoint import read_state
+from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.export import compared_tokens, warn_of_template
 from accel_gpt.transformers_io.hf_config import matching_preset

@@ -38,9 +38,9 @@ from accel_gpt.publish.redaction import (
     public_versions,
 )
 from accel_gpt.report.plots import loss_curves, short
-from accel_gpt.training.checkpoint import read_shape, read_state
-from accel_gpt.training.run_folder import RunFolder, is_benchmark, is_number, number
-from accel_gpt.training.state import TrainState
+from accel_gpt.runs.checkpoint import read_shape, read_state
+from accel_gpt.runs.folder import RunFolder, is_benchmark, is_number, number
+from accel_gpt.runs.state import TrainState
 from accel_gpt.transformers_io.pretrained import GPT2_SHAPES
 
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 from accel_gpt.data.hub_client import UnreachableError, hub_errors
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import write_logs
-from accel_gpt.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.load import check_exportable, load_exportable
 from accel_gpt.transformers_io.pretrained import Pretrained

@@ -17,10 +17,10 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
 from accel_gpt.config.parse import alternatives
 from accel_gpt.config.values import leaves
+from accel_gpt.launch.machine import PACKAGES
+from accel_gpt.runs.folder import RunFolder, number
 from accel_gpt.training.event_file import as_records, event_of_values, first_event
-from accel_gpt.training.machine import PACKAGES
 from accel_gpt.training.metrics import as_csv, as_jsonl
-from accel_gpt.training.run_folder import RunFolder, number
 
 METRIC = re.compile(r"(step|tokens|time|(?:train|data|perf|eval)/\w{1,60})(?:/(.+))?")
 HOMES = ("home", "users")  # folders whose children are named for people

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_gpt.console import install_exit_handlers, run_process
+from accel_gpt.launch.stopping import die_with_launcher
 from accel_gpt.publish.copies import copy_checkpoint
 from accel_gpt.publish.push import push
-from accel_gpt.training.stopping import die_with_launcher
 
 
 def main(argv: Sequence[str]) -> int:

@@ -30,7 +30,7 @@ from accel_gpt.errors import BusyError
 from accel_gpt.files import link_tree
 from accel_gpt.launcher import STOP_WITH_PARENT
 from accel_gpt.publish.copies import Copies, Owner
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.folder import RunFolder
 
 PREEMPTED_SECONDS = 60.0  # for a copy if the machine is about to be taken away; assumption
 STOP_SECONDS = 10.0  # for a child to clean up after SIGTERM

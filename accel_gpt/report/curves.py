@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.training.run_folder import number
+from accel_gpt.runs.folder import number
 
 Floats = npt.NDArray[np.float64]
 

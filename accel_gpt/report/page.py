@@ -29,7 +29,7 @@ from accel_gpt.report.payload import (
 )
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
-from accel_gpt.training.run_folder import ERROR_ENDINGS, is_benchmark
+from accel_gpt.runs.folder import ERROR_ENDINGS, is_benchmark
 
 MOST_STEPS = 12  # steps with samples to show per run
 MOST_TEXTS = 8  # samples to show per step

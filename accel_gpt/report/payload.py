@@ -21,7 +21,7 @@ import numpy.typing as npt
 from accel_gpt.config.plan import plural
 from accel_gpt.report.curves import Floats, Metrics
 from accel_gpt.report.runs import NamedRun
-from accel_gpt.training.run_folder import is_benchmark
+from accel_gpt.runs.folder import is_benchmark
 
 MOST_POINTS = 1600  # points per curve, for about 1,200 pixels
 MOST_MARKS = 400  # marks per run

@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_gpt.errors import UserError
 from accel_gpt.files import describe_path, did_you_mean_folder
 from accel_gpt.report.curves import Metrics, read_metrics
-from accel_gpt.training.run_folder import RUN_MARKS, RunFolder, is_number
+from accel_gpt.runs.folder import RUN_MARKS, RunFolder, is_number
 
 
 class NamedRun(RunFolder):

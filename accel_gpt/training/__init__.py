@@ -1,1 +1,1 @@
-"""What a step needs: Accelerator, gradient accumulation, checkpoints, resume, metrics."""
+"""What a step needs: gradients, losses, the guard, metrics, and what a run prints."""

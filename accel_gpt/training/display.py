@@ -21,7 +21,7 @@ from rich.text import Text
 from accel_gpt.config.plan import Plan
 from accel_gpt.console import format_clock, write_err
 from accel_gpt.launcher import is_main
-from accel_gpt.training.run_folder import is_benchmark
+from accel_gpt.runs.folder import is_benchmark
 
 FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
     {

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_gpt.errors import require
+from accel_gpt.launch.ranks import all_gather
 from accel_gpt.own_code import OwnCode
 from accel_gpt.training.metrics import Record, checked_record
-from accel_gpt.training.ranks import all_gather
 
 ComputeLoss = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
 

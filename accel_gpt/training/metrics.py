@@ -21,12 +21,12 @@ from accelerate import Accelerator
 from accel_gpt.config.plan import Plan
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import append_all_or_nothing, strict_json, sync, write_file
+from accel_gpt.launch.devices import peak_flops
+from accel_gpt.launch.machine import device_name, memory_gb
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import is_sharded
 from accel_gpt.model.sizes import mfu
-from accel_gpt.training.devices import peak_flops
-from accel_gpt.training.machine import device_name, memory_gb
-from accel_gpt.training.run_folder import RunFolder, is_number
+from accel_gpt.runs.folder import RunFolder, is_number
 
 # Columns of metrics.csv. `progress` is in percent of the run. All columns except progress,
 # tokens_this_launch and train/perplexity are also keys of metrics.jsonl. metrics.jsonl also has

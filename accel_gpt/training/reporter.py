@@ -23,20 +23,20 @@ from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import free_bytes, strict_json, write_file
+from accel_gpt.launch.budget import Pace
+from accel_gpt.launch.clock import synchronize
+from accel_gpt.launch.machine import describe_machine
+from accel_gpt.launch.process import threads_of_environment
+from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.own_code import OwnCode
-from accel_gpt.training.budget import Pace
-from accel_gpt.training.clock import synchronize
+from accel_gpt.runs.folder import CODE, RunFolder
+from accel_gpt.runs.state import TrainState
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.display import Display, can_draw
-from accel_gpt.training.machine import describe_machine
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
-from accel_gpt.training.process import threads_of_environment
 from accel_gpt.training.profiling import profile
-from accel_gpt.training.run_folder import CODE, RunFolder
-from accel_gpt.training.state import TrainState
-from accel_gpt.training.stopping import Watchdog
 from accel_gpt.training.trackers import Trackers
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from accel_gpt.errors import UserError
+from accel_gpt.runs.folder import RunFolder, number, run_name
 from accel_gpt.training.event_file import EventFile, logged_values
-from accel_gpt.training.run_folder import RunFolder, number, run_name
 
 PROJECT = "accel_gpt"
 MLFLOW_TAG = "accel_gpt.run"  # of a run in MLflow; its value is the `run_name`

@@ -35,7 +35,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.checkpoint import read_state
+from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.compare_export import DIFFERENT
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config

@@ -26,7 +26,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.own import make_model
 from accel_gpt.own_code import OwnCode
-from accel_gpt.training.checkpoint import (
+from accel_gpt.runs.checkpoint import (
     check_code,
     intact_hint,
     read_shape,
@@ -34,7 +34,7 @@ from accel_gpt.training.checkpoint import (
     verify_checkpoint,
     warn_of_other_code,
 )
-from accel_gpt.training.tensor_files import read_weights
+from accel_gpt.runs.tensor_files import read_weights
 from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 

@@ -23,14 +23,14 @@ from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import did_you_mean_folder, is_local, nearest_folder
 from accel_gpt.json_files import read_json_object
-from accel_gpt.meeting import on_main_before_join
-from accel_gpt.training.checkpoint import (
+from accel_gpt.launch.meeting import on_main_before_join
+from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     is_checkpoint,
     read_shape,
     require_no_choice,
 )
-from accel_gpt.training.run_folder import RUN_MARKS, RunFolder
+from accel_gpt.runs.folder import RUN_MARKS, RunFolder
 from accel_gpt.transformers_io.hf_config import read_hf_config
 
 ADAPTER = "adapter_config.json"  # of PEFT

@@ -22,7 +22,7 @@ from accel_gpt.data.shards import open_split
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
 from accel_gpt.evals.validation import eval_sequences
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.run_folder import locked
+from accel_gpt.runs.folder import locked
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here, text_of

@@ -17,7 +17,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.console import run_main
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import BytesTokenizer
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.folder import RunFolder
 
 EOT = 256
 Printed = pytest.CaptureFixture[str]

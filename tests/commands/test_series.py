@@ -19,8 +19,8 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
 from accel_gpt.errors import DivergedError
 from accel_gpt.launcher import PREEMPTED, requested_threads, stops_with_parent
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training import display
-from accel_gpt.training.run_folder import RunFolder
 from tests.conftest import thorough
 
 PROGRAM = (

@@ -26,7 +26,7 @@ from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
-from accel_gpt.training.run_folder import step_name
+from accel_gpt.runs.folder import step_name
 from tests.conftest import THOROUGH, run_here, thorough
 from tests.helpers.runs import LAUNCH, make_run, record
 

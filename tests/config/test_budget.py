@@ -28,7 +28,7 @@ from accel_gpt.errors import UserError
 from accel_gpt.evals.samples import samples_due
 from accel_gpt.optim.groups import fraction_at
 from accel_gpt.optim.schedule import momentum_at
-from accel_gpt.training.state import TrainState
+from accel_gpt.runs.state import TrainState
 
 BUDGET = {"train.budget": "5m", "train.tokens_per_step": 65_536, "model.block_size": 64}
 

@@ -227,7 +227,7 @@ def test_auto_is_the_precision_of_this_cpu(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("accel_gpt.training.devices.cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr("accel_gpt.launch.devices.cpu_flags", lambda: frozenset(flags))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     found = plan(capsys, GPT2, "--train.mixed_precision", "auto")
     assert found["machine"] == f"1 x CPU process, {shown}"

@@ -19,7 +19,7 @@ from accel_gpt.data.corpus import open_corpus, sequences_given, source_changes
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.state import TrainState
+from accel_gpt.runs.state import TrainState
 from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 

@@ -19,7 +19,7 @@ from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.readers import hub_rows
-from accel_gpt.training.checkpoint import read_state
+from accel_gpt.runs.checkpoint import read_state
 from tests.conftest import run_here, text_of
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
 

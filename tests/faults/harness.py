@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.checkpoint import verify_checkpoint
+from accel_gpt.runs.checkpoint import verify_checkpoint
 from tests.conftest import text_of
 from tests.faults.launches import Server
 from tests.faults.server import Answer

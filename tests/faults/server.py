@@ -33,7 +33,7 @@ from accel_gpt import cli
 from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 from accel_gpt.data import loader
-from accel_gpt.training import machine
+from accel_gpt.launch import machine
 from tests.faults.disk import Disk
 from tests.helpers.hermetic import sync_nothing
 from tests.helpers.ports import free_port

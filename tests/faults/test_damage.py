@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.errors import AccelGPTError
-from accel_gpt.training.checkpoint import verify_checkpoint
+from accel_gpt.runs.checkpoint import verify_checkpoint
 from tests.faults.harness import Server, Tiny, assert_same, finish, flip, newest, rewound
 
 FLIPS = 150

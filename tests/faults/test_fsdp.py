@@ -20,7 +20,7 @@ from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.evals.samples import write_text
 from accel_gpt.model.gpt import GPT
-from accel_gpt.training.tensor_files import weights_of
+from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_pretrained
 from tests.faults import test_fsdp
 from tests.faults.harness import FSDP, Server, Tiny, finish
@@ -58,7 +58,7 @@ train.update, train.micro_batches = faulty, batches
 """
 EAGER = """
 from torch import nn
-from accel_gpt.training import compilation
+from accel_gpt.launch import compile as compilation
 compilation.compiler_error = lambda device: None
 compile_module = nn.Module.compile
 nn.Module.compile = lambda module, **_: compile_module(module, backend="eager")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.training.checkpoint import verify_checkpoint
+from accel_gpt.runs.checkpoint import verify_checkpoint
 from tests.faults.disk import NoDiskError
 from tests.faults.harness import (
     Answer,

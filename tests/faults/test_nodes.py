@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from accel_gpt.training.checkpoint import verify_checkpoint
+from accel_gpt.runs.checkpoint import verify_checkpoint
 from tests.conftest import thorough
 from tests.faults.launches import config, steps_told, until
+from tests.launch.test_accelerate_configs import FOLDER
 from tests.test_launch import ACCELERATE, PLAIN, TRAIN, finish
-from tests.training.test_accelerate_configs import FOLDER
 
 pytestmark = pytest.mark.slow
 LAUNCH = [*ACCELERATE, "--config_file", str(FOLDER / "multinode_ddp.yaml"), "--num_processes", "2"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.launcher import PREEMPTED
-from accel_gpt.training.run_folder import checkpoint_steps
+from accel_gpt.runs.folder import checkpoint_steps
 from tests.conftest import THOROUGH, launch, prepare_words, thorough
 from tests.helpers.s3 import Mode, S3Server, require_s3
 from tests.test_train import records

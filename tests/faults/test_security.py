@@ -20,7 +20,7 @@ from accel_gpt import cli
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.files import load_yaml
-from accel_gpt.training.checkpoint import (
+from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     read_shape,
     read_state,

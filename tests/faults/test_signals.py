@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.launcher import SIGNALS
-from accel_gpt.training.checkpoint import read_state
+from accel_gpt.runs.checkpoint import read_state
 from tests.conftest import THOROUGH, thorough
 from tests.faults.launches import (
     TWO,

@@ -31,9 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_gpt import train
 from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
+from accel_gpt.launch import accelerator as environment
+from accel_gpt.launch import compile as compilation
 from accel_gpt.model.sharding import is_sharded
-from accel_gpt.training import accelerator as environment
-from accel_gpt.training import compilation, gradients
+from accel_gpt.training import gradients
 
 FSDP = ("fsdp2", "fsdp2_gathered", "hsdp")
 

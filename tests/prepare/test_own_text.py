@@ -24,7 +24,7 @@ from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.prepare import missing_data
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.training.run_folder import RunFolder
+from accel_gpt.runs.folder import RunFolder
 from tests.conftest import QUIET, launch, run_here, text_of
 
 

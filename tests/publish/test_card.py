@@ -22,8 +22,8 @@ from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.publish import model_card
 from accel_gpt.publish.model_card import usable_prompt, write_card
 from accel_gpt.publish.redaction import public_source, write_logs
-from accel_gpt.training.run_folder import RunFolder
-from accel_gpt.training.state import TrainState
+from accel_gpt.runs.folder import RunFolder
+from accel_gpt.runs.state import TrainState
 from tests.conftest import tiny
 from tests.helpers.runs import png_size
 

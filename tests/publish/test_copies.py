@@ -17,12 +17,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.errors import BusyError, UserError
 from accel_gpt.files import sha256
+from accel_gpt.launch import precision
 from accel_gpt.publish.copies import Copies, CopyStore
 from accel_gpt.publish.uploader import Uploader
-from accel_gpt.training import precision
-from accel_gpt.training.checkpoint import read_manifest, verify_checkpoint
-from accel_gpt.training.run_folder import RunFolder, locked
-from accel_gpt.training.state import FORMAT
+from accel_gpt.runs.checkpoint import read_manifest, verify_checkpoint
+from accel_gpt.runs.folder import RunFolder, locked
+from accel_gpt.runs.state import FORMAT
 from tests.conftest import launch, thorough
 from tests.faults.launches import until
 from tests.helpers.hub_server import HubServer, no_waiting, point_at

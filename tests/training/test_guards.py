@@ -16,9 +16,9 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_flat
 from accel_gpt.errors import BusyError, DataError, PeerError, UserError
-from accel_gpt.training import machine, ranks
-from accel_gpt.training.ranks import explain_lost_rank, require_same
-from accel_gpt.training.run_folder import locked
+from accel_gpt.launch import machine, ranks
+from accel_gpt.launch.ranks import explain_lost_rank, require_same
+from accel_gpt.runs.folder import locked
 from tests.conftest import QUIET
 from tests.helpers.ports import free_port
 from tests.test_launch import PLAIN
@@ -105,7 +105,7 @@ import os, sys
 from accel_gpt import train
 from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
-from accel_gpt.training import machine
+from accel_gpt.launch import machine
 plain_update = train.update
 def update(run):
     plain_update(run)

@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_gpt import train
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import DivergedError
-from accel_gpt.training.checkpoint import read_state
-from accel_gpt.training.divergence import (
+from accel_gpt.runs.checkpoint import read_state
+from accel_gpt.runs.folder import checkpoint_steps
+from accel_gpt.runs.state import TrainState
+from accel_gpt.training.guard import (
     SPIKE_WINDOW,
     StepGuard,
     check_weights,
 )
-from accel_gpt.training.run_folder import checkpoint_steps
-from accel_gpt.training.state import TrainState
 from tests.conftest import QUIET, launch
 from tests.helpers.processes import together
 from tests.test_train import around_updates, assert_same_weights, records, signal_after, weights

@@ -18,8 +18,8 @@ from accelerate import Accelerator, PartialState
 
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import BusyError
-from accel_gpt.training.process import join_ranks
-from accel_gpt.training.ranks import RankError, all_ranks, explain_lost_rank, on_main
+from accel_gpt.launch.process import join_ranks
+from accel_gpt.launch.ranks import RankError, all_ranks, explain_lost_rank, on_main
 from tests.conftest import QUIET, launch
 from tests.helpers.ports import free_port
 
@@ -29,12 +29,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "accel_gpt"
 # files whose constants decide what a model computes, or what a command predicts
 NUMERIC = ("config/depth.py", "cost", "model", "optim", "training/gradients.py")
 NUMERIC += (
-    "training/divergence.py",
-    "training/accelerator.py",
-    "training/process.py",
-    "training/compilation.py",
+    "training/guard.py",
+    "launch/accelerator.py",
+    "launch/process.py",
+    "launch/compile.py",
 )
-NUMERIC += ("training/precision.py", "training/unsupported.py", "data/order.py", "data/mixture.py")
+NUMERIC += ("launch/precision.py", "launch/unsupported.py", "data/order.py", "data/mixture.py")
 MEASURE_FAULTS = """
 import resource, sys
 import torch

@@ -18,8 +18,8 @@ import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from accel_gpt import files, train
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.event_file import read_events
-from accel_gpt.training.run_folder import RunFolder
 from accel_gpt.training.trackers import wandb_records
 from tests.conftest import launch
 from tests.test_train import around_updates, records

@@ -405,7 +405,7 @@ from accelerate import PartialState
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.console import run_main
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
-from accel_gpt.training.process import join_ranks
+from accel_gpt.launch.process import join_ranks
 
 def main(argv):
     config = load_config(argv, "test")

@@ -1,0 +1,1 @@
+"""How a launch starts: ranks, device, Accelerator, precision, compile, stopping."""

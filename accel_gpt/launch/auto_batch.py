@@ -1,0 +1,163 @@
+"""Find the largest micro-batch that fits, for `train.micro_batch_size: auto`, before training.
+
+On CUDA, each size is tried on the device. On a CPU, a size fits up to `CPU_TOKENS` tokens. No rank
+calls a collective during a trial, so none waits for a rank that ran out of memory. The run's
+`config.yaml` stores the size, and a resumed run keeps the size if it still fits.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from accelerate import Accelerator
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
+from accel_gpt.data.corpus import vocabulary_of
+from accel_gpt.errors import require
+from accel_gpt.launch.accelerator import build_optimizer, set_up_model
+from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.launch.unsupported import REPLICATED
+from accel_gpt.model.own import make_model
+from accel_gpt.runs.checkpoint import earlier_choice
+from accel_gpt.training.display import print_line
+from accel_gpt.training.losses import make_loss
+
+CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption
+CPU_TOKENS = 8192  # assumption: on a CPU, larger micro-batches only take more memory
+Fits = Callable[[int], bool]  # whether a micro-batch of this size fits on this rank
+
+
+def resolve_micro_batch_size(
+    config: Config, plan: Plan, accelerator: Accelerator, fits: Fits | None = None
+) -> tuple[Config, Plan]:
+    """Replace `train.micro_batch_size: auto` by the largest size that fits; a collective.
+
+    `fits` overrides `make_fits()`. Raises `UserError` on all ranks if not even one sequence fits.
+    """
+    if config.train.micro_batch_size != "auto":
+        return config, plan
+    kind = accelerator.distributed_type
+    require(
+        kind in REPLICATED,
+        f"train.micro_batch_size is auto but the accelerate config sets {kind.value}: a trial on "
+        "one device does not show the memory of a shard; set a number",
+    )
+    world_size = accelerator.num_processes
+    sizes = sorted(fitting_sizes(config, world_size))
+    if fits is None:
+        fits = make_fits(config, vocabulary_of(config), accelerator)
+    earlier, file = on_main(
+        lambda: earlier_choice(config.out_dir, config.checkpoint.resume, "train.micro_batch_size")
+    )
+    if earlier in sizes and all(all_gather(fits(earlier))):
+        size = earlier
+        reason = f"as in {file}"
+    else:
+        size = largest_fitting(sizes, fits)
+        reason = "the largest size that fits"
+    config = with_size(config, size)
+    plan = make_plan(config, world_size)
+    accelerator.gradient_accumulation_steps = plan.accumulation_steps
+    sequences = plural(size, "sequence")
+    print_line(config.log.level, f"auto     {sequences} per process and micro-step: {reason}")
+    return config, plan
+
+
+def largest_fitting(sizes: Sequence[int], fits: Fits) -> int:
+    """Return the largest of `sizes`, ascending, that fits on all ranks; a collective.
+
+    Bisects: if a size fits, all smaller sizes are assumed to fit.
+    """
+    fitting = -1  # index of the largest size known to fit
+    too_large = len(sizes)  # index of the smallest size known not to fit
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if all(all_gather(fits(sizes[middle]))):
+            fitting = middle
+        else:
+            too_large = middle
+    require(
+        fitting >= 0,
+        "train.micro_batch_size is auto but not even 1 sequence fits in memory; lower "
+        "model.block_size, or set train.activation_checkpointing to blocks",
+    )
+    return sizes[fitting]
+
+
+def make_fits(config: Config, vocab_size: int, accelerator: Accelerator) -> Fits:
+    """Return the function that decides whether a size fits: on CUDA, it tries a step."""
+    if accelerator.device.type == "cuda":
+        return lambda size: fits_cuda(with_size(config, size), vocab_size, accelerator)
+    return lambda size: size == 1 or size * config.model.block_size <= CPU_TOKENS
+
+
+def fits_cuda(config: Config, vocab_size: int, accelerator: Accelerator) -> bool:
+    """Return whether a step and an evaluation of `config` fit on this device; free their memory."""
+    # without a device argument: it must have an index, and `accelerator.device` may have none
+    torch.cuda.set_per_process_memory_fraction(CUDA_SHARE)
+    try:
+        try_step(config, vocab_size, accelerator)
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        gc.collect()  # the error held the tensors of the trial
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
+
+
+def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
+    """Make two micro-steps, an update and an evaluation of a new model, on this rank only.
+
+    The moments of the optimizer are allocated first, as in every step of a run but its first.
+
+    The model is not compiled, since compiling takes minutes for each size. This is an upper bound
+    of the memory of a compiled step:
+
+    - A compiled forward pass saves less for the backward pass: 0.4 to 0.97 of the bytes for small
+      models (PyTorch 2.13 on a CPU, bf16; presets gpt2, llama and fast, with and without dropout
+      and activation checkpointing).
+    - A chunk of the loss takes `CHUNK_SHARE` of the memory or less, compiled or not. It has a power
+      of two of tokens, so a compiled chunk can take up to 1.4 % of the device more. `CUDA_SHARE`
+      leaves 6 %.
+    - A compiled backward pass returns the gradients of all weights at once, beside their sums over
+      micro-steps. The trial allocates them.
+    """
+    device = accelerator.device
+    batch_size = config.train.micro_batch_sequences
+    compiles = config.train.compile is not False
+    config = replace(config, train=replace(config.train, compile=False))
+    gpt = make_model(config, vocab_size, device)
+    set_up_model(gpt, config.train)
+    optimizer = build_optimizer(gpt, config)
+    compute_loss = make_loss(config.own, micro_steps=2)
+    parameters = sum(parameter.numel() for parameter in gpt.parameters())
+    ddp = accelerator.num_processes > 1
+    buckets = torch.empty(parameters if ddp else 0, device=device)
+    exact = config.train.reproducible  # `ExactGradients` holds a float64 sum of each gradient
+    sums = torch.empty(parameters if exact else 0, dtype=torch.float64, device=device)
+    tokens = torch.zeros((batch_size, config.model.block_size), dtype=torch.long, device=device)
+    documents = torch.zeros_like(tokens) if config.data.document_mask else None
+    for parameter in gpt.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # allocates the moments
+    optimizer.zero_grad()
+    for _ in range(2):
+        with accelerator.autocast():
+            loss = compute_loss(gpt, tokens, tokens, documents)
+        torch.autograd.backward(loss.float())
+    if compiles and not config.train.reproducible:
+        torch.empty(parameters, device=device)  # freed at once
+    gradients = [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
+    optimizer.clip(torch.nn.utils.get_total_norm(gradients), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    gpt.eval()
+    with torch.no_grad(), accelerator.autocast():
+        gpt(tokens, tokens, documents=documents, per_sequence=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del buckets, sums  # must be allocated during the whole trial

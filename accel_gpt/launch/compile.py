@@ -1,0 +1,202 @@
+"""Choose whether to use torch.compile, for `train.compile: auto`, and set its cache.
+
+The choice depends on the device, the flags of the processor and the length of the run. Rank 0
+decides for all ranks. Writes compiled code to `~/.cache/accel_gpt/compiled`.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from accelerate import PartialState
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
+from accel_gpt.config.plan import Plan, plural
+from accel_gpt.data.corpus import vocabulary_of
+from accel_gpt.errors import MachineError, first_line, require
+from accel_gpt.files import cache_folder
+from accel_gpt.launch.devices import MATRIX_UNITS, bf16_instructions, peak_flops
+from accel_gpt.launch.machine import device_name
+from accel_gpt.launch.precision import requested_precision
+from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.model.own import make_model
+from accel_gpt.runs.checkpoint import earlier_choice
+from accel_gpt.training.display import print_line
+
+GPU_MFU = 0.3  # without compiling; assumption
+UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
+# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
+MATRIX_UNIT_FLOPS = 1.2e11
+# Share of step time that compiling saves, and seconds that compiling takes.
+# CPU: benchmarks/notes/precision.md. CUDA: nanoGPT's README (250 ms become 135 ms a step); the
+# seconds are an assumption.
+COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
+COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
+# Options of inductor for `train.compile: graphs`
+GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True})
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def resolve_compile(config: Config, plan: Plan) -> Config:
+    """Replace `train.compile: auto` by true or false; unless false, check that it works.
+
+    A collective. Raises `UserError` if `train.compile` is true or graphs but torch.compile does not
+    work, or if it is graphs and this run cannot use CUDA graphs.
+    """
+    if config.train.compile is False:
+        return config
+    if config.train.compile == "graphs":
+        check_graphs(plan)
+    requested = config.train.compiled
+    compiled = True
+    reason = ""
+    if not requested:
+        compiled, reason = on_main(lambda: choose_compile(config, plan))
+    error = compiler_error_on_any_machine() if compiled else None
+    if error:
+        require(
+            not requested,
+            f"train.compile is {str(config.train.compile).lower()} but torch.compile does not work "
+            f"here ({error}); install a C++ compiler such as g++, or set train.compile to auto or "
+            "false",
+        )
+        compiled = False
+        reason = f"torch.compile does not work here ({error})"
+    if requested:
+        return config
+    choice = "compiled" if compiled else "not compiled"
+    print_line(config.log.level, f"auto     {choice}: {reason}")
+    return replace(config, train=replace(config.train, compile=compiled))
+
+
+def check_graphs(plan: Plan) -> None:
+    """Raise `UserError` unless a step is one forward and one backward pass on one GPU.
+
+    A gradient that a graph writes is overwritten by the next micro-step, so gradients cannot be
+    accumulated. DistributedDataParallel and FSDP2 have not been tried with CUDA graphs.
+    """
+    device = PartialState().device.type
+    require(
+        device == "cuda" and plan.world_size == plan.accumulation_steps == 1,
+        "train.compile graphs needs one GPU and no gradient accumulation; this run has "
+        f"{plural(plan.world_size, 'process', 'processes')} on {device} and "
+        f"{plural(plan.accumulation_steps, 'micro-step')}; set train.compile to true",
+    )
+
+
+def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
+    """Decide whether to compile; return the decision and the reason.
+
+    If a run resumes without compiling and would gain from it here, the reason says how to switch.
+    """
+    device = PartialState().device.type
+    if config.train.reproducible:
+        return False, "train.reproducible is set"
+    if device not in COMPILE_SECONDS:
+        return False, f"torch.compile on {device} has not been measured"
+    earlier, file = earlier_choice(config.out_dir, config.checkpoint.resume, "train.compile")
+    if earlier in (True, "graphs"):
+        return True, f"as in {file}"
+    gains, reason = gains_from_compiling(config, plan, device)
+    if earlier is None:
+        return gains, reason
+    advice = f"; to compile ({reason}), add --train.compile true" if gains else ""
+    return False, f"as in {file}{advice}"
+
+
+def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool, str]:
+    """Return whether compiling saves more time than it takes, and the reason."""
+    matrix_units = requested_precision(config.train) != "no" and bf16_instructions() == MATRIX_UNITS
+    if device == "cpu" and not matrix_units:
+        return False, "compiling saves little on a CPU without matrix units for bf16"
+    gain = COMPILE_GAIN[device]
+    cost = COMPILE_SECONDS[device]
+    seconds = estimated_seconds(config, plan)
+    reason = (
+        f"compiling saves about {gain:.0%} of a step and takes about {cost:.0f} s; without it the "
+        f"run takes about {seconds:,.0f} s"
+    )
+    return seconds * gain > cost, reason
+
+
+def estimated_seconds(config: Config, plan: Plan) -> float:
+    """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
+    budget = duration("train.budget", config.train.budget)
+    if budget:
+        return budget
+    device = PartialState().device
+    # a model of --code may not work on the device meta
+    gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")
+    tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
+    flops = tokens_per_rank * gpt.flops_per_token()
+    if device.type == "cpu":
+        return flops / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
+    if requested_precision(config.train) != "no":
+        kind = "bf16"
+    elif config.train.matmul_precision != "highest":
+        kind = "tf32"
+    else:
+        kind = "fp32"
+    peak = peak_flops(device_name(device), kind) or UNKNOWN_PEAK
+    return flops / (GPU_MFU * peak)
+
+
+def compiler_error_on_any_machine() -> str | None:
+    """Return an error of torch.compile from any machine; None if it works on all. A collective."""
+    state = PartialState()
+    local = compiler_error(state.device.type) if state.is_local_main_process else None
+    errors = [error for error in all_gather(local) if error]
+    return errors[0] if errors else None
+
+
+def compiler_error(device: str) -> str | None:
+    """Compile a tiny function on a device; return the error, or None if it works."""
+    use_compile_cache()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # the errors of a missing or broken compiler have no public class
+        return first_line(error)
+    return None
+
+
+def forget_compiled() -> None:
+    """Drop the functions that this process has compiled for other shapes.
+
+    torch.compile compiles a function for at most eight shapes. A trial or an earlier run of this
+    process may have used some of them.
+    """
+    if "torch._dynamo" in sys.modules:  # importing it takes a second
+        torch.compiler.reset()
+
+
+def use_compile_cache() -> None:
+    """Set torch's cache of compiled code to a folder in the user's home, for later launches.
+
+    Launches execute this code, so the folder must be safe. The folder of a run may come from
+    someone else. Torch's default is in /tmp, where other users can write.
+
+    Does nothing if the environment sets the folder, or if there is no writable home. Raises
+    `UserError` if other users can write to the folder.
+    """
+    if CACHE in os.environ:
+        return
+    try:
+        folder = cache_folder() / "compiled"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, MachineError):  # MachineError: there is no home
+        return
+    if not os.access(folder, os.W_OK):
+        return
+    require(
+        found.st_uid == os.geteuid() and not found.st_mode & 0o022,
+        f"other users can write to {folder}, and torch.compile would execute code from it; run "
+        f"chmod 700 on it, or set {CACHE} to another folder",
+    )
+    os.environ[CACHE] = str(folder)

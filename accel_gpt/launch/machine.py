@@ -1,0 +1,116 @@
+"""Describe the machine and code of a run, for run.json and to compare the ranks."""
+
+import contextlib
+import hashlib
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accel_gpt.config.compare import option_of
+from accel_gpt.launch.devices import cpu_info
+from accel_gpt.launcher import launcher_precision
+
+PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the product name of the device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
+    return cpu_info("model name") or platform.processor() or "CPU"
+
+
+def memory_gb(device: torch.device) -> float:
+    """Return the peak memory of this process in GB (1e9 bytes): of the GPU, else of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
+    """Return versions, commit and hardware, as JSON values."""
+    return {
+        "versions": dict(package_versions()),
+        "commit": commit(),
+        "device": device_name(accelerator.device),
+        "processes": accelerator.num_processes,
+        "threads_per_process": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+        "platform": platform.platform(),
+    }
+
+
+def code_versions() -> dict[str, str]:
+    """Return the package versions, and the commit if it is known, for a checkpoint."""
+    versions = dict(package_versions())
+    revision = commit()
+    if revision:
+        versions["commit"] = revision
+    return versions
+
+
+def rank_identity(options: Mapping[str, Any], own_code: str = "") -> dict[str, Any]:
+    """Return values that must be the same on all ranks: options, code and versions.
+
+    `own_code`: the SHA-256 of the file of --code.
+    Leaves out options marked `per_machine`: they may differ. The data is compared later, once it is
+    open.
+    """
+    package = Path(__file__).resolve().parents[1]
+    code = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        if file.is_file():  # skip the dangling links of editors
+            code.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    versions = package_versions()
+    shared = {}
+    for key, value in options.items():
+        if not option_of(key).per_machine:
+            shared[key] = value
+    return shared | {
+        "mixed_precision": options["train.mixed_precision"] or launcher_precision(),
+        "the code of accel_gpt (SHA-256)": code.hexdigest()[:12],
+        "the file of --code (SHA-256)": own_code[:12],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": versions.get("torch"),
+        "accelerate": versions.get("accelerate"),
+    }
+
+
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Return the versions of Python and of the installed `PACKAGES`."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return MappingProxyType(found)
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of this package's source, with `-dirty` if files have changed.
+
+    Returns None outside a checkout.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,183 @@
+"""Set up a run: join the ranks, lock the folder, check the data, make the first state.
+
+Writes the lock file into the folder of the run, and copies a shipped config into it.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from accelerate import PartialState
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan, make_plan
+from accel_gpt.config.values import to_flat
+from accel_gpt.data.altered import DataFiles
+from accel_gpt.data.corpus import Corpus
+from accel_gpt.data.hub_folder import is_repository
+from accel_gpt.data.sources import newest_commit, train_paths, val_paths
+from accel_gpt.launch.machine import code_versions, rank_identity
+from accel_gpt.launch.precision import requested_precision
+from accel_gpt.launch.process import join_ranks, warn_without_gpu
+from accel_gpt.launch.ranks import (
+    all_gather,
+    all_ranks,
+    explain_lost_rank,
+    on_main,
+    require_all,
+    require_same,
+    shared_with_ranks,
+)
+from accel_gpt.launch.stopping import INIT_TIMEOUT, StopSignal, Watchdog, die_with_launcher
+from accel_gpt.launch.unsupported import check_trackers
+from accel_gpt.launcher import is_main, local_rank, main_address, world_size
+from accel_gpt.runs.checkpoint import is_checkpoint, read_state, read_states
+from accel_gpt.runs.folder import FolderLock, locked
+from accel_gpt.runs.state import TrainState, record_code
+from accel_gpt.training.display import Display, print_line
+
+
+@dataclass
+class Launch:
+    """Hold what a process of a run keeps from its start to its end."""
+
+    config: Config
+    plan: Plan
+    stop: StopSignal
+    check_folder: Callable[[], None]
+    """Raise `BusyError` on rank 0 if the run has lost its folder."""
+    display: Display | None = None
+
+    def log(self, text: str) -> None:
+        """Print a line on rank 0, above the display if there is one."""
+        if self.display:
+            self.display.log(text)
+        else:
+            print_line(self.config.log.level, text)
+
+    @contextlib.contextmanager
+    def showing(self, display: Display) -> Iterator[None]:
+        """Print lines above `display` inside the block."""
+        self.display = display
+        self.stop.announce = display.acknowledge
+        try:
+            yield
+        finally:
+            self.display = None
+
+
+@contextlib.contextmanager
+def open_launch(config: Config) -> Iterator[Launch]:
+    """Receive signals, join the ranks and hold the lock of the run's folder.
+
+    If one rank raises an error, all ranks do. Raises `UserError` for a mistake in the config that
+    is found without the ranks, and if the ranks do not share the folder.
+    """
+    die_with_launcher()
+    started = time.monotonic()
+    plan = make_plan(config, world_size())
+    check_trackers(config.log.trackers)
+    lock: FolderLock | None = None  # on rank 0
+    folder = Path(config.out_dir)
+    with (
+        contextlib.closing(StopSignal(started=started, starting=True)) as stop,
+        explain_lost_rank(world_size()),
+        contextlib.ExitStack() as held,
+    ):
+        with meeting_watchdog(config):
+            join_same_ranks(config)
+            warn_without_gpu()
+            with all_ranks():
+                if is_main():
+                    lock = held.enter_context(locked(folder))
+            require_shared(folder)
+        yield Launch(config, plan, stop, lock.check if lock else nothing_to_check)
+
+
+def join_same_ranks(config: Config) -> PartialState:
+    """Join the ranks; raise `UserError` if they differ in config, code or versions."""
+    state = join_ranks(config.train)
+    if state.num_processes > 1:
+        require_same(rank_identity(to_flat(config), config.own.sha256))
+    return state
+
+
+def meeting_watchdog(config: Config) -> Watchdog:
+    """Return the watchdog of the block in which the ranks meet."""
+    problem = "has not met the others"
+    if world_size() > 1:
+        problem += f" at {main_address()}"
+    return Watchdog(config.train.init_timeout, INIT_TIMEOUT, problem)
+
+
+def pin_data(config: Config) -> Config:
+    """Fix the commit at which each repository of data is read; a collective.
+
+    It is the one that the newest checkpoint records. A URL without a record gets the newest commit.
+    """
+    urls = [source.path for source in [*train_paths(config.data), *val_paths(config.data)]]
+    urls = [url for url in urls if is_repository(url)]
+    if not urls:
+        return config
+
+    def find() -> dict[str, str]:
+        states = list(read_states(Path(config.out_dir)).values())
+        if not states and is_checkpoint(Path(config.checkpoint.resume)):
+            states = [read_state(Path(config.checkpoint.resume))]
+        known = states[-1].data_commits if states else {}
+        return {url: known.get(url) or newest_commit(url, config.data) for url in urls}
+
+    return replace(config, data=replace(config.data, commits=on_main(find)))
+
+
+def nothing_to_check() -> None:
+    """Do nothing: the `FolderLock.check` of ranks that hold no lock."""
+
+
+def require_shared(folder: Path) -> None:
+    """Raise an error on all ranks unless all share `folder`; a collective."""
+    separate = [rank for rank, seen in enumerate(shared_with_ranks(folder)) if not seen]
+    names = all_gather(os.uname().nodename)
+    first = separate[0] if separate else 0
+    require_all(
+        not separate,
+        f"out_dir {folder} is not shared: rank {first} on {names[first]} does not find a file that "
+        f"rank 0 on {names[0]} wrote; set out_dir to a folder on a disk that all nodes share",
+    )
+
+
+def check_data(
+    config: Config, corpus: Corpus, resuming: bool, log: Callable[[str], None]
+) -> DataFiles:
+    """Raise `DataError` on all ranks if rank 0 finds that a data file was altered; a collective.
+
+    Returns the files to look at while the run trains: one rank of each node looks at them.
+    """
+    splits = corpus.splits() if local_rank() == 0 else []
+    with all_ranks():
+        files = DataFiles(splits, log)
+        if is_main():
+            files.check_since_last_launch(
+                run=Path(config.out_dir),
+                resuming=resuming,
+                accept_changes="data.train" in config.checkpoint.allow_change,
+            )
+    return files
+
+
+def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
+    """Return the state of a run before its first step."""
+    flat = to_flat(config)
+    if config.train.reproducible:  # otherwise the precision may change at a resume
+        flat["train.mixed_precision"] = requested_precision(config.train)
+    return TrainState(
+        world_size=world_size,
+        tokenizer_fingerprint=corpus.tokenizer.fingerprint,
+        config=flat,
+        versions=code_versions(),
+        code=record_code(config.own),
+        **corpus.state_dict(),
+    )

@@ -1,0 +1,217 @@
+"""Compare the config of a run with the config of its checkpoint, and reject what may not change.
+
+Each option says whether it may change between launches: see `Option.resume`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.config.compare import (
+    UNKNOWN,
+    Differences,
+    differences,
+    option_of,
+    resume_kind,
+)
+from accel_gpt.config.costs import Budget
+from accel_gpt.config.experiment import Config, ScheduleConfig
+from accel_gpt.config.plan import LENGTH_KEYS, make_plan
+from accel_gpt.config.values import build, of_section, relocated, to_flat
+from accel_gpt.data.corpus import source_changes
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
+from accel_gpt.json_files import unknown_key_message
+from accel_gpt.launcher import world_size
+from accel_gpt.optim.groups import fraction_at
+from accel_gpt.runs.folder import RunFolder
+from accel_gpt.runs.state import TrainState
+
+
+def check_same_run(
+    path: Path, saved: TrainState, now: TrainState, allowed: tuple[str, ...]
+) -> None:
+    """Raise an error that lists rejected changes between a checkpoint and the run that resumes it.
+
+    Raises `UserError` if `checkpoint.allow_change` could allow all of them, else `CheckpointError`.
+    Raises `NewerFormatError` if the checkpoint has an option that this version does not know.
+    """
+    check_known_options(path / "trainer_state.json", saved.config, "config.")
+    changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
+    kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
+    rejected = {}
+    for key, change in changes.items():
+        if kinds[key] == "refuse" or not is_allowed(key, allowed):
+            rejected[key] = change
+    if code_of(saved) != code_of(now) and "code" not in allowed:
+        rejected["code"] = (saved.code, now.code)
+        kinds["code"] = "ask"
+    if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
+        rejected["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
+        kinds["tokenizer"] = "refuse"
+    if not rejected:
+        return
+    old_values = "the old value" if len(rejected) == 1 else "the old values"
+    problem = f"{path} was made with another config: {format_changes(rejected)}"
+    if saved.code and not now.code:
+        problem += f" (add --code {saved.code.file})"
+    if any(kinds[key] == "refuse" for key in rejected):
+        raise CheckpointError(f"{problem}; restore {old_values}, or set another out_dir")
+    hint = allow_hint([key.partition("[")[0] for key in rejected])
+    raise UserError(f"{problem}; restore {old_values}, set another out_dir{hint}")
+
+
+def is_allowed(key: str, allowed: tuple[str, ...]) -> bool:
+    """Return whether `allowed` lists a key, or the option that the key belongs to."""
+    name = key.partition("[")[0]
+    return any(name == one or name.startswith(f"{one}.") for one in allowed)
+
+
+def code_of(state: TrainState) -> str:
+    """Return the SHA-256 of the file of --code that made a step; "" without a file."""
+    return state.code.sha256 if state.code else ""
+
+
+def check_same_config(config: Config, allowed: tuple[str, ...]) -> None:
+    """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint."""
+    run = RunFolder(config.out_dir)
+    before = run.read_config()
+    check_known_options(run.path / "config.yaml", before)
+    now = to_flat(config)
+    changes = config_changes(before, now) if before else {}
+    rejected = {}
+    for key, change in changes.items():
+        if key not in allowed:
+            rejected[key] = change
+    if not rejected:
+        return
+    another_run = any(resume_kind(key, before, now) == "refuse" for key in rejected)
+    hint = "" if another_run else allow_hint(list(rejected))
+    raise UserError(
+        f"out_dir {config.out_dir} holds a run with another config: {format_changes(rejected)}; "
+        f"set another out_dir{hint}"
+    )
+
+
+def check_known_options(file: Path, saved: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise `NewerFormatError` if a saved config has an option that this version does not know.
+
+    `prefix`: where `file` has the options.
+    """
+    unknown = [key for key in saved if option_of(key) is UNKNOWN]
+    if unknown:
+        problem = f"{prefix}{min(unknown)} is an unknown key"
+        raise NewerFormatError(unknown_key_message(file, problem))
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
+    """Return the options that differ and may not change freely.
+
+    If a run moved and `data.val` moved with it, `data.val` does not differ.
+    """
+    out_dirs = (str(before.get("out_dir")), str(now.get("out_dir")))
+    changes = {}
+    for key, (was, new) in differences(before, now).items():
+        if resume_kind(key, before, now) in ("free", "start"):
+            continue
+        if option_of(key).command_line_only:  # a file that names it has no effect
+            continue
+        if key.startswith("data.val") and relocated(was, *out_dirs) == new:
+            continue
+        changes[key] = (was, new)
+    return changes
+
+
+def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Format changes as `optim.lr was 0.001, is 0.002, ...`."""
+    return ", ".join(
+        f"{key} was {or_null(was)}, is {or_null(now)}" for key, (was, now) in changes.items()
+    )
+
+
+def or_null(value: Any) -> Any:
+    """Return `value`, or "null" for None, as the user writes it."""
+    return "null" if value is None else value
+
+
+def allow_hint(keys: list[str]) -> str:
+    """Return the end of an error message: how to accept changes of these options."""
+    options = [f"--checkpoint.allow_change {key}" for key in dict.fromkeys(keys)]
+    return f", or accept it with {' '.join(options)}" if options else ""
+
+
+# --------------------------------------------------------------------------- length and rates
+
+
+def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
+    """Return the options for the run's length if they may change without permission, else ().
+
+    They may change if every completed step keeps its learning rate. Raises `UserError` if the run
+    is already longer than the config.
+    """
+    plan = make_plan(config, world_size())
+    require(
+        saved.step <= plan.max_steps,
+        f"{config.out_dir} is at step {saved.step:,} but the config ends at step "
+        f"{plan.max_steps:,}; raise train.max_steps or train.max_tokens, or set another out_dir",
+    )
+    before = with_length_of(saved, config)
+    try:
+        plan_before = make_plan(before, world_size())
+    except UserError:  # the old length does not fit the schedule of `config`, or is unknown
+        return ()
+    for step in range(saved.step):
+        if fraction_at(step, config, plan) != fraction_at(step, before, plan_before):
+            return ()
+    return LENGTH_KEYS
+
+
+def budget_keys(budget: Budget | None, step: int) -> tuple[str, ...]:
+    """Return the options that a second look at the budget may have changed after `step`."""
+    if budget is None or (budget.looked_at or 0) < step:
+        return ()
+    return (*LENGTH_KEYS, "schedule.decay_steps", "schedule.decay_share")
+
+
+def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
+    """Yield a line for each allowed change, and one if the learning rate jumps at the resume."""
+    for key, (was, new) in config_changes(saved.config, now.config).items():
+        yield f"from step {saved.step:,} on {key} is {or_null(new)}; it was {or_null(was)}"
+    if code_of(saved) != code_of(now):
+        old_code = or_null(saved.code)
+        yield f"from step {saved.step:,} on code is {or_null(now.code)}; it was {old_code}"
+    plan = make_plan(config, world_size())
+    try:
+        before = with_schedule_of(saved, config)
+        rate_before = rate_at(saved.step - 1, before)
+    except UserError:  # the saved length does not fit the new schedule
+        return
+    if rate_before != rate_at(saved.step - 1, config) and 0 < saved.step < plan.max_steps:
+        following = rate_at(saved.step, config)
+        verb = "rises" if following > rate_before else "goes"
+        yield (
+            f"the learning rate {verb} from {rate_before:.2e} in step {saved.step:,} to "
+            f"{following:.2e} in step {saved.step + 1:,}"
+        )
+
+
+def rate_at(step: int, config: Config) -> float:
+    """Return the learning rate of the update that follows `step` completed updates."""
+    return config.optim.lr * fraction_at(step, config, make_plan(config, world_size()))
+
+
+def with_length_of(saved: TrainState, config: Config) -> Config:
+    """Return `config` with the run's length from a checkpoint."""
+    steps = saved.config.get("train.max_steps")
+    tokens = saved.config.get("train.max_tokens")
+    return replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
+
+
+def with_schedule_of(saved: TrainState, config: Config) -> Config:
+    """Return `config` with the run's length and learning rates from a checkpoint."""
+    known = to_flat(Config()) | saved.config
+    return replace(
+        with_length_of(saved, config),
+        optim=replace(config.optim, lr=known["optim.lr"]),
+        schedule=build(ScheduleConfig, of_section("schedule", known)),
+    )

@@ -1,0 +1,375 @@
+"""Find and verify a checkpoint; read its state and the config of its model.
+
+    step_00001000/
+        model.safetensors            the weights
+        optimizer.bin, scaler.pt     as Accelerate saves them
+        weights_{rank}.safetensors, optimizer_{rank}.safetensors
+                                     the shards of each rank; FSDP runs have these instead
+        random_states_{rank}.pkl
+        trainer_state.json           `TrainState`
+        model.json                   the model's config and vocabulary size
+        tokenizer.json
+        manifest.json                written last: size and SHA-256 of each file above
+
+A run names its checkpoints `step_N`. A folder is a checkpoint if its files match its manifest. All
+pickles are loaded with `weights_only=True`. `saving.py` writes a checkpoint. `tensor_files.py`
+reads the weights, and `resume.py` reads everything else. Needs no torch.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.values import leaves
+from accel_gpt.console import write_err
+from accel_gpt.damage import Expected, find_damage
+from accel_gpt.errors import (
+    AccelGPTError,
+    CheckpointError,
+    NewerFormatError,
+    UserError,
+    did_you_mean,
+    require,
+)
+from accel_gpt.files import describe_path, did_you_mean_folder, sha256, strict_json, write_file
+from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
+from accel_gpt.launcher import PRECISIONS, is_main
+from accel_gpt.own_code import OwnCode
+from accel_gpt.runs.folder import CHECKPOINT, CODE, RUN_MARKS, RunFolder, number, step_name
+from accel_gpt.runs.state import FORMAT, TrainState
+
+T = TypeVar("T")
+SAFE_WEIGHTS = "model.safetensors"  # as Accelerate names them
+REQUIRED_FILES = ("model.json", "tokenizer.json", "trainer_state.json")
+WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
+LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")  # by torch
+SAVED = re.compile(
+    r"model\.safetensors|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl"
+    r"|(weights|optimizer)_\d+\.safetensors"
+)
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no folder, not hidden
+
+
+# --------------------------------------------------------------------------- find
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder has a manifest."""
+    return (path / "manifest.json").is_file()
+
+
+def find_checkpoint(path: Path, which: str = "last") -> Path:
+    """Return the folder of a checkpoint: `path` itself, or a checkpoint of the run at `path`.
+
+    `which`: last, best or a step. Raises `UserError` with the nearest name if there is no such
+    checkpoint.
+    """
+    if is_checkpoint(path):
+        require_no_choice(path, which)
+        return path
+    run = RunFolder(path)
+    found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
+    if not path.is_dir():
+        advice = did_you_mean_folder(path, RUN_MARKS, "name the folder of a run or of a checkpoint")
+        raise UserError(f"{path} {describe_path(path)}; {advice}")
+    require(bool(found), f"{path} holds no checkpoint; name the folder of a run with checkpoints")
+    if which == "last":
+        return found[max(found)]
+    wanted = run.best if which == "best" else which
+    step = int(wanted) if re.fullmatch("[0-9]{1,18}", wanted) else -1
+    if step not in found:
+        names = {folder.name: str(one) for one, folder in found.items()}
+        names |= {f"step_{one}": str(one) for one in found}
+        if which != "best":
+            names |= dict.fromkeys(("last", "latest", "newest", "final"), "last")
+            names["best"] = "best"
+        expected = f"expected last or {', '.join(map(str, found))}"
+        near = did_you_mean(which.lower(), names, expected, shown=names)
+        raise UserError(f"{path} has no checkpoint {which!r}; {near}")
+    return found[step]
+
+
+def require_no_choice(path: str | Path, which: str) -> None:
+    """Raise `UserError` if a checkpoint is chosen in a model that is not a run."""
+    require(
+        which == "last",
+        f"--checkpoint is {which}, but {path} is a single model; leave --checkpoint out, or give "
+        "the folder of the run",
+    )
+
+
+# --------------------------------------------------------------------------- verify
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a checkpoint, as the manifest lists it."""
+
+    size: Count
+    """Bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    format: Count
+    files: dict[str, SavedFile]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The content of model.json."""
+
+    format: Count
+    config: dict[str, Any]
+    """The fields of `ModelConfig`."""
+    vocab_size: Size
+
+
+def verify_checkpoint(path: Path, model_only: bool = False) -> None:
+    """Raise `CheckpointError` unless the files of a checkpoint match its manifest.
+
+    The step in the state must be the step in the folder's name. Raises `NewerFormatError` if
+    another version wrote a file of ours with a key that this version does not know, `MachineError`
+    if a file cannot be read. `model_only`: check only the files of the model. Follows links, since
+    the Hub's cache consists of links. Files that the manifest does not list are not looked at.
+    """
+    wanted = []
+    for name, file in read_manifest(path).items():
+        if not model_only or name in REQUIRED_FILES or WEIGHTS.fullmatch(name):
+            wanted.append(Expected(path / name, file.size, file.sha256))
+    damage = find_damage(wanted)
+    if damage:
+        raise CheckpointError(f"checkpoint file {damage}")
+    read_model_fields(path)
+    check_step(path)
+
+
+def read_manifest(path: Path) -> dict[str, SavedFile]:
+    """Return the files that the manifest of a checkpoint lists.
+
+    Raises `CheckpointError` if a required file is not listed, if a name is not a plain file name,
+    or if torch could load a file of this name, but no checkpoint has it.
+    """
+    manifest = path / "manifest.json"
+    listed = read_saved(Manifest, manifest).files
+    for name in REQUIRED_FILES:
+        if name not in listed:
+            raise CheckpointError(f"{manifest} does not list {name}")
+    if not any(WEIGHTS.fullmatch(name) for name in listed):
+        raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS}")
+    for name in listed:
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{manifest} lists {name[:100]!r} but it is not a file name")
+        if name.endswith(LOADABLE) and not SAVED.fullmatch(name):
+            raise CheckpointError(f"{manifest} lists {name}, but no checkpoint has such a file")
+    return listed
+
+
+@contextlib.contextmanager
+def only_listed(path: Path) -> Iterator[Path]:
+    """Yield a folder with the files that the manifest of a checkpoint lists, and no others.
+
+    It is the checkpoint itself, or a folder of links if others have put files there: macOS leaves
+    `._NAME` and `.DS_Store`. Libraries look for files by their names, and must not find others.
+    """
+    listed = [*read_manifest(path), "manifest.json"]
+    if all(entry.name in listed for entry in path.iterdir()):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as links:
+        for name in listed:
+            os.symlink((path / name).resolve(), Path(links, name))
+        yield Path(links)
+
+
+def check_step(path: Path) -> None:
+    """Raise `CheckpointError` if the step in a checkpoint's name differs from its state."""
+    named = CHECKPOINT.fullmatch(path.name)
+    if named is None:
+        return
+    step = read_state(path).step
+    if step != int(named[1]):
+        raise CheckpointError(
+            f"checkpoint {path} holds step {step:,}, not the step in its name; rename it to "
+            f"{step_name(step)} if it belongs to this run"
+        )
+
+
+def intact_hint(path: Path) -> str:
+    """Return the end of an error message: the newest intact checkpoint before `path` in its run.
+
+    Returns "" if there is none.
+    """
+    named = CHECKPOINT.fullmatch(path.name)
+    if not named or path.parent.name != "checkpoints":
+        return ""
+    others = RunFolder(path.parent.parent).checkpoints
+    earlier = [step for step in others if step < int(named[1])]
+    for step in reversed(earlier):
+        with contextlib.suppress(AccelGPTError):
+            verify_checkpoint(others[step], model_only=True)
+            return f"; step {step:,} of the run is intact; set --checkpoint {step}"
+    return ""
+
+
+def check_format(path: Path, content: dict[str, Any]) -> None:
+    """Raise an error unless this version can read the `format` of a checkpoint's JSON file."""
+    found = content.get("format")
+    if isinstance(found, int) and found > FORMAT:
+        raise NewerFormatError(
+            f"checkpoint {path} has format {found} but this version reads only {FORMAT}; update "
+            "accel_gpt"
+        )
+    if found != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has an unknown format: {found!r}")
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint to `.corrupt_NAME_COUNT`, so that it is kept but never used."""
+    count = 0
+    while path.with_name(f".corrupt_{path.name}_{count}").exists():
+        count += 1
+    path.rename(path.with_name(f".corrupt_{path.name}_{count}"))
+
+
+# --------------------------------------------------------------------------- read
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as indented JSON and sync it to disk."""
+    write_file(path, [strict_json(value, indent=1).encode()])
+
+
+def read_saved(kind: type[T], path: Path) -> T:
+    """Read a JSON file of a checkpoint into its dataclass.
+
+    Raises `CheckpointError` if it is damaged, `NewerFormatError` if a later version wrote it.
+    """
+    content = read_json_object(path, CheckpointError)
+    check_format(path.parent, content)
+    return convert_json(kind, content, path, CheckpointError, newer=NewerFormatError)
+
+
+def read_state(path: Path) -> TrainState:
+    """Read the `TrainState` of a checkpoint."""
+    return read_saved(TrainState, path / "trainer_state.json")
+
+
+def read_evaluated(path: Path) -> TrainState:
+    """Read the `TrainState` of a checkpoint; add the evaluation that followed the save.
+
+    Reads the evaluation from the run's metrics.jsonl. If it has no record, the evaluation is due.
+    """
+    state = read_state(path)
+    if state.pending_record is None:
+        return state
+    for record in RunFolder(path.parent.parent).records():
+        complete = state.pending_record.keys() <= record.keys()
+        if record["step"] == state.step and complete and "eval/val_loss" in record:
+            state.note_evaluation(number(record["eval/val_loss"]))
+            published = number(record.get("time"))
+            if published > state.seconds:  # the evaluation took time after the save
+                state.seconds = published
+            break
+    return state
+
+
+def earlier_choice(out_dir: str, resume: str, key: str) -> tuple[Any, str]:
+    """Return the value of an option in the run that a launch resumes, and the file it is from.
+
+    Options set to `auto` keep the value that an earlier launch chose. Returns None and "" if there
+    is no run.
+    """
+    run = RunFolder(out_dir)
+    if key in run.config:
+        return run.config[key], str(run.path / "config.yaml")
+    own = run.checkpoints  # a run restored from a copy has no config.yaml
+    checkpoint = own[max(own)] if own else Path(resume)
+    if (checkpoint / "trainer_state.json").is_file():
+        with contextlib.suppress(AccelGPTError):  # `choose_checkpoint` raises it again
+            return read_state(checkpoint).config.get(key), str(checkpoint)
+    return None, ""
+
+
+def earlier_precision(out_dir: str, resume: str) -> tuple[str, str] | None:
+    """Return the precision of the run that a launch resumes, and the file it is from."""
+    precision, file = earlier_choice(out_dir, resume, "train.mixed_precision")
+    if precision in PRECISIONS:
+        return precision, file
+    # if the config has no precision, the launcher has set it
+    run = RunFolder(out_dir)
+    precision = run.last_launch("mixed_precision")
+    if precision in PRECISIONS:
+        return precision, str(run.path / "run.json")
+    return None
+
+
+def check_code(path: Path, own: OwnCode, needed: Collection[str]) -> None:
+    """Raise `UserError` if a checkpoint was made with a `needed` function that `own` lacks."""
+    used = read_state(path).code
+    if used is None:
+        return
+    for name in sorted(needed):
+        if name in used.functions and getattr(own, name) is None:
+            copy = path.parent.parent / CODE
+            is_copy = copy.is_file() and sha256(copy) == used.sha256
+            where = f" (its copy is {copy}; read it first)" if is_copy else ""
+            raise UserError(
+                f"{path} was made with {name}() of {used.file}{where}; add --code {used.file}"
+            )
+
+
+def warn_of_other_code(path: Path, own: OwnCode) -> None:
+    """Print a line if the file of --code is not the one that made a checkpoint."""
+    used = read_state(path).code
+    if used is not None and own.file and own.sha256 != used.sha256 and is_main():
+        write_err(f"WARNING: {path} was made with {used}, but --code is {own.name} as it is now")
+
+
+def read_states(out_dir: Path) -> dict[int, TrainState]:
+    """Read the states of a run's checkpoints by step, ascending.
+
+    Skips a checkpoint if its state cannot be read or has another step than the folder's name.
+    """
+    found = {}
+    for step, path in RunFolder(out_dir).checkpoints.items():
+        with contextlib.suppress(AccelGPTError):
+            state = read_state(path)
+            if state.step == step:
+                found[step] = state
+    return found
+
+
+def read_shape(path: Path) -> tuple[ModelConfig, int]:
+    """Read the config of a checkpoint's model, and its vocabulary size; see `read_model_fields`."""
+    fields, vocab_size = read_model_fields(path)
+    return convert_json(ModelConfig, fields, path / "model.json", CheckpointError), vocab_size
+
+
+def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:
+    """Read the fields of a checkpoint's `ModelConfig`, and its vocabulary size.
+
+    Raises `NewerFormatError` if there is a field that this version does not know, because the model
+    would compute something else without it.
+    """
+    file = path / "model.json"
+    saved = read_saved(SavedModel, file)
+    unknown = saved.config.keys() - leaves(ModelConfig).keys()
+    if unknown:
+        problem = f"config.{min(unknown)} is an unknown key"
+        raise NewerFormatError(unknown_key_message(file, problem))
+    return saved.config, saved.vocab_size
+
+
+def weight_parts(path: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold the weights: one, or one per rank."""
+    return sorted(path / name for name in read_manifest(path) if WEIGHTS.fullmatch(name))

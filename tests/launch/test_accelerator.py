@@ -1,0 +1,350 @@
+"""Untested combinations are rejected; compiled code goes to a private folder."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.plan import make_plan
+from accel_gpt.errors import UserError
+from accel_gpt.launch import accelerator, process, unsupported
+from accel_gpt.launch import compile as compilation
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import Block
+from tests.conftest import QUIET, launch
+
+Arguments = Callable[..., list[str]]
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "DeepSpeed in the accelerate config is not supported",
+        ),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM in the"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1 .*set fsdp_version: 2"),
+        ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
+        ({**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "activation_checkpointing blocks"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism over 2 processes"),
+        ({**FSDP2, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism over 2"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "a parallelism_config without FSDP"),
+        ({**FSDP2, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "over 3 processes .* product is 1,"),
+        ({"ACCELERATE_MIXED_PRECISION": "int3"}, "mixed_precision int3 .*; set one of no, bf16"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "INDUCTOR .* set train.compile"),
+    ],
+)
+def test_what_the_accelerate_config_asks_for_is_refused_by_name(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = {**FSDP2, "FSDP_OFFLOAD_PARAMS": "false", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    with monkeypatch.context() as patch:
+        for key, value in {**defaults, "PARALLELISM_CONFIG_TP_SIZE": "1"}.items():
+            patch.setenv(key, value)
+        unsupported.check_accelerate_config()
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=message):
+        unsupported.check_accelerate_config()
+
+
+@pytest.mark.slow
+def test_fsdp_without_a_launcher_is_refused(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Accelerate would silently train with plain processes."""
+    for key, value in FSDP2.items():
+        monkeypatch.setenv(key, value)
+    assert launch(small_run()) == 2
+    assert "sets FSDP but Accelerate started NO on cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "device", "exact", "message"),
+    [
+        ("MULTI_XPU", "no", "xpu", False, "started MULTI_XPU but it is not supported"),
+        ("MULTI_CPU", "fp16", "cpu", False, "a CPU cannot train in fp16"),
+        ("FSDP", "fp16", "cuda", False, "fp16 but under FSDP"),
+        (
+            "FSDP",
+            "no",
+            "cuda",
+            True,
+            "reproducible is true but FSDP sums",
+        ),
+        ("MULTI_CPU", "fp8", "cpu", True, "cannot sum the scaled gradients of fp8"),
+        ("MULTI_CPU", "no", "mps", True, "the device mps has no float64"),
+    ],
+)
+def test_what_accelerate_started_is_refused_by_name(
+    kind: str, precision: str, device: str, exact: bool, message: str
+) -> None:
+    def check(kind: str, precision: str, device: str, exact: bool) -> None:
+        started: Any = SimpleNamespace(
+            distributed_type=DistributedType(kind), mixed_precision=precision,
+            device=torch.device(device),
+        )  # fmt: skip
+        unsupported.check_engine(started, TrainConfig(reproducible=exact), dropout=0.0)
+
+    started: Any = SimpleNamespace(
+        distributed_type=DistributedType.NO, mixed_precision="no", device=torch.device("mps")
+    )
+    blocks = TrainConfig(activation_checkpointing="blocks")
+    unsupported.check_engine(started, blocks, dropout=0.0)
+    with pytest.raises(UserError, match="blocks but on mps PyTorch recomputes"):
+        unsupported.check_engine(started, blocks, dropout=0.1)
+    for fine in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
+        check(fine, "bf16", "cuda", exact=False)
+    check("MULTI_CPU", "bf16", "cpu", exact=True)
+    with pytest.raises(UserError, match=message):
+        check(kind, precision, device, exact)
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[bool] = []
+
+    def state(cpu: bool, **_: object) -> PartialState:
+        started.append(cpu)
+        return PartialState(cpu=True)
+
+    monkeypatch.setattr(process, "PartialState", state)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    for use_cpu in ("false", "true"):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+        process.join_ranks(TrainConfig())
+    assert started == [False, True]
+
+
+def test_recomputing_and_the_type_of_the_residual_stream_are_those_of_the_config(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    forward = Block.forward
+
+    def watched(block: Block, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if block.training:
+            seen.append(x.dtype)
+        return forward(block, x, *rest, **named)
+
+    monkeypatch.setattr(Block, "forward", watched)
+    other = ("--train.activation_checkpointing", "blocks", "--train.bf16_residual", "false")
+    short = (*QUIET, "--train.max_steps", "3", "--train.mixed_precision", "bf16")
+    for options, passes, dtype in (((), 1, torch.bfloat16), (other, 2, torch.float32)):
+        seen.clear()
+        assert launch(small_run(*short, *options, "--out_dir", str(tmp_path / f"{passes}"))) == 0
+        assert seen == [dtype] * (3 * 2 * passes)  # in three steps, of two blocks
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_a_bucket_of_ddp_holds_several_blocks() -> None:
+    """DDP assigns the parameters from the last one, and ends a bucket as soon as it is full."""
+    gpt = GPT.allocate(ModelConfig(n_layer=12, n_head=12, n_embd=768), 50257, "meta")
+    last_first = list(gpt.parameters())[::-1]
+    config = Config(train=TrainConfig(max_steps=1))
+    process.join_ranks(config.train)
+    ddp = accelerator.make_accelerator(config, make_plan(config, 1)).ddp_handler
+    assert ddp is not None
+    buckets, _ = dist._compute_bucket_assignment_by_size(last_first, [ddp.bucket_cap_mb * 2**20])
+    assert len(buckets) == 4
+
+
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"}
+BY_ACCELERATE_ON_CPU = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}
+
+
+@pytest.mark.usefixtures("settings_kept")
+@pytest.mark.parametrize(
+    ("environment", "train", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3,2"}, TrainConfig(), 3),  # outer and nested regions
+        ({"OMP_NUM_THREADS": "3"}, TrainConfig(cpu_threads=2), 2),
+        ({"OMP_NUM_THREADS": "3"}, TrainConfig(reproducible=True), 1),
+        ({"OMP_NUM_THREADS": "many"}, TrainConfig(), 5),
+        ({"OMP_NUM_THREADS": "1", **LAUNCHED}, TrainConfig(), 5),  # torchrun's own
+        ({"OMP_NUM_THREADS": "3", **LAUNCHED}, TrainConfig(), 3),
+        ({"OMP_NUM_THREADS": "6", **BY_ACCELERATE_ON_CPU}, TrainConfig(), 5),  # Accelerate's own
+    ],
+)
+def test_threads_are_those_of_the_user_but_not_those_of_a_launcher(
+    environment: dict[str, str],
+    train: TrainConfig,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 6)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    process.join_ranks(train)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("environment", "warns"),
+    [
+        ({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}, True),  # one_gpu.yaml
+        ({**LAUNCHED, "WORLD_SIZE": "2"}, True),  # --multi_gpu
+        ({**LAUNCHED, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, False),
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, False),  # torchrun
+    ],
+)
+def test_a_launcher_of_gpus_without_a_gpu_is_one_warning(
+    environment: dict[str, str],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    for key in ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.setenv(key, "0")
+    process.warn_without_gpu()
+    shown = capsys.readouterr().err
+    assert shown.count("WARNING") == warns
+    assert ("trains on the CPU" in shown) == warns
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if a launcher started them; srun may show each process its own device."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
+    unsupported.check_devices(cpu=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    unsupported.check_devices(cpu=True)
+    with pytest.raises(UserError, match=r"2 processes were started .* has only 1 device;"):
+        unsupported.check_devices(cpu=False)
+
+
+# --------------------------------------------------------------------------- fp8
+
+
+def test_fp8_on_a_cpu_is_refused(
+    small_run: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch(small_run("--train.mixed_precision", "fp8")) == 2
+    error = capsys.readouterr().err
+    assert "there is no GPU of compute capability 8.9 or more" in error
+    assert "set train.mixed_precision to bf16" in error
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # set by accelerate launch
+    assert launch(small_run()) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "torchao", "message"),
+    [
+        ((8, 0), True, "A100 has compute capability 8.0, less than 8.9; set"),
+        ((8, 0), False, "less than 8.9 and the package torchao is not installed"),
+        (
+            (9, 0),
+            False,
+            r"not installed; run pip install -e '\.\[torchao\]' in the clone of accel_gpt, or set",
+        ),
+        ((8, 9), True, None),
+    ],
+)
+def test_what_fp8_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], torchao: bool, message: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    monkeypatch.setattr(unsupported, "find_spec", lambda name: object() if torchao else None)
+    if message is None:
+        unsupported.check_fp8("fp8")
+        return
+    with pytest.raises(UserError, match=message):
+        unsupported.check_fp8("fp8")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "advice"),
+    [
+        ("wandb", "run pip install -e '.[wandb]' in the clone of accel_gpt"),
+        ("swanlab", "run pip install swanlab"),
+    ],
+)
+def test_a_missing_tracker_is_named_with_the_command_that_installs_it(
+    tracker: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported, "get_available_trackers", list)
+    with pytest.raises(UserError) as raised:
+        unsupported.check_trackers((tracker,))
+    assert str(raised.value) == f"log.trackers has {tracker} but it is not installed; {advice}"
+
+
+# --------------------------------------------------------------------------- compiled code
+
+
+def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache" / "accel_gpt" / "compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(compilation.CACHE, "given")
+    compilation.use_compile_cache()
+    assert os.environ[compilation.CACHE] == "given"
+    assert not cache.exists()
+    monkeypatch.delenv(compilation.CACHE)
+    folders: list[str] = []
+    monkeypatch.setattr(
+        GPT, "compile", lambda model, **_: folders.append(os.environ[compilation.CACHE])
+    )
+    monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
+    assert launch(small_run(*QUIET, "--train.max_steps", "3", "--train.compile")) == 0
+    assert folders == [str(cache)]
+    assert cache.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv(compilation.CACHE, raising=False)
+    cache.chmod(0o770)
+    with pytest.raises(UserError, match=r"other users can write to .* chmod 700"):
+        compilation.use_compile_cache()
+    assert compilation.CACHE not in os.environ
+
+
+EXIT = """
+import atexit, gc, sys, types
+from accel_gpt.launch.accelerator import freeze_objects
+sys.modules["triton"] = types.ModuleType("triton") if sys.argv[1] == "loaded" else None
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # called last
+freeze_objects()
+assert gc.get_freeze_count() > 0
+"""
+
+
+@pytest.mark.parametrize(("triton", "frozen"), [("loaded", False), ("blocked", True)])
+def test_at_exit_objects_are_frozen_unless_triton_would_report_them(
+    triton: str, frozen: bool
+) -> None:
+    words = [sys.executable, "-c", EXIT, triton]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{frozen}\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("settings_kept")
+def test_reproducible_attention_on_cuda_is_flash_and_not_cudnn(small_run: Arguments) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("flash attention needs compute capability 8.0")
+    process.join_ranks(load_config(small_run("--train.reproducible"), "test").train)
+    q = torch.empty(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+    given = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)  # causal
+    assert torch.backends.cuda.can_use_flash_attention(given)
+    assert not torch.backends.cuda.can_use_cudnn_attention(given)

@@ -1,0 +1,227 @@
+"""`train.micro_batch_size: auto`: find the largest that fits all processes, without a hang."""
+
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.cuda._utils import _get_device_index
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.plan import make_plan
+from accel_gpt.errors import UserError
+from accel_gpt.launch import auto_batch as sizing
+from accel_gpt.model.gpt import GPT
+
+Arguments = Callable[..., list[str]]
+AUTO = ("--train.micro_batch_size", "auto")
+
+
+@given(st.sets(st.integers(1, 5000), min_size=1), st.integers(0, 6000))
+def test_bisection_finds_the_largest_that_fits(found: set[int], limit: int) -> None:
+    sizes = sorted(found)
+    fitting = [size for size in sizes if size <= limit]
+    if fitting:
+        assert sizing.largest_fitting(sizes, lambda size: size <= limit) == fitting[-1]
+    else:
+        with pytest.raises(UserError, match="not even 1 sequence fits"):
+            sizing.largest_fitting(sizes, lambda size: size <= limit)
+
+
+def test_the_answer_divides_the_step_and_is_kept(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
+    (tmp_path / "run").mkdir()
+    plan = make_plan(config, 1)
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (1, 12)
+    accelerator = Accelerator(cpu=True)
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= 5
+
+    config, plan = sizing.resolve_micro_batch_size(config, plan, accelerator, fits)
+    assert config.train.micro_batch_size == plan.micro_batch_size == 4
+    assert plan.accumulation_steps == accelerator.gradient_accumulation_steps == 3
+    assert set(tried) <= {1, 2, 3, 4, 6, 12}
+    line = "4 sequences per process and micro-step: the largest size that fits"
+    assert line in capsys.readouterr().err
+
+    def again(limit: int) -> int:
+        config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
+        found, _ = sizing.resolve_micro_batch_size(config, plan, accelerator, lambda n: n <= limit)
+        return found.train.micro_batch_sequences
+
+    (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 2}")
+    assert again(limit=5) == 2
+    assert f"micro-step: as in {tmp_path / 'run' / 'config.yaml'}" in capsys.readouterr().err
+    assert again(limit=1) == 1  # it no longer fits
+    (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 5}")
+    assert again(limit=5) == 4  # it no longer divides the step
+    accelerator.gradient_accumulation_steps = 1
+
+
+def test_on_a_cpu_the_tokens_decide(small_run: Arguments) -> None:
+    config = load_config(small_run(*AUTO), "test")
+    accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    fits = sizing.make_fits(config, 257, accelerator)
+    largest = sizing.CPU_TOKENS // config.model.block_size
+    assert [fits(1), fits(largest), fits(largest + 1)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--optim.name", "muon", "--data.document_mask", "--train.mixed_precision", "bf16"),
+        ("--train.reproducible", "--train.activation_checkpointing", "blocks"),
+    ],
+)
+def test_a_trial_runs_with_each_option(small_run: Arguments, options: tuple[str, ...]) -> None:
+    config = load_config(small_run(*options), "test")
+    accelerator = Accelerator(cpu=True, mixed_precision=config.train.mixed_precision)
+    sizing.try_step(config, 257, accelerator)
+    assert accelerator.gradient_accumulation_steps == 1
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are allocated in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.storages = weakref.WeakSet[torch.UntypedStorage]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.storages:
+                storage = tensor.untyped_storage()
+                self.storages.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize(
+    ("compiled", "copies"),
+    [
+        ("false", 4),  # weights, two moments, sums of gradients
+        ("auto", 5),  # and the gradients of a micro-step
+        ("true", 5),
+    ],
+)
+def test_a_trial_holds_what_a_step_holds(small_run: Arguments, compiled: str, copies: int) -> None:
+    """A step with few tokens, so that hardly any activations are held."""
+    shape = ("--model.n_embd", "256", "--model.block_size", "4", "--train.tokens_per_step", "4")
+    options = (*shape, "--train.micro_batch_size", "1", "--train.compile", compiled)
+    config = load_config(small_run(*options), "test")
+    with Memory() as memory:
+        sizing.try_step(config, 257, Accelerator(cpu=True))
+    parameters = sum(weight.numel() for weight in GPT(config.model, 257).parameters())
+    assert copies <= memory.peak / (4 * parameters) < copies + 0.5
+
+
+def test_a_trial_has_the_moments_of_the_optimizer_from_its_first_backward_pass(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has none in its first step, and would run out of memory in its second."""
+    made, kept = sizing.build_optimizer, list[torch.optim.Optimizer]()
+
+    def keep(*args: Any) -> Any:
+        kept.append(made(*args))
+        return kept[-1]
+
+    class Watched(GPT):
+        def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+            assert len(kept[0].state) == len(list(self.parameters()))
+            return super().forward(*args, **options)
+
+    monkeypatch.setattr(sizing, "build_optimizer", keep)
+    monkeypatch.setattr("accel_gpt.model.own.GPT", Watched)
+    sizing.try_step(load_config(small_run(), "test"), 257, Accelerator(cpu=True))
+
+
+def test_running_out_of_memory_is_an_answer(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other errors are raised. With one GPU and no launcher the device has no index."""
+    alone: Any = SimpleNamespace(num_processes=1, device=torch.device("cuda"))
+    shares: list[float] = []
+
+    def fraction(share: float, device: Any = None) -> None:
+        shares.append(share)
+        assert device is None or _get_device_index(device) >= 0  # as PyTorch's own function does
+
+    def trial(*_: Any) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fraction)
+    monkeypatch.setattr(torch.cuda, "empty_cache", int)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(sizing, "try_step", trial)
+    config, error = load_config(small_run(), "test"), None
+    assert sizing.fits_cuda(config, 257, alone)
+    error = torch.OutOfMemoryError("full")
+    assert not sizing.fits_cuda(config, 257, alone)
+    error = RuntimeError("broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        sizing.fits_cuda(config, 257, alone)
+    assert shares == [sizing.CUDA_SHARE, 1.0] * 3  # restored
+
+
+TWO = """
+import os, sys
+from accelerate import Accelerator
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.plan import make_plan
+from accel_gpt.launch import auto_batch as sizing
+config = load_config(sys.argv[1:], "test")
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+def fits(size):
+    try:
+        if rank == 1 and size > 2:
+            raise MemoryError
+        return True
+    except MemoryError:
+        return False
+config, plan = sizing.resolve_micro_batch_size(config, make_plan(config, 2), accelerator, fits)
+assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
+sys.stdout.write(f"{rank} {plan.micro_batch_size} {plan.accumulation_steps}\\n")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_two_gloo_processes_of_which_one_runs_out_of_memory(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    (tmp_path / "run").mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [sys.executable, *launcher, str(script), *small_run(*AUTO)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=120, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 2", "1 2 2"]
+    assert done.stderr.count("the largest size that fits") == 1

@@ -1,0 +1,307 @@
+"""`auto`: the choice for each device is printed, and a resumed run keeps it."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from accel_gpt.errors import UserError
+from accel_gpt.launch import compile as compilation
+from accel_gpt.launch import devices, precision
+from tests.conftest import QUIET, launch
+from tests.test_train import around_updates, records
+
+Arguments = Callable[..., list[str]]
+AUTO = ("--train.mixed_precision", "auto", "--train.compile", "auto", "--sample.every", "0")
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Simulate a CPU with these flags."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+
+    def give(*flags: str) -> None:
+        monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
+
+    return give
+
+
+def saved(tmp_path: Path) -> tuple[str | None, bool]:
+    """Return precision and compilation from the run's config.yaml."""
+    train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
+    return train["mixed_precision"], train["compile"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [
+        (("avx2",), None, None),
+        (("avx512_bf16", "amx_bf16"), None, "amx_bf16"),
+        (("avx512_bf16", "amx_bf16"), "AVX512_CORE_BF16", "avx512_bf16"),
+        (("avx512_bf16", "amx_bf16"), "avx512_core", None),
+    ],
+)
+def test_instructions_are_those_that_onednn_may_use(
+    flags: tuple[str, ...],
+    limit: str | None,
+    expected: str | None,
+    cpu: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu(*flags)
+    if limit:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert devices.bf16_instructions() == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "precision", "reason", "options"),
+    [
+        ("avx2", "no", "this CPU has no bf16 instructions", ()),
+        ("amx_bf16", "bf16", r"this CPU has instructions for it \(amx_bf16\)", ()),
+        ("avx512_bf16", "bf16", "this CPU has instr", ("--train.reproducible", "true")),
+        ("avx2", "bf16", "set by accelerate launch", ()),
+    ],
+)
+def test_the_cpu_decides_and_the_reason_is_printed(
+    flag: str, precision: str, reason: str, options: tuple[str, ...], cpu: Callable[..., None],
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cpu(flag)
+    by_launcher = "launch" in reason
+    if by_launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert launch(small_run(*AUTO, *options, "--train.max_steps", "3")) == 0
+    assert saved(tmp_path) == (precision, False)
+    shown = capsys.readouterr().err
+    printed = {"no": "fp32", "bf16": "bf16"}[precision]
+    assert re.search(rf"auto +precision {printed}: {reason}", shown)
+    why = "compiling saves little on a CPU without matrix units"
+    why = ".* the run takes about 0 s" if flag == "amx_bf16" else why
+    why = "train.reproducible is set" if options else why
+    assert re.search(f"auto +not compiled: {why}", shown)
+    assert f"precision {printed}, " in shown  # the precision that Accelerate uses
+    slow = "WARNING: mixed_precision is bf16 but this CPU has no"
+    assert shown.count(slow) == int(by_launcher)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "launcher", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "bf16"),  # torchrun sets no precision
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "no", "bf16"),  # the default of accelerate launch
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "fp16", "fp16"),
+        ("NVIDIA GeForce GTX 1660", (7, 5), None, "no"),
+    ],
+)
+def test_a_gpu_decides_unless_the_launcher_does(
+    gpu: str, capability: tuple[int, int], launcher: str | None, expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    state = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(precision, "PartialState", lambda: state)
+    monkeypatch.setattr(precision, "device_name", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert precision.choose_precision(None, reproducible=False)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "reproducible", "expected"),
+    [
+        (True, False, ("no", "Tesla T4 has no matrix units for bf16, and under FSDP a resume c")),
+        (False, True, ("no", "Tesla T4 has no matrix units for bf16, and train.reproducible can")),
+        (False, False, ("fp16", "Tesla T4 has matrix units for it")),
+    ],
+)
+def test_a_run_that_cannot_use_fp16_gets_float32_on_a_gpu_without_bf16(
+    fsdp: bool, reproducible: bool, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(fsdp))
+    chosen, reason = precision.choose_precision_on_gpu(torch.device("cuda"), reproducible)
+    assert (chosen, reason[: len(expected[1])]) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "option", "shown"),
+    [
+        ("bf16", (), "precision bf16 (set by the launcher), "),
+        ("bf16", ("--train.mixed_precision", "no"), "precision fp32, "),
+    ],
+)
+def test_the_first_lines_say_who_set_the_precision(
+    launcher: str | None, option: tuple[str, ...], shown: str, small_run: Arguments,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert launch(small_run("--train.max_steps", "3", "--sample.every", "0", *option)) == 0
+    assert shown in capsys.readouterr().err
+
+
+def test_a_resumed_run_keeps_the_choice_and_its_bits(
+    cpu: Callable[..., None], small_run: Arguments, tmp_path: Path
+) -> None:
+    whole, parts, moved = (tmp_path / name for name in ("whole", "parts", "moved"))
+    same = (*AUTO, "--schedule.decay_steps", "5", "--checkpoint.allow_change", "train.max_steps")
+    same += ("--checkpoint.every", "3", "--log.trackers", "[]")
+    six = ("--train.max_steps", "6")
+    cpu("amx_bf16")
+    assert launch(small_run(*same, *six, "--out_dir", str(whole))) == 0
+    assert launch(small_run(*same, "--out_dir", str(parts), "--train.max_steps", "3")) == 0
+    cpu("avx2")
+    assert launch(small_run(*same, *six, "--out_dir", str(parts))) == 0
+    start = ("--checkpoint.resume", str(whole / "checkpoints" / "step_00000003"))
+    assert launch(small_run(*same, *six, "--out_dir", str(moved), *start)) == 0
+    weights = []
+    for folder in (whole, parts, moved):
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        assert config["train"]["mixed_precision"] == "bf16"
+        weights.append(load_file(folder / "checkpoints" / "step_00000006" / "model.safetensors"))
+    for name, expected in weights[0].items():
+        assert all(torch.equal(other[name], expected) for other in weights[1:])
+
+
+def test_a_run_that_moves_to_a_faster_device_says_how_to_use_it(
+    cpu: Callable[..., None], small_run: Arguments, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cpu("avx2")
+    assert launch(small_run(*AUTO, "--train.max_steps", "3")) == 0
+    plain = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
+    monkeypatch.setattr(
+        precision, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda"))
+    )
+    monkeypatch.setattr(precision, "device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(compilation, "gains_from_compiling", lambda *_: (True, "saves 45%"))
+    capsys.readouterr()
+    assert launch(small_run(*AUTO, *plain)) == 0
+    shown = capsys.readouterr().err
+    file = tmp_path / "run" / "config.yaml"
+    bf16 = "to use bf16 (NVIDIA H100 has matrix units for it), add --train.mixed_precision bf16"
+    assert f"auto     precision fp32: as in {file}; {bf16}\n" in shown
+    compiled = "to compile (saves 45%), add --train.compile true"
+    assert f"auto     not compiled: as in {file}; {compiled}\n" in shown
+    assert saved(tmp_path) == ("no", False)
+
+
+@pytest.mark.parametrize("compiler", ["works", "fails"])
+def test_a_long_run_is_compiled_where_a_compiler_works(
+    compiler: str,
+    cpu: Callable[..., None],
+    small_run: Arguments,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu("amx_bf16")
+    monkeypatch.setattr(compilation, "estimated_seconds", lambda *_: 1000.0)
+    error = None if compiler == "works" else "no C++ compiler"
+    monkeypatch.setattr(compilation, "compiler_error", lambda device: error)
+    compiled: list[bool] = []
+    monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, **__: compiled.append(True))
+    assert launch(small_run(*AUTO, "--optim.name", "adamw", "--train.max_steps", "4")) == 0
+    assert saved(tmp_path)[1] == bool(compiled) == (error is None)
+    shown = capsys.readouterr().err
+    reason = (
+        "compiling saves about"
+        if error is None
+        else "torch.compile does not work here (no C++ comp"
+    )
+    assert shown.count(reason) == 1
+
+
+@pytest.mark.parametrize("requested", ["true", "graphs"])
+def test_a_model_is_compiled_with_the_options_of_cuda_graphs(
+    requested: str, small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
+    monkeypatch.setattr(compilation, "check_graphs", lambda plan: None)
+    given: list[dict[str, bool] | None] = []
+    monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, options: given.append(options))
+    options = (*QUIET, "--train.max_steps", "3", "--train.compile", requested)
+    assert launch(small_run(*options)) == 0
+    assert given == [dict(compilation.GRAPH_OPTIONS) if requested == "graphs" else None]
+
+
+def test_inductor_knows_the_options_of_cuda_graphs() -> None:
+    assert compilation.GRAPH_OPTIONS.keys() <= set(torch._inductor.list_options())
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "accumulation_steps", "fits"),
+    [
+        ("cuda", 1, 1, True),
+        ("cpu", 1, 1, False),
+        ("cuda", 2, 1, False),
+        ("cuda", 1, 4, False),
+    ],
+)
+def test_cuda_graphs_need_one_gpu_and_one_micro_step(
+    device: str,
+    world_size: int,
+    accumulation_steps: int,
+    fits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(compilation, "PartialState", lambda: state)
+    plan = SimpleNamespace(world_size=world_size, accumulation_steps=accumulation_steps)
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs one GPU"):
+        compilation.check_graphs(plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own, to get its memory
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
+def test_cuda_graphs_change_no_loss(small_run: Arguments, tmp_path: Path) -> None:
+    losses = []
+    for compiled in ("true", "graphs"):
+        options = (*QUIET, "--train.compile", compiled, "--out_dir", str(tmp_path / compiled))
+        assert launch(small_run(*options)) == 0
+        losses.append([line["train/loss"] for line in records(tmp_path / compiled)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses torch.jit
+def test_a_broken_compiler_is_one_sentence(small_run: Arguments, tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from accel_gpt.commands.train import main; from accel_gpt.console import run_main\n"
+        "sys.exit(run_main(main, sys.argv[1:]))"
+    )
+    words = small_run("--train.compile", "true", "--train.max_steps", "4")
+    words += ["--train.mixed_precision", "bf16"]
+    broken = {**os.environ, "CXX": "/bin/false", compilation.CACHE: str(tmp_path / "c")}
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, env=broken, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("torch.compile does not work here (InvalidCxxCompiler") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_float32_products_on_a_cpu_are_exact_by_default(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    around_updates(monkeypatch, lambda _: found.append(torch.get_float32_matmul_precision()))
+    for option in ("high", "auto"):
+        words = ("--train.matmul_precision", option, "--train.max_steps", "3", *QUIET)
+        assert launch(small_run(*words, "--out_dir", str(tmp_path / option))) == 0
+    assert found == 3 * ["high"] + 3 * ["highest"]

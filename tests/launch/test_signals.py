@@ -1,0 +1,152 @@
+"""Signals, the death of a launcher, the wall clock."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from accel_gpt.commands import train as command
+from accel_gpt.config.experiment import TrainConfig
+from accel_gpt.config.options import duration
+from accel_gpt.errors import DataError, UserError
+from accel_gpt.launch.stopping import StopSignal
+from accel_gpt.launcher import PREEMPTED, SIGNALS
+from tests.conftest import run_here, thorough
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_first_signal_is_remembered(number: signal.Signals) -> None:
+    stop = StopSignal()
+    assert stop.received is None
+    os.kill(os.getpid(), number)
+    assert stop.received == number.name
+    os.kill(os.getpid(), number)  # the same key press, delivered twice
+    assert stop.received == number.name
+
+
+def test_a_closed_session_does_not_stop_a_run_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGHUP)
+    stop.close()
+    assert stop.received is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_signal_after_an_error_leaves_its_message_and_exit_code() -> None:
+    """torchrun sends SIGTERM once another rank has ended."""
+    with pytest.raises(DataError), contextlib.closing(StopSignal(starting=True)):
+        raise DataError("not prepared")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_a_forked_process_dies_of_a_signal_and_the_run_does_not_hear_it() -> None:
+    """Otherwise a `multiprocessing.Pool` would wait for its workers forever."""
+    stop = StopSignal()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert (stop.received, stop.first) == (None, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "code"), [(False, 128 + signal.SIGTERM), (True, PREEMPTED)])
+def test_second_signal_later_ends_at_once(saved: bool, code: int) -> None:
+    program = (
+        "import os, signal, time, accel_gpt.launch.stopping as g\n"
+        "g.SAME_PRESS_SECONDS = 1.0\n"
+        f"stop = g.StopSignal()\nstop.saved = {saved}\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "assert stop.received\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(2)\n"
+        "print('the same press', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(10)\n"
+        "print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == code
+    assert done.stdout == b"the same press\n"
+
+
+def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 5000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop = StopSignal(time_limit=1000.0, started=now - 500)
+    # a long start and a first step that compiles do not predict later steps
+    assert stop.agree_to_stop() == (False, False)
+    stop.last_check = now - 10
+    assert stop.agree_to_stop(other=True) == (False, True)
+    stop.started, stop.last_check = now - 925, now - 5
+    assert stop.agree_to_stop(save_seconds=10.0) == (False, False)  # 925 + 2 (10 + 10) + 20
+    stop.started = now - 945
+    assert stop.agree_to_stop(save_seconds=10.0) == (True, False)
+    assert stop.received == "train.time_limit"
+
+
+def test_a_limit_is_refused_where_the_launcher_would_start_the_run_again(
+    small_run: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert run_here(command.main, small_run("--train.time_limit", "1h")) == 2
+    assert "train.time_limit does not work with --max_restarts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3h50m", 13_800), ("90", 90), ("1d", 86_400), ("0.5s", 0.5), (None, None)],
+)
+def test_durations(text: str | None, seconds: float | None) -> None:
+    assert duration("train.time_limit", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["0s", "-5m", "5 min", ""])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    message = f"train.time_limit is {text!r}; write a time above 0 and at most 1000d"
+    with pytest.raises(UserError, match=re.escape(message)):
+        TrainConfig(time_limit=text)
+
+
+WATCHED = """
+import sys, time
+from accel_gpt.launch.stopping import Watchdog
+with Watchdog("3s") as watchdog:
+    for number in range(20):
+        print(number, flush=True)
+        time.sleep(0.1)
+        watchdog.heartbeat()
+    print("hangs", flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hang", "code"), [pytest.param("0", 0, marks=thorough), ("60", 70)])
+def test_a_pause_is_no_hang_and_a_hang_after_it_is_found(hang: str, code: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WATCHED, hang], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        for _ in range(10):
+            process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(7)
+        process.send_signal(signal.SIGCONT)
+        _, shown = process.communicate(timeout=120)
+    assert process.returncode == code, shown.decode()
+    assert (b"completed nothing within 3s" in shown) == (code == 70)

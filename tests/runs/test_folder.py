@@ -1,0 +1,88 @@
+"""The reader of a run's folder accepts any content."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.errors import UserError
+from accel_gpt.report.curves import read_metrics
+from accel_gpt.runs import folder
+from accel_gpt.runs.folder import RunFolder
+
+
+def test_an_empty_folder_is_a_run_without_anything(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert (run.launches, run.config, list(run.records()), run.csv_records()) == ((), {}, [], [])
+    assert (run.step, run.max_steps, run.in_use) == (0, None, False)
+    assert (run.samples, run.checkpoints) == ({}, {})
+
+
+def test_launches_and_config(tmp_path: Path) -> None:
+    launches = [{"step": 0}, {"step": 4, "plan": {"max_steps": 9}}]
+    (tmp_path / "run.json").write_text(json.dumps({"launches": launches}))
+    (tmp_path / "config.yaml").write_text("seed: 1\noptim: {lr: 0.5}\n")
+    run = RunFolder(tmp_path)
+    assert [launch["step"] for launch in run.launches] == [0, 4]
+    assert (run.max_steps, run.last_launch("plan", "max_steps", "x")) == (9, None)
+    assert run.config == {"seed": 1, "optim.lr": 0.5}
+    for broken in ("- a\n", "7: x\n", "a: ["):
+        (tmp_path / "config.yaml").write_text(broken)
+        assert RunFolder(tmp_path).config == {}
+        with pytest.raises(UserError, match="remove the file, or set another out_dir"):
+            RunFolder(tmp_path).read_config()
+
+
+def test_metrics_of_any_origin(tmp_path: Path) -> None:
+    lines = [
+        '{"step": 2, "tokens": 20, "time": 2.0, "train/loss": 3.0}',
+        *("not json", "[1]", '{"tokens": 5}', '{"step": "3"}', '{"step": 1e400}'),
+        '{"step": 4, "train/loss": 1' + "0" * 400 + ', "eval/val_loss": null, "x": "text"}',
+        '{"step": 6, "tokens": 60, "time": 6.0, "train/loss": 1.0, "eval/val_loss": 2.0}',
+        '{"step": 2, "eval/val_loss": 2.5}',  # evaluated later
+        '{"step": 8, "trai',  # torn
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    metrics = read_metrics(RunFolder(tmp_path).records())
+    assert metrics.steps.tolist() == [2, 2, 4, 6]
+    assert metrics.tokens.tolist() == [20, 20, 40, 60]
+    assert [values.tolist() for values in metrics.curve("train/loss")] == [[2, 6], [3, 1]]
+    assert [values.tolist() for values in metrics.curve("eval/val_loss")] == [[2, 6], [2.5, 2]]
+    assert (metrics.last("x"), metrics.keys("eval/")) == (None, ["eval/val_loss"])
+    (tmp_path / "metrics.csv").write_text('step,train/loss\n2,3.0\n"4,\nx,1\n6,1.0,extra\n8,0.')
+    assert [row["step"] for row in RunFolder(tmp_path).csv_records()] == ["2", "6"]
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000])
+@pytest.mark.parametrize("text", [b"", b"\n", b"torn", b"a\n\nbcd\nefghij\n", b"\nab\nc\ntorn"])
+def test_lines_from_the_end_are_those_from_the_start(
+    block: int, text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "BLOCK_BYTES", block)
+    path = tmp_path / "lines"
+    path.write_bytes(text)
+    lines = [line + b"\n" for line in folder.whole_lines_from_end(path)]
+    assert lines[::-1] == list(folder.whole_lines(path))
+
+
+def test_the_step_of_a_run_is_read_from_the_end_of_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep asks for it every two seconds, beside the run whose time decides."""
+    lines = [json.dumps({"step": step}) for step in range(1, 1001)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "not json", '{"step": 1001, "tr']))
+    parsed: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or loads(line))
+    assert RunFolder(tmp_path).step == 1000
+    assert parsed == [b"not json", b'{"step": 1000}']
+
+
+def test_samples_with_a_heading_in_their_text(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    text = "--- sample 1\nA\n--- sample 7\nB\n\n--- sample 2\nC\n\n"
+    (tmp_path / "samples/step_00000003.txt").write_text(text)
+    (tmp_path / "samples/step_3.txt").write_text("none of ours")
+    run = RunFolder(tmp_path)
+    assert list(run.samples) == [3]
+    assert run.sample_texts(3) == ["A\n--- sample 7\nB", "C\n"]

@@ -1,0 +1,90 @@
+"""A run with data inside its folder is moved, or named from another folder."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.cli import dispatch
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.runs.folder import RunFolder
+from tests.conftest import QUIET, launch, run_here
+
+Arguments = Callable[..., list[str]]
+LONGER = ("--train.max_steps", "6", "--checkpoint.allow_change", "train.max_steps")
+
+
+@pytest.fixture
+def work(
+    small_run: Arguments, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A folder with a run `runs/a` of 4 steps that holds its data and val data."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    shutil.copytree(corpus, folder / "runs" / "a" / "data")
+    shutil.copytree(corpus, folder / "runs" / "a" / "held_out")
+    data = ("--data.train", "runs/a/data", "--data.val", "runs/a/held_out")
+    assert launch(small_run(*QUIET, *data, "--out_dir", "runs/a", "--train.max_steps", "4")) == 0
+    shutil.rmtree(corpus)
+    return folder
+
+
+def test_a_moved_run_is_evaluated_and_resumed_from_another_folder(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "moved"
+    (work / "runs" / "a").rename(run)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert run_here(dispatch, ["evaluate", "moved"]) == 0
+    assert "moved, step 4" in capsys.readouterr().out
+    assert launch(["moved/config.yaml", *LONGER]) == 0
+    said = capsys.readouterr().err
+    assert "moved/config.yaml sets out_dir to runs/a; the run continues in moved," in said
+    assert "from step 4 (moved/checkpoints/step_00000004)" in said
+    assert RunFolder(run).step == 6
+    assert sorted(path.name for path in tmp_path.glob("*")) == [
+        *("moved", "small.yaml", "text.txt", "work"),
+    ]
+    assert list((work / "runs").iterdir()) == []
+    assert run_here(dispatch, ["evaluate", str(run)]) == 0
+
+
+def test_the_config_of_a_copied_run_trains_the_copy(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("runs/a", "runs/b")
+    assert launch(["runs/b/config.yaml", *LONGER]) == 0
+    assert "sets out_dir to runs/a; the run continues in runs/b" in capsys.readouterr().err
+    assert (RunFolder("runs/a").step, RunFolder("runs/b").step) == (4, 6)
+    assert RunFolder("runs/b").config["data.train"] == "runs/b/data"
+
+
+def test_the_config_of_a_run_starts_another_one_where_out_dir_is_given(work: Path) -> None:
+    config = load_config(["runs/a/config.yaml", "--out_dir", "runs/c"], "train")
+    assert (config.out_dir, config.data.train) == ("runs/c", "runs/a/data")
+    (work / "runs" / "a").rename("runs/b")
+    config = load_config(["runs/b/config.yaml", "--out_dir", "runs/c"], "train")
+    assert (config.out_dir, config.data.train) == ("runs/c", "runs/b/data")
+
+
+def test_a_config_file_of_that_name_outside_a_run_is_taken_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("out_dir: runs/a\ndata: {train: [{path: runs/a/data}, {path: hf://u/d}]}\n")
+    assert load_config([str(path)], "train").out_dir == "runs/a"
+    (tmp_path / "run.json").write_text("{}")
+    config = load_config([str(path)], "train")
+    assert config.out_dir == str(tmp_path)
+    assert [source.path for source in config.data.train] == [str(tmp_path / "data"), "hf://u/d"]
+
+
+def test_data_elsewhere_that_are_gone_are_named_with_an_option_of_evaluate(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = work / "runs" / "a" / "config.yaml"
+    config.write_text(config.read_text().replace("train: runs/a/data", "train: web"))
+    assert run_here(dispatch, ["evaluate", "runs/a"]) == 2
+    message = "data.train web of the run does not exist; name the data with --data FOLDER"
+    assert message in capsys.readouterr().err

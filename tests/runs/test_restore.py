@@ -1,0 +1,315 @@
+"""A resume restores everything, or names what is missing; allowed and rejected changes."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import all_options
+from accel_gpt.config.values import leaves, to_flat, to_yaml
+from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
+from accel_gpt.runs.changes import check_same_config, check_same_run
+from accel_gpt.runs.checkpoint import read_state
+from accel_gpt.runs.folder import checkpoint_steps
+from accel_gpt.runs.resume import describe_load_error
+from accel_gpt.runs.state import TrainState
+from tests.conftest import QUIET, launch, reseal
+from tests.test_train import records, signal_after
+
+Arguments = Callable[..., list[str]]
+Trained = Callable[..., Path]
+LONGER = ("--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps")
+
+
+@pytest.fixture
+def newest(trained: Trained) -> Path:
+    """The only checkpoint of a finished run."""
+    run = trained(*QUIET, "--checkpoint.keep_last", "1")
+    return run / "checkpoints" / "step_00000012"
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change the content of a torch file of a checkpoint, and reseal the checkpoint."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    reseal(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["state"].pop(3), "optimizer.bin lacks exp_avg, exp_avg_sq, step of blocks.0"),
+        (
+            lambda s: s["state"][2].update(momentum_buffer=torch.zeros(96, 32)),
+            "optimizer.bin has momentum_buffer of blocks.0.attn.qkv.weight",
+        ),
+        (
+            lambda s: s["state"][2].update(exp_avg=torch.zeros(3, 3)),
+            "with shape (3, 3), but the parameter has shape (96, 32)",
+        ),
+        (lambda s: s["param_groups"].pop(), "does not fit this run: loaded state dict has a diff"),
+    ],
+)
+def test_an_optimizer_with_gaps_is_refused(
+    newest: Path,
+    small_run: Arguments,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Any], None],
+    message: str,
+) -> None:
+    edit(newest / "optimizer.bin", change)
+    assert launch(small_run(*QUIET, *LONGER)) == 4
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"not torch's", {"step": 0}])
+def test_random_states_that_are_missing_or_unreadable_are_refused(
+    newest: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str], content: Any
+) -> None:
+    """`load_state` ignores all of these."""
+    file = newest / "random_states_0.pkl"
+    file.unlink()
+    if isinstance(content, dict):
+        torch.save(content, file)
+    elif content is not None:
+        file.write_bytes(content)
+    reseal(newest)
+    assert launch(small_run(*QUIET, *LONGER)) == 4
+    said = capsys.readouterr().err
+    assert "random_states_0.pkl" in said
+    assert "Traceback" not in said
+
+
+def test_another_number_of_processes_is_stated(
+    newest: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = json.loads((newest / "trainer_state.json").read_text())
+    (newest / "trainer_state.json").write_text(json.dumps(state | {"world_size": 2}))
+    (newest / "random_states_0.pkl").unlink()
+    reseal(newest)
+    assert launch(small_run(*QUIET, *LONGER)) == 0
+    said = capsys.readouterr().err
+    assert "was trained by 2 processes; this run has 1" in said
+
+
+def test_a_checkpoint_between_other_micro_steps_begins_a_step_of_its_own(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run stops after 3 steps of 2 micro-steps, and resumes with 8 micro-steps a step."""
+    options = [*QUIET, "--model.dropout", "0", "--train.max_steps", "5", "--train.micro_batch_size"]
+    whole = ["--out_dir", str(tmp_path / "whole")]
+    assert launch(small_run(*options, "1", *whole)) == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, 3, signal.SIGTERM)
+        assert launch(small_run(*options, "4")) == 75
+    assert launch(small_run(*options, "1")) == 0
+    losses = [[line["train/loss"] for line in records(tmp_path / n)] for n in ("run", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_another_tokenizer_is_refused() -> None:
+    """Keys and data are equal; the tokenizer's file differs."""
+    before, now = (TrainState(tokenizer_fingerprint=mark * 64) for mark in "ab")
+    with pytest.raises(CheckpointError, match="tokenizer was aaaaaaaaaaaa, is bbbbbbbbbbbb"):
+        check_same_run(Path("step"), before, now, ("tokenizer",))
+
+
+def test_metrics_are_cut_back_to_the_step_that_is_resumed(
+    small_run: Arguments, tmp_path: Path
+) -> None:
+    """The newest checkpoint is damaged: lines after the previous one, also torn ones, are cut."""
+    assert launch(small_run()) == 0
+    run = tmp_path / "run"
+    whole = records(run)
+    (run / "checkpoints" / "step_00000012" / "model.json").write_text("{}")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "tok')
+    (run / "best").write_text("12\n")
+    assert launch(small_run()) == 0
+    assert records(run) == whole
+    rows = (run / "metrics.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["step", *map(str, range(1, 13))]
+    assert checkpoint_steps(run / "checkpoints") == [8, 12]
+    assert (run / "best").read_text() == "8\n"
+
+
+# --------------------------------------------------------------------------- what may change
+
+
+def test_every_key_is_of_one_class() -> None:
+    """The class of each key stands in docs/reference/keys.md."""
+    now, path = TrainState(config=to_flat(Config())), Path("step")
+    options = all_options(Config)
+    for key in leaves(Config):
+        before = TrainState(config={**now.config, key: "other"})
+        # of the file of --code, the hash is compared, not the path
+        if options[key].resume in ("free", "start") or options[key].command_line_only:
+            check_same_run(path, before, now, ())
+        elif options[key].resume == "refuse" or options[key].null_is_another_run:
+            with pytest.raises(CheckpointError, match=f"{key} was other, is "):
+                check_same_run(path, before, now, (key,))
+        else:
+            told = f"{key} was other, is .*allow_change {key}"
+            with pytest.raises(UserError, match=told) as caught:
+                check_same_run(path, before, now, ())
+            assert caught.value.exit_code == 2
+            check_same_run(path, before, now, (key,))
+
+
+def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
+    """Without a learning rate of their own, embeddings are not a group of the optimizer."""
+    now = TrainState(config=to_flat(Config()) | {"optim.embedding_lr": 0.1})
+    before = TrainState(config={**now.config, "optim.embedding_lr": 0.2})
+    check_same_run(Path("step"), before, now, ("optim.embedding_lr",))
+    with pytest.raises(UserError, match=r"allow_change optim.embedding_lr"):
+        check_same_run(Path("step"), before, now, ())
+    none = TrainState(config={**now.config, "optim.embedding_lr": None})
+    with pytest.raises(CheckpointError, match=r"optim.embedding_lr was null, is 0.1"):
+        check_same_run(Path("step"), none, now, ("optim.embedding_lr",))
+
+
+def test_no_change_is_offered_beside_one_that_is_refused_anyway() -> None:
+    now = TrainState(config=to_flat(Config()))
+    before = TrainState(config={**now.config, "optim.lr": 0.2, "seed": 2})
+    with pytest.raises(CheckpointError, match=r"set another out_dir$"):
+        check_same_run(Path("step"), before, now, ("optim.lr",))
+    with pytest.raises(CheckpointError, match=r"seed was 2, .*set another out_dir$"):
+        check_same_run(Path("step"), before, now, ())
+
+
+@pytest.mark.parametrize("value", [0.5, None])
+def test_an_option_of_another_version_is_never_dropped(
+    small_run: Arguments, tmp_path: Path, value: float | None
+) -> None:
+    now = TrainState(config=to_flat(Config()))
+    before = TrainState(config={**now.config, "train.z_loss": value})
+    with pytest.raises(NewerFormatError, match=r"trainer_state\.json: config\.train\.z_loss is an"):
+        check_same_run(Path("step"), before, now, ())
+    config = load_config(small_run(), "test")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config) + f"later: {{key: {value}}}\n")
+    with pytest.raises(NewerFormatError, match=r"run/config\.yaml: later\.key is an unknown key"):
+        check_same_config(config, ())
+
+
+def test_the_best_loss_so_far_is_that_of_the_same_text_in_all_named_sets(
+    small_run: Arguments, corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    own = ["--eval.every", "2", "--checkpoint.every", "2", "--sample.every", "0", "--data.val"]
+    named = [*own, f"{{web: {corpus}, code: {corpus}}}"]
+    assert launch(small_run(*named, "--train.stop_at", "4")) == 0
+    state = run / "checkpoints" / "step_00000004"
+    content = json.loads((state / "trainer_state.json").read_text())
+    content |= {"best_val_loss": 0.1, "best_step": 2}  # as if that text were easy
+    (state / "trainer_state.json").write_text(json.dumps(content))
+    reseal(state)
+    fewer = ["--eval.tokens", "64", "--checkpoint.allow_change", "eval.tokens"]
+    assert launch(small_run(*named, "--train.stop_at", "6")) == 0
+    assert read_state(state.with_name("step_00000006")).best_val_loss == 0.1
+    assert launch(small_run(*own, f"{{web: {corpus}}}", "--train.stop_at", "8")) == 2
+    assert launch(small_run(*named, *fewer)) == 0
+    last = read_state(state.with_name("step_00000012"))
+    assert last.best_val_loss is not None
+    assert last.best_val_loss > 1
+    evaluated = [line for line in records(run) if "eval/val_loss" in line]
+    assert [line["step"] for line in evaluated] == [2, 4, 6, 8, 10, 12]
+    assert all({"eval/val_loss/web", "eval/val_loss/code"} <= line.keys() for line in evaluated)
+
+
+def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> None:
+    torch.save(print, tmp_path / "optimizer.bin")
+    with pytest.raises(Exception, match="weights_only") as caught:
+        torch.load(tmp_path / "optimizer.bin", weights_only=True)
+    assert describe_load_error(caught.value) == (
+        "it holds objects other than tensors and plain values"
+    )
+
+
+def test_a_change_that_is_allowed_is_named_with_what_it_does_to_the_learning_rate(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*QUIET, "--train.max_steps", "4")) == 0
+    assert "learning rate" not in capsys.readouterr().err
+    allow = ["--checkpoint.allow_change", "[train.max_steps, optim.beta2, optim.weight_decay]"]
+    longer = [*QUIET, "--train.max_steps", "8", "--optim.beta2", "0.9", *allow]
+    longer += ["--optim.weight_decay", "0.3"]
+    assert launch(small_run(*longer)) == 0
+    shown = capsys.readouterr().err
+    assert "from step 4 on optim.beta2 is 0.9; it was 0.95" in shown
+    assert "from step 4 on train.max_steps is 8; it was 4" in shown
+    assert "the learning rate rises from 5.00e-03 in step 4 to 7.50e-03 in step 5" in shown
+    rates = [record["train/lr"] for record in records(tmp_path / "run")]
+    assert rates[3:5] == pytest.approx([5.0e-3, 7.5e-3])
+    file = tmp_path / "run" / "checkpoints" / "step_00000008" / "optimizer.bin"
+    groups = torch.load(file, weights_only=True)["param_groups"]
+    assert [group["lr"] for group in groups] == [pytest.approx(rates[-1])] * 2
+    assert [(g["weight_decay"], g["betas"][1]) for g in groups] == [(0.3, 0.9), (0.0, 0.9)]
+    assert launch(small_run(*longer)) == 0  # finished: nothing changes
+    assert "learning rate" not in capsys.readouterr().err
+
+
+def test_a_longer_run_needs_no_permission_where_no_step_changes(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = [*QUIET, "--schedule.name", "constant", "--train.max_steps"]
+    whole = tmp_path / "whole"
+    assert launch(small_run(*constant, "6", "--out_dir", str(whole))) == 0
+    assert launch(small_run(*constant, "4")) == 0
+    assert launch(small_run(*constant, "4")) == 0
+    assert "is finished after 4 steps" in capsys.readouterr().err
+    assert launch(small_run(*constant, "6")) == 0
+    assert records(tmp_path / "run")[-1]["eval/val_loss"] == records(whole)[-1]["eval/val_loss"]
+    assert launch(small_run(*constant, "5")) == 2
+    assert "is at step 6 but the config ends at step 5; raise" in capsys.readouterr().err
+    cosine = [*QUIET, "--out_dir", str(tmp_path / "cosine"), "--train.max_steps"]
+    assert launch(small_run(*cosine, "4")) == 0
+    assert launch(small_run(*cosine, "6")) == 2
+    assert "allow_change train.max_steps" in capsys.readouterr().err
+    assert launch(small_run(*cosine, "4", "--optim.lr", "0.5")) == 2
+    assert "is finished" not in capsys.readouterr().err
+    long = [*cosine, "12", "--schedule.name", "wsd", "--schedule.decay_steps", "7"]
+    assert launch(small_run(*long)) == 2
+    keys = ("schedule.decay_steps", "schedule.name", "train.max_steps")
+    allow = " ".join(f"--checkpoint.allow_change {key}" for key in keys)
+    assert f"accept it with {allow}\n" in capsys.readouterr().err
+
+
+def test_an_older_checkpoint_of_the_same_folder_is_resumed_elsewhere(
+    trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With checkpoints at 8 and 12, a return to 8 would lose 12, so it needs another folder."""
+    run = trained()
+    older = run / "checkpoints" / "step_00000008"
+    back = ("--checkpoint.resume", str(older), *LONGER)
+    assert launch(small_run(*back)) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoint.resume is step 8 ({older}) but {run} has newer checkpoints, up to" in said
+    assert "to resume from step 8, set another out_dir" in said
+    assert checkpoint_steps(run / "checkpoints") == [8, 12]
+    assert launch(small_run(*back, "--out_dir", str(tmp_path / "branch"))) == 0
+    assert f"from step 8 ({older})" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_its_own_checkpoints_and_says_so(
+    trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Repeat the command that started a run from a checkpoint elsewhere."""
+    other = trained(to="other") / "checkpoints" / "step_00000008"
+    command = small_run(*LONGER, "--checkpoint.resume", str(other))
+    assert launch(command) == 0
+    assert f"from step 8 ({other})" in capsys.readouterr().err
+    assert launch(command) == 0
+    run = tmp_path / "run"
+    said = capsys.readouterr().err
+    assert f"{run} has checkpoints, so checkpoint.resume {other} is ignored" in said
+    newest = run / "checkpoints" / "step_00000016"
+    assert launch(small_run(*LONGER, "--checkpoint.resume", str(newest))) == 0
+    assert "is ignored" not in capsys.readouterr().err

@@ -1,8 +1,7 @@
 """Golden texts: help, config keys, errors, exit codes, files and their keys.
 
 The expected text is in `tests/golden/`. To accept a change, write it again and read the
-diff: `ACCEL_GPT_GOLDEN=write pytest tests/test_golden.py`. A case of `errors.txt` is a line that
-begins with `$`; add one and write the file again to get its exit code and its stderr.
+diff: `ACCEL_GPT_GOLDEN=write pytest tests/test_golden.py`. `errors.txt` is written by hand.
 """
 
 import contextlib
@@ -148,16 +147,38 @@ def test_config_keys(room: Path) -> None:
     check("config.txt", lines)
 
 
-def test_errors(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compare the exit code and stderr of each command line."""
+def told_by(command: str, room: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Return the exit code of a command line, and its errors."""
+    capsys.readouterr()
+    code = call(*shlex.split(command))
+    told = capsys.readouterr().err.replace(str(room), "ROOM").splitlines()
+    return code, [line for line in told if "error" in line]
+
+
+def mistakes() -> list[str]:
+    lines = (GOLDEN / "errors.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("mistake", mistakes())
+def test_errors(mistake: str, room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake has its exit code, and one sentence that names what is wrong."""
+    expected, name, command = mistake.split(maxsplit=2)
+    code, errors = told_by(command, room, capsys)
+    assert code == int(expected), errors
+    if name == "-":
+        assert not errors
+    else:
+        assert any(name in line for line in errors), errors
+
+
+def test_sentences(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compare a few errors as a whole: examples of how they read."""
     lines: list[str] = []
-    for case in (GOLDEN / "errors.txt").read_text(encoding="utf-8").splitlines():
+    for case in (GOLDEN / "sentences.txt").read_text(encoding="utf-8").splitlines():
         if case.startswith("$ accel-gpt "):
-            capsys.readouterr()
-            code = call(*shlex.split(case)[2:])
-            told = capsys.readouterr().err.replace(str(room), "ROOM").splitlines()
-            lines += [case, *(line for line in told if "error" in line), f"exit {code}", ""]
-    check("errors.txt", lines)
+            lines += [case, *told_by(case.removeprefix("$ accel-gpt "), room, capsys)[1], ""]
+    check("sentences.txt", lines)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe"])

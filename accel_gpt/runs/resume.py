@@ -31,9 +31,7 @@ from accel_gpt.files import did_you_mean_folder, write_file
 from accel_gpt.launch.ranks import all_ranks, on_main
 from accel_gpt.launcher import world_size
 from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.model.sharding import load_full
 from accel_gpt.optim.groups import state_names
-from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.runs.changes import (
     allowed_changes,
     budget_keys,
@@ -53,12 +51,7 @@ from accel_gpt.runs.checkpoint import (
 from accel_gpt.runs.folder import RUN_MARKS, RunFolder
 from accel_gpt.runs.saving import remove_debris
 from accel_gpt.runs.state import TrainState
-from accel_gpt.runs.tensor_files import (
-    moments_of,
-    read_own_state,
-    read_tensors,
-    read_weights,
-)
+from accel_gpt.runs.tensor_files import read_optimizer, read_weights
 
 # --------------------------------------------------------------------------- choose a checkpoint
 
@@ -248,7 +241,8 @@ def load_on_this_rank(
     sharded = accelerator.distributed_type == DistributedType.FSDP
     try:
         if sharded or not (files / SAFE_WEIGHTS_NAME).is_file():
-            load_shards(files, gpt, optimizer)
+            read_weights(files, gpt)
+            read_optimizer(files, gpt, optimizer)
             if same_world:  # load the random states; FSDP excludes fp16, so there is no scaler
                 load_accelerator_state(
                     input_dir=str(files),
@@ -294,39 +288,6 @@ def best_step_is_valid(path: Path, saved: TrainState, now: TrainState) -> bool:
         return False
     changed = source_changes(vars(saved), vars(now)) | config_changes(saved.config, now.config)
     return not any(option_of(key).validation for key in changed)
-
-
-def load_shards(path: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
-    """Load weights and optimizer. The checkpoint and this run may each be sharded or not."""
-    read_weights(path, gpt)
-    files = sorted(path.glob("optimizer_*.safetensors"))
-    own = optimizer.optimizer if isinstance(optimizer.optimizer, OwnOptimizer) else None
-    if files and own:
-        read_own_state(gpt, optimizer, files)
-        return
-    if files:
-        moments = moments_of(gpt, optimizer)
-        unknown = read_tensors(files, moments) - moments.keys()
-        if unknown:
-            raise CheckpointError(f"it has {min(unknown)}, unknown to this optimizer")
-        return
-    file = path / f"{OPTIMIZER_NAME}.bin"
-    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    # the file numbers parameters in the order of the groups
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in zip(numbers, parameters, strict=True):
-        for name, full in saved["state"].get(number, {}).items():
-            if not isinstance(full, Tensor):
-                optimizer.state[p][name] = full
-            elif full.dim():
-                moment = torch.zeros_like(p, dtype=full.dtype)
-                load_full(moment, full)
-                optimizer.state[p][name] = moment
-            else:
-                optimizer.state[p][name] = full.to(p.device)
-    if own:
-        own.load_group_values(saved["param_groups"])
 
 
 def check_optimizer(path: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:

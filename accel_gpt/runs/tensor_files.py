@@ -8,12 +8,13 @@ collective. Its reader unpickles other files, and ignores the missing rows of a 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.constants import OPTIMIZER_NAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from accel_gpt.errors import CheckpointError
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.groups import state_names
+from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.runs.checkpoint import weight_parts
 
 OFFSETS = "DCP_SHARDING_INFO"  # key in the header
@@ -102,60 +104,68 @@ def holds_first_copy(tensor: Any) -> bool:
     return True
 
 
-@torch.no_grad()
-def read_tensors(files: Iterable[Path], into: Mapping[str, Tensor]) -> set[str]:
-    """Read this rank's rows of each tensor in `into`; return the names in the files.
+class SavedTensor:
+    """A tensor in a checkpoint: whole in one file, or some of its rows in each of several files."""
 
-    Raises `CheckpointError` if a tensor or some of its rows are missing, or if its shape differs.
-    """
-    parts: dict[str, list[tuple[int, Any]]] = {}
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parts: list[tuple[int, Any]] = []  # the first row, and a tensor or an open slice
+        self.shape: tuple[int, ...] = ()  # of the whole tensor
+
+    def add(self, first: int, shape: Sequence[int], part: Any) -> None:
+        """Add the rows from `first` on, of this `shape`."""
+        self.parts.append((first, part))
+        if shape:
+            rows = max([first + shape[0], *self.shape[:1]])
+            self.shape = (rows, *shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the elements."""
+        _, part = self.parts[0]
+        element: Tensor = part[:0] if self.shape else part[...]
+        return element.dtype
+
+    def whole(self) -> Tensor:
+        """Read the whole tensor."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor)
+        return tensor
+
+    @torch.no_grad()
+    def read_into(self, tensor: Tensor) -> None:
+        """Read this rank's rows of `tensor`; raise `CheckpointError` if the files lack some."""
+        if not self.shape:
+            tensor.copy_(self.parts[0][1][...])
+            return
+        local = local_shard(tensor)
+        start = first_row(tensor)
+        end = start + len(local)
+        rows_read = 0
+        for first, part in self.parts:
+            rows = part[max(start - first, 0) : max(end - first, 0)]
+            if len(rows):
+                begin = max(first - start, 0)
+                local[begin : begin + len(rows)].copy_(rows)
+                rows_read += len(rows)
+        if rows_read != len(local):
+            raise CheckpointError(f"it lacks {len(local) - rows_read:,} rows of {self.name}")
+
+
+def saved_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
+    """Open the tensors of safetensors files by name. Reads nothing but the headers."""
+    found: dict[str, SavedTensor] = {}
     for file in files:
         opened: Any = safe_open(file, "pt")
         info = (opened.metadata() or {}).get(OFFSETS)
         offsets = json.loads(info) if info else {}
         names = opened.keys()  # a safetensors file cannot be iterated
         for name in names:
+            part = opened.get_slice(name)
             start = offsets[name]["saved_offsets"] if info else []
             first = start[0] if start else 0  # a scalar has no rows
-            parts.setdefault(name, []).append((first, opened.get_slice(name)))
-    for name, tensor in into.items():
-        if name not in parts:
-            raise CheckpointError(f"it lacks {name}")
-        read_local_rows(name, tensor, parts[name])
-    return set(parts)
-
-
-def read_local_rows(name: str, tensor: Tensor, parts: list[tuple[int, Any]]) -> None:
-    """Read this rank's rows of `tensor` from `parts`: the first row and slice of each file."""
-    _, any_part = parts[0]
-    part_shape = any_part.get_shape()
-    if not tensor.dim() and not part_shape:
-        tensor.copy_(any_part[...])
-        return
-    rows = 0  # of the whole tensor in the files
-    for start, part in parts:
-        if part.get_shape():
-            rows = max(rows, start + part.get_shape()[0])
-    if name == "wpe.weight":  # the model's context may be shorter than in the file
-        rows = min(rows, tensor.shape[0])
-    shape = (rows, *part_shape[1:])
-    if shape != tuple(tensor.shape):
-        raise CheckpointError(
-            f"it has {name} with shape {shape}, but the model needs {tuple(tensor.shape)}"
-        )
-    local = local_shard(tensor)
-    local_start = first_row(tensor)
-    local_end = local_start + len(local)
-    rows_read = 0
-    for start, part in parts:
-        low = max(local_start, start)
-        high = min(local_end, start + part.get_shape()[0])
-        if low < high:
-            read = part[low - start : high - start]
-            local[low - local_start : high - local_start].copy_(read)
-            rows_read += high - low
-    if rows_read != len(local):
-        raise CheckpointError(f"it lacks {len(local) - rows_read:,} rows of {name}")
+            found.setdefault(name, SavedTensor(name)).add(first, part.get_shape(), part)
+    return found
 
 
 def read_weights(path: Path, gpt: LanguageModel) -> None:
@@ -163,46 +173,107 @@ def read_weights(path: Path, gpt: LanguageModel) -> None:
 
     The context of `gpt` may be shorter than the context of the checkpoint.
     """
-    weights = weights_of(gpt)
     files = weight_parts(path)
     try:
-        unknown = read_tensors(files, weights) - weights.keys()
-        if unknown:
-            raise CheckpointError(f"it has {min(unknown)}, unknown to the model")
+        read_tensors(saved_tensors(files), weights_of(gpt))
     except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{files[0]} does not fit the model: {error}") from None
 
 
-def read_own_state(
-    gpt: LanguageModel, optimizer: AcceleratedOptimizer, files: Sequence[Path]
-) -> None:
-    """Read the state of an optimizer of --code, whose names only the files know.
+def read_tensors(saved: Mapping[str, SavedTensor], into: Mapping[str, Tensor]) -> None:
+    """Read this rank's rows of each tensor; raise `CheckpointError` if names or shapes differ."""
+    unknown = saved.keys() - into.keys()
+    if unknown:
+        raise CheckpointError(f"it has {min(unknown)}, unknown to the model")
+    for name, tensor in into.items():
+        if name not in saved:
+            raise CheckpointError(f"it lacks {name}")
+        shape = saved[name].shape
+        if name == "wpe.weight":  # the context of the model may be shorter
+            shape = (min(shape[0], tensor.shape[0]), *shape[1:])
+        check_shape(name, shape, tensor)
+        saved[name].read_into(tensor)
 
-    Under FSDP, reads this rank's rows of the tensors that have the shape of their parameter.
+
+def check_shape(name: str, shape: Sequence[int], tensor: Tensor) -> None:
+    """Raise `CheckpointError` if a saved tensor has another shape than `tensor`."""
+    if tuple(shape) != tuple(tensor.shape):
+        needed = tuple(tensor.shape)
+        raise CheckpointError(f"it has {name} with shape {shape}, but the model needs {needed}")
+
+
+# --------------------------------------------------------------------------- the optimizer
+
+
+def read_optimizer(folder: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
+    """Read the optimizer of a checkpoint; under FSDP only this rank's rows of its tensors.
+
+    The checkpoint and this run may each be sharded or not.
     """
-    own: Any = optimizer.optimizer
+    files = sorted(folder.glob("optimizer_*.safetensors"))
+    if files:
+        saved = state_by_name(saved_tensors(files), gpt)
+        groups = saved_groups(files)
+    else:
+        content = torch.load(
+            folder / f"{OPTIMIZER_NAME}.bin", map_location="cpu", weights_only=True, mmap=True
+        )
+        saved = state_by_number(content, optimizer)
+        groups = content["param_groups"]
+    for p, key, value in saved:
+        if not isinstance(value, SavedTensor):
+            optimizer.state[p][key] = value
+        elif value.shape:
+            check_shape(value.name, value.shape, p)
+            optimizer.state[p][key] = torch.zeros_like(p, dtype=value.dtype)
+            value.read_into(optimizer.state[p][key])
+        else:
+            optimizer.state[p][key] = value.whole().to(p.device)
+    if isinstance(optimizer.optimizer, OwnOptimizer):
+        optimizer.optimizer.load_group_values(groups)
+
+
+def state_by_name(
+    saved: Mapping[str, SavedTensor], gpt: LanguageModel
+) -> Iterator[tuple[Tensor, str, Any]]:
+    """Yield parameter, key and value of the state that `moments_of` returned."""
     parameters = dict(gpt.named_parameters())
-    shaped: dict[str, Tensor] = {}
-    groups: list[dict[str, Any]] = []
+    for name, tensor in saved.items():
+        owners = [owner for owner in parameters if name.startswith(f"{owner}.")]
+        if not owners:
+            raise CheckpointError(f"it has {name}, unknown to this model")
+        owner = max(owners, key=len)
+        key = name.removeprefix(f"{owner}.")
+        if key.endswith(NUMBER):
+            yield parameters[owner], key.removesuffix(NUMBER), tensor.whole().item()
+        else:
+            yield parameters[owner], key, tensor
+
+
+def state_by_number(
+    saved: Mapping[str, Any], optimizer: AcceleratedOptimizer
+) -> Iterator[tuple[Tensor, str, Any]]:
+    """Yield parameter, key and value of an optimizer's `state_dict`.
+
+    It numbers the parameters in the order of the groups.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor):
+                tensor = SavedTensor(key)
+                tensor.add(0, value.shape, value)
+                yield p, key, tensor
+            else:
+                yield p, key, value
+
+
+def saved_groups(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the values of the groups of an optimizer of --code, from the headers of its files."""
     for file in files:
         opened: Any = safe_open(file, "pt")
-        groups = json.loads((opened.metadata() or {}).get(GROUPS, "[]")) or groups
-        names = opened.keys()  # a safetensors file cannot be iterated
-        for name in names:
-            owners = [one for one in parameters if name.startswith(f"{one}.")]
-            if not owners:
-                raise CheckpointError(f"it has {name}, unknown to this model")
-            owner = max(owners, key=len)
-            p = parameters[owner]
-            key = name.removeprefix(f"{owner}.")
-            part = opened.get_slice(name)
-            if part.get_shape():
-                if name not in shaped:
-                    shaped[name] = torch.zeros_like(p, dtype=part[:0].dtype)
-                    own.state[p][key] = shaped[name]
-            elif key.endswith(NUMBER):
-                own.state[p][key.removesuffix(NUMBER)] = part[...].item()
-            else:
-                own.state[p][key] = part[...].to(p.device)
-    read_tensors(files, shaped)
-    own.load_group_values(groups)
+        groups = json.loads((opened.metadata() or {}).get(GROUPS, "[]"))
+        if groups:
+            return list(groups)
+    return []

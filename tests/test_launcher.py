@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from accel_gpt import launcher, meeting
+from accel_gpt import launcher
 from accel_gpt.errors import DataError, UserError
+from accel_gpt.launch import meeting
 from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launcher import (
     available_cores,

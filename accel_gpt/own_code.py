@@ -26,12 +26,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from importlib.util import decode_source, module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from accel_gpt.errors import UserError, nearest, require
+from accel_gpt.errors import UserError, nearest
 
 Function = Callable[..., Any]
 # name -> the arguments that it is called with
@@ -66,7 +66,7 @@ class OwnCode:
     metrics: Function | None = None
     evaluate: Function | None = None
     after_evaluation: Function | None = None
-    doubts: tuple[str, ...] = ()  # a line for each function whose name is probably misspelled
+    misspelled: tuple[str, ...] = ()  # a line for each function whose name probably is
 
     @property
     def name(self) -> str:
@@ -118,19 +118,12 @@ def load_own_code(path: str) -> OwnCode:
     """Execute a file and return its functions.
 
     Raises `UserError` if there is no such file, if it defines none of the functions, or one with
-    other arguments. An error inside the file is raised as it is; see `place_in_own_code`.
+    other arguments. Any other error is raised as it is; see `place_in_own_code`.
     """
-    is_python = path.endswith(".py") or not Path(path).exists()
-    require(is_python, f"--code {path} is no Python file, whose name ends with .py")
     try:
         source = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"--code {path} cannot be read: {error.strerror}") from None
-    require(b"\0" not in source, f"--code {path} holds zero bytes, so it is no Python file")
-    try:
-        decode_source(source)  # Python itself takes any bytes in a comment
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UserError(f"--code {path} is no UTF-8 text; save it as UTF-8: {error}") from None
     # one module for each path, so that a notebook keeps the last version alone
     module_name = f"own_code_{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:16]}"
     loader = HeldSource(module_name, path, source)
@@ -141,37 +134,24 @@ def load_own_code(path: str) -> OwnCode:
     try:
         loader.exec_module(module)
     except SyntaxError as error:
-        if error.filename != loader.path:
+        if error.filename not in (None, loader.path):
             raise
         line = f", line {error.lineno}" if error.lineno else ""
         raise UserError(f"{path}{line}: {error.msg}") from None
-    found = {name: getattr(module, name) for name in ARGUMENTS if hasattr(module, name)}
-    doubts = tuple(misspelled(module, found))
-    if not found:
+    functions = {name: getattr(module, name) for name in ARGUMENTS if hasattr(module, name)}
+    misspelled = tuple(misspelled_functions(module, ARGUMENTS.keys() - functions.keys()))
+    if not functions:
         names = ", ".join(ARGUMENTS)
-        advice = "; ".join(doubts) or "define at least one of them"
+        advice = "; ".join(misspelled) or "define at least one of them"
         raise UserError(f"--code {path} defines none of the functions {names}; {advice}")
-    own = OwnCode(file=path, source=source, doubts=doubts, **found)
-    for name in found:
-        check_function(own, name)
+    own = OwnCode(file=path, source=source, misspelled=misspelled, **functions)
+    for name, function in functions.items():
+        try:
+            inspect.signature(function).bind(*ARGUMENTS[name])
+        except TypeError as error:
+            call = f"{name}({', '.join(ARGUMENTS[name])})"
+            raise UserError(f"{own.place(name)}: {error}; it is called as {call}") from None
     return own
-
-
-def check_function(own: OwnCode, name: str) -> None:
-    """Raise `UserError` unless a function takes the arguments that it is called with."""
-    function = getattr(own, name)
-    call = f"{name}({', '.join(ARGUMENTS[name])})"
-    require(callable(function), f"--code {own.file}: {name} is no function; define {call}")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin
-        return
-    try:
-        signature.bind(*ARGUMENTS[name])
-    except TypeError:
-        raise UserError(
-            f"{own.place(name)} is called as {call}, but takes {signature}; give it these arguments"
-        ) from None
 
 
 def line_of(function: Function) -> str:
@@ -188,17 +168,23 @@ def place_of(function: Function) -> str:
     return f"{file}{getattr(function, '__name__', 'the function')}()"
 
 
-def misspelled(module: ModuleType, found: Collection[str]) -> Iterator[str]:
-    """Yield a line for each function of the file that nothing calls, with the name it may mean.
-
-    A name that begins with _ is a helper.
-    """
+def misspelled_functions(module: ModuleType, missing: Collection[str]) -> Iterator[str]:
+    """Yield a line for each function of the file that nothing calls, with the name it may mean."""
     for name, value in vars(module).items():
-        if not inspect.isfunction(value) or value.__module__ != module.__name__:
-            continue
-        near = nearest(name, ARGUMENTS, NEAR)
-        if near and name not in ARGUMENTS and near[0] not in found:
-            yield f"nothing calls {name}(); did you mean {near[0]}? Name a helper _{name}"
+        is_own = inspect.isfunction(value) and value.__module__ == module.__name__
+        near = nearest(name, missing, NEAR) if is_own and name not in ARGUMENTS else []
+        if near:
+            yield f"nothing calls {name}(); did you mean {' or '.join(near)}?"
+
+
+def unexpected(place: str, returned: object, expected: str) -> UserError:
+    """Return the error for what a function of --code returned.
+
+    `place`: its file, line and name.
+    """
+    shape = getattr(returned, "shape", None)
+    of_shape = "" if shape is None else f" of shape {tuple(shape)}"
+    return UserError(f"{place} returned {type(returned).__name__}{of_shape}; return {expected}")
 
 
 def place_in_own_code(error: BaseException) -> str | None:

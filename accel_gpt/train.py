@@ -39,7 +39,7 @@ from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, DivergedError, UserError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
-from accel_gpt.evals.own_loss import check_own_loss
+from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.launch.accelerator import build_model, start_accelerator
@@ -62,7 +62,6 @@ from accel_gpt.launch.stopping import (
     Watchdog,
 )
 from accel_gpt.model.language_model import LanguageModel, draw_weights
-from accel_gpt.model.own import check_causality
 from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rates
 from accel_gpt.own_code import place_in_own_code
 from accel_gpt.runs.resume import choose_checkpoint, restore
@@ -228,9 +227,7 @@ def set_up(
     data_files = check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     if config.own.file:
-        on_main(lambda: check_causality(config, gpt, accelerator.device))
-    if config.own.loss is not None:
-        on_main(lambda: check_own_loss(config, corpus, accelerator.device))
+        on_main(lambda: check_own_code(config, gpt, corpus, accelerator.device))
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
     if checkpoint:

@@ -14,7 +14,7 @@ from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_expected_length
 from accel_gpt.cost.forecast import ASSUMED_MFU, run_hours
 from accel_gpt.errors import require
-from accel_gpt.model.own import make_model
+from accel_gpt.model.make import make_model
 from accel_gpt.model.sizes import FLOAT_BYTES
 
 MOMENTS = 2  # tensors of AdamW for each parameter

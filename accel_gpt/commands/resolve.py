@@ -49,7 +49,7 @@ def resolve(given: Mapping[str, Any], offline: bool = False) -> Config:
 def load_code(path: str | None) -> OwnCode:
     """Execute the file of --code, and print what is probably misspelled; None: no file."""
     own = load_own_code(path) if path is not None else OwnCode()
-    for doubt in own.doubts:
+    for doubt in own.misspelled:
         if is_main():
             write_err(f"WARNING: {own.file}: {doubt}")
     return own

@@ -19,7 +19,7 @@ from accel_gpt.errors import require
 from accel_gpt.launch.accelerator import build_optimizer, set_up_model
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.launch.unsupported import REPLICATED
-from accel_gpt.model.own import make_model
+from accel_gpt.model.make import make_model
 from accel_gpt.runs.checkpoint import earlier_choice
 from accel_gpt.training.display import print_line
 from accel_gpt.training.losses import make_loss

@@ -24,7 +24,7 @@ from accel_gpt.launch.devices import MATRIX_UNITS, bf16_instructions, peak_flops
 from accel_gpt.launch.machine import device_name
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.ranks import all_gather, on_main
-from accel_gpt.model.own import make_model
+from accel_gpt.model.make import make_model
 from accel_gpt.runs.checkpoint import earlier_choice
 from accel_gpt.training.display import print_line
 

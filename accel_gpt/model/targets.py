@@ -10,7 +10,7 @@ from torch import Tensor
 from accel_gpt.errors import require
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.own_code import OwnCode
+from accel_gpt.own_code import OwnCode, unexpected
 
 NO_CODE = OwnCode()
 
@@ -40,9 +40,8 @@ class TargetMask:
             return targets, documents
         place = self.own.place("targets")
         chosen = self.own.targets(tokens, targets.clone(), documents)
-        fits = isinstance(chosen, Tensor) and chosen.shape == targets.shape
-        found = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
-        require(fits, f"{place} returned {found}; return the targets {tuple(targets.shape)}")
+        if not isinstance(chosen, Tensor) or chosen.shape != targets.shape:
+            raise unexpected(place, chosen, f"the targets, of shape {tuple(targets.shape)}")
         is_dropped = chosen == IGNORE
         if targets.device.type == "cpu":
             same = (chosen == targets) | is_dropped

@@ -184,23 +184,17 @@ def fraction_at(step: int, config: Config, plan: Plan) -> float:
     The share is the same for all groups. It is what `lr()` in the file of --code returns, or else
     the schedule. Raises `UserError` if `lr()` returns no finite number.
     """
-    if config.own.lr is not None:
-        return own_fraction(step, config, plan)
-    floor = config.schedule.min_lr / config.optim.lr
-    return lr_fraction(step=step, name=config.schedule.name, plan=plan, floor=floor)
-
-
-def own_fraction(step: int, config: Config, plan: Plan) -> float:
-    """Call `lr()` in the file of --code; raise `UserError` unless it returns a finite number."""
-    assert config.own.lr is not None
-    found = config.own.lr(step, config, plan)
-    number = isinstance(found, numbers.Real) and not isinstance(found, bool)  # also of NumPy
+    if config.own.lr is None:
+        floor = config.schedule.min_lr / config.optim.lr
+        return lr_fraction(step=step, name=config.schedule.name, plan=plan, floor=floor)
+    fraction = config.own.lr(step, config, plan)
+    is_number = isinstance(fraction, numbers.Real) and not isinstance(fraction, bool)  # also NumPy
     require(
-        number and 0 <= found < math.inf,
-        f"{config.own.place('lr')} returned {found!r:.60} after {step:,} steps; return the share "
-        "of the peak as a number of 0 or more, such as 0.5",
+        is_number and 0 <= fraction < math.inf,
+        f"{config.own.place('lr')} returned {fraction!r:.60} after {step:,} steps; return the "
+        "share of the peak as a number of 0 or more, such as 0.5",
     )
-    return float(found)
+    return float(fraction)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

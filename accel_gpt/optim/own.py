@@ -4,7 +4,6 @@ The host waits for the device in each step, unless the optimizer reads `found_in
 on the device, as the fused ones of torch do.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_structure
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import plural
 from accel_gpt.errors import UserError, first_line, require
 from accel_gpt.model.language_model import seeded
 from accel_gpt.model.sharding import is_sharded
 from accel_gpt.optim.adamw import UNGUARDED, Guard, divide_gradients, given_to_kernel
 from accel_gpt.optim.groups import OPTIONS, PEAK
+from accel_gpt.own_code import unexpected
 
 PLAIN = (int, float, bool, str, type(None))  # what a checkpoint can hold beside tensors
 CONTAINERS = (dict, list, tuple)
@@ -237,29 +236,10 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
     place = config.own.place("optimizer")
     with seeded(config.seed):
         made = config.own.optimizer(model, config)
-    require(
-        isinstance(made, torch.optim.Optimizer),
-        f"{place} returned {type(made).__name__}; return a torch.optim.Optimizer, whose "
-        "state_dict() a checkpoint stores",
-    )
-    for group in made.param_groups:
-        require(
-            "lr" in group,
-            f"the optimizer of {place} has a group without lr; give each group a learning rate, "
-            "lr: its peak",
-        )
-    require(
-        steps_alone(made),
-        f"the step() of {type(made).__name__}, the optimizer of {place}, needs arguments, such as "
-        "a closure that computes the loss again; use an optimizer that updates by step()",
-    )
+    is_optimizer = isinstance(made, torch.optim.Optimizer)
+    if not is_optimizer or not all("lr" in group for group in made.param_groups):
+        raise unexpected(place, made, "a torch.optim.Optimizer whose groups have lr, their peak")
     held = {id(p) for group in made.param_groups for p in group["params"]}
-    foreign = held - {id(p) for p in model.parameters()}
-    require(
-        not foreign,
-        f"the optimizer of {place} holds {plural(len(foreign), 'parameter')} that the model lacks; "
-        "give it only parameters of model.parameters()",
-    )
     for name, p in model.named_parameters():
         require(
             id(p) in held or not p.requires_grad,
@@ -267,12 +247,3 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
             "parameters, or set requires_grad of the others to False",
         )
     return OwnOptimizer(made, place)
-
-
-def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step` needs no arguments."""
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError:
-        return False
-    return True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel_gpt.errors import require
 from accel_gpt.launch.ranks import all_gather
-from accel_gpt.own_code import OwnCode
+from accel_gpt.own_code import OwnCode, unexpected
 from accel_gpt.training.metrics import Record, checked_record
 
 ComputeLoss = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
@@ -59,63 +59,32 @@ class OwnLoss:
         """Return the loss (); raise `UserError` unless it is a scalar that has a gradient."""
         returned = self.function(Called(model), tokens, targets, documents)
         pair = isinstance(returned, tuple) and len(returned) == 2
-        loss: Tensor = returned[0] if pair else returned
-        parts: Any = returned[1] if pair else {}
-        require(
-            isinstance(loss, Tensor),
-            f"{self.place} returned {type(loss).__name__}; return the loss, a tensor without "
-            "dimensions, or (loss, {name: scalar})",
-        )
-        self.check_scalar("the loss", loss)
-        require(
-            loss.requires_grad or not torch.is_grad_enabled(),
-            f"{self.place} returned a loss without a gradient; compute it from model(tokens)",
-        )
-        require(
-            isinstance(parts, Mapping),
-            f"{self.place} returned {type(parts).__name__} beside the loss; return the loss, or "
-            "(loss, {name: scalar})",
-        )
-        for name, part in parts.items():
-            self.check_scalar(repr(name), part)
+        loss, parts = returned if pair else (returned, {})
+        has_gradient = getattr(loss, "requires_grad", False) or not torch.is_grad_enabled()
+        if not is_scalar(loss) or not has_gradient:
+            expected = "a real scalar tensor with a gradient, or (it, {name: scalar tensor})"
+            raise unexpected(self.place, loss, expected)
+        if not isinstance(parts, Mapping) or not all(map(is_scalar, parts.values())):
+            raise unexpected(self.place, parts, "{name: real scalar tensor} beside the loss")
         self.parts.append({name: part.detach() for name, part in parts.items()})
-        return loss
-
-    def check_scalar(self, name: str, value: object) -> None:
-        """Raise `UserError` unless `value` is a tensor of one real number without dimensions."""
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        require(
-            found == (),
-            f"{self.place}: {name} must be a tensor without dimensions, but is {found}; take a "
-            "mean",
-        )
-        assert isinstance(value, Tensor)
-        require(
-            not value.is_complex(),
-            f"{self.place}: {name} is a complex number; return a real one",
-        )
+        scalar: Tensor = loss
+        return scalar
 
     def metrics(self, accelerator: Accelerator) -> Record:
         """Return the parts of the last step; a collective at the first call, or if it has parts.
 
         Raises `UserError` unless all micro-batches, steps and ranks have the same parts.
         """
+        names = sorted(self.parts[0])
+        everywhere = [sorted(parts) for parts in self.parts]
         if self.names is None:
-            self.names = sorted(self.parts[-1])
-            first, *others = all_gather(self.names)
-            for other in others:
-                require(
-                    other == first,
-                    f"{self.place} returned the parts {first} on rank 0, but {other} on another; "
-                    "return the same names on all ranks",
-                )
-        names = self.names
-        for parts in self.parts:
-            differing = sorted(parts.keys() ^ set(names))
+            self.names = names
+            everywhere += all_gather(names)
+        for others in [self.names, *everywhere]:
             require(
-                not differing,
-                f"{self.place} returned the part {differing[:1]} for some micro-batches only; "
-                "return the same names each time",
+                others == names,
+                f"{self.place} returned the parts {names} and {others}; return the same names in "
+                "each micro-batch, on all ranks",
             )
         if not names:
             return {}
@@ -125,6 +94,11 @@ class OwnLoss:
             means = accelerator.reduce(means, "mean")
         found = {f"train/{name}": value for name, value in zip(names, means.tolist(), strict=True)}
         return checked_record(found, self.place)
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether `value` is a tensor of one real number without dimensions."""
+    return isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
 
 
 def make_loss(own: OwnCode, micro_steps: int) -> ComputeLoss:

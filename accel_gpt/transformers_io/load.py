@@ -24,7 +24,7 @@ from accel_gpt.errors import CheckpointError, UserError, first_line, require
 from accel_gpt.json_files import load_json_or_none
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.model.own import make_model
+from accel_gpt.model.make import make_model
 from accel_gpt.own_code import OwnCode
 from accel_gpt.runs.checkpoint import (
     check_code,

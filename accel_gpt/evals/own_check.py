@@ -1,4 +1,4 @@
-"""Check the `loss()` of a file of --code before the first step.
+"""Check a file of --code before the first step, on a model that is made for it.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -12,14 +12,16 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.errors import require
 from accel_gpt.evals.validation import CHECKED_SEQUENCES, first_sequences
+from accel_gpt.model.causality import CHECKED_LOGITS, ROUNDING, check_causality
 from accel_gpt.model.gpt import evaluating
-from accel_gpt.model.language_model import draw_weights, seeded
+from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.loss import IGNORE, next_token_loss, sequence_losses
-from accel_gpt.model.own import CHECKED_LOGITS, MOST_CHECKED, make_model
+from accel_gpt.model.make import make_model
 from accel_gpt.own_code import Function
 from accel_gpt.training.losses import Called
 
-ROUNDING = 1e-3  # of the largest gradient; TF32 rounds each factor to 2**-11
+MOST_CHECKED = 1_000_000_000  # parameters; assumption
+VECTOR_NOISE = 0.1  # standard deviation of what is added to vectors; assumption
 
 
 class Watched(Called):
@@ -48,19 +50,44 @@ class Watched(Called):
         )
 
 
-def check_own_loss(config: Config, corpus: Corpus, device: torch.device) -> None:
+@torch.no_grad()
+def check_own_code(
+    config: Config, gpt: LanguageModel, corpus: Corpus, device: torch.device
+) -> None:
+    """Raise `UserError` if the val loss of the run would say nothing; see the two checks.
+
+    `gpt`: the model of the run. One that is larger than `MOST_CHECKED` is not made once more.
+    Random numbers are added to the weights, since weights that begin at zero hide a leak.
+    """
+    if gpt.parameter_count() > MOST_CHECKED:
+        return
+    model = make_model(config, gpt.vocab_size).to(device)
+    model.init_weights()
+    with seeded(config.seed):
+        for weight in model.parameters():
+            weight.add_(draw_noise(weight.shape).to(device))
+    check_causality(config, model, device)
+    if config.own.loss is not None:
+        check_own_loss(config, model, corpus, device)
+
+
+def draw_noise(shape: torch.Size) -> Tensor:
+    """Draw numbers for a weight: of a matrix, so that its outputs are as large as its inputs."""
+    deviation = shape[1:].numel() ** -0.5 if len(shape) > 1 else VECTOR_NOISE
+    return torch.randn(shape) * deviation
+
+
+def check_own_loss(
+    config: Config, model: LanguageModel, corpus: Corpus, device: torch.device
+) -> None:
     """Raise `UserError` if `loss()` drops targets so that the loss depends on the micro-batch.
 
     Compares the gradient that logits get from several sequences together with the one they get from
-    each sequence alone, on a new model. A loss that uses every target may couple sequences. Cannot
-    check a loss that draws random numbers or does not take a sequence alone.
+    each sequence alone. A loss that uses every target may couple sequences. Cannot check a loss
+    that draws random numbers or does not take a sequence alone.
     """
     loss = config.own.loss
     assert loss is not None
-    model = make_model(config, corpus.vocab_size).to(device)
-    if model.parameter_count() > MOST_CHECKED:
-        return
-    draw_weights(model)
     tokens, targets, documents = checked_sequences(corpus, config.model.block_size, device)
     counted = targets != IGNORE
 

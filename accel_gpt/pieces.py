@@ -6,16 +6,13 @@ with the arguments, methods and attributes that the example uses. All other name
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.train import find_initial_weights
-from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.evals.evaluation import evaluate, open_evaluations
-from accel_gpt.launch.accelerator import build_model, start_accelerator
-from accel_gpt.launch.auto_batch import resolve_micro_batch_size
-from accel_gpt.launch.compile import resolve_compile
+from accel_gpt.launch.accelerator import build_model
 from accel_gpt.launch.process import make_host_group
+from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import new_state
-from accel_gpt.launcher import world_size
 from accel_gpt.optim.groups import configure, fraction_at, set_rates
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.runs.resume import choose_checkpoint, restore
@@ -40,16 +37,12 @@ __all__ = (
     "make_gradients",
     "make_host_group",
     "make_loss",
-    "make_plan",
     "micro_batches",
     "new_state",
     "open_corpus",
     "open_evaluations",
-    "resolve_compile",
-    "resolve_micro_batch_size",
+    "resolve",
     "restore",
     "run_main",
     "set_rates",
-    "start_accelerator",
-    "world_size",
 )

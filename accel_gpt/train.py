@@ -28,10 +28,9 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from accel_gpt.config.budget import fit_again, look_step, with_other_length
-from accel_gpt.config.costs import Budget, Costs
-from accel_gpt.config.depth import describe_depth
+from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan, plural, with_size
+from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus, open_corpus
@@ -42,19 +41,12 @@ from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
-from accel_gpt.launch.accelerator import build_model, start_accelerator
-from accel_gpt.launch.auto_batch import resolve_micro_batch_size
-from accel_gpt.launch.budget import describe_look, resolve_budget
-from accel_gpt.launch.compile import resolve_compile
+from accel_gpt.launch.accelerator import build_model
+from accel_gpt.launch.budget import describe_look
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.process import make_host_group
 from accel_gpt.launch.ranks import RankError, all_gather, all_ranks, on_main, require_same
-from accel_gpt.launch.setup import (
-    Launch,
-    check_data,
-    new_state,
-    nothing_to_check,
-    pin_data,
-)
+from accel_gpt.launch.setup import Launch, check_data, new_state
 from accel_gpt.launch.stopping import (
     INIT_TIMEOUT,
     StopRequested,
@@ -76,17 +68,13 @@ from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
-# measures what the parts of a run with a `train.budget` of so many seconds take, on this rank
-Rehearse = Callable[[Config, Plan, Accelerator, Callable[[LanguageModel], None], float], Costs]
 
 
 @dataclass
 class Training:
     """Hold all objects of a run during training."""
 
-    config: Config
-    plan: Plan
-    accelerator: Accelerator
+    context: Context
     corpus: Corpus
     data_files: DataFiles
     gpt: LanguageModel  # for evaluation, samples and checkpoints
@@ -100,6 +88,21 @@ class Training:
     loader: Loader
     guard: StepGuard
     compute_loss: ComputeLoss
+
+    @property
+    def config(self) -> Config:
+        """Return the resolved config."""
+        return self.context.config
+
+    @property
+    def plan(self) -> Plan:
+        """Return the batch and the length of the run."""
+        return self.context.plan
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Return the `Accelerator` of the run."""
+        return self.context.accelerator
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -126,49 +129,25 @@ def nothing_to_start() -> None:
 
 
 def train(
-    config: Config,
+    context: Context,
     launch: Launch,
-    rehearse: Rehearse,
     initialize: Callable[[LanguageModel], None] = draw_weights,
     on_start: Callable[[], None] = nothing_to_start,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> bool:
     """Train from the newest checkpoint to the last step; return whether a signal stopped the run.
 
-    `launch`: the ranks and the lock of the run's folder; see `open_launch`. `rehearse` measures
-    what the parts of a run take, for `train.budget`. `initialize` sets the weights of a run that
-    has no checkpoint. `on_start` is called on rank 0 when config, data and checkpoint are accepted,
-    before the run writes its first record. `on_checkpoint` is called there with the folder of each
-    new checkpoint, before older ones are pruned.
+    `context`: what is done; see `resolve`. `launch`: the ranks and the lock of the run's folder;
+    see `open_launch`. `initialize` sets the weights of a run that has no checkpoint. `on_start` is
+    called on rank 0 when config, data and checkpoint are accepted, before the run writes its first
+    record. `on_checkpoint` is called there with the folder of each new checkpoint, before older
+    ones are pruned.
     """
-    started = time.monotonic()
     stop = launch.stop
-    plan = launch.plan
-    config = pin_data(config)
-    init_timeout = config.train.init_timeout
-    with Watchdog(init_timeout, INIT_TIMEOUT, "has not started the device"):
-        config, accelerator = start_accelerator(config, plan)  # ranks, device, mixed precision
-        group = make_host_group(config.train, accelerator.num_processes)
-        stop.connect_ranks(config.train.time_limit, group)
-    given_size = config.train.micro_batch_size  # for the lines on model.depth
-    config, plan = resolve_micro_batch_size(config, plan, accelerator)
-    config = resolve_compile(config, plan)
-    measure = partial(rehearse, config, plan, accelerator, initialize)
-    config, plan = resolve_budget(config, plan, measure, started)
-    for line in describe_depth(to_flat(with_size(config, given_size))):
-        launch.log(line)
-    with open_display(config, plan, accelerator) as display, launch.showing(display):
+    init_timeout = context.config.train.init_timeout
+    with open_display(context) as display, launch.showing(display):
         with Watchdog(init_timeout, INIT_TIMEOUT, "has not opened data, model and checkpoint"):
-            run = set_up(
-                config=config,
-                plan=plan,
-                accelerator=accelerator,
-                display=display,
-                initialize=initialize,
-                on_start=on_start,
-                on_checkpoint=on_checkpoint,
-                check_folder=launch.check_folder,
-            )
+            run = set_up(context, display, initialize, on_start, on_checkpoint)
         with run.watched(), run.reporter.profiling():
             stop.starting = False
             run.writer.is_stopping = partial(is_stopping, run, stop)
@@ -195,27 +174,24 @@ def is_stopping(run: Training, stop: StopSignal) -> bool:
 
 
 def set_up(
-    config: Config,
-    plan: Plan,
-    accelerator: Accelerator,
+    context: Context,
     display: Display,
     initialize: Callable[[LanguageModel], None] = draw_weights,
     on_start: Callable[[], None] = nothing_to_start,
     on_checkpoint: Callable[[Path], None] | None = None,
-    check_folder: Callable[[], None] = nothing_to_check,
 ) -> Training:
     """Build the model, optimizer, data and reporter; resume if the run has a checkpoint.
 
-    `initialize`, `on_start` and `on_checkpoint`: see `train`. `check_folder` is called before each
-    write to the run's folder.
+    `initialize`, `on_start` and `on_checkpoint`: see `train`.
     """
-    log = display.log
+    config = context.config
+    accelerator = context.accelerator
+    log = context.log
     with all_ranks():
         corpus = open_corpus(config)
         evaluations = open_evaluations(config, corpus)
     require_same(corpus.identity(), DataError)
-    state = new_state(config, corpus, accelerator.num_processes)
-    state.budget = plan.budget
+    state = new_state(context, corpus)
     check_prompts(
         config=config.sample,
         tokenizer=corpus.tokenizer,
@@ -237,14 +213,7 @@ def set_up(
         initialize(gpt)
     gpt.check_tied()
     on_main(on_start)
-    reporter = Reporter(
-        config=config,
-        plan=plan,
-        accelerator=accelerator,
-        gpt=gpt,
-        display=display,
-        check_folder=check_folder,
-    )
+    reporter = Reporter(context, gpt, display)
     writer = CheckpointWriter(
         accelerator=accelerator,
         config=config.checkpoint,
@@ -254,11 +223,11 @@ def set_up(
         log=log,
         before_publish=reporter.sync,
         on_checkpoint=on_checkpoint,
-        check_folder=check_folder,
+        check_folder=context.check_folder,
     )
     corpus.load_state_dict(vars(state))
     loader = corpus.loader(
-        plan=plan,
+        plan=context.plan,
         rank=accelerator.process_index,
         device=accelerator.device,
         position=state.sequences,
@@ -268,9 +237,7 @@ def set_up(
     guard.load_state_dict(vars(state))
     configure(optimizer, config.optim)  # overrides the options from a checkpoint
     run = Training(
-        config=config,
-        plan=plan,
-        accelerator=accelerator,
+        context=context,
         corpus=corpus,
         data_files=data_files,
         gpt=gpt,
@@ -283,7 +250,7 @@ def set_up(
         evaluations=evaluations,
         loader=loader,
         guard=guard,
-        compute_loss=make_loss(config.own, plan.accumulation_steps),
+        compute_loss=make_loss(config.own, context.plan.accumulation_steps),
     )
     with all_ranks():
         reporter.start(run.corpus, state)
@@ -302,7 +269,8 @@ def set_up_unseen(
         Display(False, config.log.level, plan) as display,
         Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
     ):
-        return set_up(config, plan, accelerator, display, initialize)
+        context = Context(config, plan, accelerator, log=display.log)
+        return set_up(context, display, initialize)
 
 
 # --------------------------------------------------------------------------- the length
@@ -356,9 +324,8 @@ def change_length(run: Training, budget: Budget) -> bool:
         if value != before[key]:
             run.state.config[key] = value
     run.state.budget = budget
-    run.config = config
-    run.plan = plan
-    run.reporter.change_length(config, plan)
+    run.context.set_length(config, plan)
+    run.reporter.change_length(plan)
     return True
 
 

@@ -25,9 +25,8 @@ from torch import nn
 from accel_gpt import train
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import make_plan
 from accel_gpt.console import run_main
-from accel_gpt.launch.accelerator import start_accelerator
+from accel_gpt.launch.resolve import resolve
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.missing_data import ensure_data
 
@@ -85,10 +84,10 @@ def make_config(args: argparse.Namespace, more: list[str], folder: Path) -> Conf
 
 def train_both(nanogpt: Path, config: Config, steps: int) -> list[tuple[float, float]]:
     """Return our loss and nanoGPT's at every step."""
-    plan = make_plan(config, 1)
     ensure_data(config)
     Path(config.out_dir).mkdir()
-    config, accelerator = start_accelerator(config, plan)
+    context = resolve(config)
+    config, plan, accelerator = context.config, context.plan, context.accelerator
     run = train.set_up_unseen(config, plan, accelerator)
     batches = run.corpus.loader(plan, 0, accelerator.device, 0)  # those of run.loader once more
     peer = make_peer(nanogpt, config, run.gpt)

@@ -53,7 +53,7 @@ from common import (
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from accel_gpt.commands.resolve import resolve
+from accel_gpt.commands.resolve import complete
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import DivergedError
@@ -139,7 +139,7 @@ def measure_coordinates(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def family_config(width: int, depth: int, optimizer: str) -> Config:
     """Return the config of a size of the family, at one batch and length."""
-    return resolve(
+    return complete(
         {
             "model.depth": depth,
             "model.n_embd": width,

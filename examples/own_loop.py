@@ -11,10 +11,8 @@ from accel_gpt import pieces
 def main(argv):
     config = pieces.load_config(argv, "own_loop.py")
     initialize = pieces.find_initial_weights(config)
-    plan = pieces.make_plan(config, pieces.world_size())
-    config, accelerator = pieces.start_accelerator(config, plan)
-    config, plan = pieces.resolve_micro_batch_size(config, plan, accelerator)
-    config = pieces.resolve_compile(config, plan)
+    context = pieces.resolve(config)
+    config, plan, accelerator = context.config, context.plan, context.accelerator
     pieces.ensure_data(config)
     corpus = pieces.open_corpus(config)
     evaluations = pieces.open_evaluations(config, corpus)
@@ -27,7 +25,7 @@ def main(argv):
     writer = pieces.CheckpointWriter(
         accelerator, config.checkpoint, folder, group, corpus.tokenizer, accelerator.print
     )
-    state = pieces.new_state(config, corpus, plan.world_size)
+    state = pieces.new_state(context, corpus)
     checkpoint = pieces.choose_checkpoint(config, state, accelerator.print)
     torch.manual_seed(config.seed)
     if checkpoint:

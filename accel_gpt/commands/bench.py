@@ -25,18 +25,15 @@ from accel_gpt.cost.forecast import run_hours
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.launch.accelerator import start_accelerator
-from accel_gpt.launch.auto_batch import resolve_micro_batch_size
 from accel_gpt.launch.clock import seconds_of_each, timed
-from accel_gpt.launch.compile import resolve_compile
 from accel_gpt.launch.machine import describe_machine, memory_gb
 from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import explain_lost_rank
+from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog
 from accel_gpt.launch.stopping import (
     INIT_TIMEOUT,
-    Watchdog,
     die_with_launcher,
     exiting_on_signals,
 )
@@ -78,14 +75,12 @@ def bench(options: BenchCommand) -> Report | None:
             train=replace(measured.train, max_steps=steps, max_tokens=None, budget=None),
         )
         measured = with_random_tokens(measured, vocab_size, Path(out, "data"))
-        plan = make_plan(measured, world_size())
+        make_plan(measured, world_size())  # raises
         with meeting_watchdog(measured):
             join_same_ranks(measured)
-        with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not started the device"):
-            measured, accelerator = start_accelerator(measured, plan)
-        measured, plan = resolve_micro_batch_size(measured, plan, accelerator)
-        measured = resolve_compile(measured, plan)
-        training = train.set_up_unseen(measured, plan, accelerator)
+        context = resolve(measured)
+        accelerator = context.accelerator
+        training = train.set_up_unseen(context.config, context.plan, accelerator)
         with training.watched():
             report = measure_steps(options, training)
         report |= whole_run(config, report["tokens_per_second"])

@@ -37,11 +37,11 @@ from accel_gpt.evals.evaluation import (
 )
 from accel_gpt.evals.validation import OnProgress, score_source
 from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
-from accel_gpt.launch.accelerator import resolve_precision
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.process import keep_freed_memory
-from accel_gpt.launch.ranks import explain_lost_rank, require_all
-from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog, pin_data
+from accel_gpt.launch.ranks import explain_lost_rank, on_main, require_all
+from accel_gpt.launch.resolve import read_done, with_commits, with_precision
+from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog
 from accel_gpt.launch.stopping import (
     INIT_TIMEOUT,
     Watchdog,
@@ -54,7 +54,7 @@ from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.targets import TargetMask
 from accel_gpt.runs.checkpoint import check_code, read_state
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training.display import Progress
+from accel_gpt.training.display import Progress, print_line
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
 from accel_gpt.transformers_io.load import load_found
@@ -306,7 +306,9 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     # train.reproducible sets one thread, which only training needs
     with meeting_watchdog(config):
         state = join_same_ranks(replace(config, train=replace(train, reproducible=False)))
-    config = resolve_precision(replace(config, train=train))
+    done = on_main(lambda: read_done(config.out_dir, config.checkpoint.resume))
+    log = partial(print_line, config.log.level)
+    config = with_precision(replace(config, train=train), done, log)
     on_cpu = state.device.type == "cpu"
     evaluated_in = EVALUATED_IN.get(requested_precision(config.train))
     if on_cpu and evaluated_in == "fp16":
@@ -357,7 +359,8 @@ def open_all(
         )
         evaluations.append(Evaluation(losses))
     elif config.data.train:
-        corpus = open_corpus(pin_data(config))
+        done = on_main(lambda: read_done(config.out_dir, config.checkpoint.resume))
+        corpus = open_corpus(with_commits(config, done))
         corpus.tokenizer.require_same(tokenizer, "the data", options.run)
         evaluations += open_losses(config, corpus)
     if config.eval.hellaswag is not None:

@@ -1,4 +1,4 @@
-"""Resolve a command line or keys to a config: `model.init_from`, `model.depth` and the preset.
+"""Complete a command line or keys to a config: `model.init_from`, `model.depth` and the preset.
 
 The trainer takes the config that comes out. In it, every key has a plain value.
 """
@@ -22,11 +22,11 @@ from accel_gpt.transformers_io.pretrained import inherit, inherit_published
 
 
 def load_config(argv: Sequence[str], prog: str, offline: bool = False) -> Config:
-    """Load the config of `CONFIG --section.key value ...`; see `read_given` and `resolve`."""
-    return resolve(read_given(argv, prog), offline)
+    """Load the config of `CONFIG --section.key value ...`; see `read_given` and `complete`."""
+    return complete(read_given(argv, prog), offline)
 
 
-def resolve(given: Mapping[str, Any], offline: bool = False) -> Config:
+def complete(given: Mapping[str, Any], offline: bool = False) -> Config:
     """Build the config in which the dotted keys of `given` are set.
 
     Precedence, from low to high: defaults, preset, depth, `model.init_from`, `given`. `offline`:
@@ -76,4 +76,4 @@ def named_config(words: Sequence[str]) -> Config:
             return load_config([path, *options], "accel-gpt train --dump_config")
         values["model.preset"] = name
     values |= dict(read_options(Config, options))
-    return resolve(with_extra(values))
+    return complete(with_extra(values))

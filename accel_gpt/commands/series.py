@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +32,7 @@ from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import write_err
 from accel_gpt.errors import DivergedError, UserError, require
 from accel_gpt.files import write_file
-from accel_gpt.launch.budget import earlier_length
+from accel_gpt.launch.resolve import earlier_budget, read_done
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT, stop_signals
 from accel_gpt.report.curves import read_metrics
 from accel_gpt.runs.folder import RunFolder
@@ -237,8 +236,8 @@ def with_earlier_length(config: Config, folder: Path) -> Config:
     """Return `config` with the length that an earlier launch in `folder` set for `train.budget`."""
     if config.train.budget is None:
         return config
-    earlier = earlier_length(replace(config, out_dir=str(folder)))
-    return config if earlier is None else with_budget(config, earlier.budget)
+    budget = earlier_budget(config, read_done(str(folder), config.checkpoint.resume))
+    return config if budget is None else with_budget(config, budget)
 
 
 def visible_devices() -> list[str | None]:

@@ -23,6 +23,7 @@ from accel_gpt.errors import require
 from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import Launch, open_launch
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.model.language_model import LanguageModel, draw_weights
@@ -75,10 +76,16 @@ def train_config(config: Config, source: str) -> int:
         try:
             if copies:
                 on_main(copies.open)
-            stopped = train(
-                config=config,
-                launch=launch,
+            context = resolve(
+                asked=config,
                 rehearse=rehearse,
+                initialize=initialize,
+                log=launch.log,
+                check_folder=launch.check_folder,
+            )
+            stopped = train(
+                context=context,
+                launch=launch,
                 initialize=initialize,
                 on_start=uploader.start if uploader else nothing_to_start,
                 on_checkpoint=uploader.on_checkpoint if uploader else None,

@@ -8,7 +8,6 @@ import gc
 import logging
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +34,8 @@ from accel_gpt.console import write_err
 from accel_gpt.errors import require
 from accel_gpt.launch.compile import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.launch.devices import bf16_instructions
-from accel_gpt.launch.precision import choose_precision, requested_precision
-from accel_gpt.launch.process import collective_timeout, join_ranks
-from accel_gpt.launch.ranks import on_main
+from accel_gpt.launch.precision import requested_precision
+from accel_gpt.launch.process import collective_timeout
 from accel_gpt.launch.unsupported import (
     REPLICATED,
     check_engine,
@@ -53,8 +51,6 @@ from accel_gpt.model.own import OwnModel
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.optim.own import OwnOptimizer, make_own_optimizer
-from accel_gpt.runs.checkpoint import earlier_precision
-from accel_gpt.training.display import print_line
 from accel_gpt.training.event_file import EventFile
 
 if TYPE_CHECKING:
@@ -67,39 +63,11 @@ BUCKET_MIB = 100
 NOISY_LOGGER = "accelerate.utils.other"  # repeats at every save that tied weights are stored once
 
 
-def start_accelerator(config: Config, plan: Plan) -> tuple[Config, Accelerator]:
-    """Start the ranks, choose the precision if it is auto, and make the `Accelerator`.
-
-    Returns `config` with the chosen precision.
-    """
-    join_ranks(config.train)
-    config = resolve_precision(config)
-    return config, make_accelerator(config, plan)
-
-
 # --------------------------------------------------------------------------- the `Accelerator`
 
 
-def resolve_precision(config: Config) -> Config:
-    """Replace `train.mixed_precision: auto` by the chosen precision; a collective.
-
-    A resumed run keeps its precision.
-    """
-    if config.train.mixed_precision != "auto":
-        return config
-
-    def choose() -> tuple[str, str]:
-        earlier = earlier_precision(config.out_dir, config.checkpoint.resume)
-        return choose_precision(earlier, config.train.reproducible)
-
-    precision, reason = on_main(choose)
-    name = "fp32" if precision == "no" else precision
-    print_line(config.log.level, f"auto     precision {name}: {reason}")
-    return replace(config, train=replace(config.train, mixed_precision=precision))
-
-
 def make_accelerator(config: Config, plan: Plan) -> Accelerator:
-    """Make the `Accelerator` of a run. Call `join_ranks` and `resolve_precision` first.
+    """Make the `Accelerator` of a run, once the ranks have joined and the precision is known.
 
     Raises `UserError` if the engine or precision is not supported.
     """

@@ -1,8 +1,7 @@
 """Find the largest micro-batch that fits, for `train.micro_batch_size: auto`, before training.
 
 On CUDA, each size is tried on the device. On a CPU, a size fits up to `CPU_TOKENS` tokens. No rank
-calls a collective during a trial, so none waits for a rank that ran out of memory. The run's
-`config.yaml` stores the size, and a resumed run keeps the size if it still fits.
+calls a collective during a trial, so none waits for a rank that ran out of memory.
 """
 
 import gc
@@ -13,15 +12,13 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, fitting_sizes, make_plan, plural, with_size
+from accel_gpt.config.plan import fitting_sizes, with_size
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import require
 from accel_gpt.launch.accelerator import build_optimizer, set_up_model
-from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.launch.ranks import all_gather
 from accel_gpt.launch.unsupported import REPLICATED
 from accel_gpt.model.make import make_model
-from accel_gpt.runs.checkpoint import earlier_choice
-from accel_gpt.training.display import print_line
 from accel_gpt.training.losses import make_loss
 
 CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption
@@ -29,40 +26,25 @@ CPU_TOKENS = 8192  # assumption: on a CPU, larger micro-batches only take more m
 Fits = Callable[[int], bool]  # whether a micro-batch of this size fits on this rank
 
 
-def resolve_micro_batch_size(
-    config: Config, plan: Plan, accelerator: Accelerator, fits: Fits | None = None
-) -> tuple[Config, Plan]:
-    """Replace `train.micro_batch_size: auto` by the largest size that fits; a collective.
+def choose_micro_batch_size(
+    config: Config, accelerator: Accelerator, earlier: object, fits: Fits | None = None
+) -> int:
+    """Return the size `earlier` if it fits, else the largest that does; a collective.
 
     `fits` overrides `make_fits()`. Raises `UserError` on all ranks if not even one sequence fits.
     """
-    if config.train.micro_batch_size != "auto":
-        return config, plan
     kind = accelerator.distributed_type
     require(
         kind in REPLICATED,
         f"train.micro_batch_size is auto but the accelerate config sets {kind.value}: a trial on "
         "one device does not show the memory of a shard; set a number",
     )
-    world_size = accelerator.num_processes
-    sizes = sorted(fitting_sizes(config, world_size))
+    sizes = sorted(fitting_sizes(config, accelerator.num_processes))
     if fits is None:
         fits = make_fits(config, vocabulary_of(config), accelerator)
-    earlier, file = on_main(
-        lambda: earlier_choice(config.out_dir, config.checkpoint.resume, "train.micro_batch_size")
-    )
-    if earlier in sizes and all(all_gather(fits(earlier))):
-        size = earlier
-        reason = f"as in {file}"
-    else:
-        size = largest_fitting(sizes, fits)
-        reason = "the largest size that fits"
-    config = with_size(config, size)
-    plan = make_plan(config, world_size)
-    accelerator.gradient_accumulation_steps = plan.accumulation_steps
-    sequences = plural(size, "sequence")
-    print_line(config.log.level, f"auto     {sequences} per process and micro-step: {reason}")
-    return config, plan
+    if isinstance(earlier, int) and earlier in sizes and all(all_gather(fits(earlier))):
+        return earlier
+    return largest_fitting(sizes, fits)
 
 
 def largest_fitting(sizes: Sequence[int], fits: Fits) -> int:

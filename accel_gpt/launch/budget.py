@@ -1,32 +1,23 @@
 """Find the length of a run with `train.budget`, and watch the speed that the length relies on.
 
-After a tenth of the run, the length is looked at again. Later launches read both lengths from the
-run's folder.
+After a tenth of the run, the length is looked at again.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from pathlib import Path
-
-import msgspec
+from dataclasses import astuple, replace
 
 from accel_gpt.config.budget import (
     PLANNED_SHARE,
     fit,
     rate_is_constant,
     seconds_ahead,
-    with_budget,
 )
 from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Plan, make_plan, plural
-from accel_gpt.errors import UserError
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.launch.ranks import all_gather, on_main
-from accel_gpt.runs.checkpoint import earlier_choice, read_state
-from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training.display import print_line
 
 REHEARSAL = ".rehearsal"  # folder in the run's folder
 SLOW = 2.0  # a slow moment: so many times the measured seconds of a step
@@ -34,36 +25,17 @@ WINDOW_SECONDS = 60.0  # length of the moments that are compared
 NEAR = (0.85, 1.1)  # shares of the budget that are not told; assumption
 
 
-def resolve_budget(
-    config: Config, plan: Plan, measure: Callable[[float], Costs], started: float
-) -> tuple[Config, Plan]:
-    """Replace `train.budget` by a number of steps; a collective.
+def fit_slowest(config: Config, costs: Costs, started: float) -> Budget:
+    """Return the longest run that fits into `train.budget` on the slowest ranks; a collective.
 
-    `measure` gets the seconds of the budget, and returns what the parts of the run take on this
-    rank. `started`: the time at which the budget began, by `time.monotonic`. Raises `UserError` if
-    the budget is too short, or if the run has another length.
+    `costs`: as measured on this rank. `started`: the time at which the budget began, by
+    `time.monotonic`. Raises `UserError` if the budget is too short.
     """
-    asked = config.train.budget
-    seconds = duration("train.budget", asked)
-    earlier: EarlierLength | None = on_main(lambda: earlier_length(config))
-    if seconds is None:
-        if earlier is not None and earlier.steps == plan.max_steps:  # config.yaml of this run
-            plan = replace(plan, budget=earlier.budget)
-        return config, plan
-    if earlier is not None:
-        budget = earlier.budget
-        reason = f"as in {earlier.file}"
-    else:
-        print_line(config.log.level, f"budget   measuring what fits into {asked}")
-        costs = slowest(all_gather(measure(seconds)))
-        end = started + PLANNED_SHARE * seconds
-        budget = on_main(lambda: fit(config, costs, end - time.monotonic()))
-        reason = costs.describe()
-    config = with_budget(config, budget)
-    plan = replace(make_plan(config, plan.world_size), budget=budget)
-    found = f"{plural(budget.steps, 'step')} in {asked}"
-    print_line(config.log.level, f"budget   {found}: {reason}")
-    return config, plan
+    seconds = duration("train.budget", config.train.budget) or 0.0
+    costs = slowest(all_gather(costs))
+    end = started + PLANNED_SHARE * seconds
+    budget: Budget = on_main(lambda: fit(config, costs, end - time.monotonic()))
+    return budget
 
 
 def slowest(costs: Sequence[Costs]) -> Costs:
@@ -82,53 +54,6 @@ def rehearsal_config(config: Config, folder: str) -> Config:
         ),
         log=replace(config.log, trackers=(), dashboard=False, level="warning"),
         hub=replace(config.hub, push="never"),
-    )
-
-
-@dataclass(frozen=True)
-class EarlierLength:
-    """The length of a run with a budget that a launch resumes."""
-
-    budget: Budget
-    file: str  # that has the number of steps
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps."""
-        return self.budget.steps
-
-
-def earlier_length(config: Config) -> EarlierLength | None:
-    """Return the length of the run that a launch resumes; None if there is no run.
-
-    If the config has a `train.budget`, raises `UserError` unless it is the budget of the run. If it
-    has none, returns None for a run without a budget.
-    """
-    steps, file = earlier_choice(config.out_dir, config.checkpoint.resume, "train.max_steps")
-    if not file:
-        return None
-    source = Path(file)  # config.yaml of a run, or a checkpoint
-    if source.is_file():
-        run = source.parent
-        try:
-            budget = msgspec.convert(RunFolder(run).last_launch("plan", "budget"), Budget | None)
-        except msgspec.ValidationError:  # a file that was edited by hand
-            budget = None
-    else:
-        run = source.parent.parent
-        budget = read_state(source).budget
-    asked = config.train.budget
-    if steps and budget and asked in (None, budget.asked):
-        return EarlierLength(budget, file)
-    if asked is None:
-        return None
-    length = f"{steps:,} steps" if steps else "another length"
-    if budget:
-        length += f", from train.budget {budget.asked}"
-    raise UserError(
-        f"train.budget is {asked}, but the run in {run} has {length}, and no budget changes the "
-        f"length of a run; to continue it, launch {run / 'config.yaml'}; for another run, set "
-        "another out_dir"
     )
 
 

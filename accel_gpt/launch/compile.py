@@ -8,13 +8,12 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 from accelerate import PartialState
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import vocabulary_of
@@ -25,8 +24,6 @@ from accel_gpt.launch.machine import device_name
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.model.make import make_model
-from accel_gpt.runs.checkpoint import earlier_choice
-from accel_gpt.training.display import print_line
 
 GPU_MFU = 0.3  # without compiling; assumption
 UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
@@ -42,36 +39,36 @@ GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True}
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def resolve_compile(config: Config, plan: Plan) -> Config:
-    """Replace `train.compile: auto` by true or false; unless false, check that it works.
-
-    A collective. Raises `UserError` if `train.compile` is true or graphs but torch.compile does not
-    work, or if it is graphs and this run cannot use CUDA graphs.
-    """
-    if config.train.compile is False:
-        return config
-    if config.train.compile == "graphs":
+def check_compile(train: TrainConfig, plan: Plan) -> None:
+    """Raise `UserError` if the config asks for torch.compile but it does not work; a collective."""
+    if train.compile == "graphs":
         check_graphs(plan)
-    requested = config.train.compiled
-    compiled = True
-    reason = ""
-    if not requested:
-        compiled, reason = on_main(lambda: choose_compile(config, plan))
+    error = compiler_error_on_any_machine() if train.compiled else None
+    require(
+        error is None,
+        f"train.compile is {str(train.compile).lower()} but torch.compile does not work here "
+        f"({error}); install a C++ compiler such as g++, or set train.compile to auto or false",
+    )
+
+
+def choose_compile(config: Config, plan: Plan, earlier: object, as_before: str) -> tuple[bool, str]:
+    """Return whether to compile, for `train.compile: auto`, and the reason; a collective.
+
+    A run keeps its choice, `earlier`, if torch.compile works here; `as_before` is then the reason.
+    """
+    device = PartialState().device.type
+    if config.train.reproducible:
+        return False, "train.reproducible is set"
+    if device not in COMPILE_SECONDS:
+        return False, f"torch.compile on {device} has not been measured"
+    compiled = earlier in (True, "graphs")
+    reason = as_before
+    if earlier is None:
+        compiled, reason = on_main(lambda: gains_from_compiling(config, plan))
     error = compiler_error_on_any_machine() if compiled else None
     if error:
-        require(
-            not requested,
-            f"train.compile is {str(config.train.compile).lower()} but torch.compile does not work "
-            f"here ({error}); install a C++ compiler such as g++, or set train.compile to auto or "
-            "false",
-        )
-        compiled = False
-        reason = f"torch.compile does not work here ({error})"
-    if requested:
-        return config
-    choice = "compiled" if compiled else "not compiled"
-    print_line(config.log.level, f"auto     {choice}: {reason}")
-    return replace(config, train=replace(config.train, compile=compiled))
+        return False, f"torch.compile does not work here ({error})"
+    return compiled, reason
 
 
 def check_graphs(plan: Plan) -> None:
@@ -89,28 +86,9 @@ def check_graphs(plan: Plan) -> None:
     )
 
 
-def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
-    """Decide whether to compile; return the decision and the reason.
-
-    If a run resumes without compiling and would gain from it here, the reason says how to switch.
-    """
-    device = PartialState().device.type
-    if config.train.reproducible:
-        return False, "train.reproducible is set"
-    if device not in COMPILE_SECONDS:
-        return False, f"torch.compile on {device} has not been measured"
-    earlier, file = earlier_choice(config.out_dir, config.checkpoint.resume, "train.compile")
-    if earlier in (True, "graphs"):
-        return True, f"as in {file}"
-    gains, reason = gains_from_compiling(config, plan, device)
-    if earlier is None:
-        return gains, reason
-    advice = f"; to compile ({reason}), add --train.compile true" if gains else ""
-    return False, f"as in {file}{advice}"
-
-
-def gains_from_compiling(config: Config, plan: Plan, device: str) -> tuple[bool, str]:
+def gains_from_compiling(config: Config, plan: Plan) -> tuple[bool, str]:
     """Return whether compiling saves more time than it takes, and the reason."""
+    device = PartialState().device.type
     matrix_units = requested_precision(config.train) != "no" and bf16_instructions() == MATRIX_UNITS
     if device == "cpu" and not matrix_units:
         return False, "compiling saves little on a CPU without matrix units for bf16"

@@ -1,8 +1,7 @@
 """Choose the mixed precision, for `train.mixed_precision: auto`.
 
-A resumed run keeps its precision. Otherwise, a precision that the launcher sets is used. If there
-is none, the device and the flags of the processor decide. `resolve_precision` in `accelerator.py`
-asks on rank 0, for all ranks.
+A precision that the launcher sets is used. If there is none, the device and the flags of the
+processor decide. `with_precision` in `resolve.py` asks on rank 0, for all ranks.
 """
 
 import torch
@@ -27,25 +26,7 @@ def requested_precision(train: TrainConfig) -> str:
     return train.mixed_precision or launcher_precision()
 
 
-def choose_precision(earlier: tuple[str, str] | None, reproducible: bool) -> tuple[str, str]:
-    """Return the chosen mixed precision, and the reason.
-
-    `earlier`: the precision of the run that is resumed, and the file that records it. If a run
-    resumes in float32 on a device that is faster in another precision, the reason says how to
-    switch.
-    """
-    if earlier is None:
-        return choose_new_precision(reproducible)
-    precision, file = earlier
-    reason = f"as in {file}"
-    if precision == "no" and not reproducible:
-        best, why = choose_new_precision(reproducible)
-        if best != "no":
-            reason += f"; to use {best} ({why}), add --train.mixed_precision {best}"
-    return precision, reason
-
-
-def choose_new_precision(reproducible: bool) -> tuple[str, str]:
+def choose_precision(reproducible: bool) -> tuple[str, str]:
     """Return the mixed precision of a run that starts on this device, and the reason."""
     launcher = launcher_precision()
     if launcher != "no":

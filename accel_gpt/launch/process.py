@@ -36,8 +36,8 @@ M_MMAP_MAX = -4  # glibc, malloc.h
 def join_ranks(train: TrainConfig) -> PartialState:
     """Join the ranks into one process group; set threads and the precision of float32 products.
 
-    The first call comes before the folder of the run is locked. The second, in
-    `start_accelerator`, changes nothing.
+    The first call comes before the folder of the run is locked. The second, in `resolve`, changes
+    nothing.
 
     Raises `UserError` if the engine is not supported, or if the processes do not form one group.
     """

@@ -7,26 +7,24 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan
+from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.data.hub_folder import is_repository
-from accel_gpt.data.sources import newest_commit, train_paths, val_paths
+from accel_gpt.launch.context import Context, nothing_to_check
 from accel_gpt.launch.machine import code_versions, rank_identity
 from accel_gpt.launch.precision import requested_precision
-from accel_gpt.launch.process import join_ranks, warn_without_gpu
+from accel_gpt.launch.process import join_ranks, make_host_group, warn_without_gpu
 from accel_gpt.launch.ranks import (
     all_gather,
     all_ranks,
     explain_lost_rank,
-    on_main,
     require_all,
     require_same,
     shared_with_ranks,
@@ -34,7 +32,6 @@ from accel_gpt.launch.ranks import (
 from accel_gpt.launch.stopping import INIT_TIMEOUT, StopSignal, Watchdog, die_with_launcher
 from accel_gpt.launch.unsupported import check_trackers
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
-from accel_gpt.runs.checkpoint import is_checkpoint, read_state, read_states
 from accel_gpt.runs.folder import FolderLock, locked
 from accel_gpt.runs.state import TrainState, record_code
 from accel_gpt.training.display import Display, print_line
@@ -44,8 +41,7 @@ from accel_gpt.training.display import Display, print_line
 class Launch:
     """Hold what a process of a run keeps from its start to its end."""
 
-    config: Config
-    plan: Plan
+    level: str  # log.level
     stop: StopSignal
     check_folder: Callable[[], None]
     """Raise `BusyError` on rank 0 if the run has lost its folder."""
@@ -56,7 +52,7 @@ class Launch:
         if self.display:
             self.display.log(text)
         else:
-            print_line(self.config.log.level, text)
+            print_line(self.level, text)
 
     @contextlib.contextmanager
     def showing(self, display: Display) -> Iterator[None]:
@@ -78,7 +74,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
     """
     die_with_launcher()
     started = time.monotonic()
-    plan = make_plan(config, world_size())
+    make_plan(config, world_size())  # raises
     check_trackers(config.log.trackers)
     lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
@@ -90,11 +86,12 @@ def open_launch(config: Config) -> Iterator[Launch]:
         with meeting_watchdog(config):
             join_same_ranks(config)
             warn_without_gpu()
+            stop.connect_ranks(config.train.time_limit, make_host_group(config.train, world_size()))
             with all_ranks():
                 if is_main():
                     lock = held.enter_context(locked(folder))
             require_shared(folder)
-        yield Launch(config, plan, stop, lock.check if lock else nothing_to_check)
+        yield Launch(config.log.level, stop, lock.check if lock else nothing_to_check)
 
 
 def join_same_ranks(config: Config) -> PartialState:
@@ -111,30 +108,6 @@ def meeting_watchdog(config: Config) -> Watchdog:
     if world_size() > 1:
         problem += f" at {main_address()}"
     return Watchdog(config.train.init_timeout, INIT_TIMEOUT, problem)
-
-
-def pin_data(config: Config) -> Config:
-    """Fix the commit at which each repository of data is read; a collective.
-
-    It is the one that the newest checkpoint records. A URL without a record gets the newest commit.
-    """
-    urls = [source.path for source in [*train_paths(config.data), *val_paths(config.data)]]
-    urls = [url for url in urls if is_repository(url)]
-    if not urls:
-        return config
-
-    def find() -> dict[str, str]:
-        states = list(read_states(Path(config.out_dir)).values())
-        if not states and is_checkpoint(Path(config.checkpoint.resume)):
-            states = [read_state(Path(config.checkpoint.resume))]
-        known = states[-1].data_commits if states else {}
-        return {url: known.get(url) or newest_commit(url, config.data) for url in urls}
-
-    return replace(config, data=replace(config.data, commits=on_main(find)))
-
-
-def nothing_to_check() -> None:
-    """Do nothing: the `FolderLock.check` of ranks that hold no lock."""
 
 
 def require_shared(folder: Path) -> None:
@@ -168,15 +141,17 @@ def check_data(
     return files
 
 
-def new_state(config: Config, corpus: Corpus, world_size: int) -> TrainState:
+def new_state(context: Context, corpus: Corpus) -> TrainState:
     """Return the state of a run before its first step."""
+    config = context.config
     flat = to_flat(config)
     if config.train.reproducible:  # otherwise the precision may change at a resume
         flat["train.mixed_precision"] = requested_precision(config.train)
     return TrainState(
-        world_size=world_size,
+        world_size=context.plan.world_size,
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,
         config=flat,
+        budget=context.plan.budget,
         versions=code_versions(),
         code=record_code(config.own),
         **corpus.state_dict(),

@@ -39,7 +39,7 @@ from accel_gpt.errors import (
 )
 from accel_gpt.files import describe_path, did_you_mean_folder, sha256, strict_json, write_file
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
-from accel_gpt.launcher import PRECISIONS, is_main
+from accel_gpt.launcher import is_main
 from accel_gpt.own_code import OwnCode
 from accel_gpt.runs.folder import CHECKPOINT, CODE, RUN_MARKS, RunFolder, number, step_name
 from accel_gpt.runs.state import FORMAT, TrainState
@@ -281,36 +281,6 @@ def read_evaluated(path: Path) -> TrainState:
                 state.seconds = published
             break
     return state
-
-
-def earlier_choice(out_dir: str, resume: str, key: str) -> tuple[Any, str]:
-    """Return the value of an option in the run that a launch resumes, and the file it is from.
-
-    Options set to `auto` keep the value that an earlier launch chose. Returns None and "" if there
-    is no run.
-    """
-    run = RunFolder(out_dir)
-    if key in run.config:
-        return run.config[key], str(run.path / "config.yaml")
-    own = run.checkpoints  # a run restored from a copy has no config.yaml
-    checkpoint = own[max(own)] if own else Path(resume)
-    if (checkpoint / "trainer_state.json").is_file():
-        with contextlib.suppress(AccelGPTError):  # `choose_checkpoint` raises it again
-            return read_state(checkpoint).config.get(key), str(checkpoint)
-    return None, ""
-
-
-def earlier_precision(out_dir: str, resume: str) -> tuple[str, str] | None:
-    """Return the precision of the run that a launch resumes, and the file it is from."""
-    precision, file = earlier_choice(out_dir, resume, "train.mixed_precision")
-    if precision in PRECISIONS:
-        return precision, file
-    # if the config has no precision, the launcher has set it
-    run = RunFolder(out_dir)
-    precision = run.last_launch("mixed_precision")
-    if precision in PRECISIONS:
-        return precision, str(run.path / "run.json")
-    return None
 
 
 def check_code(path: Path, own: OwnCode, needed: Collection[str]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
@@ -25,6 +24,7 @@ from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import free_bytes, strict_json, write_file
 from accel_gpt.launch.budget import Pace
 from accel_gpt.launch.clock import synchronize
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine
 from accel_gpt.launch.process import threads_of_environment
 from accel_gpt.launch.stopping import Watchdog
@@ -41,10 +41,12 @@ from accel_gpt.training.trackers import Trackers
 
 
 @contextmanager
-def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterator[Display]:
+def open_display(context: Context) -> Iterator[Display]:
     """Open the display of a run, and TensorBoard if `log.dashboard` is set; close both at exit."""
-    is_main = accelerator.is_main_process
-    with Display(is_main, config.log.level, plan) as display, contextlib.ExitStack() as stack:
+    config = context.config
+    is_main = context.accelerator.is_main_process
+    level = config.log.level
+    with Display(is_main, level, context.plan) as display, contextlib.ExitStack() as stack:
         if is_main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, display.log))
@@ -54,22 +56,16 @@ def open_display(config: Config, plan: Plan, accelerator: Accelerator) -> Iterat
 class Reporter:
     """Writes each record to metrics.jsonl, metrics.csv, the trackers and the terminal."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        accelerator: Accelerator,
-        gpt: LanguageModel,
-        display: Display,
-        check_folder: Callable[[], None],
-    ) -> None:
-        self.config = config
-        self.plan = plan
+    def __init__(self, context: Context, gpt: LanguageModel, display: Display) -> None:
+        config = context.config
+        plan = context.plan
+        accelerator = context.accelerator
+        self.context = context
         self.accelerator = accelerator
         self.gpt = gpt
         self.display = display
         self.log = display.log
-        self.check_folder = check_folder  # raises `BusyError` if the run has lost its folder
+        self.check_folder = context.check_folder
         self.out_dir = Path(config.out_dir)
         self.speed = Speed(gpt, plan, accelerator)
         self.pace = Pace(plan.budget, display.log)
@@ -81,6 +77,16 @@ class Reporter:
         self.stopwatch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
         self.watchdog: Watchdog | None = None
         self.profile_step: Callable[[], None] | None = None
+
+    @property
+    def config(self) -> Config:
+        """Return the resolved config."""
+        return self.context.config
+
+    @property
+    def plan(self) -> Plan:
+        """Return the batch and the length of the run."""
+        return self.context.plan
 
     # ----------------------------------------------------------------------- the launch
 
@@ -108,6 +114,7 @@ class Reporter:
         launch = {
             "step": step,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "asked": dict(self.context.asked),
             "plan": asdict(self.plan),
             **machine,
             "model": {
@@ -158,10 +165,8 @@ class Reporter:
             self.log(warning)
         return True
 
-    def change_length(self, config: Config, plan: Plan) -> None:
+    def change_length(self, plan: Plan) -> None:
         """Report a run that has another length from now on."""
-        self.config = config
-        self.plan = plan
         self.pace.budget = plan.budget
         self.display.max_steps = plan.max_steps
         if self.metrics:

@@ -39,11 +39,8 @@ def test_bisection_finds_the_largest_that_fits(found: set[int], limit: int) -> N
             sizing.largest_fitting(sizes, lambda size: size <= limit)
 
 
-def test_the_answer_divides_the_step_and_is_kept(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_divides_the_step_and_is_kept(small_run: Arguments) -> None:
     config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
-    (tmp_path / "run").mkdir()
     plan = make_plan(config, 1)
     assert (plan.micro_batch_size, plan.accumulation_steps) == (1, 12)
     accelerator = Accelerator(cpu=True)
@@ -53,25 +50,15 @@ def test_the_answer_divides_the_step_and_is_kept(
         tried.append(size)
         return size <= 5
 
-    config, plan = sizing.resolve_micro_batch_size(config, plan, accelerator, fits)
-    assert config.train.micro_batch_size == plan.micro_batch_size == 4
-    assert plan.accumulation_steps == accelerator.gradient_accumulation_steps == 3
+    assert sizing.choose_micro_batch_size(config, accelerator, None, fits) == 4
     assert set(tried) <= {1, 2, 3, 4, 6, 12}
-    line = "4 sequences per process and micro-step: the largest size that fits"
-    assert line in capsys.readouterr().err
 
-    def again(limit: int) -> int:
-        config = load_config(small_run(*AUTO, "--train.tokens_per_step", "384"), "test")
-        found, _ = sizing.resolve_micro_batch_size(config, plan, accelerator, lambda n: n <= limit)
-        return found.train.micro_batch_sequences
+    def again(earlier: int, limit: int) -> int:
+        return sizing.choose_micro_batch_size(config, accelerator, earlier, lambda n: n <= limit)
 
-    (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 2}")
-    assert again(limit=5) == 2
-    assert f"micro-step: as in {tmp_path / 'run' / 'config.yaml'}" in capsys.readouterr().err
-    assert again(limit=1) == 1  # it no longer fits
-    (tmp_path / "run" / "config.yaml").write_text("train: {micro_batch_size: 5}")
-    assert again(limit=5) == 4  # it no longer divides the step
-    accelerator.gradient_accumulation_steps = 1
+    assert again(2, limit=5) == 2
+    assert again(2, limit=1) == 1  # it no longer fits
+    assert again(5, limit=5) == 4  # it no longer divides the step
 
 
 def test_on_a_cpu_the_tokens_decide(small_run: Arguments) -> None:
@@ -191,7 +178,6 @@ TWO = """
 import os, sys
 from accelerate import Accelerator
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.plan import make_plan
 from accel_gpt.launch import auto_batch as sizing
 config = load_config(sys.argv[1:], "test")
 accelerator = Accelerator(cpu=True)
@@ -203,9 +189,8 @@ def fits(size):
         return True
     except MemoryError:
         return False
-config, plan = sizing.resolve_micro_batch_size(config, make_plan(config, 2), accelerator, fits)
-assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
-sys.stdout.write(f"{rank} {plan.micro_batch_size} {plan.accumulation_steps}\\n")
+size = sizing.choose_micro_batch_size(config, accelerator, None, fits)
+sys.stdout.write(f"{rank} {size}\\n")
 accelerator.end_training()
 """
 
@@ -216,12 +201,10 @@ def test_two_gloo_processes_of_which_one_runs_out_of_memory(
 ) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO)
-    (tmp_path / "run").mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     words = [sys.executable, *launcher, str(script), *small_run(*AUTO)]
     done = subprocess.run(
         words, capture_output=True, text=True, check=False, timeout=120, env={**os.environ}
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 2 2", "1 2 2"]
-    assert done.stderr.count("the largest size that fits") == 1
+    assert sorted(done.stdout.splitlines()) == ["0 2", "1 2"]

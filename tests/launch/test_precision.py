@@ -1,6 +1,7 @@
 """`auto`: the choice for each device is printed, and a resumed run keeps it."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -115,7 +116,7 @@ def test_a_gpu_decides_unless_the_launcher_does(
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if launcher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    assert precision.choose_precision(None, reproducible=False)[0] == expected
+    assert precision.choose_precision(reproducible=False)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -176,28 +177,26 @@ def test_a_resumed_run_keeps_the_choice_and_its_bits(
         assert all(torch.equal(other[name], expected) for other in weights[1:])
 
 
-def test_a_run_that_moves_to_a_faster_device_says_how_to_use_it(
+def test_a_run_that_moves_to_a_faster_device_keeps_what_it_does(
     cpu: Callable[..., None], small_run: Arguments, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     cpu("avx2")
     assert launch(small_run(*AUTO, "--train.max_steps", "3")) == 0
     plain = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
-    monkeypatch.setattr(
-        precision, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda"))
-    )
-    monkeypatch.setattr(precision, "device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cpu("amx_bf16")
     monkeypatch.setattr(compilation, "gains_from_compiling", lambda *_: (True, "saves 45%"))
     capsys.readouterr()
     assert launch(small_run(*AUTO, *plain)) == 0
     shown = capsys.readouterr().err
     file = tmp_path / "run" / "config.yaml"
-    bf16 = "to use bf16 (NVIDIA H100 has matrix units for it), add --train.mixed_precision bf16"
-    assert f"auto     precision fp32: as in {file}; {bf16}\n" in shown
-    compiled = "to compile (saves 45%), add --train.compile true"
-    assert f"auto     not compiled: as in {file}; {compiled}\n" in shown
+    assert f"auto     precision fp32: as in {file}\n" in shown
+    assert f"auto     not compiled: as in {file}\n" in shown
     assert saved(tmp_path) == ("no", False)
+    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    for launched in launches:
+        asked = launched["asked"]
+        assert (asked["train.mixed_precision"], asked["train.compile"]) == ("auto", "auto")
 
 
 @pytest.mark.parametrize("compiler", ["works", "fails"])

@@ -1,0 +1,40 @@
+"""Hold what the parts of a run share: the resolved config, the plan and the device."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan
+
+
+def nothing_to_check() -> None:
+    """Do nothing: the `FolderLock.check` of ranks that hold no lock."""
+
+
+@dataclass
+class Context:
+    """What is done, on which device, and where lines are printed. See `resolve`.
+
+    Only `set_length` replaces a field.
+    """
+
+    config: Config
+    plan: Plan
+    accelerator: Accelerator
+    log: Callable[[str], None]
+    """Print a line on rank 0."""
+    check_folder: Callable[[], None] = nothing_to_check
+    """Raise `BusyError` on rank 0 if the run has lost its folder."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted keys whose values were resolved -> the values that were asked for."""
+
+    def set_length(self, config: Config, plan: Plan) -> None:
+        """Train for another length: the one change of a run that trains, by `look_at_length`.
+
+        The caller has recorded it in the folder of the run.
+        """
+        self.config = config
+        self.plan = plan

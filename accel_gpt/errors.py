@@ -1,6 +1,7 @@
 """The expected errors and their exit codes."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -63,6 +64,12 @@ class PeerError(AccelGPTError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 300 characters; its class if empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def one_line(error: BaseException | str) -> str:
+    """Return an error in one line, without the queries of URLs, which may hold signatures."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
 
 
 def require(ok: bool, message: str) -> None:

@@ -24,7 +24,7 @@ TRAINER = [
     ["files"],
     ["damage"],
     ["config"],
-    ["json_files"],
+    ["hub", "json_files"],
     ["model"],
     ["optim"],
     ["data"],

@@ -6,17 +6,16 @@ machine share the cache, and one of them downloads a shard. A shard appears unde
 is complete and verified. The name begins with a hash of size and content, so a shard that changes
 at its address gets another name. At the end of the run the cache is removed.
 
-    {cache}/{folder}/{key}-{name}         a shard
-    {cache}/{folder}/{key}-{name}.part    a shard that is being downloaded
-    {cache}/{folder}/{key}-{name}.busy    its size; locked by the thread that downloads it
-    {cache}/.lock                         locked while a process makes room
+    {cache}/{folder}/{key}-{name}               a shard
+    {cache}/{folder}/{key}-{name}.{size}.part   a shard that is being downloaded; locked by the
+                                                thread that downloads it
+    {cache}/.lock                               locked while a process makes room
 
 Each download is a thread. It is repeated while the store cannot be reached. Who needs the file
 waits for the thread, at most `data.timeout`, and holds no lock meanwhile.
 
-Other files (index, tokenizer) are small and downloaded at each launch.
-
-`hub_folder.py` has the folders in repositories of the Hub. fsspec reads all others.
+Other files (index, tokenizer) are small and downloaded at each launch; from a repository of the
+Hub, into the Hub's cache (HF_HUB_CACHE). Shards that `hf download` put there are read in place.
 """
 
 import contextlib
@@ -31,14 +30,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
+from glob import escape
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TextIO, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from accel_gpt.data.hub_client import is_offline
-from accel_gpt.data.index import is_shard_name
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.data.index import INDEX, is_shard_name
+from accel_gpt.errors import DataError, UserError, one_line
 from accel_gpt.files import TOKEN_ENDINGS, cache_folder, locked_file
+from accel_gpt.hub import (
+    SCHEME,
+    UnreachableError,
+    download_snapshot,
+    hub_errors,
+    is_offline,
+    parse_url,
+)
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
@@ -47,15 +55,21 @@ START_SECONDS = 30.0  # to read the index of a folder; a longer wait hides a typ
 PAUSE_SECONDS = 1.0  # before the second try; doubled after each
 LONGEST_PAUSE_SECONDS = 30.0
 LOOK_SECONDS = 0.1  # between two looks at a shard that another process downloads
-PART, BUSY = ".part", ".busy"
+PART = ".part"
 NOT_SOON = 1 << 30  # the place in the order of need of a shard that is not needed soon
-CONTENT_TAGS = ("ETag", "etag", "md5Hash")  # as the stores of fsspec name them
+CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec name them
 TIMES = ("mtime", "LastModified", "Last-Modified", "created")
+SMALL_FILES = (INDEX, "tokenizer.json", "tokenizer_config.json")
 
 
 def is_url(path: str) -> bool:
     """Return whether `path` is a URL (scheme://...) and not a folder of this machine."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+def is_repository(url: str) -> bool:
+    """Return whether `url` is in a repository of the Hub; a bucket has no commits and is not."""
+    return url.startswith(SCHEME) and not url.startswith(f"{SCHEME}buckets/")
 
 
 class FileInfo(NamedTuple):
@@ -121,7 +135,7 @@ class Store:
         try:
             system, path = url_to_fs(self.full_url, **options)
         except (ImportError, ValueError) as error:
-            raise UserError(f"{self.url} cannot be read: {reason(error)}") from None
+            raise UserError(f"{self.url} cannot be read: {one_line(error)}") from None
         return system, str(path)
 
     def locate(self, name: str) -> tuple[Any, str]:
@@ -134,9 +148,7 @@ class Store:
         """List the files right in the folder."""
         if self.is_http:
             raise UserError(
-                f"{self.url} has no dataset.json that can be read, and a web folder cannot be "
-                "listed; give the URL of a folder made by data.prepare, or shards on hf://, s3:// "
-                "or gs://"
+                f"{self.url} has no dataset.json, and shards without one cannot be listed over http"
             )
         with self.explained():
             system, path = self.system
@@ -173,27 +185,23 @@ class Store:
         answers = [getattr(one, "response", one) for one in causes]
         codes = [getattr(one, "status_code", getattr(one, "status", None)) for one in answers]
         status = next((code for code in codes if isinstance(code, int)), 0)
-        if self.protocol == "hf" and is_offline():  # a bucket: it has no cache
-            return UserError(f"{where} cannot be read, as HF_HUB_OFFLINE is set; unset it")
+        if self.protocol == "hf" and is_offline():
+            return UserError(f"{where} is not in the cache of the Hub, and HF_HUB_OFFLINE is set")
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
             return Missing(f"{where} does not exist; check the address")
         if isinstance(error, PermissionError) or (400 <= status < 500 and status not in TRY_AGAIN):
             return Refused(
-                f"{where} may not be read: {reason(error)}; check the address and your credentials"
+                f"{where} may not be read: {one_line(error)}; check the address and your login"
             )
-        return Unreachable(reason(error))
-
-
-def reason(error: BaseException) -> str:
-    """Return an error in one line, without the long queries of URLs that a store redirects to."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
+        return Unreachable(one_line(error))
 
 
 def file_info(entry: dict[str, Any]) -> FileInfo:
     """Return what fsspec lists of a file."""
+    on_hub = entry.get("lfs")
     return FileInfo(
         size=entry.get("size") or 0,
+        sha256=on_hub.sha256 if on_hub else None,
         tag=next((str(entry[key]) for key in CONTENT_TAGS if entry.get(key)), ""),
         changed=next((str(entry[key]) for key in TIMES if entry.get(key)), ""),
     )
@@ -220,14 +228,14 @@ class Cache:
         else:
             self.root = base / short_hash(f"{Path(run).resolve()} {socket.gethostname()}")
 
-    def make_room(self, path: Path, size: int) -> None:
+    def make_room(self, path: Path, part: Path, size: int) -> None:
         """Remove shards until `size` bytes fit at `path`, but none that is needed as early.
 
-        The caller holds the lock of the cache and of `path`. Raises `NoRoom` if the shards that
+        The caller holds the lock of the cache and of `part`. Raises `NoRoom` if the shards that
         stay leave no room, `Busy` if only downloads in progress take it.
         """
         need = self.needs.get(path, 0)
-        reserved = self.reserved(except_for=path)
+        reserved = self.reserved(except_for=part)
         cached = [path for path in self.root.glob("*/*") if path.name.endswith(TOKEN_ENDINGS)]
         cached.sort(key=lambda path: self.needs.get(path, NOT_SOON), reverse=True)
         needed = size + sum(path.stat().st_size for path in cached)
@@ -243,15 +251,14 @@ class Cache:
     def reserved(self, except_for: Path) -> int:
         """Return the bytes of the downloads in progress; remove what killed processes left."""
         total = 0
-        for file in self.root.glob(f"*/*{BUSY}"):
-            if file == busy_file(except_for):
+        for part in self.root.glob(f"*/*{PART}"):
+            if part == except_for:
                 continue
             try:
-                with locked_file(file, wait=False):
-                    file.with_suffix(PART).unlink(missing_ok=True)
+                with locked_file(part, wait=False):  # removes it
+                    pass
             except BlockingIOError:
-                with contextlib.suppress(OSError, ValueError):  # it has just begun or ended
-                    total += int(file.read_text())
+                total += int(part.suffixes[-2][1:])
         return total
 
     def check_room(self, needed: int) -> None:
@@ -400,7 +407,7 @@ class RemoteFolder:
         part = path.with_name(f".{name}.{os.getpid()}")
 
         def call() -> Path:
-            self.download(name, part)
+            self.store.download(name, part)
             return part.replace(path)
 
         self.at_start(call, name)
@@ -447,34 +454,23 @@ class RemoteFolder:
     def download_shard(self, name: str) -> Path:
         """Download a shard; return its path. Raises `Busy` while another process downloads it."""
         path = self.path(name)
+        size = self.infos[name].size
+        part = path.with_name(f"{path.name}.{size}{PART}")
         self.shards.mkdir(parents=True, exist_ok=True)
         try:
-            with locked_file(busy_file(path), wait=False) as file:
+            with locked_file(part, wait=False):
                 if not path.is_file():  # no other process has downloaded it meanwhile
-                    self.download_locked(name, file)
+                    with locked_file(self.cache.root / ".lock"):
+                        self.cache.make_room(path, part, size)
+                    self.store.download(name, part)
+                    self.verify(name, part)
+                    part.rename(path)
         except BlockingIOError:
             raise Busy("another process of the run downloads it") from None
         return path
 
-    def download_locked(self, name: str, file: TextIO) -> None:
-        """Download a shard whose lock this thread holds as `file`."""
-        path = self.path(name)
-        size = self.infos[name].size
-        with locked_file(self.cache.root / ".lock"):
-            self.cache.make_room(path, size)
-            file.truncate(0)
-            file.write(str(size))
-            file.flush()
-        part = path.with_name(f"{path.name}{PART}")
-        try:
-            self.download_verified(name, part)
-            part.rename(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-    def download_verified(self, name: str, part: Path) -> None:
-        """Download a shard to `part`; raises `Unreachable` if its content is wrong."""
-        self.download(name, part)
+    def verify(self, name: str, part: Path) -> None:
+        """Raise `Unreachable` if a download has another size or content than expected."""
         info = self.infos[name]
         size = part.stat().st_size
         with part.open("rb") as file:
@@ -485,10 +481,6 @@ class RemoteFolder:
                 f"it came with {size} bytes of SHA-256 {digest}, expected {info.size} of "
                 f"{info.sha256}"
             )
-
-    def download(self, name: str, target: Path) -> None:
-        """Download a file."""
-        self.store.download(name, target)
 
     # ----------------------------------------------------------------------- prefetching
 
@@ -530,9 +522,54 @@ class RemoteFolder:
         self.changed.set()
 
 
-def busy_file(path: Path) -> Path:
-    """Return the file that is locked while the shard `path` is being downloaded."""
-    return path.with_name(f"{path.name}{BUSY}")
+class HubFolder(RemoteFolder):
+    """A data folder in a repository of the Hub, at one commit.
+
+    `commit`: None for the newest commit of the revision in `url`; if the Hub cannot be reached, the
+    newest commit in the Hub's cache. Raises `UserError` if the repository or the revision does not
+    exist.
+    """
+
+    def __init__(self, url: str, cache: Cache, timeout: float, commit: str | None = None) -> None:
+        super().__init__(url, cache, timeout)
+        self.place = parse_url(url)
+        snapshot = self.at_start(partial(self.download_small, SMALL_FILES, commit))
+        self.commit = snapshot.name
+        self.folder = snapshot / self.place.folder
+        self.place = replace(self.place, revision=self.commit)
+        self.store = Store(self.place.url)
+
+    def download_small(self, names: Sequence[str], commit: str | None = None) -> Path:
+        """Download files into the Hub's cache, if they exist; return the folder of the commit."""
+        place = self.place if commit is None else replace(self.place, revision=commit)
+        try:
+            with hub_errors(place.url, "read"):
+                return download_snapshot(
+                    repo=place.repo,
+                    patterns=[escape(place.path(name)) for name in names],
+                    revision=place.revision,
+                    repo_type=place.repo_type,
+                )
+        except UnreachableError as error:
+            raise Unreachable(str(error)) from None
+
+    def fetch_small_file(self, name: str) -> Path:
+        """Return the path of a file in the Hub's cache, after downloading it if needed."""
+        path = self.folder / name
+        if not path.exists() and name not in SMALL_FILES:
+            self.at_start(partial(self.download_small, [name]), name)
+        if not path.exists():
+            raise Missing(f"{self.store.url}/{name} does not exist; check the address")
+        return path
+
+    def path(self, name: str) -> Path:
+        """Return the path of a shard: in the Hub's cache if it is there, else in the run's."""
+        path = self.folder / name
+        return path if path.exists() else super().path(name)
+
+    def room_needed(self, name: str) -> int:
+        """Return the bytes that a shard needs in the cache of the run."""
+        return 0 if (self.folder / name).exists() else super().room_needed(name)
 
 
 def short_hash(text: str) -> str:

@@ -10,10 +10,17 @@ import msgspec
 
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.data.foreign import DataFolder, open_foreign
-from accel_gpt.data.hub_folder import HubFolder, is_repository
-from accel_gpt.data.index import INDEX
 from accel_gpt.data.own_shards import open_own_shards
-from accel_gpt.data.remote import Cache, Missing, Refused, RemoteFolder, is_url
+from accel_gpt.data.remote import (
+    SMALL_FILES,
+    Cache,
+    HubFolder,
+    Missing,
+    Refused,
+    RemoteFolder,
+    is_repository,
+    is_url,
+)
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, require
@@ -83,9 +90,10 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
         remote = HubFolder(path, cache, data.timeout_seconds, (data.commits or {}).get(path))
     else:
         remote = RemoteFolder(path, cache, data.timeout_seconds)
+    index, *others = SMALL_FILES
     with contextlib.suppress(Missing):  # shards of another project have no index
-        remote.fetch(INDEX)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
+        remote.fetch(index)
+        for name in others:
             with contextlib.suppress(Missing, Refused):  # S3 may answer 403 for a missing file
                 remote.fetch(name)
     return DataFolder(remote.folder, remote)

@@ -19,11 +19,19 @@ from numpy.typing import NDArray
 
 from accel_gpt.console import write_err
 from accel_gpt.data import tokenizer_json
-from accel_gpt.data.hub_client import SCHEME, cached_gpt2_folders, download_tokenizer, is_repo
 from accel_gpt.data.shards import Split, token_dtype
-from accel_gpt.data.tokenizer_json import BYTE_CHARS, CONFIG, EOT, FILE, PATTERN, spelling
+from accel_gpt.data.tokenizer_json import (
+    BYTE_CHARS,
+    CONFIG,
+    EOT,
+    FILE,
+    HUB_FILES,
+    PATTERN,
+    spelling,
+)
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.files import is_local, nearest_file
+from accel_gpt.hub import SCHEME, download_repo, is_repo
 
 Ids = NDArray[Any]
 
@@ -32,6 +40,7 @@ Ids = NDArray[Any]
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 # GPT-2's files, with the SHA-256 of each (tiktoken_ext/openai_public.py)
+GPT2_REPO = "openai-community/gpt2"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_FILES = MappingProxyType(
     {
@@ -391,7 +400,7 @@ def named_tokenizer(
         return load_tokenizer(spec)
     could_be_repo = "/" in spec and not spec.endswith(".json") and not is_local(spec)
     if could_be_repo and is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
-        return load_tokenizer(download_tokenizer(spec))
+        return load_tokenizer(download_repo(spec, *HUB_FILES))
     near = nearest_file(spec) if spec.endswith(".json") else None
     advice = f"set it to {kinds}, the path of a tokenizer.json or a Hub id (user/name)"
     if near:
@@ -401,12 +410,15 @@ def named_tokenizer(
 
 def load_gpt2() -> Tokenizer:
     """Load the GPT-2 tokenizer from the Hub's cache, tiktoken's cache or the network."""
-    for folder in cached_gpt2_folders():
+    from huggingface_hub import try_to_load_from_cache
+    from tiktoken import load
+
+    cached = try_to_load_from_cache(GPT2_REPO, FILE)
+    if isinstance(cached, str):
         with contextlib.suppress(AccelGPTError):
-            found = load_tokenizer(folder)
+            found = load_tokenizer(cached)
             if found.kind == "gpt2":
                 return found
-    from tiktoken import load
 
     try:
         vocabulary, merges = (

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from accelerate import Accelerator
 
-from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
 from accel_gpt.files import is_local, nearest_file
+from accel_gpt.hub import describe_dataset_error
 from accel_gpt.model.language_model import LanguageModel
 
 SHORTEST = 32  # smallest padded length in tokens; assumption: shorter is not faster

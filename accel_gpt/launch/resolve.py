@@ -27,7 +27,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
-from accel_gpt.data.hub_folder import is_repository
+from accel_gpt.data.remote import is_repository
 from accel_gpt.data.sources import newest_commit, train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.launch.accelerator import make_accelerator

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.hub_client import describe_dataset_error
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.hub import describe_dataset_error
 
 State = dict[str, Any]
 

@@ -27,8 +27,15 @@ from typing import Any
 import msgspec
 
 from accel_gpt.damage import Expected, find_damage
-from accel_gpt.data.remote import Store, reason
-from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError, UserError, require
+from accel_gpt.data.remote import Store
+from accel_gpt.errors import (
+    AccelGPTError,
+    BusyError,
+    CheckpointError,
+    UserError,
+    one_line,
+    require,
+)
 from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
 from accel_gpt.json_files import Count
 from accel_gpt.runs.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
@@ -87,7 +94,7 @@ def copy_checkpoint(
     except BusyError:
         raise
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        raise UserError(reason(error)) from None
+        raise UserError(one_line(error)) from None
 
 
 class Copies:
@@ -192,7 +199,7 @@ class Copies:
         except AccelGPTError:
             raise
         except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-            self.log(f"WARNING: checkpoint.copy_to {self.url} cannot be written: {reason(error)}")
+            self.log(f"WARNING: checkpoint.copy_to {self.url} cannot be written: {one_line(error)}")
         self.replaced = {}
         return owner
 
@@ -224,7 +231,7 @@ def explained(problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        raise UserError(f"{problem}: {reason(error)}") from None
+        raise UserError(f"{problem}: {one_line(error)}") from None
 
 
 def require_intact(file: Expected) -> None:
@@ -454,7 +461,7 @@ class CopyStore:
                 file.unlink(missing_ok=True)  # `check` tells it
             except Exception as error:  # from botocore, huggingface_hub, OSError, ...
                 address = f"{self.url}/{step_name(step)}/{file.name}"
-                raise UserError(f"{address} cannot be downloaded: {reason(error)}") from None
+                raise UserError(f"{address} cannot be downloaded: {one_line(error)}") from None
             try:
                 check()
                 return

@@ -23,12 +23,12 @@ from markupsafe import Markup
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.config.values import build, changed_keys, to_nested
-from accel_gpt.data.hub_client import is_repo
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.hub import is_repo
 from accel_gpt.model.gpt import GPT
 from accel_gpt.publish.redaction import (
     public_config,

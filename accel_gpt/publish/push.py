@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from accel_gpt.data.hub_client import UnreachableError, hub_errors
+from accel_gpt.hub import UnreachableError, hub_errors
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import write_logs
 from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint

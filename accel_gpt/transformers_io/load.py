@@ -18,9 +18,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.parse import from_mapping
 from accel_gpt.config.values import to_nested
-from accel_gpt.data.hub_client import download_repo
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line, require
+from accel_gpt.hub import download_repo
 from accel_gpt.json_files import load_json_or_none
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel

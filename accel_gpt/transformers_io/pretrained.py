@@ -16,12 +16,12 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import duration, own_options
 from accel_gpt.config.vocabulary import KNOWN_VOCABULARIES
 from accel_gpt.console import write_err
-from accel_gpt.data.hub_client import SCHEME, download_repo, is_repo
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
 from accel_gpt.files import did_you_mean_folder, is_local, nearest_folder
+from accel_gpt.hub import SCHEME, download_repo, is_repo
 from accel_gpt.json_files import read_json_object
 from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.runs.checkpoint import (

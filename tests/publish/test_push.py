@@ -129,8 +129,8 @@ def test_a_refusal_is_one_sentence(
     run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for status, message in (
-        (401, "log in with hf auth login, or set HF_TOKEN"),
-        (403, "with the write role"),
+        (401, "the Hub answered with status 401: Forbidden"),
+        (403, "the Hub answered with status 403: Forbidden"),
     ):
         hub.refuse(status)
         assert push(run) == 2

@@ -1,0 +1,174 @@
+"""Read and write repositories on the Hugging Face Hub, with one sentence for each failure.
+
+`huggingface_hub` reads the access token (`hf auth login`, or HF_TOKEN); this package never does.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_gpt.errors import UserError, one_line, require
+
+SCHEME = "hf://"
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes of a temporary failure
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder in a repository: `hf://datasets/user/name@revision/folder`."""
+
+    repo: str
+    repo_type: str
+    revision: str | None
+    folder: str
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the folder."""
+        prefix = "" if self.repo_type == "model" else f"{self.repo_type}s/"
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{SCHEME}{prefix}{self.repo}{revision}/{self.folder}".rstrip("/")
+
+    def path(self, name: str) -> str:
+        """Return the path of a file of the folder in the repository."""
+        return f"{self.folder}/{name}".removeprefix("/")
+
+
+class UnreachableError(UserError):
+    """The connection failed or the Hub is busy; a retry may succeed."""
+
+
+def is_repo(name: str) -> bool:
+    """Return whether the Hub accepts a repository name: `name` or `user/name`."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # no __all__
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.isascii()  # older versions of huggingface_hub accept any letter
+
+
+def parse_repo(name: str) -> tuple[str, str | None]:
+    """Split `hf://user/name@revision` into user/name and revision.
+
+    The scheme and the revision are optional, and so is the user for GPT-2's models. Raises
+    `UserError` for an invalid name.
+    """
+    repo, _, revision = name.removeprefix(SCHEME).partition("@")
+    require(
+        is_repo(repo),
+        f"{name} is neither a folder nor a repository on the Hub; give a path, user/name or "
+        "user/name@revision",
+    )
+    return f"openai-community/{repo}" if repo in OPENAI else repo, revision or None
+
+
+def parse_url(url: str) -> Place:
+    """Parse the URL of a folder in a repository; raises `UserError` for another text."""
+    from huggingface_hub.errors import HfUriError
+    from huggingface_hub.utils import parse_hf_uri  # type: ignore[attr-defined]  # no __all__
+
+    try:
+        uri = parse_hf_uri(url.rstrip("/"))
+    except HfUriError as error:
+        raise UserError(f"{url} is not a URL on the Hub: {error}") from None
+    return Place(uri.id, uri.type, uri.revision, uri.path_in_repo)
+
+
+def download_repo(name: str, *patterns: str) -> Path:
+    """Download the files of a repository that match `patterns`; return their folder in the cache.
+
+    Raises `UserError` if the repository does not exist or cannot be reached.
+    """
+    repo, revision = parse_repo(name)
+    with hub_errors(repo, "read"):
+        return download_snapshot(repo, patterns, revision)
+
+
+def download_snapshot(
+    repo: str, patterns: Sequence[str], revision: str | None, repo_type: str = "model"
+) -> Path:
+    """Download files into the Hub's cache; return the folder of their commit.
+
+    If the Hub cannot be reached, the cache gives its newest commit of the revision.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class NoProgressBar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
+
+    path = snapshot_download(
+        repo,
+        repo_type=repo_type,
+        revision=revision,
+        # every repository has .gitattributes: there is a warning if no file matches
+        allow_patterns=[".gitattributes", *patterns],
+        tqdm_class=NoProgressBar,
+    )
+    return Path(path)
+
+
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE is set, so that `huggingface_hub` sends no request."""
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
+
+
+@contextmanager
+def hub_errors(repo: str, action: str) -> Iterator[None]:
+    """Turn errors of `huggingface_hub` into a `UserError` of one sentence.
+
+    `action`: "read" or "written".
+    """
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]  # of httpx
+        cause: BaseException = error
+        # these two wrap the error that says why the request or the upload failed
+        if isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__:
+            cause = error.__cause__
+        raise hub_error(cause, repo, action) from None
+
+
+def hub_error(error: BaseException, repo: str, action: str) -> UserError:
+    """Describe an error of `huggingface_hub` in one sentence."""
+    from huggingface_hub import errors
+
+    failed = f"{repo} cannot be {action}"
+    if isinstance(error, errors.RepositoryNotFoundError | errors.GatedRepoError):
+        return UserError(
+            f"{repo} is neither a local folder nor a repository on the Hub that you can read; "
+            "check its name, or log in with hf auth login"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        kind = UnreachableError if status in BUSY else UserError
+        said = error.server_message or str(error)
+        return kind(f"{failed}: the Hub answered with status {status}: {one_line(said)}")
+    if isinstance(error, OSError) and error.strerror and error.filename:  # a local file
+        return UserError(f"{failed}: {error.strerror}: {error.filename}")
+    lasting = errors.OfflineModeIsEnabled | errors.LocalTokenNotFoundError
+    if isinstance(error, lasting | errors.EntryNotFoundError):
+        return UserError(f"{failed}: {one_line(error)}")
+    return UnreachableError(f"{failed}: the Hub cannot be reached: {one_line(error)}")
+
+
+def describe_dataset_error(
+    dataset: str, config: str | None, split: str, error: BaseException
+) -> str:
+    """Return which data set could not be read from the Hub, and why."""
+    offline = "; HF_HUB_OFFLINE is set" if is_offline() else ""
+    return (
+        f"data set {dataset} (config {config}, split {split}) could not be read from the Hub: "
+        f"{one_line(error)}{offline}"
+    )

@@ -1,7 +1,6 @@
 """Choose whether to use torch.compile, for `train.compile: auto`, and set its cache.
 
-The choice depends on the device, the flags of the processor and the length of the run. Rank 0
-decides for all ranks. Writes compiled code to `~/.cache/accel_gpt/compiled`.
+Rank 0 decides for all ranks. Writes compiled code to `~/.cache/accel_gpt/compiled`.
 """
 
 import os
@@ -19,21 +18,17 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import MachineError, first_line, require
 from accel_gpt.files import cache_folder
-from accel_gpt.launch.devices import MATRIX_UNITS, bf16_instructions, peak_flops
-from accel_gpt.launch.machine import device_name
+from accel_gpt.launch.devices import MATRIX_UNITS, bf16_instructions
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.model.make import make_model
 
-GPU_MFU = 0.3  # without compiling; assumption
-UNKNOWN_PEAK = 1e14  # FLOP/s of a GPU that is not in the table of devices; assumption
-# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
+CAPABILITY = (7, 0)  # of CUDA: Volta, the first GPUs that Triton supports
+# A CPU with matrix units: compiling takes 45 s and saves a quarter of a step
+# (benchmarks/notes/precision.md), so a run must take 180 s. Without compiling, the quickstart
+# reaches 1.2e11 FLOP/s on a core of a Xeon.
+LEAST_CPU_SECONDS = 180.0
 MATRIX_UNIT_FLOPS = 1.2e11
-# Share of step time that compiling saves, and seconds that compiling takes.
-# CPU: benchmarks/notes/precision.md. CUDA: nanoGPT's README (250 ms become 135 ms a step); the
-# seconds are an assumption.
-COMPILE_GAIN: Mapping[str, float] = MappingProxyType({"cpu": 0.25, "cuda": 0.45})
-COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cpu": 45.0, "cuda": 60.0})
 # Options of inductor for `train.compile: graphs`
 GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -56,12 +51,9 @@ def choose_compile(config: Config, plan: Plan, earlier: object, as_before: str) 
 
     A run keeps its choice, `earlier`, if torch.compile works here; `as_before` is then the reason.
     """
-    device = PartialState().device.type
     if config.train.reproducible:
         return False, "train.reproducible is set"
-    if device not in COMPILE_SECONDS:
-        return False, f"torch.compile on {device} has not been measured"
-    compiled = earlier in (True, "graphs")
+    compiled = bool(earlier)
     reason = as_before
     if earlier is None:
         compiled, reason = on_main(lambda: gains_from_compiling(config, plan))
@@ -88,40 +80,28 @@ def check_graphs(plan: Plan) -> None:
 
 def gains_from_compiling(config: Config, plan: Plan) -> tuple[bool, str]:
     """Return whether compiling saves more time than it takes, and the reason."""
-    device = PartialState().device.type
-    matrix_units = requested_precision(config.train) != "no" and bf16_instructions() == MATRIX_UNITS
-    if device == "cpu" and not matrix_units:
-        return False, "compiling saves little on a CPU without matrix units for bf16"
-    gain = COMPILE_GAIN[device]
-    cost = COMPILE_SECONDS[device]
-    seconds = estimated_seconds(config, plan)
-    reason = (
-        f"compiling saves about {gain:.0%} of a step and takes about {cost:.0f} s; without it the "
-        f"run takes about {seconds:,.0f} s"
-    )
-    return seconds * gain > cost, reason
+    device = PartialState().device
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        number = ".".join(map(str, capability))
+        return capability >= CAPABILITY, f"the GPU has compute capability {number}"
+    bf16 = requested_precision(config.train) != "no"
+    if device.type != "cpu" or not bf16 or bf16_instructions() != MATRIX_UNITS:
+        return False, f"compiling saves little on {device.type} without matrix units for bf16"
+    seconds = cpu_seconds(config, plan)
+    pays = f"compiling pays after {LEAST_CPU_SECONDS:.0f} s"
+    return seconds > LEAST_CPU_SECONDS, f"the run takes about {seconds:,.0f} s, and {pays}"
 
 
-def estimated_seconds(config: Config, plan: Plan) -> float:
-    """Estimate the seconds of the run without compiling, on a GPU or a CPU with matrix units."""
+def cpu_seconds(config: Config, plan: Plan) -> float:
+    """Estimate the seconds of the run without compiling, on a CPU with matrix units."""
     budget = duration("train.budget", config.train.budget)
     if budget:
         return budget
-    device = PartialState().device
     # a model of --code may not work on the device meta
     gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")
-    tokens_per_rank = plan.max_steps * plan.tokens_per_step / plan.world_size
-    flops = tokens_per_rank * gpt.flops_per_token()
-    if device.type == "cpu":
-        return flops / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
-    if requested_precision(config.train) != "no":
-        kind = "bf16"
-    elif config.train.matmul_precision != "highest":
-        kind = "tf32"
-    else:
-        kind = "fp32"
-    peak = peak_flops(device_name(device), kind) or UNKNOWN_PEAK
-    return flops / (GPU_MFU * peak)
+    tokens = plan.max_steps * plan.tokens_per_step / plan.world_size
+    return tokens * gpt.flops_per_token() / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
 
 
 def compiler_error_on_any_machine() -> str | None:

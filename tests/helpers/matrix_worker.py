@@ -140,7 +140,7 @@ def main(engine: str, device: str, tasks: Path) -> None:
     if device == "cpu":
         emulate_fp8()
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    compilation.compiler_error_on_any_machine = lambda: None
+    compilation.compiler_error = lambda device: None
     PartialState.destroy_process_group = lambda self, group=None: None  # for the next task
     witness = Witness()
     before = None

@@ -20,7 +20,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +39,14 @@ from accel_gpt.errors import (
 from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
 from accel_gpt.json_files import Count
 from accel_gpt.runs.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
-from accel_gpt.runs.folder import (
-    RUN_NAME,
-    SAMPLES,
-    RunFolder,
-    run_name,
-    step_name,
-    steps_in,
-)
+from accel_gpt.runs.folder import RUN_NAME, SAMPLES, RunFolder, run_name, step_name, steps_in
 from accel_gpt.runs.state import FORMAT
 
 MANIFEST = "manifest.json"
 RECORDS = "run.zip"
 RECORD_FILES = (RUN_NAME, "run.json", "metrics.jsonl", "metrics.csv")  # the name first
 OWNER = re.compile(r"owner_(\d{8})\.json")
+TRIES = 3  # of a download whose bits flip on the way; assumption
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,17 @@ class Owner:
         return f"owner_{self.launch:08d}.json"
 
 
+@contextlib.contextmanager
+def explained(problem: str) -> Iterator[None]:
+    """Raise any error of a store in the block as a `UserError` that begins with `problem`."""
+    try:
+        yield
+    except AccelGPTError:
+        raise
+    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
+        raise UserError(f"{problem}: {one_line(error)}") from None
+
+
 def copy_checkpoint(
     checkpoint: Path, url: str, keep_last: int, owner: Mapping[str, Any], if_missing: bool = False
 ) -> None:
@@ -81,20 +86,15 @@ def copy_checkpoint(
     complete copy. Raises `UserError` if the store cannot be written, `BusyError` if another launch
     owns it.
     """
-    try:
+    with explained("it cannot be written"):
         store = CopyStore(url)
         store.claim(Owner(**owner))
         step = int(checkpoint.name.removeprefix("step_"))
         copied = store.steps()
         if if_missing and any(store.is_complete(other) for other in copied if other >= step):
             return
-        before = [other for other in copied if other < step]
-        kept = [*before, step][-keep_last:]
+        kept = [*(other for other in copied if other < step), step][-keep_last:]
         store.write(checkpoint, obsolete=[other for other in copied if other not in kept])
-    except BusyError:
-        raise
-    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        raise UserError(one_line(error)) from None
 
 
 class Copies:
@@ -109,7 +109,6 @@ class Copies:
         self.resume = resume  # checkpoint.resume
         self.log = log
         self.before: Owner | None = None  # who owned them when this launch began
-        self.damaged: set[int] = set()  # steps of copies that could not be restored
         self.replaced: dict[Path, bytes | None] = {}  # what this launch wrote, and what was there
 
     @cached_property
@@ -120,56 +119,56 @@ class Copies:
     def open(self) -> None:
         """Restore the newest intact copy if the run has no checkpoint.
 
-        Raises `UserError` if the store cannot be opened or read, if it is a file or lies in
-        `out_dir`, if it holds copies and `resume` is never, or if the copies belong to another run:
-        to one that is training, or to any if `out_dir` holds a run. A run without checkpoints may
-        take the place of a run without copies. Raises `CheckpointError` if all copies are damaged.
-        An object that cannot be read now is not damaged.
+        Raises `UserError` if the store cannot be read, if it is a file or lies in `out_dir`, if it
+        holds copies and `resume` is never, or if the copies belong to another run: to one that is
+        training, or to any if `out_dir` holds a run. A run without checkpoints may take the place
+        of a run without copies. Raises `CheckpointError` if all copies are damaged. An object that
+        cannot be read now is not damaged.
         """
         url = self.url
-        store = self.store
         require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
         require(
             "://" in url or not Path(url).resolve().is_relative_to(self.out_dir.resolve()),
             f"checkpoint.copy_to {url} lies in out_dir {self.out_dir}; set a folder elsewhere",
         )
         run = RunFolder(self.out_dir)
-        own = run.checkpoints
         with explained(f"checkpoint.copy_to {url} cannot be read"):
-            self.before = store.read_owner()
-            steps = store.steps()
+            self.before = self.store.read_owner()
+            steps = self.store.steps()
         if self.before:
-            holds_run = bool(own) or (bool(run.launches) and bool(steps))
+            holds_run = bool(run.checkpoints) or (bool(run.launches) and bool(steps))
             is_other = holds_run and self.before.run not in ("", run.stored_name)
             if is_other or is_training(self.before, self.out_dir):
-                raise UserError(store.owned_by(self.before))
+                raise UserError(self.store.owned_by(self.before))
+        if run.checkpoints:
+            return
         require(
-            not steps or bool(own) or self.resume != "never",
+            not steps or self.resume != "never",
             f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
             "another checkpoint.copy_to, or remove the copies",
         )
-        while not own and (step := self.newest_copy()) is not None:
+        self.restore_newest(self.complete_steps())
+
+    def restore_newest(self, steps: Sequence[int]) -> None:
+        """Restore the newest copy of these steps that is intact, if there are any."""
+        for step in reversed(steps):
             try:
-                store.restore(step, self.out_dir, self.replaced)
+                self.store.restore(step, self.out_dir, self.replaced)
             except CheckpointError as error:
                 self.log(f"WARNING: {error}; falling back to an earlier copy")
-                self.damaged.add(step)
             else:
-                self.log(f"downloaded step {step:,} from {url}")
+                self.log(f"downloaded step {step:,} from {self.url}")
                 return
-        if self.damaged:
+        if steps:
             raise CheckpointError(
-                f"all copies in checkpoint.copy_to {url} are damaged; to start from scratch, set "
-                "another checkpoint.copy_to"
+                f"all copies in checkpoint.copy_to {self.url} are damaged; to start from scratch, "
+                "set another checkpoint.copy_to"
             )
 
-    def newest_copy(self) -> int | None:
-        """Return the step of the newest complete copy that is not known to be damaged."""
+    def complete_steps(self) -> list[int]:
+        """Return the steps of the complete copies, ascending."""
         with explained(f"checkpoint.copy_to {self.url} cannot be read"):
-            for step in reversed(self.store.steps()):
-                if step not in self.damaged and self.store.is_complete(step):
-                    return step
-        return None
+            return [step for step in self.store.steps() if self.store.is_complete(step)]
 
     def claim(self) -> Owner:
         """Make this launch the owner of the copies; return what it wrote.
@@ -184,17 +183,10 @@ class Copies:
             host=os.uname().nodename,
             launch=self.before.launch + 1 if self.before else 1,
         )
+        before = self.before or owner
+        if (before.out_dir, before.host) != (owner.out_dir, owner.host):
+            self.require_no_newer_copy()
         try:
-            before = self.before or owner
-            went_on = (before.out_dir, before.host) != (owner.out_dir, owner.host)
-            copied = self.newest_copy() if went_on else None
-            step = max(RunFolder(self.out_dir).checkpoints, default=0)
-            require(
-                copied is None or copied <= step,
-                f"checkpoint.copy_to {self.url} holds step {copied or 0:,}, but {self.out_dir} has "
-                f"no checkpoint after step {step:,}; remove its checkpoints to resume from the "
-                "copy, or set another checkpoint.copy_to",
-            )
             self.store.claim(owner)
         except AccelGPTError:
             raise
@@ -202,6 +194,17 @@ class Copies:
             self.log(f"WARNING: checkpoint.copy_to {self.url} cannot be written: {one_line(error)}")
         self.replaced = {}
         return owner
+
+    def require_no_newer_copy(self) -> None:
+        """Raise `UserError` if a copy is newer than the newest checkpoint of the run."""
+        step = max(RunFolder(self.out_dir).checkpoints, default=0)
+        copied = max(self.complete_steps(), default=0)
+        require(
+            copied <= step,
+            f"checkpoint.copy_to {self.url} holds step {copied:,}, but {self.out_dir} has no "
+            f"checkpoint after step {step:,}; remove its checkpoints to resume from the copy, or "
+            "set another checkpoint.copy_to",
+        )
 
     def discard_restored(self) -> None:
         """Remove what `open` restored, and write back what it replaced, unless claimed since."""
@@ -218,63 +221,13 @@ class Copies:
 
 def is_training(owner: Owner, out_dir: Path) -> bool:
     """Return whether the launch that owns copies trains in another folder, if it can be seen."""
-    folder = Path(owner.out_dir)
-    run = RunFolder(folder)
-    if not owner.run or run.stored_name != owner.run or folder.samefile(out_dir):
+    run = RunFolder(owner.out_dir)
+    if not owner.run or run.stored_name != owner.run or run.path.samefile(out_dir):
         return False
     return run.in_use
 
 
-@contextlib.contextmanager
-def explained(problem: str) -> Iterator[None]:
-    """Raise any error of a store in the block as a `UserError` that begins with `problem`."""
-    try:
-        yield
-    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        raise UserError(f"{problem}: {one_line(error)}") from None
-
-
-def require_intact(file: Expected) -> None:
-    """Raise `CheckpointError` if a file is missing or altered."""
-    damage = find_damage([file])
-    if damage:
-        raise CheckpointError(str(damage))
-
-
-def pack_records(run: Path, file: Path) -> None:
-    """Write the records of a run to a ZIP file. They may be newer than the checkpoint.
-
-    A launch removes the records after the step that it resumes from.
-    """
-    names = [*RECORD_FILES, *(f"samples/{path.name}" for path in RunFolder(run).samples.values())]
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as records:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a user may have removed one
-                records.writestr(name, (run / name).read_bytes())
-
-
-def unpack_records(file: Path, run: Path, replaced: dict[Path, bytes | None]) -> None:
-    """Write the records in a ZIP file into the folder of a run, and nothing else.
-
-    Notes in `replaced` what each file held before, None for a new one.
-    """
-    (run / "samples").mkdir(exist_ok=True)
-    with zipfile.ZipFile(file) as records:
-        named = [name for name in RECORD_FILES if name in records.namelist()]
-        for name in records.namelist():
-            folder, _, last = name.rpartition("/")
-            if folder == "samples" and SAMPLES.fullmatch(last):
-                named.append(name)
-        for name in named:
-            path = run / name
-            replaced[path] = path.read_bytes() if path.exists() else None
-            write_file(path, [records.read(name)])
-
-
-def write_manifest(folder: Path, files: Mapping[str, SavedFile]) -> None:
-    """Write a manifest of these files."""
-    listed = {name: asdict(file) for name, file in sorted(files.items())}
-    write_json(folder / MANIFEST, {"format": FORMAT, "files": listed})
+# --------------------------------------------------------------------------- the store
 
 
 class CopyStore:
@@ -288,17 +241,14 @@ class CopyStore:
         unchecked = {"config_kwargs": {"response_checksum_validation": "when_required"}}
         options = unchecked if url.startswith(("s3://", "s3a://")) else {}
         store = Store(url if "://" in url else str(Path(url).resolve()), options)
-        system, root = store.system
+        self.system, root = store.system  # of fsspec
+        self.root = root.rstrip("/")
         self.given_url = url
         self.url = store.url
-        self.system = system  # of fsspec
-        self.root = root.rstrip("/")
         # the Hub's buckets have no commits
         self.on_hub = url.startswith("hf://") and not root.startswith("buckets/")
 
-    def path(self, step: int, file: str = "") -> str:
-        """Return the path of a copy, or of a file in it."""
-        return f"{self.root}/{step_name(step)}/{file}".rstrip("/")
+    # ----------------------------------------------------------------------- owners
 
     def read_owner(self) -> Owner | None:
         """Read who owns the copies; None if nobody does.
@@ -320,7 +270,6 @@ class CopyStore:
 
         Of two launches of the same number, the first to write its file owns them.
         """
-        self.create_repository()
         head = self.head()
         before = self.read_owner()
         problem = None
@@ -349,14 +298,11 @@ class CopyStore:
         self.system.makedirs(self.root, exist_ok=True)
         path = f"{self.root}/{owner.file}"
         try:
-            with self.system.open(path, "xb") as file:
-                file.write(content)
-        except (NotImplementedError, ValueError):  # a store that may overwrite it
-            self.system.pipe_file(path, content)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP):
+            self.system.pipe_file(path, content, mode="create")
+        except (NotImplementedError, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.ENOTSUP):
                 raise
-            self.system.pipe_file(path, content)
+            self.system.pipe_file(path, content)  # a store that may overwrite it
 
     def owned_by(self, owner: Owner | None) -> str:
         """Return why a run may not use the copies."""
@@ -366,18 +312,24 @@ class CopyStore:
             "checkpoint.copy_to"
         )
 
-    def steps(self) -> list[int]:
-        """Return the steps of all copies, complete or not, ascending."""
-        return steps_in(self.names())
+    # ----------------------------------------------------------------------- copies
 
     def names(self) -> list[str]:
         """Return the names of the files and folders in the store."""
         self.system.invalidate_cache()
         try:
-            entries = self.system.ls(self.root, detail=True)
+            entries = self.system.ls(self.root, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries]
+        return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
+
+    def steps(self) -> list[int]:
+        """Return the steps of all copies, complete or not, ascending."""
+        return steps_in(self.names())
+
+    def path(self, step: int, file: str = "") -> str:
+        """Return the path of a copy, or of a file in it."""
+        return f"{self.root}/{step_name(step)}/{file}".rstrip("/")
 
     def is_complete(self, step: int) -> bool:
         """Return whether a copy has a manifest."""
@@ -386,37 +338,28 @@ class CopyStore:
     def write(self, checkpoint: Path, obsolete: Sequence[int]) -> None:
         """Copy the files of a checkpoint, its manifest last; remove the copies of other steps."""
         listed = read_manifest(checkpoint)
-        files = {name: checkpoint / name for name in sorted(listed)}
+        files: dict[str, Path | bytes] = {name: checkpoint / name for name in sorted(listed)}
         with tempfile.TemporaryDirectory(prefix=".copy_", dir=checkpoint.parent) as temporary:
             records = Path(temporary, RECORDS)
             pack_records(checkpoint.parent.parent, records)
             record = SavedFile(records.stat().st_size, sha256(records))
             write_manifest(Path(temporary), {**listed, RECORDS: record})
-            files[RECORDS] = records
-            files[MANIFEST] = Path(temporary, MANIFEST)
+            files |= {RECORDS: records, MANIFEST: Path(temporary, MANIFEST)}
             if self.on_hub:
                 named = {f"{checkpoint.name}/{name}": path for name, path in files.items()}
                 self.commit(checkpoint.name, named, obsolete)
-            else:
-                self.put(checkpoint.name, files, obsolete)
-
-    def put(self, copy: str, files: Mapping[str, Path], obsolete: Sequence[int]) -> None:
-        """Write the files of a copy in this order; remove the copies of the `obsolete` steps."""
-        target = f"{self.root}/{copy}"
-        self.system.makedirs(target, exist_ok=True)
-        if self.system.exists(f"{target}/{MANIFEST}"):  # this step was copied and trained again
-            self.system.rm_file(f"{target}/{MANIFEST}")
-        for name, path in files.items():
-            fault_point("copy.file")
-            self.system.put_file(str(path), f"{target}/{name}")
-        for step in obsolete:
-            self.remove(step)
-
-    def remove(self, step: int) -> None:
-        """Remove a copy, its manifest first."""
-        with contextlib.suppress(FileNotFoundError):  # an incomplete copy has none
-            self.system.rm_file(self.path(step, MANIFEST))
-        self.system.rm(self.path(step), recursive=True)
+                return
+            target = f"{self.root}/{checkpoint.name}"
+            self.system.makedirs(target, exist_ok=True)
+            if self.system.exists(f"{target}/{MANIFEST}"):  # this step was trained again
+                self.system.rm_file(f"{target}/{MANIFEST}")
+            for name, path in files.items():
+                fault_point("copy.file")
+                self.system.put_file(str(path), f"{target}/{name}")
+            for step in obsolete:
+                with contextlib.suppress(FileNotFoundError):  # an incomplete copy has no manifest
+                    self.system.rm_file(self.path(step, MANIFEST))
+                self.system.rm(self.path(step), recursive=True)
 
     def restore(self, step: int, run: Path, replaced: dict[Path, bytes | None]) -> None:
         """Download a copy into the folder of a run: the checkpoint, and the records.
@@ -428,11 +371,7 @@ class CopyStore:
         temporary = folder / f".tmp_{step_name(step)}"
         temporary.mkdir(parents=True, exist_ok=True)
         try:
-            self.download(step, temporary / MANIFEST, check=lambda: read_manifest(temporary))
-            for name, saved in read_manifest(temporary).items():
-                file = Expected(temporary / name, saved.size, saved.sha256)
-                self.download(step, file.path, check=partial(require_intact, file))
-            verify_checkpoint(temporary)
+            self.download(step, temporary)
             listed = dict(read_manifest(temporary))
             if listed.pop(RECORDS, None):  # a checkpoint that a user put there has none
                 unpack_records(temporary / RECORDS, run, replaced)
@@ -447,54 +386,46 @@ class CopyStore:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def download(self, step: int, file: Path, check: Callable[[], object]) -> None:
-        """Download an object of a copy, again if `check` raises `CheckpointError`.
-
-        Raises `UserError` if the object cannot be downloaded now.
-        """
-        source = self.path(step, file.name)
-        for is_last_try in (False, False, True):  # bits may flip on the way
+    def download(self, step: int, to: Path) -> None:
+        """Download the files of a copy; those that arrive damaged once more, see `TRIES`."""
+        for tries_left in reversed(range(TRIES)):
             try:
-                self.system.get_file(source, str(file))
-                sync(file)
-            except FileNotFoundError:
-                file.unlink(missing_ok=True)  # `check` tells it
-            except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-                address = f"{self.url}/{step_name(step)}/{file.name}"
-                raise UserError(f"{address} cannot be downloaded: {one_line(error)}") from None
-            try:
-                check()
+                self.download_file(step, to / MANIFEST)
+                for name, saved in read_manifest(to).items():
+                    if find_damage([Expected(to / name, saved.size, saved.sha256)]):
+                        self.download_file(step, to / name)
+                verify_checkpoint(to)
                 return
             except CheckpointError:
-                if is_last_try:
+                if not tries_left:
                     raise
+
+    def download_file(self, step: int, file: Path) -> None:
+        """Download an object of a copy if it exists; raise `UserError` if it cannot be read now."""
+        address = f"{self.url}/{step_name(step)}/{file.name}"
+        with explained(f"{address} cannot be downloaded"):
+            try:
+                self.system.get_file(self.path(step, file.name), str(file))
+                sync(file)
+            except FileNotFoundError:
+                file.unlink(missing_ok=True)
 
     # ----------------------------------------------------------------------- on the Hub
 
-    def create_repository(self) -> None:
-        """Create the store's private repository if it is on the Hub and does not exist."""
-        from huggingface_hub import HfApi
-
-        if not self.on_hub:
-            return
-        prefix, _, rest = self.root.partition("/")
-        repo_type = prefix.removesuffix("s") if prefix in ("datasets", "spaces") else None
-        owner, name = (rest if repo_type else self.root).split("/")[:2]
-        repo = f"{owner}/{name.partition('@')[0]}"
-        HfApi().create_repo(repo, repo_type=repo_type, private=True, exist_ok=True)
-
     def head(self) -> str | None:
-        """Return the last commit of the store's repository; None if it is not on the Hub."""
-        from huggingface_hub import HfApi
+        """Return the last commit of the store's repository; None if it is not on the Hub.
+
+        Creates a private repository if there is none.
+        """
+        from huggingface_hub import HfApi, RepoUrl
 
         if not self.on_hub:
             return None
+        url = RepoUrl(self.given_url)
+        HfApi().create_repo(url.repo_id, repo_type=url.repo_type, private=True, exist_ok=True)
         self.system.invalidate_cache()
-        target = self.system.resolve_path(self.root)
-        info = HfApi().repo_info(
-            target.repo_id, repo_type=target.repo_type, revision=target.revision
-        )
-        return info.sha
+        revision = self.system.resolve_path(self.root).revision
+        return HfApi().repo_info(url.repo_id, repo_type=url.repo_type, revision=revision).sha
 
     def commit(
         self,
@@ -525,3 +456,39 @@ class CopyStore:
             revision=target.revision,
             parent_commit=parent,
         )
+
+
+# --------------------------------------------------------------------------- records
+
+
+def pack_records(run: Path, file: Path) -> None:
+    """Write the records of a run to a ZIP file. They may be newer than the checkpoint.
+
+    A launch removes the records after the step that it resumes from.
+    """
+    names = [*RECORD_FILES, *(f"samples/{path.name}" for path in RunFolder(run).samples.values())]
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as records:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a user may have removed one
+                records.writestr(name, (run / name).read_bytes())
+
+
+def unpack_records(file: Path, run: Path, replaced: dict[Path, bytes | None]) -> None:
+    """Write the records in a ZIP file into the folder of a run, and nothing else.
+
+    Notes in `replaced` what each file held before, None for a new one.
+    """
+    (run / "samples").mkdir(exist_ok=True)
+    with zipfile.ZipFile(file) as records:
+        for name in records.namelist():
+            folder, _, last = name.rpartition("/")
+            if name in RECORD_FILES or (folder == "samples" and SAMPLES.fullmatch(last)):
+                path = run / name
+                replaced[path] = path.read_bytes() if path.exists() else None
+                write_file(path, [records.read(name)])
+
+
+def write_manifest(folder: Path, files: Mapping[str, SavedFile]) -> None:
+    """Write a manifest of these files."""
+    listed = {name: asdict(file) for name, file in sorted(files.items())}
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": listed})

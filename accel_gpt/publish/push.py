@@ -2,8 +2,8 @@
 
     accel-gpt push RUN --repo user/name
 
-A repository holds the exported model, README.md and loss.png, metrics.csv, metrics.jsonl and
-tensorboard/. Each push is one commit with a tag step-N.
+A repository holds the exported model, README.md and loss.png, metrics.jsonl and tensorboard/. Each
+push is one commit with a tag step-N.
 """
 
 import tempfile
@@ -16,9 +16,11 @@ from typing import TypeVar
 
 from accel_gpt.hub import UnreachableError, hub_errors
 from accel_gpt.publish.model_card import write_card
-from accel_gpt.publish.redaction import write_logs
+from accel_gpt.publish.redaction import public_events, public_records
 from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.runs.folder import RunFolder
+from accel_gpt.training.event_file import NAME
+from accel_gpt.training.metrics import as_jsonl
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.load import check_exportable, load_exportable
 from accel_gpt.transformers_io.pretrained import Pretrained
@@ -52,16 +54,19 @@ def push(
     the tag of this step. Raises `UserError` if the Hub rejects the push or cannot be reached;
     `CheckpointError` if the checkpoint is damaged, or if transformers computes other values.
     """
+    from huggingface_hub import HfApi
+
     path = find_checkpoint(Path(run), checkpoint)
     verify_checkpoint(path)
     pretrained = Pretrained(run, path, is_checkpoint=True)
     check_exportable(pretrained)
     step = read_state(path).step
-    with_retries(partial(create_repo, repo, private), repo)  # the Hub may reject it
-    if if_missing:
-        known = with_retries(partial(find_step, repo, step), repo)
-        if known is not None:
-            return step, known
+    api = HfApi()
+    # the Hub may reject it, before the export takes minutes
+    with_retries(partial(api.create_repo, repo, private=private, exist_ok=True), repo)
+    address = f"{api.endpoint}/{repo}/tree/{tag_of(step)}"
+    if if_missing and tag_of(step) in with_retries(partial(tags_of, repo), repo):
+        return step, address
     with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
         folder = Path(temporary) / "upload"
         folder.mkdir()
@@ -70,10 +75,10 @@ def push(
         del model
         run_folder = RunFolder(path.resolve().parents[1])
         write_card(
-            run_folder,
-            path,
-            tokenizer,
-            folder,
+            run=run_folder,
+            checkpoint=path,
+            tokenizer=tokenizer,
+            folder=folder,
             repo=repo,
             model_class=exported.model_class,
             dtype=dtype,
@@ -81,8 +86,17 @@ def push(
             language=language,
         )
         write_logs(run_folder, folder)
-        url = with_retries(partial(upload, folder, repo, step), repo)
-    return step, url
+        with_retries(partial(upload, folder, repo, step), repo)
+    return step, address
+
+
+def write_logs(run: RunFolder, to: Path) -> None:
+    """Write metrics.jsonl and TensorBoard events of what is public in a run."""
+    records = public_records(run)
+    if records:
+        (to / "metrics.jsonl").write_bytes(as_jsonl(records))
+        (to / "tensorboard").mkdir()
+        (to / "tensorboard" / NAME.format(0)).write_bytes(public_events(run))
 
 
 def with_retries(call: Callable[[], T], repo: str) -> T:
@@ -97,44 +111,38 @@ def with_retries(call: Callable[[], T], repo: str) -> T:
         return call()
 
 
-def create_repo(repo: str, private: bool) -> None:
-    """Create the repository, unless it exists."""
+def tag_of(step: int) -> str:
+    """Return the tag of a push."""
+    return f"step-{step}"
+
+
+def tags_of(repo: str) -> dict[str, str]:
+    """Return the tags of a repository, each with its commit."""
     from huggingface_hub import HfApi
 
-    HfApi().create_repo(repo, private=private, exist_ok=True)
+    return {ref.name: ref.target_commit for ref in HfApi().list_repo_refs(repo).tags}
 
 
-def find_step(repo: str, step: int) -> str | None:
-    """Return the address of an earlier push of a step, if there is one."""
-    from huggingface_hub import HfApi
+def upload(folder: Path, repo: str, step: int) -> None:
+    """Commit the files of `folder` with the tag of the step.
 
-    api = HfApi()
-    tags = [ref.name for ref in api.list_repo_refs(repo).tags]
-    return f"{api.endpoint}/{repo}/tree/step-{step}" if f"step-{step}" in tags else None
-
-
-def upload(folder: Path, repo: str, step: int) -> str:
-    """Commit the files of `folder` with the tag of the step; return their address.
-
-    One commit holds all files; `upload_folder` may make several. Unchanged files are not sent
-    again. Files of an earlier push that this one lacks, such as shards of the weights, are removed.
+    One commit holds all files; `upload_folder` makes a commit after five minutes, when the Hub
+    would have weights of one step and a config of another. Unchanged files are not sent again.
+    Files of an earlier push that this one lacks, such as shards of the weights, are removed.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    (folder / "config.json").stat()  # raises an error: a missing folder must delete nothing
-    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     api = HfApi()
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    assert "config.json" in files  # a missing folder must delete nothing
     operations: list[CommitOperationAdd | CommitOperationDelete] = []
     for name, path in sorted(files.items()):
         operations.append(CommitOperationAdd(name, path))
-    for name in sorted(api.list_repo_files(repo)):
-        replaced = any(fnmatch(name, pattern) for pattern in REPLACED)
-        if replaced and name not in files:
+    for name in sorted(set(api.list_repo_files(repo)) - files.keys()):
+        if any(fnmatch(name, pattern) for pattern in REPLACED):
             operations.append(CommitOperationDelete(name))
     commit = api.create_commit(repo, operations, commit_message=f"step {step:,}")
-    tag = f"step-{step}"
-    tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo).tags}
-    if tag in tags and tags[tag] != commit.oid:
+    tag = tag_of(step)
+    if tags_of(repo).get(tag, commit.oid) != commit.oid:
         api.delete_tag(repo, tag=tag)
     api.create_tag(repo, tag=tag, revision=commit.oid, exist_ok=True)
-    return f"{api.endpoint}/{repo}/tree/{tag}"

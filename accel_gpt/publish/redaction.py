@@ -2,32 +2,23 @@
 
 Numbers and switches are shown as they are. Of a path, URL or id only the last part is shown, or
 `data` if that may name a host, a bucket or a person. Any other text of a config is shown only if it
-is one of the choices that its option lists. Versions, device, commit and samples are public.
-
-Writes metrics.jsonl, metrics.csv and tensorboard/.
+is one of the choices that its option lists. Device, commit and samples are public.
 """
 
 import hashlib
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
 from accel_gpt.config.parse import alternatives
 from accel_gpt.config.values import leaves
-from accel_gpt.launch.machine import PACKAGES
 from accel_gpt.runs.folder import RunFolder, number
 from accel_gpt.training.event_file import as_records, event_of_values, first_event
-from accel_gpt.training.metrics import as_csv, as_jsonl
 
 METRIC = re.compile(r"(step|tokens|time|(?:train|data|perf|eval)/\w{1,60})(?:/(.+))?")
 HOMES = ("home", "users")  # folders whose children are named for people
-EVENTS = "events.out.tfevents.0000000000.accel_gpt"
-
-
-# --------------------------------------------------------------------------- values
 
 
 def public_name(path: str) -> str:
@@ -75,11 +66,6 @@ def is_harmless(key: str, value: Any) -> bool:
     return any(value in choices for choices in listed)
 
 
-def public_versions(versions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the versions of Python and of the packages that a run records, and the commit."""
-    return {name: versions[name] for name in ("python", *PACKAGES, "commit") if name in versions}
-
-
 def public_records(run: RunFolder) -> list[dict[str, Any]]:
     """Return the numbers in metrics.jsonl, sources of a mixture by public names."""
     records = []
@@ -94,26 +80,13 @@ def public_records(run: RunFolder) -> list[dict[str, Any]]:
     return records
 
 
-# --------------------------------------------------------------------------- files
+def public_events(run: RunFolder) -> bytes:
+    """Return the numbers of `public_records` as a file of TensorBoard.
 
-
-def write_logs(run: RunFolder, to: Path) -> None:
-    """Write metrics.jsonl, metrics.csv and TensorBoard events of what is public in a run."""
-    records = public_records(run)
-    if not records:
-        return
-    (to / "metrics.jsonl").write_bytes(as_jsonl(records))
-    (to / "metrics.csv").write_bytes(as_csv(run.csv_records()))
-    (to / "tensorboard").mkdir()
-    write_events(run, records, to / "tensorboard" / EVENTS)
-
-
-def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> None:
-    """Write a file of TensorBoard events: the metrics in `records`, and the samples of a run.
-
-    The run's own files of events are not copied: they hold its config. The last event gets the time
-    at which metrics.jsonl was last changed.
+    The run's own files are not copied: they hold its config. The last event gets the time at which
+    metrics.jsonl was last changed.
     """
+    records = public_records(run)
     seconds = [number(record.get("time") or 0.0) for record in records]
     start = (run.path / "metrics.jsonl").stat().st_mtime - max(seconds)
     events = [first_event(start)]
@@ -122,8 +95,4 @@ def write_events(run: RunFolder, records: list[dict[str, Any]], path: Path) -> N
             key: number(value) for key, value in record.items() if "/" in key and value is not None
         }
         events.append(event_of_values(values, int(record["step"]), start + time))
-    for step in run.samples:
-        texts = enumerate(run.sample_texts(step), start=1)
-        shown = "\n\n".join(f"--- sample {index}\n{sample}" for index, sample in texts)
-        events.append(event_of_values({"samples": shown}, step, start))
-    path.write_bytes(as_records(events))
+    return as_records(events)

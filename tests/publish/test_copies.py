@@ -191,7 +191,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     shutil.rmtree(tmp_path / "run")
     assert launch(own) == 0
     said = capsys.readouterr().err
-    assert f"WARNING: {file} was altered: it has " in said
+    assert f"WARNING: checkpoint file {file} was altered: it has " in said
     assert "; falling back to an earlier copy" in said
     assert "downloaded step 4 from" in said
     verify_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
@@ -240,7 +240,7 @@ def test_a_copy_on_s3_with_a_flipped_bit_is_passed_over(
         bucket.heal()
         said = capsys.readouterr().err
         assert f"downloaded step {wanted} from s3://bucket/run" in said
-        told = f"WARNING: s3://bucket/{model} was altered: its SHA-256" in said
+        told = f"WARNING: checkpoint file s3://bucket/{model} was altered: its SHA-256" in said
         assert told == (wanted == 8)
         assert_same_weights(weights(tmp_path / "run"), whole)
 
@@ -332,7 +332,7 @@ def test_a_launch_whose_run_went_on_elsewhere_copies_no_more(
     old = start_uploads(tmp_path / "run", place)
     new = start_uploads(tmp_path / "new", place)
     for copies, step in ((new, 4), (old, 2)):
-        copies.on_checkpoint(saved(copies.folder.parent, step))
+        copies.on_checkpoint(saved(copies.run, step))
         copies.finish(lambda: False)
     assert steps(place) == ["step_00000004"]
     said = capsys.readouterr()
@@ -466,7 +466,7 @@ def test_the_newest_copies_are_kept_and_none_of_later_steps(place: str, tmp_path
     copies = start_uploads(tmp_path / "run", place)
     for step, expected in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (2, [2]), (4, [2, 4])):
         copies.on_checkpoint(saved(tmp_path / "run", step))
-        until(lambda: not copies.missing)
+        until(lambda: not copies.due())
         assert [int(name[5:]) for name in steps(place)] == expected
     copies.finish(lambda: False)
 

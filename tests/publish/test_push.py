@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -64,7 +63,6 @@ def push(run: Path, *options: str) -> int:
 def test_a_push_holds_everything_and_a_later_one_sends_what_changed_or_nothing(
     run: Path,
     hub: HubServer,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert push(run, "--private", "--license", "mit") == 0
@@ -73,7 +71,7 @@ def test_a_push_holds_everything_and_a_later_one_sends_what_changed_or_nothing(
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "loss.png"} <= set(
         files
     )
-    assert {"metrics.jsonl", "metrics.csv"} <= set(files)
+    assert "metrics.jsonl" in files
     assert any(name.startswith("tensorboard/") for name in files)
     assert b"license: mit\n" in files["README.md"]
     assert hub.repos[REPO].private
@@ -88,17 +86,6 @@ def test_a_push_holds_everything_and_a_later_one_sends_what_changed_or_nothing(
     assert hub.commits(REPO) == commits
     assert accel_gpt.Run(run).push_to_hub(REPO, license="mit") == f"{hub.url}/{REPO}/tree/step-8"
     assert not list((run / "checkpoints").glob(".push_*"))
-
-    plain = pushing.upload
-
-    def late(*arguments: Any) -> str:
-        for folder in (run / "checkpoints").glob(".push_*"):
-            shutil.rmtree(folder)
-        return plain(*arguments)
-
-    monkeypatch.setattr(pushing, "upload", late)  # the files vanish before it lists them
-    assert push(run, "--checkpoint", "4") == 2
-    assert (hub.files(REPO), hub.tags(REPO).keys()) == (files, {"step-8"})
 
 
 @pytest.mark.slow

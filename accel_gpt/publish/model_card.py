@@ -214,14 +214,14 @@ def hub_id(name: str) -> str | None:
 def hub_datasets(config: Mapping[str, Any]) -> list[str]:
     """Return the Hub ids of the data sets that a run was trained on: its text, or its shards."""
     names = [config.get("data.prepare.source"), config.get("data.prepare.dataset")]
-    for path in train_paths(config):
+    for path in recorded_paths(config):
         if path.startswith("hf://datasets/"):
             names.append("/".join(path.removeprefix("hf://datasets/").split("/")[:2]))
     found = (hub_id(str(name or "").partition("?")[0]) for name in names)
     return list(dict.fromkeys(filter(None, found)))
 
 
-def train_paths(config: Mapping[str, Any]) -> list[str]:
+def recorded_paths(config: Mapping[str, Any]) -> list[str]:
     """Return the folders and URLs of `data.train`."""
     train = config.get("data.train")
     paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
@@ -232,7 +232,7 @@ def source_names(state: TrainState) -> list[str]:
     """Return the public names of the data sources; those of a mixture with their shares."""
     sources = state.data_sources
     if len(sources) < 2:
-        return [public_name(path) for path in train_paths(state.config)]
+        return [public_name(path) for path in recorded_paths(state.config)]
     total = sum(source.weight for source in sources)
     return [f"{public_source(one.name)} ({one.weight / total:.1%})" for one in sources]
 

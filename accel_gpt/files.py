@@ -25,7 +25,6 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,17 +127,6 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         raise MachineError(f"{error} Set HOME or XDG_CACHE_HOME.") from None
     return home / "accel_gpt"
-
-
-def why_not_written(folder: Path, size: int) -> str:
-    """Return why the operating system does not write a file of `size` bytes; "" if it does."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, max(size, 1))
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def free_bytes(folder: Path) -> int:

@@ -63,7 +63,7 @@ class SeriesRun:
         self.config = out / f"{safe}.yaml"
         self.own = config.own
         folder = RunFolder(self.folder)
-        before = folder.read_config()
+        before = folder.config
         changed = recipe_differences(with_earlier_length(config, self.folder), before)
         train = to_flat(config)["data.train"]
         prepared_for_series = train == str(out / "data")

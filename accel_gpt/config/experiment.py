@@ -398,7 +398,7 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     last_retry: str | None = option(
         "10m",
         "Time for which the last save of a launch is tried again if it fails, as on a full disk. "
-        "null: a few seconds.",
+        "null: never.",
     )
     copy_to: str | None = option(
         None,

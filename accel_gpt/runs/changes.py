@@ -3,7 +3,7 @@
 Each option says whether it may change between launches: see `Option.resume`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from accel_gpt.config.compare import (
     resume_kind,
 )
 from accel_gpt.config.costs import Budget
-from accel_gpt.config.experiment import Config, ScheduleConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import LENGTH_KEYS, make_plan
-from accel_gpt.config.values import build, of_section, relocated, to_flat
+from accel_gpt.config.values import relocated, to_flat
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.json_files import unknown_key_message
@@ -26,6 +26,8 @@ from accel_gpt.launcher import world_size
 from accel_gpt.optim.groups import fraction_at
 from accel_gpt.runs.folder import RunFolder
 from accel_gpt.runs.state import TrainState
+
+WAY_OUT = "set another out_dir, or accept it with"
 
 
 def check_same_run(
@@ -37,28 +39,35 @@ def check_same_run(
     Raises `NewerFormatError` if the checkpoint has an option that this version does not know.
     """
     check_known_options(path / "trainer_state.json", saved.config, "config.")
-    changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
-    kinds = {key: resume_kind(key, saved.config, now.config) for key in changes}
-    rejected = {}
-    for key, change in changes.items():
-        if kinds[key] == "refuse" or not is_allowed(key, allowed):
-            rejected[key] = change
-    if code_of(saved) != code_of(now) and "code" not in allowed:
-        rejected["code"] = (saved.code, now.code)
-        kinds["code"] = "ask"
-    if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        rejected["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
-        kinds["tokenizer"] = "refuse"
+    changes = run_changes(saved, now)
+    refused = [key for key in changes if resume_kind_of(key, saved.config, now.config) == "refuse"]
+    rejected = {
+        key: change
+        for key, change in changes.items()
+        if key in refused or not is_allowed(key, allowed)
+    }
     if not rejected:
         return
-    old_values = "the old value" if len(rejected) == 1 else "the old values"
     problem = f"{path} was made with another config: {format_changes(rejected)}"
-    if saved.code and not now.code:
-        problem += f" (add --code {saved.code.file})"
-    if any(kinds[key] == "refuse" for key in rejected):
-        raise CheckpointError(f"{problem}; restore {old_values}, or set another out_dir")
-    hint = allow_hint([key.partition("[")[0] for key in rejected])
-    raise UserError(f"{problem}; restore {old_values}, set another out_dir{hint}")
+    if refused:
+        raise CheckpointError(f"{problem}; set another out_dir")
+    raise UserError(f"{problem}; {WAY_OUT} {allowing(rejected)}")
+
+
+def run_changes(saved: TrainState, now: TrainState) -> Differences:
+    """Return what differs between a checkpoint and a run: options, data, code and tokenizer."""
+    changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
+    if code_of(saved) != code_of(now):
+        changes["code"] = (saved.code, now.code)
+    if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
+        changes["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
+    return changes
+
+
+def resume_kind_of(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return `ask` or `refuse` for a key of `run_changes`."""
+    kinds = {"code": "ask", "tokenizer": "refuse"}
+    return kinds.get(key) or resume_kind(key, before, now)
 
 
 def is_allowed(key: str, allowed: tuple[str, ...]) -> bool:
@@ -75,22 +84,14 @@ def code_of(state: TrainState) -> str:
 def check_same_config(config: Config, allowed: tuple[str, ...]) -> None:
     """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint."""
     run = RunFolder(config.out_dir)
-    before = run.read_config()
-    check_known_options(run.path / "config.yaml", before)
-    now = to_flat(config)
-    changes = config_changes(before, now) if before else {}
-    rejected = {}
-    for key, change in changes.items():
-        if key not in allowed:
-            rejected[key] = change
-    if not rejected:
-        return
-    another_run = any(resume_kind(key, before, now) == "refuse" for key in rejected)
-    hint = "" if another_run else allow_hint(list(rejected))
-    raise UserError(
-        f"out_dir {config.out_dir} holds a run with another config: {format_changes(rejected)}; "
-        f"set another out_dir{hint}"
-    )
+    check_known_options(run.path / "config.yaml", run.config)
+    changes = config_changes(run.config, to_flat(config)) if run.config else {}
+    rejected = {key: change for key, change in changes.items() if not is_allowed(key, allowed)}
+    if rejected:
+        raise UserError(
+            f"out_dir {config.out_dir} holds a run with another config: "
+            f"{format_changes(rejected)}; {WAY_OUT} {allowing(rejected)}"
+        )
 
 
 def check_known_options(file: Path, saved: Mapping[str, Any], prefix: str = "") -> None:
@@ -134,10 +135,10 @@ def or_null(value: Any) -> Any:
     return "null" if value is None else value
 
 
-def allow_hint(keys: list[str]) -> str:
-    """Return the end of an error message: how to accept changes of these options."""
-    options = [f"--checkpoint.allow_change {key}" for key in dict.fromkeys(keys)]
-    return f", or accept it with {' '.join(options)}" if options else ""
+def allowing(keys: Iterable[str]) -> str:
+    """Return the options that allow changes of these keys."""
+    names = dict.fromkeys(key.partition("[")[0] for key in keys)
+    return " ".join(f"--checkpoint.allow_change {name}" for name in names)
 
 
 # --------------------------------------------------------------------------- length and rates
@@ -173,45 +174,8 @@ def budget_keys(budget: Budget | None, step: int) -> tuple[str, ...]:
     return (*LENGTH_KEYS, "schedule.decay_steps", "schedule.decay_share")
 
 
-def allowed_changes(config: Config, saved: TrainState, now: TrainState) -> Iterator[str]:
-    """Yield a line for each allowed change, and one if the learning rate jumps at the resume."""
-    for key, (was, new) in config_changes(saved.config, now.config).items():
-        yield f"from step {saved.step:,} on {key} is {or_null(new)}; it was {or_null(was)}"
-    if code_of(saved) != code_of(now):
-        old_code = or_null(saved.code)
-        yield f"from step {saved.step:,} on code is {or_null(now.code)}; it was {old_code}"
-    plan = make_plan(config, world_size())
-    try:
-        before = with_schedule_of(saved, config)
-        rate_before = rate_at(saved.step - 1, before)
-    except UserError:  # the saved length does not fit the new schedule
-        return
-    if rate_before != rate_at(saved.step - 1, config) and 0 < saved.step < plan.max_steps:
-        following = rate_at(saved.step, config)
-        verb = "rises" if following > rate_before else "goes"
-        yield (
-            f"the learning rate {verb} from {rate_before:.2e} in step {saved.step:,} to "
-            f"{following:.2e} in step {saved.step + 1:,}"
-        )
-
-
-def rate_at(step: int, config: Config) -> float:
-    """Return the learning rate of the update that follows `step` completed updates."""
-    return config.optim.lr * fraction_at(step, config, make_plan(config, world_size()))
-
-
 def with_length_of(saved: TrainState, config: Config) -> Config:
     """Return `config` with the run's length from a checkpoint."""
     steps = saved.config.get("train.max_steps")
     tokens = saved.config.get("train.max_tokens")
     return replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
-
-
-def with_schedule_of(saved: TrainState, config: Config) -> Config:
-    """Return `config` with the run's length and learning rates from a checkpoint."""
-    known = to_flat(Config()) | saved.config
-    return replace(
-        with_length_of(saved, config),
-        optim=replace(config.optim, lr=known["optim.lr"]),
-        schedule=build(ScheduleConfig, of_section("schedule", known)),
-    )

@@ -34,14 +34,13 @@ from accel_gpt.errors import (
     CheckpointError,
     NewerFormatError,
     UserError,
-    did_you_mean,
     require,
 )
-from accel_gpt.files import describe_path, did_you_mean_folder, sha256, strict_json, write_file
+from accel_gpt.files import strict_json, write_file
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
 from accel_gpt.launcher import is_main
 from accel_gpt.own_code import OwnCode
-from accel_gpt.runs.folder import CHECKPOINT, CODE, RUN_MARKS, RunFolder, number, step_name
+from accel_gpt.runs.folder import CHECKPOINT, RunFolder, number
 from accel_gpt.runs.state import FORMAT, TrainState
 
 T = TypeVar("T")
@@ -67,41 +66,28 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoint(path: Path, which: str = "last") -> Path:
     """Return the folder of a checkpoint: `path` itself, or a checkpoint of the run at `path`.
 
-    `which`: last, best or a step. Raises `UserError` with the nearest name if there is no such
-    checkpoint.
+    `which`: last, best or a step. Raises `UserError` if there is no such checkpoint.
     """
     if is_checkpoint(path):
         require_no_choice(path, which)
         return path
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder; expected a run or a checkpoint")
     run = RunFolder(path)
     found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
-    if not path.is_dir():
-        advice = did_you_mean_folder(path, RUN_MARKS, "name the folder of a run or of a checkpoint")
-        raise UserError(f"{path} {describe_path(path)}; {advice}")
-    require(bool(found), f"{path} holds no checkpoint; name the folder of a run with checkpoints")
-    if which == "last":
-        return found[max(found)]
-    wanted = run.best if which == "best" else which
-    step = int(wanted) if re.fullmatch("[0-9]{1,18}", wanted) else -1
-    if step not in found:
-        names = {folder.name: str(one) for one, folder in found.items()}
-        names |= {f"step_{one}": str(one) for one in found}
-        if which != "best":
-            names |= dict.fromkeys(("last", "latest", "newest", "final"), "last")
-            names["best"] = "best"
-        expected = f"expected last or {', '.join(map(str, found))}"
-        near = did_you_mean(which.lower(), names, expected, shown=names)
-        raise UserError(f"{path} has no checkpoint {which!r}; {near}")
-    return found[step]
+    if not found:
+        raise UserError(f"{path} holds no checkpoint")
+    named = {"last": str(max(found)), "best": run.best}.get(which, which)
+    for step, folder in found.items():
+        if named == str(step):
+            return folder
+    expected = ", ".join(["last", "best", *map(str, found)])
+    raise UserError(f"{path} has no checkpoint {which!r}; expected one of {expected}")
 
 
 def require_no_choice(path: str | Path, which: str) -> None:
     """Raise `UserError` if a checkpoint is chosen in a model that is not a run."""
-    require(
-        which == "last",
-        f"--checkpoint is {which}, but {path} is a single model; leave --checkpoint out, or give "
-        "the folder of the run",
-    )
+    require(which == "last", f"--checkpoint is {which}, but {path} is a single model, not a run")
 
 
 # --------------------------------------------------------------------------- verify
@@ -198,39 +184,7 @@ def check_step(path: Path) -> None:
         return
     step = read_state(path).step
     if step != int(named[1]):
-        raise CheckpointError(
-            f"checkpoint {path} holds step {step:,}, not the step in its name; rename it to "
-            f"{step_name(step)} if it belongs to this run"
-        )
-
-
-def intact_hint(path: Path) -> str:
-    """Return the end of an error message: the newest intact checkpoint before `path` in its run.
-
-    Returns "" if there is none.
-    """
-    named = CHECKPOINT.fullmatch(path.name)
-    if not named or path.parent.name != "checkpoints":
-        return ""
-    others = RunFolder(path.parent.parent).checkpoints
-    earlier = [step for step in others if step < int(named[1])]
-    for step in reversed(earlier):
-        with contextlib.suppress(AccelGPTError):
-            verify_checkpoint(others[step], model_only=True)
-            return f"; step {step:,} of the run is intact; set --checkpoint {step}"
-    return ""
-
-
-def check_format(path: Path, content: dict[str, Any]) -> None:
-    """Raise an error unless this version can read the `format` of a checkpoint's JSON file."""
-    found = content.get("format")
-    if isinstance(found, int) and found > FORMAT:
-        raise NewerFormatError(
-            f"checkpoint {path} has format {found} but this version reads only {FORMAT}; update "
-            "accel_gpt"
-        )
-    if found != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has an unknown format: {found!r}")
+        raise CheckpointError(f"checkpoint {path} holds step {step:,}, not the step in its name")
 
 
 def set_aside(path: Path) -> None:
@@ -255,7 +209,11 @@ def read_saved(kind: type[T], path: Path) -> T:
     Raises `CheckpointError` if it is damaged, `NewerFormatError` if a later version wrote it.
     """
     content = read_json_object(path, CheckpointError)
-    check_format(path.parent, content)
+    written = content.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        raise NewerFormatError(f"{path} has format {written}, but this version reads only {FORMAT}")
+    if written != FORMAT:
+        raise CheckpointError(f"{path} has an unknown format: {written!r}")
     return convert_json(kind, content, path, CheckpointError, newer=NewerFormatError)
 
 
@@ -286,16 +244,9 @@ def read_evaluated(path: Path) -> TrainState:
 def check_code(path: Path, own: OwnCode, needed: Collection[str]) -> None:
     """Raise `UserError` if a checkpoint was made with a `needed` function that `own` lacks."""
     used = read_state(path).code
-    if used is None:
-        return
     for name in sorted(needed):
-        if name in used.functions and getattr(own, name) is None:
-            copy = path.parent.parent / CODE
-            is_copy = copy.is_file() and sha256(copy) == used.sha256
-            where = f" (its copy is {copy}; read it first)" if is_copy else ""
-            raise UserError(
-                f"{path} was made with {name}() of {used.file}{where}; add --code {used.file}"
-            )
+        if used and name in used.functions and getattr(own, name) is None:
+            raise UserError(f"{path} was made with {name}() of {used.file}; add --code {used.file}")
 
 
 def warn_of_other_code(path: Path, own: OwnCode) -> None:

@@ -33,7 +33,7 @@ from typing import Any, TextIO
 
 from accel_gpt.config.values import relocate, to_flat
 from accel_gpt.console import MACHINE_ERRORS
-from accel_gpt.errors import AccelGPTError, BusyError, UserError
+from accel_gpt.errors import BusyError, UserError
 from accel_gpt.files import (
     is_at,
     is_locked,
@@ -49,7 +49,7 @@ RUN_MARKS = ("checkpoints", "run.json", "metrics.jsonl", "manifest.json", "confi
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 CODE = "code.py"
 RUN_NAME = "run_name"
-BLOCK_BYTES = 2**16  # read at once from the end of a file; a record takes about 500 bytes
+END_BYTES = 2**16  # of metrics.jsonl that are read for its last record, which takes about 500
 
 
 @dataclass(frozen=True)
@@ -85,30 +85,17 @@ class RunFolder:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    def read_config(self) -> dict[str, Any]:
-        """Read config.yaml by dotted keys, with paths for the run's present folder.
-
-        Returns {} if the file is missing. Raises `UserError` if it cannot be read.
-        """
-        file = self.path / "config.yaml"
-        if not file.exists():
-            return {}
-        try:
-            content = load_yaml(file.read_text(encoding="utf-8"))
-            if not isinstance(content, Mapping | None):
-                raise ValueError("it is not a config")
-            return to_flat(relocate(content or {}, str(self.path)))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(
-                f"{file} cannot be read ({error}); remove the file, or set another out_dir"
-            ) from None
-
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Read config.yaml by dotted keys; {} if it is missing or cannot be read."""
-        with contextlib.suppress(AccelGPTError):
-            return self.read_config()
-        return {}
+        """Read config.yaml by dotted keys, with paths for the run's present folder.
+
+        {} if the file is missing or cannot be read.
+        """
+        try:
+            content = load_yaml((self.path / "config.yaml").read_text(encoding="utf-8"))
+            return to_flat(relocate(content, str(self.path)))
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records of metrics.jsonl that have a numeric `step`, in the file's order.
@@ -129,9 +116,10 @@ class RunFolder:
     @property
     def step(self) -> int:
         """Return the step of the last record; 0 if there is none. Reads only the file's end."""
-        for line in whole_lines_from_end(self.path / "metrics.jsonl"):
-            record = parse_metrics_line(line)
-            if record:
+        with contextlib.suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - END_BYTES, 0))
+            *lines, _ = file.read().split(b"\n")
+            for record in filter(None, map(parse_metrics_line, reversed(lines))):
                 return int(record["step"])
         return 0
 
@@ -220,17 +208,11 @@ class FolderLock:
         disk, since the write that follows raises them.
         """
         with contextlib.suppress(OSError):
-            if is_at(self.file, self.folder / ".lock"):
-                return
-            if not self.folder.exists():
+            if not is_at(self.file, self.folder / ".lock"):
                 raise BusyError(
-                    f"out_dir {self.folder} was removed or renamed while the run was training; "
-                    "restore it, or launch again to start from scratch"
+                    f"out_dir {self.folder} was removed, renamed or taken by another run while the "
+                    "run was training"
                 )
-            raise BusyError(
-                f"out_dir {self.folder} is no longer locked by this run: its file .lock was "
-                "removed or replaced; end any other run in it and launch again"
-            )
 
 
 @contextmanager
@@ -295,28 +277,6 @@ def whole_lines(path: Path) -> Iterator[bytes]:
         for line in file:
             if line.endswith(b"\n"):
                 yield line
-
-
-def whole_lines_from_end(path: Path) -> Iterator[bytes]:
-    """Yield the lines of `whole_lines` without their newlines, from the last one to the first."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        end: bytes | None = None  # of a line that begins in an earlier block; None: not whole
-        while position > 0:
-            size = min(BLOCK_BYTES, position)
-            position -= size
-            file.seek(position)
-            first, *lines = file.read(size).split(b"\n")
-            if lines:
-                last = lines.pop()
-                if end is not None:
-                    yield last + end
-                yield from reversed(lines)
-                end = first
-            elif end is not None:
-                end = first + end
-        if end is not None:
-            yield end
 
 
 def parse_metrics_line(line: bytes) -> dict[str, Any] | None:

@@ -3,43 +3,35 @@
 What may change between the checkpoint and the run: see `changes.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
+from accelerate.utils.constants import SAFE_WEIGHTS_NAME, SCALER_NAME
 from accelerate.utils.other import load
-from torch import Tensor
 
-from accel_gpt.config.compare import UNKNOWN, option_of
+from accel_gpt.config.compare import option_of
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import make_plan, plural
+from accel_gpt.config.plan import plural
 from accel_gpt.data.corpus import source_changes
-from accel_gpt.errors import (
-    CheckpointError,
-    UserError,
-    first_line,
-    require,
-)
-from accel_gpt.files import did_you_mean_folder, write_file
+from accel_gpt.errors import CheckpointError, UserError, require
+from accel_gpt.files import write_file
 from accel_gpt.launch.ranks import all_ranks, on_main
-from accel_gpt.launcher import world_size
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.optim.groups import state_names
 from accel_gpt.runs.changes import (
-    allowed_changes,
     budget_keys,
     check_same_config,
     check_same_run,
-    code_of,
     config_changes,
     length_keys,
+    or_null,
+    run_changes,
 )
 from accel_gpt.runs.checkpoint import (
     is_checkpoint,
@@ -48,7 +40,7 @@ from accel_gpt.runs.checkpoint import (
     set_aside,
     verify_checkpoint,
 )
-from accel_gpt.runs.folder import RUN_MARKS, RunFolder
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.runs.saving import remove_debris
 from accel_gpt.runs.state import TrainState
 from accel_gpt.runs.tensor_files import read_optimizer, read_weights
@@ -66,25 +58,13 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
 
     def choose() -> Path | None:
         out_dir = Path(config.out_dir)
-        check_resume(out_dir, config.checkpoint.resume, log)
         path = find_resume(out_dir, config.checkpoint.resume, log)
         if path:
             saved = read_evaluated(path)
-            for key in config.checkpoint.allow_change:
-                require(
-                    key == "code" or option_of(key) is not UNKNOWN,
-                    f"checkpoint.allow_change has {key}, but it is not an option; repeat "
-                    "--checkpoint.allow_change for several options",
-                )
             allowed = config.checkpoint.allow_change + length_keys(config, saved)
-            allowed += budget_keys(now.budget, saved.step)
-            check_same_run(path, saved, now, allowed)
-            for line in allowed_changes(config, saved, now):
-                log(line)
-            if saved.step == make_plan(config, world_size()).max_steps:
-                log(f"{out_dir} is finished after {plural(saved.step, 'step')}")
-            for key, (was, new) in source_changes(vars(saved), vars(now)).items():
-                log(f"from step {saved.step:,} on {key} is {new}; it was {was}")
+            check_same_run(path, saved, now, allowed + budget_keys(now.budget, saved.step))
+            for key, (was, new) in run_changes(saved, now).items():
+                log(f"from step {saved.step:,} on {key} is {or_null(new)}; it was {or_null(was)}")
             reset_best(out_dir, saved)
         else:
             allowed = config.checkpoint.allow_change + budget_keys(now.budget, step=0)
@@ -96,74 +76,58 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
     return chosen
 
 
-def check_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
-    """Raise `UserError` if `checkpoint.resume` is an older checkpoint of `out_dir`.
-
-    Resuming from it would overwrite the newer ones. If `checkpoint.resume` is elsewhere but the run
-    has its own checkpoints, logs that it is ignored.
-    """
-    own = RunFolder(out_dir).checkpoints
-    if resume in ("auto", "never") or not own:
-        return
-    requested = Path(resume).resolve()
-    newest = max(own)
-    if requested == own[newest].resolve():
-        return
-    older = [step for step, path in own.items() if path.resolve() == requested]
-    require(
-        not older,
-        f"checkpoint.resume is step {max(older, default=0):,} ({resume}) but {out_dir} has newer "
-        f"checkpoints, up to step {newest:,}; to resume from step {max(older, default=0):,}, set "
-        f"another out_dir; to resume from step {newest:,}, remove checkpoint.resume",
-    )
-    log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is ignored")
-
-
 def find_resume(out_dir: Path, resume: str, log: Callable[[str], None]) -> Path | None:
     """Find and verify the checkpoint to resume from; None if there is none.
 
-    `resume` is the value of `checkpoint.resume`. A path is used only if the run has no checkpoints.
-    Otherwise, the newest intact checkpoint is used, and damaged ones are set aside with a warning.
-
-    Raises `CheckpointError` if all checkpoints are damaged. Raises `UserError` if `resume` is never
-    but the run has checkpoints, or if `resume` is not a checkpoint.
+    `resume` is the value of `checkpoint.resume`. A path is used only if the run has no checkpoints;
+    so a launch that is repeated resumes its own run. Raises `UserError` if `resume` is never but
+    the run has checkpoints, or if `resume` is no checkpoint, or an older one of the run.
     """
     own = RunFolder(out_dir).checkpoints
+    if not own:
+        if resume in ("auto", "never"):
+            return None
+        path = Path(resume)
+        require(
+            is_checkpoint(path),
+            f"checkpoint.resume is {resume}; expected auto, never or the folder of a checkpoint",
+        )
+        verify_checkpoint(path)
+        return path
     if resume == "never":
-        if own:
-            raise UserError(
-                f"checkpoint.resume is never but {out_dir} holds a run with checkpoints; "
-                "set another out_dir, or remove the folder"
-            )
-        return None
-    if resume != "auto" and not own:
-        if not is_checkpoint(Path(resume)):
-            advice = "set auto, never or the folder of a checkpoint"
-            if checkpoints := list(RunFolder(resume).checkpoints.values()):
-                advice = f"give one of the run's checkpoints, such as {checkpoints[-1]}"
-            else:
-                advice = did_you_mean_folder(resume, RUN_MARKS, advice)
-            raise UserError(f"checkpoint.resume {resume} is not a folder of a checkpoint; {advice}")
-        verify_checkpoint(Path(resume))
-        return Path(resume)
+        raise UserError(f"checkpoint.resume is never, but {out_dir} holds a run with checkpoints")
+    if resume != "auto" and Path(resume).resolve() != own[max(own)].resolve():
+        older = Path(resume).resolve().parent == (out_dir / "checkpoints").resolve()
+        require(
+            not older,
+            f"checkpoint.resume is {resume}, but {out_dir} has newer checkpoints, up to step "
+            f"{max(own):,}; set another out_dir",
+        )
+        log(f"{out_dir} has checkpoints, so checkpoint.resume {resume} is ignored")
+    return newest_intact(out_dir, own, log)
+
+
+def newest_intact(out_dir: Path, own: dict[int, Path], log: Callable[[str], None]) -> Path:
+    """Return the newest intact checkpoint of a run, and set the damaged ones after it aside.
+
+    Raises `CheckpointError` if all are damaged.
+    """
     damaged = []
-    for path in reversed(own.values()):
+    for step in reversed(own):
         try:
-            verify_checkpoint(path)
+            verify_checkpoint(own[step])
         except CheckpointError as error:
             log(f"WARNING: {error}; falling back to the checkpoint before it")
-            damaged.append(path)
+            damaged.append(own[step])
             continue
-        for bad in damaged:
-            set_aside(bad)
-        return path
-    if damaged:
-        names = ", ".join(path.name for path in damaged)
-        raise CheckpointError(
-            f"all checkpoints of {out_dir} are damaged ({names}); restore one from a copy, or set "
-            "another out_dir to start from scratch"
-        )
-    return None
+        for path in damaged:
+            set_aside(path)
+        return own[step]
+    names = ", ".join(path.name for path in damaged)
+    raise CheckpointError(
+        f"all checkpoints of {out_dir} are damaged ({names}); restore one from a copy, or set "
+        "another out_dir to start from scratch"
+    )
 
 
 def reset_best(out_dir: Path, saved: TrainState) -> None:
@@ -256,12 +220,8 @@ def load_on_this_rank(
         else:
             accelerator.load_state(str(files))
     except Exception as error:  # torch, safetensors and Accelerate raise no common class
-        hint = ""
-        if code_of(saved) != code_of(now):
-            used = f"with --code {saved.code}" if saved.code else "without --code"
-            hint = f"; it was made {used}: do the same, or set another out_dir"
         raise CheckpointError(
-            f"{path} does not fit this run: {describe_load_error(error)}{hint}"
+            f"{path} does not fit this run: {describe_load_error(error)}"
         ) from None
     finally:
         accelerator.scaler = scaler
@@ -292,35 +252,25 @@ def best_step_is_valid(path: Path, saved: TrainState, now: TrainState) -> bool:
 
 def check_optimizer(path: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
     """Raise `CheckpointError` unless every parameter has all its moments, with its shape."""
-    file = path / f"{OPTIMIZER_NAME}.bin"
     names = {id(p): name for name, p in gpt.named_parameters()}
     for group in optimizer.param_groups:
+        expected = state_names(group)
+        if expected is None:
+            continue
         for p in group["params"]:
-            name = names.get(id(p), "a parameter")
             state = optimizer.state.get(p, {})
-            expected = state_names(group)
-            if expected is not None:
-                check_moments(file, name, p, expected=expected, state=state)
-
-
-def check_moments(
-    file: Path, name: str, parameter: Tensor, expected: set[str], state: Mapping[str, Any]
-) -> None:
-    """Raise `CheckpointError` unless the state of one parameter has the `expected` tensors."""
-    missing = sorted(expected - state.keys())
-    if missing:
-        raise CheckpointError(f"{file} lacks {', '.join(missing)} of {name}")
-    unknown = sorted(state.keys() - expected)
-    if unknown:
-        raise CheckpointError(
-            f"{file} has {', '.join(unknown)} of {name}, unknown to this optimizer"
-        )
-    for key, value in state.items():
-        if torch.is_tensor(value) and value.dim() and value.shape != parameter.shape:
-            raise CheckpointError(
-                f"{file} has {key} of {name} with shape {tuple(value.shape)}, but the parameter "
-                f"has shape {tuple(parameter.shape)}"
-            )
+            name = names.get(id(p), "a parameter")
+            if state.keys() != expected:
+                raise CheckpointError(
+                    f"the optimizer in {path} has {', '.join(sorted(state)) or 'nothing'} of "
+                    f"{name}; expected {', '.join(sorted(expected))}"
+                )
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.dim() and value.shape != p.shape:
+                    raise CheckpointError(
+                        f"the optimizer in {path} has {key} of {name} with shape "
+                        f"{tuple(value.shape)}; expected {tuple(p.shape)}"
+                    )
 
 
 def check_random_states(path: Path) -> None:
@@ -336,10 +286,7 @@ def check_random_states(path: Path) -> None:
 
 
 def describe_load_error(error: Exception) -> str:
-    """Return the first telling line of an error, without torch's advice on `weights_only=False`."""
+    """Return an error in one line, without torch's advice to set `weights_only=False`."""
     if "weights_only" in str(error):
         return "it holds objects other than tensors and plain values"
-    title, _, differences = str(error).partition("\n")
-    if title.startswith("Error(s) in loading state_dict"):  # of a module
-        return first_line(ValueError(differences))
-    return first_line(error)
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -39,7 +40,7 @@ from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.config.options import duration
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
-from accel_gpt.files import fault_point, free_bytes, sha256, sync, why_not_written, write_file
+from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.launch.ranks import all_gather, all_ranks, lost_rank_error
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.optim.own import OwnOptimizer
@@ -54,11 +55,10 @@ from accel_gpt.runs.state import FORMAT, TrainState
 from accel_gpt.runs.tensor_files import GROUPS, moments_of, rank_content, weights_of
 
 RETRY_SECONDS = 60.0  # pause after a failed save; assumption
-LAST_TRIES = 3  # attempts to save the last checkpoint of a launch, before it waits for longer
-LAST_PAUSE_SECONDS = 2.0  # between these attempts, and between looks at signals in the wait
+FIRST_PAUSE_SECONDS = 2.0  # after the first failed save of a launch's last step; then doubled
+LOOK_SECONDS = 1.0  # between looks at signals in this pause
 CLOSING_SECONDS = 60.0  # for the save in progress when a run ends with an error
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
-REASONS = (*NO_ROOM[:2], os.strerror(errno.EFBIG))  # in errors of Python and safetensors
 NO_REASON = ("unexpected pos", "file write failed")  # in torch's errors of a failed write
 OF_RANK = re.compile(r"_(\d+)\.(?:pkl|safetensors)$")  # end of the name of a rank's file
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
@@ -152,7 +152,7 @@ class CheckpointWriter:
         lost.
         """
         deadline = time.monotonic() + (self.last_retry or 0.0)
-        tries = 0
+        pause = FIRST_PAUSE_SECONDS
         while True:
             self.save(state, gpt, optimizer)
             self.wait()
@@ -160,37 +160,27 @@ class CheckpointWriter:
                 return
             if self.lost:
                 raise lost_rank_error(self.lost)
-            tries += 1
-            room = f"it needs {self.needed:,} bytes, {free_bytes(self.out_dir):,} are free"
-            if tries < LAST_TRIES:
-                time.sleep(LAST_PAUSE_SECONDS)
-            elif self.must_give_up(deadline, first=tries == LAST_TRIES, room=room):
+            if self.must_give_up(deadline, time.monotonic() + pause):
                 break
+            pause = min(2 * pause, RETRY_SECONDS)
         raise CheckpointError(
-            f"the checkpoint of step {state.step:,} could not be written: {self.problem} ({room}); "
-            f"{describe_newest(self.out_dir)} before it"
+            f"the checkpoint of step {state.step:,} could not be written: {self.problem} (it needs "
+            f"{self.needed:,} bytes); {describe_newest(self.out_dir)} before it"
         )
 
-    def must_give_up(self, deadline: float, first: bool, room: str) -> bool:
-        """Wait until the next try; return whether there is none on any rank; a collective.
-
-        `first`: this wait is the first. `room`: for the line that says so.
-        """
-        if first and self.main and self.last_retry and not self.is_stopping():
-            self.log(
-                f"WARNING: waiting up to {self.config.last_retry} (checkpoint.last_retry) to write "
-                f"the last checkpoint: {self.problem} ({room}); a signal ends the wait"
-            )
-        next_try = time.monotonic() + RETRY_SECONDS
+    def must_give_up(self, deadline: float, next_try: float) -> bool:
+        """Wait until the next try; return whether there is none on any rank; a collective."""
         while True:
-            ends = self.is_stopping() or time.monotonic() >= deadline
-            due = time.monotonic() >= next_try
+            made_room = self.failed_at < 0
+            over = self.main and next_try >= deadline and not made_room
+            ends = over or self.is_stopping()
+            due = made_room or time.monotonic() >= next_try
             answers = all_gather((ends, due), self.group)
             if any(ends for ends, _ in answers):
                 return True
             if any(due for _, due in answers):
                 return False
-            time.sleep(LAST_PAUSE_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
     def wait(self) -> None:
         """Wait until the save in progress has succeeded or failed, and the best is named."""
@@ -374,7 +364,7 @@ class CheckpointWriter:
     def follow_up(self, fields: dict[str, Any]) -> None:
         """Report the new checkpoint and prune, or warn that the save failed; on rank 0.
 
-        If the disk is full, removes old checkpoints so that the next step can be saved.
+        If the disk is full, removes an old checkpoint so that the next step can be saved.
         """
         root = self.out_dir / "checkpoints"
         problem = self.problem
@@ -391,21 +381,20 @@ class CheckpointWriter:
             )
         if problem is None or self.lost:  # the training thread reports a lost rank
             return
-        free = free_bytes(self.out_dir)
         removed = None
         if any(text in problem for text in NO_ROOM):
             removed = make_room(self.out_dir, fields["best_step"])
         if removed is not None:
-            outcome = f"removed step {removed:,} to make room; the next step will be saved"
+            outcome = f"removed step {removed:,} to make room"
             self.failed_at = -math.inf  # a retry is due at once
         elif self.warned == fields["step"]:  # a retry of the same step
             return
         else:
-            outcome = f"training continues and will retry; {describe_newest(self.out_dir)} so far"
+            outcome = f"{describe_newest(self.out_dir)} so far"
         self.warned = fields["step"]
         self.log(
-            f"WARNING: the checkpoint of step {fields['step']:,} could not be written in "
-            f"{root}: {problem} (it needs {self.needed:,} bytes, {free:,} are free); {outcome}"
+            f"WARNING: the checkpoint of step {fields['step']:,} could not be written in {root}: "
+            f"{problem} (it needs {self.needed:,} bytes); {outcome}; the save will be retried"
         )
 
 
@@ -503,11 +492,14 @@ def describe_save_error(error: Exception, folder: Path, needed: int) -> str:
     asked why it does not write the `needed` bytes.
     """
     text = str(error) or type(error).__name__
-    for reason in REASONS:
-        if reason in text:
-            return reason
-    if any(part in text for part in NO_REASON):
-        return why_not_written(folder, needed) or text
+    if not any(part in text for part in NO_REASON):
+        return text
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, max(needed, 1))
+    except OSError as reason:
+        return reason.strerror or str(reason)
     return text
 
 
@@ -598,26 +590,20 @@ def make_room(out_dir: Path, best_step: int | None) -> int | None:
     Returns None if there is no other.
     """
     paths = RunFolder(out_dir).checkpoints
-    states = read_states(out_dir)
-    newest = next((step for step in reversed(states) if is_intact(paths[step])), None)
-    if newest is None:
-        return None
-    kept = {newest, best_step}
-    with contextlib.suppress(ValueError):
-        kept.add(int(RunFolder(out_dir).best))
-    oldest = next((step for step in states if step < newest and step not in kept), None)
-    if oldest is not None:
-        remove_checkpoint(out_dir / "checkpoints", oldest)
-    return oldest
-
-
-def is_intact(path: Path) -> bool:
-    """Return whether all files of a checkpoint match its manifest."""
-    try:
-        verify_checkpoint(path)
-    except (AccelGPTError, OSError):
-        return False
-    return True
+    kept = {str(best_step), RunFolder(out_dir).best}
+    older = list(read_states(out_dir))
+    while older:
+        newest = older.pop()
+        try:
+            verify_checkpoint(paths[newest])
+        except (AccelGPTError, OSError):
+            continue
+        for step in older:
+            if str(step) not in kept:
+                remove_checkpoint(out_dir / "checkpoints", step)
+                return step
+        break
+    return None
 
 
 def describe_newest(out_dir: Path) -> str:

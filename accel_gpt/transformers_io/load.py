@@ -28,7 +28,6 @@ from accel_gpt.model.make import make_model
 from accel_gpt.own_code import OwnCode
 from accel_gpt.runs.checkpoint import (
     check_code,
-    intact_hint,
     read_shape,
     read_state,
     verify_checkpoint,
@@ -111,12 +110,9 @@ def load_checkpoint(
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model of a checkpoint, in evaluation mode, and its tokenizer; verifies both first.
 
-    Raises `CheckpointError` if the checkpoint is damaged, and names an intact one of its run.
+    Raises `CheckpointError` if the checkpoint is damaged.
     """
-    try:
-        verify_checkpoint(path, model_only=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{intact_hint(path)}") from None
+    verify_checkpoint(path, model_only=True)
     check_code(path, own, {"model"})
     warn_of_other_code(path, own)
     shape, vocab_size = read_shape(path)

@@ -61,7 +61,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoint_steps(root) == [2, 7]
     assert (tmp_path / "best").read_text() == "2\n"
     (tmp_path / "best").unlink()
-    with pytest.raises(UserError, match="no checkpoint 'best'; expected last or 2, 7"):
+    with pytest.raises(UserError, match="no checkpoint 'best'; expected one of last, best, 2, 7"):
         find_checkpoint(tmp_path, "best")
 
 
@@ -81,38 +81,19 @@ def test_a_checkpoint_of_another_step_than_its_name_ends_the_launch(
     (root / "step_00000008").rename(root / "step_00000010")
     assert launch(small_run()) == 4
     said = capsys.readouterr().err
-    assert "step_00000010 holds step 8, not the step in its name; rename it to step_0" in said
+    assert "step_00000010 holds step 8, not the step in its name" in said
     assert checkpoint_steps(root) == [10]  # neither used nor set aside
 
 
 def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     root = run / "checkpoints"
     shutil.copytree(root / "step_00000008", root / "step_00000100")
-    with pytest.raises(CheckpointError, match=r"step_00000100 holds step 8, .* step_00000008"):
+    with pytest.raises(CheckpointError, match=r"step_00000100 holds step 8, "):
         load_checkpoint(find_checkpoint(run))
     said: list[str] = []
     assert find_resume(run, "auto", said.append) == root / "step_00000012"
     assert "step_00000100 holds step 8" in said[0]
     assert checkpoint_steps(root) == [8, 12]
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
-def test_a_damaged_checkpoint_names_the_intact_one_before_it(
-    run: Path, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newest = run / "checkpoints" / "step_00000012" / file
-    newest.write_bytes(newest.read_bytes()[:-9])
-    to = str(run.with_name("exported"))
-    for command in (["sample", str(run)], ["export", str(run), "--to", to]):
-        assert run_here(dispatch, command) == 4
-        said = capsys.readouterr().err
-        assert file in said
-        assert "step 8 of the run is intact; set --checkpoint 8" in said
-    assert run_here(dispatch, ["sample", str(run), "--checkpoint", "8"]) == 0
-    before = run / "checkpoints" / "step_00000008" / "model.safetensors"
-    before.write_bytes(before.read_bytes()[:-9])
-    assert run_here(dispatch, ["sample", str(run)]) == 4
-    assert "is intact" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -213,27 +194,10 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(
     assert launch(small_run()) == 0
 
 
-# the first versions saved no spikes, no sources and no position in text
-FORMAT_1 = """{"format": 1, "step": 3, "sequences": 24, "tokens": 768, "seconds": 1.5,
- "val_loss": null, "best_val_loss": 2.25, "best_step": 2, "world_size": 1, "data_fingerprint": "a1",
- "skipped": 1, "skipped_in_row": [16], "tokenizer_fingerprint": "b2", "config": {"seed": 7}}"""
-
-
-def test_a_state_of_format_1_is_read(tmp_path: Path) -> None:
-    (tmp_path / "trainer_state.json").write_text(FORMAT_1)
-    state = read_state(tmp_path)
-    assert (state.step, state.sequences, state.best_step, state.val_loss) == (3, 24, 2, None)
-    assert (state.skipped_in_row, state.losses, state.data_sources) == ([16], [], [])
-    for old, new in (('"step": 3', '"step": "3"'), ("24", "-24")):
-        (tmp_path / "trainer_state.json").write_text(FORMAT_1.replace(old, new))
-        with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged"):
-            read_state(tmp_path)
-
-
 def test_newer_format_is_refused(run: Path) -> None:
     path = run / "checkpoints" / "step_00000012" / "manifest.json"
     path.write_text(json.dumps({"format": 99, "files": {}}))
-    with pytest.raises(NewerFormatError, match="has format 99 but this version reads only 1"):
+    with pytest.raises(NewerFormatError, match="has format 99, but this version reads only 1"):
         find_resume(run, "auto", lambda _: None)
     assert path.exists()  # not damaged, not set aside
 

@@ -3,11 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from accel_gpt.errors import UserError
 from accel_gpt.report.curves import read_metrics
-from accel_gpt.runs import folder
 from accel_gpt.runs.folder import RunFolder
 
 
@@ -29,8 +25,6 @@ def test_launches_and_config(tmp_path: Path) -> None:
     for broken in ("- a\n", "7: x\n", "a: ["):
         (tmp_path / "config.yaml").write_text(broken)
         assert RunFolder(tmp_path).config == {}
-        with pytest.raises(UserError, match="remove the file, or set another out_dir"):
-            RunFolder(tmp_path).read_config()
 
 
 def test_metrics_of_any_origin(tmp_path: Path) -> None:
@@ -53,29 +47,10 @@ def test_metrics_of_any_origin(tmp_path: Path) -> None:
     assert [row["step"] for row in RunFolder(tmp_path).csv_records()] == ["2", "6"]
 
 
-@pytest.mark.parametrize("block", [1, 7, 1000])
-@pytest.mark.parametrize("text", [b"", b"\n", b"torn", b"a\n\nbcd\nefghij\n", b"\nab\nc\ntorn"])
-def test_lines_from_the_end_are_those_from_the_start(
-    block: int, text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder, "BLOCK_BYTES", block)
-    path = tmp_path / "lines"
-    path.write_bytes(text)
-    lines = [line + b"\n" for line in folder.whole_lines_from_end(path)]
-    assert lines[::-1] == list(folder.whole_lines(path))
-
-
-def test_the_step_of_a_run_is_read_from_the_end_of_its_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sweep asks for it every two seconds, beside the run whose time decides."""
-    lines = [json.dumps({"step": step}) for step in range(1, 1001)]
+def test_the_step_of_a_run_is_that_of_its_last_record(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "x": "x" * 500}) for step in range(1, 1001)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "not json", '{"step": 1001, "tr']))
-    parsed: list[bytes] = []
-    loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or loads(line))
     assert RunFolder(tmp_path).step == 1000
-    assert parsed == [b"not json", b'{"step": 1000}']
 
 
 def test_samples_with_a_heading_in_their_text(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from tests.runs.test_writer import wait_for_save
 from tests.test_train import around_updates, before_step
 
 Arguments = Callable[..., list[str]]
-GONE = "was removed or renamed while the run was training"
-TAKEN = "is no longer locked by this run: its file .lock was removed or replaced"
+GONE = "was removed, renamed or taken by another run while the run was training"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_nothing_is_written_where_another_run_works(
         before_step(monkeypatch, 6, take)
         around_updates(monkeypatch, before=wait_for_save)
         assert launch(small_run(*QUIET, "--log.every", "1")) == 6
-        assert f"error: out_dir {run} {TAKEN}" in capsys.readouterr().err
+        assert f"error: out_dir {run} {GONE}" in capsys.readouterr().err
         assert sorted(str(path.relative_to(run)) for path in run.rglob("*")) == [
             *(".lock", "checkpoints")
         ]

@@ -45,14 +45,14 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s["state"].pop(3), "optimizer.bin lacks exp_avg, exp_avg_sq, step of blocks.0"),
+        (lambda s: s["state"].pop(3), "has nothing of blocks.0"),
         (
             lambda s: s["state"][2].update(momentum_buffer=torch.zeros(96, 32)),
-            "optimizer.bin has momentum_buffer of blocks.0.attn.qkv.weight",
+            "momentum_buffer, step of blocks.0.attn.qkv.weight; expected exp_avg, exp_avg_sq, step",
         ),
         (
             lambda s: s["state"][2].update(exp_avg=torch.zeros(3, 3)),
-            "with shape (3, 3), but the parameter has shape (96, 32)",
+            "with shape (3, 3); expected (96, 32)",
         ),
         (lambda s: s["param_groups"].pop(), "does not fit this run: loaded state dict has a diff"),
     ],
@@ -175,15 +175,6 @@ def test_a_rate_of_its_own_may_change_but_not_come_or_go() -> None:
         check_same_run(Path("step"), none, now, ("optim.embedding_lr",))
 
 
-def test_no_change_is_offered_beside_one_that_is_refused_anyway() -> None:
-    now = TrainState(config=to_flat(Config()))
-    before = TrainState(config={**now.config, "optim.lr": 0.2, "seed": 2})
-    with pytest.raises(CheckpointError, match=r"set another out_dir$"):
-        check_same_run(Path("step"), before, now, ("optim.lr",))
-    with pytest.raises(CheckpointError, match=r"seed was 2, .*set another out_dir$"):
-        check_same_run(Path("step"), before, now, ())
-
-
 @pytest.mark.parametrize("value", [0.5, None])
 def test_an_option_of_another_version_is_never_dropped(
     small_run: Arguments, tmp_path: Path, value: float | None
@@ -233,11 +224,10 @@ def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> No
     )
 
 
-def test_a_change_that_is_allowed_is_named_with_what_it_does_to_the_learning_rate(
+def test_a_change_that_is_allowed_is_named_and_in_force(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(small_run(*QUIET, "--train.max_steps", "4")) == 0
-    assert "learning rate" not in capsys.readouterr().err
     allow = ["--checkpoint.allow_change", "[train.max_steps, optim.beta2, optim.weight_decay]"]
     longer = [*QUIET, "--train.max_steps", "8", "--optim.beta2", "0.9", *allow]
     longer += ["--optim.weight_decay", "0.3"]
@@ -245,15 +235,12 @@ def test_a_change_that_is_allowed_is_named_with_what_it_does_to_the_learning_rat
     shown = capsys.readouterr().err
     assert "from step 4 on optim.beta2 is 0.9; it was 0.95" in shown
     assert "from step 4 on train.max_steps is 8; it was 4" in shown
-    assert "the learning rate rises from 5.00e-03 in step 4 to 7.50e-03 in step 5" in shown
     rates = [record["train/lr"] for record in records(tmp_path / "run")]
     assert rates[3:5] == pytest.approx([5.0e-3, 7.5e-3])
     file = tmp_path / "run" / "checkpoints" / "step_00000008" / "optimizer.bin"
     groups = torch.load(file, weights_only=True)["param_groups"]
     assert [group["lr"] for group in groups] == [pytest.approx(rates[-1])] * 2
     assert [(g["weight_decay"], g["betas"][1]) for g in groups] == [(0.3, 0.9), (0.0, 0.9)]
-    assert launch(small_run(*longer)) == 0  # finished: nothing changes
-    assert "learning rate" not in capsys.readouterr().err
 
 
 def test_a_longer_run_needs_no_permission_where_no_step_changes(
@@ -263,26 +250,17 @@ def test_a_longer_run_needs_no_permission_where_no_step_changes(
     whole = tmp_path / "whole"
     assert launch(small_run(*constant, "6", "--out_dir", str(whole))) == 0
     assert launch(small_run(*constant, "4")) == 0
-    assert launch(small_run(*constant, "4")) == 0
-    assert "is finished after 4 steps" in capsys.readouterr().err
     assert launch(small_run(*constant, "6")) == 0
     assert records(tmp_path / "run")[-1]["eval/val_loss"] == records(whole)[-1]["eval/val_loss"]
     assert launch(small_run(*constant, "5")) == 2
-    assert "is at step 6 but the config ends at step 5; raise" in capsys.readouterr().err
+    assert "is at step 6 but the config ends at step 5" in capsys.readouterr().err
     cosine = [*QUIET, "--out_dir", str(tmp_path / "cosine"), "--train.max_steps"]
     assert launch(small_run(*cosine, "4")) == 0
     assert launch(small_run(*cosine, "6")) == 2
-    assert "allow_change train.max_steps" in capsys.readouterr().err
-    assert launch(small_run(*cosine, "4", "--optim.lr", "0.5")) == 2
-    assert "is finished" not in capsys.readouterr().err
-    long = [*cosine, "12", "--schedule.name", "wsd", "--schedule.decay_steps", "7"]
-    assert launch(small_run(*long)) == 2
-    keys = ("schedule.decay_steps", "schedule.name", "train.max_steps")
-    allow = " ".join(f"--checkpoint.allow_change {key}" for key in keys)
-    assert f"accept it with {allow}\n" in capsys.readouterr().err
+    assert "--checkpoint.allow_change train.max_steps\n" in capsys.readouterr().err
 
 
-def test_an_older_checkpoint_of_the_same_folder_is_resumed_elsewhere(
+def test_a_path_to_resume_from_is_used_by_a_run_without_checkpoints_alone(
     trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With checkpoints at 8 and 12, a return to 8 would lose 12, so it needs another folder."""
@@ -290,26 +268,12 @@ def test_an_older_checkpoint_of_the_same_folder_is_resumed_elsewhere(
     older = run / "checkpoints" / "step_00000008"
     back = ("--checkpoint.resume", str(older), *LONGER)
     assert launch(small_run(*back)) == 2
-    said = capsys.readouterr().err
-    assert f"checkpoint.resume is step 8 ({older}) but {run} has newer checkpoints, up to" in said
-    assert "to resume from step 8, set another out_dir" in said
+    assert f"{run} has newer checkpoints, up to step 12" in capsys.readouterr().err
     assert checkpoint_steps(run / "checkpoints") == [8, 12]
-    assert launch(small_run(*back, "--out_dir", str(tmp_path / "branch"))) == 0
+    branch = small_run(*back, "--out_dir", str(tmp_path / "branch"))
+    assert launch(branch) == 0
     assert f"from step 8 ({older})" in capsys.readouterr().err
-
-
-def test_a_run_goes_on_from_its_own_checkpoints_and_says_so(
-    trained: Trained, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Repeat the command that started a run from a checkpoint elsewhere."""
-    other = trained(to="other") / "checkpoints" / "step_00000008"
-    command = small_run(*LONGER, "--checkpoint.resume", str(other))
-    assert launch(command) == 0
-    assert f"from step 8 ({other})" in capsys.readouterr().err
-    assert launch(command) == 0
-    run = tmp_path / "run"
+    assert launch(branch) == 0  # repeated: it resumes its own checkpoint
     said = capsys.readouterr().err
-    assert f"{run} has checkpoints, so checkpoint.resume {other} is ignored" in said
-    newest = run / "checkpoints" / "step_00000016"
-    assert launch(small_run(*LONGER, "--checkpoint.resume", str(newest))) == 0
-    assert "is ignored" not in capsys.readouterr().err
+    assert f"{tmp_path / 'branch'} has checkpoints, so checkpoint.resume {older} is ignored" in said
+    assert "from step 16" in said

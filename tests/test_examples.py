@@ -26,7 +26,7 @@ from torch import nn
 import accel_gpt
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.commands.verify_resume import Finding, run_values
+from accel_gpt.commands.verify_resume import differing_values, run_values
 from accel_gpt.config.experiment import Config, SampleConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.corpus import open_corpus
@@ -141,12 +141,7 @@ def test_an_example_trains_stops_resumes_and_is_sampled(
     assert launch([*own, "--train.stop_at", "2"]) == 0
     assert launch(own) == 0
     assert records(parted) == records(whole)
-    first, second = run_values(parted, 4), run_values(whole, 4)
-    for kind in ("weights", "optimizer state"):
-        finding = Finding(kind, exact=True)
-        finding.compare(first[kind], second[kind])
-        assert finding.compared
-        assert finding.equal, finding
+    assert not differing_values(run_values(whole, 4), run_values(parted, 4))
     capsys.readouterr()
     code = str(ROOT / "examples" / name)
     words = ["sample", str(parted), "--code", code, "--prompt", "the king", "--max_new_tokens", "4"]
@@ -160,8 +155,8 @@ def test_an_example_trains_stops_resumes_and_is_sampled(
 def test_an_example_that_is_killed_and_resumed_equals_never_stopped(
     name: str, processes: str, example_run: Arguments, tmp_path: Path, capsys: Printed
 ) -> None:
-    """With `1,2`, one process is killed, and two go on: so two processes also equal one."""
-    options = ["--steps", "120", "--kills", "1", "--seed", "74", "--processes", processes]
+    """With `1,2`, two processes are killed, and one goes on: so two processes also equal one."""
+    options = ["--steps", "120", "--kills", "1", "--processes", processes]
     options += ["--train.reproducible", str(processes != "1").lower()]
     options += ["--train.micro_batch_size", "4", "--checkpoint.every", "10", "--sample.every", "0"]
     options += ["--eval.every", "60", "--eval.tokens", "256"]
@@ -169,7 +164,6 @@ def test_an_example_that_is_killed_and_resumed_equals_never_stopped(
     shown = capsys.readouterr()
     assert "with 1 kill" in shown.out
     assert "equals never stopping, bit for bit" in shown.out
-    assert "no values" not in shown.out
     for count in processes.split(","):
         assert f"on {count} process" in shown.err
 

@@ -628,13 +628,8 @@ class VerifyResumeCommand(ConfigCommand):
     )
     processes: tuple[int, ...] = option(
         (1,),
-        "Numbers of processes, separated by commas. Each launch uses one of them, chosen at "
-        "random; the undisturbed run uses the first.",
-    )
-    seed: int = option(
-        0,
-        "Seed for the moments of the kills and for the number of processes of each launch. The "
-        "run keeps its own seed.",
+        "Numbers of processes, separated by commas; the launches use them in turn. Several "
+        "numbers need train.reproducible.",
     )
 
     def _check(self) -> None:

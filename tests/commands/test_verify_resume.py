@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import verify_resume
-from accel_gpt.commands.verify_resume import KINDS, ROUNDED, Finding, run_values
+from accel_gpt.commands.verify_resume import differing_values, run_values
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
 
@@ -71,21 +71,15 @@ def make_run(folder: Path, **doctored: Any) -> Path:
     return folder
 
 
-def compared(folder: Path, exact: bool = True, **doctored: Any) -> dict[str, Finding]:
-    """Return the findings on a changed run, by kind."""
+def differences(folder: Path, **doctored: Any) -> list[str]:
+    """Return the names of the values of a changed run that differ."""
     whole = run_values(make_run(folder / "whole"), STEPS)
     other = run_values(make_run(folder / "other", **doctored), STEPS)
-    findings = {kind: Finding(kind, exact or kind not in ROUNDED) for kind in KINDS}
-    for kind, finding in findings.items():
-        finding.compare(whole[kind], other[kind])
-    return findings
+    return [line.partition(": ")[0] for line in differing_values(whole, other)]
 
 
 def test_the_same_run_is_equal(tmp_path: Path) -> None:
-    found = compared(tmp_path)
-    assert all(f.equal and not f.different and f.first is None for f in found.values())
-    names = ("losses", "batch hashes", "steps", "evaluations", "weights", "optimizer state")
-    assert [found[name].compared for name in names] == [STEPS, STEPS, STEPS, 1, 8, 8]
+    assert not differences(tmp_path)
     (tmp_path / "other" / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").unlink()
     with pytest.raises(UserError, match="other holds no checkpoint"):
         run_values(tmp_path / "other", STEPS)
@@ -94,45 +88,16 @@ def test_the_same_run_is_equal(tmp_path: Path) -> None:
 def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Path) -> None:
     line = {"train/loss": NEXT, "train/lr": 0.2, "data/batch_hash": 5, "eval/x": 1}
     line |= {"train/z_loss": 3.0, "perf/mfu": 0.5}
-    more = {"a.weight": torch.tensor([[0, 1, 2], [3, 4.5, 7]])}
-    moments = {"step": torch.tensor(5.0)}
-    found = compared(tmp_path / "1", line=line, weights=more, moments=moments)
-    lost = compared(tmp_path / "2", without=3, weights={"b.bias": torch.ones(3)})
-    zero = torch.tensor([1.0, -0.0])
-    bits = compared(tmp_path / "3", weights={"b.bias": zero}, moments={"more": 1.0})
-    for finding, different, first in (
-        (found["losses"], 1, f"step 2, train/loss: 2.5 {{}} {NEXT} here"),
-        (found["learning rates"], 1, "step 2, train/lr: 0.1 {} 0.2 here"),
-        (found["batch hashes"], 1, f"step 2, data/batch_hash: {2**47 + 2} {{}} 5 here"),
-        (found["evaluations"], 1, "step 2, eval/x: nothing {} 1 here"),
-        (found["other metrics"], 1, "step 2, train/z_loss: nothing {} 3.0 here"),
-        (found["weights"], 2, "a.weight[1, 1]: 4.0 {} 4.5 here"),
-        (found["optimizer state"], 1, "state.0.step: 4.0 {} 5.0 here"),
-        (lost["losses"], 1, f"step 3, train/loss: {5 / 3} {{}} nothing here"),
-        (lost["steps"], 2, "step 3, step: 3 {} 4 here"),
-        (lost["weights"], 3, "b.bias: [2] torch.float32 {} [3] torch.float32 here"),
-        (bits["weights"], 1, "b.bias[1]: 1.0 {} -0.0 here"),
-        (bits["optimizer state"], 1, "state.0.more: nothing {} 1.0 here"),
-    ):
-        assert (finding.equal, finding.different) == (False, different), finding
-        assert finding.first == first.format("undisturbed,")
-
-
-def test_several_numbers_of_processes_are_compared_within_a_tolerance(tmp_path: Path) -> None:
-    near = {"train/loss": 2.5 * 1.0009, "train/grad_norm": 4.0}
-    close = {"line": near, "weights": {"b.bias": torch.tensor([1.0, 1.25])}}
-    found = compared(tmp_path / "near", exact=False, **close)
-    assert all(finding.equal for finding in found.values())
-    assert found["losses"].largest == pytest.approx(2.5 * 0.0009)
-    assert found["weights"].largest == 0.25
-    for name, differing, doctored in (
-        ("far", ["losses"], {"line": {"train/loss": 2.5 * 1.0011}}),
-        ("rate", ["learning rates"], {"line": {"train/lr": 0.1000001}}),
-        ("shape", ["weights"], {"weights": {"b.bias": torch.ones(3)}}),
-    ):
-        wrong = compared(tmp_path / name, exact=False, **doctored)
-        assert [f.kind for f in wrong.values() if not f.equal] == differing
-    assert not compared(tmp_path / "lost", exact=False, without=2)["gradient norms"].equal
+    zero = {"a.weight": torch.tensor([[0, 1, 2], [3, 4.5, 5]]), "b.bias": torch.tensor([1.0, -0.0])}
+    moments = {"step": torch.tensor(5.0), "more": 1.0}
+    assert differences(tmp_path / "1", line=line, weights=zero, moments=moments) == [
+        *("train/loss at step 2", "train/lr at step 2", "data/batch_hash at step 2"),
+        *("a.weight", "b.bias", "optimizer.state.0.step"),
+        *("eval/x at step 2", "train/z_loss at step 2", "optimizer.state.0.more"),
+    ]
+    lost = differences(tmp_path / "2", without=3, weights={"b.bias": torch.ones(3)})
+    assert {"step of record 3", "train/loss at step 3", "b.bias"} <= {*lost}
+    assert len(differing_values({"x": torch.zeros(2)}, {"x": torch.tensor([0.0, -0.0])})) == 1
 
 
 # --------------------------------------------------------------------------- launches
@@ -179,15 +144,16 @@ def test_runs_are_killed_until_the_kills_are_used_up_and_nothing_is_left(
     (whole / "run.json").write_text('{"launches": [{"step": 2}]}')  # one resumed from step 2
     worlds = pretended(whole, whole)
     options = ["--steps", "4", "--kills", "4", "--processes", "2,1,4"]
-    assert call(*small_run(*options, "--train.micro_batch_size", "2")) == 0
+    options += ["--train.micro_batch_size", "2"]
+    assert call(*small_run(*options)) == 2  # not equal bit for bit
+    assert call(*small_run(*options, "--train.reproducible")) == 0
     shown = capsys.readouterr()
     assert worlds[0] == 2
     assert len(set(worlds)) > 1
     assert shown.err.count("killed after") == 4
     assert "with 4 kills, compared with an undisturbed run" in shown.out
-    assert f"{len(worlds)} launches" in shown.out
-    assert "set train.reproducible to true for equality bit for bit" in shown.out
-    assert "launches resumed from step 2\n" in shown.out
+    assert "launches resumed: 2\n" in shown.out
+    assert "equals never stopping, bit for bit" in shown.out
     assert not list(rooms.iterdir())
     (whole / "run.json").unlink()
     assert call(*small_run("--steps", "4", "--kills", "1")) == 1
@@ -200,10 +166,8 @@ def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(
     pretended(make_run(tmp_path / "a"), make_run(tmp_path / "b", line={"train/loss": NEXT}))
     assert call(*small_run("--steps", "4", "--kills", "1")) == 1
     shown = capsys.readouterr()
-    assert "first difference in losses: step 2, train/loss: 2.5 undisturbed" in shown.out
+    assert f"train/loss at step 2: 2.5 undisturbed, {NEXT} here" in shown.out
     assert "stop and resume is NOT the same as never stopping" in shown.out
-    (row,) = [line for line in shown.out.splitlines() if line.startswith("losses")]
-    assert row.endswith("DIFFERENT")
     assert f"kept: {next(rooms.iterdir())}" in shown.err
 
 
@@ -259,7 +223,7 @@ def test_ctrl_c_ends_all_processes_and_cleans_up(
 def test_training_killed_on_changing_numbers_of_processes_equals_never_stopped(
     small_run: Arguments, rooms: Path, capsys: Printed
 ) -> None:
-    options = ["--steps", "8", "--kills", "2", "--seed", "3", "--processes", "1,2"]
+    options = ["--steps", "8", "--kills", "2", "--processes", "1,2"]
     options += ["--train.reproducible", "--train.micro_batch_size", "2"]
     assert call(*small_run(*options)) == 0
     shown = capsys.readouterr()
@@ -267,5 +231,4 @@ def test_training_killed_on_changing_numbers_of_processes_equals_never_stopped(
     assert "on 2 processes" in shown.err
     assert "with 2 kills" in shown.out
     assert "bit for bit" in shown.out
-    assert "no values" not in shown.out
     assert not list(rooms.iterdir())

@@ -32,14 +32,13 @@ from peers import CHARS, GPT2, Job
 from torch import Tensor, nn
 
 from accel_gpt.config.optim import OptimConfig
-from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.launch.compile import GRAPH_OPTIONS, forget_compiled, use_compile_cache
 from accel_gpt.launch.devices import peak_flops
 from accel_gpt.launch.machine import device_name
 from accel_gpt.model import loss as loss_module
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.sizes import mfu
+from accel_gpt.model.sizes import flops_per_token, mfu
 from accel_gpt.optim.groups import make_optimizer, set_lr
 
 BATCH_SIZE = 32  # sequences, as in RESULTS.md

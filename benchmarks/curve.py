@@ -35,9 +35,9 @@ from common import OURS, ROOT, attempt, draw_schemes, flags, last_json, print_ta
 from peers import Job
 from traces import OBSERVE
 
-from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.launch.devices import peak_flops
 from accel_gpt.launch.machine import device_name
+from accel_gpt.model.sizes import flops_per_token
 
 DATA = "python_source"  # folder of nanoGPT's data
 TOKENS_PER_STEP = 131_072

@@ -83,10 +83,9 @@ from kernels import kernels
 from peers import CHARS, GPT2, Job, accel_gpt, copy_nanogpt, nanogpt, trainer
 from traces import trace
 
-from accel_gpt.cost.flops import flops_per_token
 from accel_gpt.launch.devices import peak_flops
 from accel_gpt.launch.machine import device_name
-from accel_gpt.model.sizes import mfu
+from accel_gpt.model.sizes import flops_per_token, mfu
 
 JOB = Job(
     n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=16, data=GPT2,

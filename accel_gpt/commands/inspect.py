@@ -3,22 +3,18 @@
 With --json it prints the report as one JSON object; null means unknown.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel_gpt.commands.options import InspectCommand, errors_name_options
+from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.config.values import changed_keys
 from accel_gpt.console import table, write_out
-from accel_gpt.cost.flops import parameter_counts
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
 from accel_gpt.data.remote import is_url
@@ -27,6 +23,7 @@ from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError
 from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
+from accel_gpt.model.sizes import parameter_counts
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -41,29 +38,56 @@ MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or
 KEPT_SHARDS = 2  # remote shards that are kept: the current one and the next
 COUNTED_TOKENS = 1 << 20  # tokens counted at once
 SHOWN_TOKENS = 64  # of the beginning of a split
-STATES = MappingProxyType({True: "intact", False: "DAMAGED", None: "not verified"})
+SPLIT_COLUMNS = ("shards", "tokens", "documents", "bytes", "largest_id", "begins")
+CHECKPOINT_COLUMNS: Sequence[str] = (
+    "state",
+    "step",
+    "tokens",
+    "seconds",
+    "train_loss",
+    "val_loss",
+    "parameters",
+)
 
 
 def run(options: InspectCommand) -> int:
     """Print a report, then its problems on stderr; 0 if there are none."""
     path = Path(options.path)
+    columns: Sequence[str]
     if is_run(path):
-        report = inspect_run(path, options.quick)
-        lines = run_lines(report)
+        report = inspect_run(path)
+        listed = report["checkpoints"]
+        columns = CHECKPOINT_COLUMNS
         code = CheckpointError.exit_code
     else:
-        data = DataConfig(tokenizer=options.tokenizer, dtype=options.dtype)
-        with errors_name_options("data.tokenizer", "data.dtype"):
-            report = inspect_data(options.path, data, options.quick)
-        lines = data_lines(report)
+        report = inspect_data(options.path, options.data)
+        listed = report["splits"]
+        columns = SPLIT_COLUMNS
         code = DataError.exit_code
     if options.json:
-        lines = [strict_json(report, indent=1)]
-    write_out("".join(f"{line}\n" for line in lines))
+        write_out(f"{strict_json(report, indent=1)}\n")
+    else:
+        sections = ("splits", "checkpoints", "problems")
+        facts = [[key, text_of(value)] for key, value in report.items() if key not in sections]
+        rows = [[name, *(text_of(one.get(key)) for key in columns)] for name, one in listed.items()]
+        write_out(table(facts, "<", "<"))
+        write_out(table([["", *columns], *rows], "<", *[">"] * len(columns)))
     sys.stdout.flush()
     for problem in report["problems"]:
         sys.stderr.write(f"error: {problem}\n")
     return code if report["problems"] else 0
+
+
+def text_of(value: Any) -> str:
+    """Format a value of a report in one line: `unknown` for None."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {text_of(one)}" for key, one in value.items() if one is not None)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4f}"
+    text = "unknown" if value is None else str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def is_run(path: Path) -> bool:
@@ -75,14 +99,16 @@ def is_run(path: Path) -> bool:
 # --------------------------------------------------------------------------- data
 
 
-def inspect_data(path: str, data: DataConfig, quick: bool) -> dict[str, Any]:
-    """Return the report on the data at `path`; `quick` reads no shard.
+def inspect_data(path: str, data: DataConfig) -> dict[str, Any]:
+    """Return the report on the data at `path`.
 
     Raises `UserError` if the path does not exist or its tokenizer is unknown, `DataError` if no
     split can be opened. `problems` lists all other problems.
     """
     if not is_url(path) and not Path(path).is_dir():
-        raise no_data(path)
+        expected = "expected a data folder or its URL, or the folder of a run or of a checkpoint"
+        advice = did_you_mean_folder(path, (*RUN_MARKS, *DATA_MARKS), expected)
+        raise UserError(f"{path} {describe_path(path)}; {advice}")
     folder = open_folder(path, data)
     opened: list[tuple[Split, Tokenizer]] = []
     missing: list[str] = []
@@ -96,61 +122,35 @@ def inspect_data(path: str, data: DataConfig, quick: bool) -> dict[str, Any]:
             problems.append(str(error))
     if not opened:
         raise DataError("; ".join(dict.fromkeys(problems or missing[:1])))
-    splits: dict[str, dict[str, Any]] = {}
     size = sum(split.tokens * split.dtype.itemsize for split, _ in opened)
     with Progress("reading", "bytes", total=size) as progress:
-        for split, tokenizer in opened:
-            splits[split.name] = describe_split(split)
-            if not quick:
-                splits[split.name] |= read_split(split, tokenizer, progress, problems)
+        splits = {
+            split.name: read_split(split, tokenizer, progress, problems)
+            for split, tokenizer in opened
+        }
     if folder.remote:
         folder.remote.close()
     first = opened[0][0]
-    ours = (first.folder / INDEX).exists()
     return {
         "path": path,
-        "tokenizer": {"kind": first.tokenizer_kind, "fingerprint": first.tokenizer_fingerprint},
+        "tokenizer": first.tokenizer_kind,
+        "tokenizer_fingerprint": first.tokenizer_fingerprint,
         "vocab_size": first.vocab_size,
         "eot_id": first.eot_id,
         "dtype": first.dtype.name,
-        "prepared": read_index(first.folder).prepared if ours else None,
+        "prepared": read_index(first.folder).prepared if (first.folder / INDEX).exists() else None,
         "splits": splits,
         "problems": problems,
     }
-
-
-def no_data(path: str) -> UserError:
-    """Return the error for a path that is not a folder."""
-    expected = "give a data folder or its URL, or the folder of a run or of a checkpoint"
-    advice = did_you_mean_folder(path, (*RUN_MARKS, *DATA_MARKS), expected)
-    return UserError(f"{path} {describe_path(path)}; {advice}")
-
-
-def describe_split(split: Split) -> dict[str, Any]:
-    """Describe a split without reading its shards."""
-    return {
-        "fingerprint": split.fingerprint,
-        "shards": len(split.shards),
-        "tokens": split.tokens,
-        "documents": total([shard.documents for shard in split.shards]),
-        "bytes": total([shard.bytes for shard in split.shards]),
-    }
-
-
-def total(values: Sequence[int | None]) -> int | None:
-    """Return the sum of `values`; None if a value is unknown."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
 
 
 def read_split(
     split: Split, tokenizer: Tokenizer, progress: Progress, problems: list[str]
 ) -> dict[str, Any]:
     """Read every shard once; return what it holds, and append its problems to `problems`."""
-    before = len(problems)
     # number of tokens by id; the last counts ids outside the vocabulary
     counts = np.zeros(split.vocab_size + 1, np.int64)
-    hashed = 0
+    before = len(problems)
     largest = -1
     for number, shard in enumerate(split.shards):
         path = split.path(number)
@@ -160,7 +160,6 @@ def read_split(
         except AccelGPTError as error:
             problems.append(str(error))
             continue
-        hashed += shard.sha256 is not None
         largest = max(largest, largest_here)
         if damage:
             problems.append(str(data_error(damage)))
@@ -169,21 +168,37 @@ def read_split(
                 f"shard {path} holds token {largest_here}, expected less than vocab_size "
                 f"{split.vocab_size}; it is damaged, or was made with another tokenizer"
             )
-    ends = None if split.eot_id is None else int(counts[split.eot_id])
-    expected = total([shard.documents for shard in split.shards])
+    documents = total([shard.documents for shard in split.shards])
+    found = {
+        "fingerprint": split.fingerprint,
+        "shards": len(split.shards),
+        "tokens": split.tokens,
+        "documents": documents,
+        "bytes": total([shard.bytes for shard in split.shards]),
+        "largest_id": largest,
+    }
     if len(problems) > before:
-        return {"largest_id": largest, "hashed_shards": hashed}
-    if None not in (ends, expected) and ends != expected:
-        problems.append(
-            f"the {split.name} split of {split.folder} has {plural(ends or 0, 'end-of-text token')}"
-            f", but its index says {plural(expected or 0, 'document')}; prepare the data again"
-        )
-    first = split.read(0, 0, min(SHOWN_TOKENS, split.shards[0].tokens))
-    found = {"largest_id": largest, "hashed_shards": hashed, "documents": ends}
+        return found
+    if split.eot_id is not None:
+        ends = int(counts[split.eot_id])
+        found["documents"] = ends
+        if documents not in (None, ends):
+            problems.append(
+                f"the {split.name} split of {split.folder} has "
+                f"{plural(ends, 'end-of-text token')}, but its index says "
+                f"{plural(documents or 0, 'document')}; prepare the data again"
+            )
     if tokenizer.bytes_add_up:
         sizes = tokenizer.token_bytes[: split.vocab_size]
         found["bytes"] = int(counts[: len(sizes)] @ sizes)
+    first = split.read(0, 0, min(SHOWN_TOKENS, split.shards[0].tokens))
     return found | {"begins": tokenizer.decode(first.tolist())}
+
+
+def total(values: Sequence[int | None]) -> int | None:
+    """Return the sum of `values`; None if a value is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def count_tokens(
@@ -202,45 +217,15 @@ def count_tokens(
     return largest
 
 
-def data_lines(report: Mapping[str, Any]) -> list[str]:
-    """Format the report of `inspect_data` for people."""
-    tokenizer = report["tokenizer"]
-    prepared = report["prepared"] or {}
-    words = [f"{key} {value}" for key, value in prepared.items() if value not in (None, "")]
-    columns = ("shards", "tokens", "documents", "bytes", "largest_id", "hashed_shards")
-    rows = [["split", *(column.replace("_", " ") for column in columns), "fingerprint"]]
-    for name, split in report["splits"].items():
-        numbers = [number_text(split.get(column)) for column in columns]
-        rows.append([name, *numbers, split["fingerprint"][:12]])
-    lines = [
-        report["path"],
-        f"tokenizer   {tokenizer['kind']}, {report['vocab_size']:,} tokens, end-of-text "
-        f"{number_text(report['eot_id'])}, fingerprint {tokenizer['fingerprint'][:12]}",
-        f"stored as   {report['dtype']}",
-        f"prepared    {', '.join(words) or 'unknown'}",
-        *table(rows, "<10", *[">0"] * len(columns), "<0").splitlines(),
-    ]
-    for name, split in report["splits"].items():
-        if "begins" in split:
-            lines.append(f"{f'{name} begins':<14}{split['begins']!r}")
-    return lines
-
-
-def number_text(value: int | None) -> str:
-    """Format a number with separators; `unknown` for None."""
-    return "unknown" if value is None else f"{value:,}"
-
-
 # --------------------------------------------------------------------------- runs and checkpoints
 
 
-def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
-    """Return the report on the run or checkpoint at `path`; `quick` hashes no file.
+def inspect_run(path: Path) -> dict[str, Any]:
+    """Return the report on the run or checkpoint at `path`.
 
     Raises `UserError` if it holds no checkpoint.
     """
-    best: str | None = None
-    problems: list[str] = []
+    report: dict[str, Any] = {"path": str(path), "best": None, "checkpoints": {}, "problems": []}
     folders = [path]
     if not (is_checkpoint(path) or (path / "trainer_state.json").exists()):
         run = RunFolder(path)
@@ -249,29 +234,30 @@ def inspect_run(path: Path, quick: bool) -> dict[str, Any]:
             find_checkpoint(path)  # raises
         if run.best.isdecimal():
             best = step_name(int(run.best))
+            report["best"] = best
             if best not in [folder.name for folder in folders]:
-                problems.append(f"the best checkpoint, {best}, is missing")
-    checkpoints = [inspect_checkpoint(folder, quick, problems) for folder in folders]
-    return {"path": str(path), "best": best, "checkpoints": checkpoints, "problems": problems}
+                report["problems"].append(f"the best checkpoint, {best}, is missing")
+    for folder in folders:
+        sys.stderr.write(f"verifying {folder}\n")
+        try:
+            entry = inspect_checkpoint(folder)
+        except AccelGPTError as error:
+            report["problems"].append(str(error))
+            entry = {"state": "DAMAGED"}
+        report["checkpoints"][folder.resolve().name] = entry
+    return report
 
 
-def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str, Any]:
-    """Return the entry of one checkpoint; append its problems to `problems`."""
-    entry: dict[str, Any] = {"name": path.resolve().name, "intact": None}
-    try:
-        if not quick:
-            sys.stderr.write(f"verifying {path}\n")
-            verify_checkpoint(path)
-            entry["intact"] = True
-        state = read_evaluated(path)
-        model, vocab_size = read_shape(path)
-    except AccelGPTError as error:
-        problems.append(str(error))
-        return entry | {"intact": False}
-    return entry | {
+def inspect_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what an intact checkpoint holds; raises an `AccelGPTError` if it is damaged."""
+    verify_checkpoint(path)
+    state = read_evaluated(path)
+    model, vocab_size = read_shape(path)
+    return {
+        "state": "intact",
         "step": state.step,
         "tokens": state.tokens,
-        "seconds": state.seconds,
+        "seconds": round(state.seconds),
         "train_loss": state.train_loss,
         "val_loss": state.val_loss,
         "world_size": state.world_size,
@@ -279,40 +265,4 @@ def inspect_checkpoint(path: Path, quick: bool, problems: list[str]) -> dict[str
         "vocab_size": vocab_size,
         "data_fingerprint": state.data_fingerprint,
         "tokenizer_fingerprint": state.tokenizer_fingerprint,
-        "changed": changed_keys(state.config),
-        "versions": state.versions,
     }
-
-
-def run_lines(report: Mapping[str, Any]) -> list[str]:
-    """Format the report of `inspect_run` for people, with details of the newest checkpoint."""
-    rows = [["checkpoint", "state", "step", "tokens", "seconds", "train loss", "val loss", ""]]
-    newest: dict[str, Any] = {}
-    for entry in report["checkpoints"]:
-        state = STATES[entry["intact"]]
-        if "step" not in entry:  # its files cannot be read
-            rows.append([entry["name"], state, *[""] * 6])
-            continue
-        newest = entry
-        numbers = [f"{entry['step']:,}", f"{entry['tokens']:,}", f"{entry['seconds']:,.0f}"]
-        losses = [loss_text(entry["train_loss"]), loss_text(entry["val_loss"])]
-        best = "<- best" if entry["name"] == report["best"] else ""
-        rows.append([entry["name"], state, *numbers, *losses, best])
-    lines = [report["path"], *table(rows, "<0", "<0", *[">0"] * 5, "<0").splitlines()]
-    if not newest:
-        return lines
-    versions = ", ".join(f"{name} {version}" for name, version in newest["versions"].items())
-    lines += [
-        f"model      {newest['parameters']:,} parameters, vocabulary {newest['vocab_size']:,}",
-        f"data       fingerprint {newest['data_fingerprint'][:12]}",
-        f"tokenizer  fingerprint {newest['tokenizer_fingerprint'][:12]}",
-        f"versions   {versions or 'unknown'}",
-        "config",
-    ]
-    lines += [f"  {key} {json.dumps(value)}" for key, value in sorted(newest["changed"].items())]
-    return lines
-
-
-def loss_text(value: float | None) -> str:
-    """Format a loss, in nats per token; `unknown` for None."""
-    return "unknown" if value is None else f"{value:.4f}"

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Self
 
 from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.commands.sweep_settings import Grid, read_grid
-from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.config.data import DataConfig, PrepareConfig, SourceKind
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig, check_repo
 from accel_gpt.config.options import (
     REQUIRED,
@@ -26,7 +26,13 @@ from accel_gpt.config.options import (
     option,
     same_option,
 )
-from accel_gpt.config.parse import check_utf8, parse_command, parse_with_keys, read_values
+from accel_gpt.config.parse import (
+    check_utf8,
+    parse_command,
+    parse_with_keys,
+    read_options,
+    read_values,
+)
 from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import build
 from accel_gpt.data.remote import is_url
@@ -415,9 +421,10 @@ class PushCommand(Command):
 class InspectCommand(Command):
     """Show and verify the content of data, a run or a checkpoint.
 
-    If data is damaged, the exit code is 3. If a checkpoint is damaged, it is 4. Examples:
+    If data is damaged, the exit code is 3. If a checkpoint is damaged, it is 4. For shards of other
+    projects, you can set data.tokenizer and data.dtype as in a config. Examples:
       accel-gpt inspect data/stdlib_bpe4096
-      accel-gpt inspect runs/quickstart --quick
+      accel-gpt inspect shards_of_nanogpt --data.tokenizer gpt2
       accel-gpt inspect runs/quickstart/checkpoints/step_00001000 --json
     """
 
@@ -434,19 +441,16 @@ class InspectCommand(Command):
         False,
         "Print one JSON object instead of text.",
     )
-    quick: bool = option(
-        False,
-        "Skip reading shards and hashing checkpoints.",
-    )
-    tokenizer: str | None = option(
-        None,
-        "Tokenizer to use if the shards name none: gpt2, bytes or the path of a tokenizer.json.",
-        path=True,
-    )
-    dtype: Literal["uint16", "uint32"] | None = option(
-        None,
-        "Type of the token ids, for files that do not record it, such as raw .bin and .npy files.",
-    )
+    data: DataConfig = internal(DataConfig())
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Parse the options, and the keys of `data`."""
+        options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
+        given = dict(read_options(Config, keys))
+        other = sorted(given.keys() - {"data.tokenizer", "data.dtype"})
+        require(not other, f"unknown option --{', --'.join(other)}; --help shows all options")
+        return replace(options, data=build(Config, given).data)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from accel_gpt.cost.data_sizes import (
     vocabulary_size,
     with_expected_length,
 )
-from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at
 from accel_gpt.cost.memory import Machine, footprint, largest_size
 from accel_gpt.data.sources import train_paths
@@ -44,7 +43,7 @@ from accel_gpt.launch.devices import (
     peak_flops,
     precision_problem,
 )
-from accel_gpt.model.sizes import mfu
+from accel_gpt.model.sizes import flops_per_token, mfu, parameter_counts
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
 PRECISION = "--train.mixed_precision"

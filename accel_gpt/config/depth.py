@@ -133,8 +133,8 @@ def parameters(options: Mapping[str, Any]) -> Parameters:
     )
     vocab_size = implied_vocab_size(options)
     return Parameters(
-        run=scaling_parameters(model, vocab_size),
-        reference=scaling_parameters(reference, vocab_size),
+        run=model.matrix_parameters(vocab_size),
+        reference=reference.matrix_parameters(vocab_size),
     )
 
 
@@ -261,16 +261,6 @@ def optimizer_options(value: Callable[[str], Any]) -> dict[str, Any]:
 def rounded(number: float) -> float:
     """Round `number` to four significant digits."""
     return float(f"{number:.4g}")
-
-
-def scaling_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Compute N: the parameters of the matrices of the blocks, and of the head, tied or not.
-
-    Scaling laws fit best in this count (nanochat dev/LOG.md, January 2026).
-    """
-    heads = (2 * model.n_head + 2 * model.kv_heads) * model.head_size
-    mlp = (3 if model.mlp == "swiglu" else 2) * model.hidden_size
-    return model.n_embd * (model.n_layer * (heads + mlp) + vocab_size)
 
 
 def at_length(flat: Mapping[str, Any], steps: int) -> dict[str, Any]:

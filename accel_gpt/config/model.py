@@ -252,6 +252,24 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
             return 4 * self.n_embd
         return -(-8 * self.n_embd // 3 // 128) * 128
 
+    @property
+    def block_matrices(self) -> tuple[int, int, int, int]:
+        """Number of parameters in the four weights of a block: qkv, out, up, down."""
+        heads = self.n_head * self.head_size
+        qkv = (heads + 2 * self.kv_heads * self.head_size) * self.n_embd
+        out = heads * self.n_embd
+        down = self.hidden_size * self.n_embd
+        up = 2 * down if self.mlp == "swiglu" else down
+        return qkv, out, up, down
+
+    def matrix_parameters(self, vocab_size: int) -> int:
+        """Count the weights in matrix products: those of all blocks and the head, tied or not.
+
+        Neither padded rows of the head nor the look-ups of embedding and position count. Scaling
+        laws fit best in this count (nanochat dev/LOG.md, January 2026).
+        """
+        return self.n_layer * sum(self.block_matrices) + vocab_size * self.n_embd
+
 
 def check_divisible(name: str, value: int, divisor_name: str, divisor: int) -> None:
     """Unless `divisor` divides `value`, raise `UserError` with the nearest values that fit."""

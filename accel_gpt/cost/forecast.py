@@ -7,8 +7,8 @@ from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.cost.memory import Machine, checkpoint_bytes
+from accel_gpt.model.sizes import flops_per_token, parameter_counts
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100

@@ -11,7 +11,6 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import STACK
 from accel_gpt.config.plan import fitting_sizes, with_size
-from accel_gpt.cost.flops import hidden_matrices, parameter_counts
 from accel_gpt.launch.devices import device_memory, peak_flops
 from accel_gpt.model.sizes import (
     FLOAT_BYTES,
@@ -20,6 +19,7 @@ from accel_gpt.model.sizes import (
     chunk_tokens,
     logit_work_bytes,
     padded_vocab_size,
+    parameter_counts,
 )
 
 DOUBLE_BYTES = 8  # float64
@@ -260,7 +260,7 @@ def update_bytes(config: Config, vocab_size: int) -> dict[str, int]:
         largest = 0.0
         attention = model.n_head * model.head_size
         widths = (attention, attention, model.hidden_size, model.hidden_size)  # beside C channels
-        for size, width in zip(hidden_matrices(model), widths, strict=True):
+        for size, width in zip(model.block_matrices, widths, strict=True):
             stacked = min(model.n_layer, max(1, STACK // size))
             gram = min(width, C) / max(width, C)  # as a share of a matrix
             copies = max((STACKS + GRAMS * gram) * stacked, stacked + WEIGHTS)
@@ -285,7 +285,7 @@ def optimizer_bytes(config: Config, vocab_size: int) -> int:
     """
     moments = 2 * parameter_counts(config.model, vocab_size)["total"]
     if config.optim.name == "muon":
-        moments -= config.model.n_layer * sum(hidden_matrices(config.model))
+        moments -= config.model.n_layer * sum(config.model.block_matrices)
     return FLOAT_BYTES * moments
 
 

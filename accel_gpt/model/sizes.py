@@ -1,4 +1,4 @@
-"""Compute sizes of a model: padded vocabulary, chunk of the loss, FLOPs of a token. No torch.
+"""Compute sizes of a model: parameters, FLOPs, padded vocabulary, chunk of the loss. No torch.
 
 Legend: D head size, H query heads, L layers, T block size.
 """
@@ -63,18 +63,56 @@ def activates_twice(values: int) -> bool:
     return values > 2**23
 
 
-def training_flops(config: ModelConfig, matrices: int) -> int:
+def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
+    """Count the parameters of each part, and two totals.
+
+    `total` is the sum of the parts and includes the padded rows, which take memory too.
+    `total_unpadded` counts only the real vocabulary, as papers and exports do. A tied head counts
+    as 0.
+    """
+    C = config.n_embd
+    n_layer = config.n_layer
+    rows = padded_vocab_size(vocab_size)
+    qkv, out, up, down = config.block_matrices
+    attention_biases = 0
+    mlp_biases = 0
+    if config.bias:  # one for each output of a matrix
+        attention_biases = qkv // C + C
+        mlp_biases = up // C + C
+    vectors_per_norm = 2 if config.bias and config.norm == "layernorm" else 1
+    n_norms = 2 * n_layer + 1 + (1 if config.embedding_norm else 0)
+    qk_norms = 2 * n_layer * config.head_size if config.qk_norm else 0
+    norms = n_norms * vectors_per_norm * C + qk_norms
+    parts = {
+        "embedding": rows * C,
+        "position": config.block_size * C if config.position == "learned" else 0,
+        "attention": n_layer * (qkv + out + attention_biases),
+        "mlp": n_layer * (up + down + mlp_biases),
+        "norm": norms if config.norm_weight else 0,
+        "head": 0 if config.tie_embeddings else rows * C,
+    }
+    total = sum(parts.values())
+    padded_tables = 1 if config.tie_embeddings else 2
+    padding = padded_tables * (rows - vocab_size) * C
+    return parts | {"total": total, "total_unpadded": total - padding}
+
+
+def training_flops(config: ModelConfig, matrix_parameters: int) -> int:
     """Compute the FLOPs to train on one token of a sequence of `block_size`, forward and backward.
 
-    6 N + 12 L H D T (PaLM, Chowdhery et al. 2022, appendix B). `matrices` is N, the weights in
-    matrix products: the linear layers, and the head over the real vocabulary, tied or not. N does
-    not count padding or the look-ups of embedding and position.
+    6 N + 12 L H D T (PaLM, Chowdhery et al. 2022, appendix B). `matrix_parameters` is N, see
+    `ModelConfig.matrix_parameters`.
 
     12 L H D T counts scores and weighted values over the full T x T square, as nanoGPT does. A
     causal kernel can skip half of them. Norms, biases, activations and recomputation do not count.
     """
     attention = config.n_layer * config.n_head * config.head_size * config.block_size
-    return 6 * matrices + 12 * attention
+    return 6 * matrix_parameters + 12 * attention
+
+
+def flops_per_token(config: ModelConfig, vocab_size: int) -> int:
+    """Compute the FLOPs to train on one token, as `GPT.flops_per_token` does."""
+    return training_flops(config, config.matrix_parameters(vocab_size))
 
 
 def mfu(

@@ -19,11 +19,12 @@ import yaml
 from jinja2 import Environment
 from markupsafe import Markup
 
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import changed_keys, to_nested
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.hub import OPENAI, is_repo
-from accel_gpt.model.gpt import GPT
+from accel_gpt.model.sizes import flops_per_token, parameter_counts
 from accel_gpt.publish.redaction import (
     public_config,
     public_name,
@@ -86,15 +87,14 @@ def write_card(
     init_from = state.config.get("model.init_from", "scratch")
     settings = to_nested(changed_keys(public_config(state.config)))
     config, vocab_size = read_shape(checkpoint)
-    model = GPT.allocate(config, vocab_size, device="meta")
     facts = {
         "Class": f"{model_class} of transformers",
-        **facts_of_model(model),
+        **facts_of_model(config, vocab_size),
         "Tokenizer": f"{tokenizer.kind}, {vocab_size:,} tokens",
         "Weights stored as": dtype,
         "Data": data_name,
         **facts_of_run(run, state),
-        "Compute": f"{model.flops_per_token() * state.tokens:.2e} FLOP, as 6 N + 12 L H D T for "
+        "Compute": f"{flops_per_token(config, vocab_size) * state.tokens:.2e} FLOP, as 6 N + 12 L H D T for "
         "each token (PaLM, appendix B)",
     }
     header = card_header(
@@ -127,13 +127,10 @@ def write_card(
     ModelCard(f"---\n{header.to_yaml()}\n---\n\n{body}").save(folder / "README.md")
 
 
-def facts_of_model(model: GPT) -> dict[str, Any]:
+def facts_of_model(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Return the sizes of a model, by title."""
-    config = model.config
-    tables = 1 if config.tie_embeddings else 2  # with rows that pad the vocabulary
-    padding = tables * (model.padded_vocab_size - model.vocab_size) * config.n_embd
     return {
-        "Parameters": model.parameter_count() - padding,
+        "Parameters": parameter_counts(config, vocab_size)["total_unpadded"],
         "Layers": config.n_layer,
         "Attention heads": f"{config.n_head} of {config.head_size} channels",
         "Key and value heads": config.kv_heads,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.depth import describe_depth, scaling_parameters
+from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import to_flat
-from accel_gpt.cost.flops import parameter_counts
+from accel_gpt.model.sizes import parameter_counts
 from tests.conftest import tiny
 
 GPT2 = ("--data.prepare.source", "stdlib", "--data.prepare.tokenizer", "gpt2")
@@ -118,7 +118,7 @@ def test_scaling_parameters_are_those_of_blocks_and_head() -> None:
         counts = parameter_counts(config, 64)
         head = 64 * config.n_embd
         wanted = counts["attention"] + counts["mlp"] + head
-        assert scaling_parameters(config, 64) == wanted
+        assert config.matrix_parameters(64) == wanted
 
 
 def test_what_is_set_goes_before_what_follows_and_the_rest_follows_from_it(load: Load) -> None:

@@ -14,7 +14,6 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.cost import memory
-from accel_gpt.cost.flops import hidden_matrices, parameter_counts
 from accel_gpt.cost.memory import (
     LIBRARIES_CPU_BYTES,
     Machine,
@@ -25,6 +24,7 @@ from accel_gpt.cost.memory import (
 from accel_gpt.model import layers
 from accel_gpt.model.documents import separate
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.sizes import parameter_counts
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import make_optimizer
 from tests.conftest import tiny
@@ -83,7 +83,7 @@ def test_muon_keeps_one_moment_and_works_on_a_stack(
     assert optimizer_bytes(config, V) == sum(t.nbytes for t in moments)
     for blocks in (5, 2):
         for module in (muon, memory):
-            monkeypatch.setattr(module, "STACK", blocks * max(hidden_matrices(model)))
+            monkeypatch.setattr(module, "STACK", blocks * max(model.block_matrices))
         planned = update_bytes(config, V)["muon at work"]
         assert most_alive(optimizer.step) == pytest.approx(planned, rel=0.05)
     assert optimizer_bytes(Config(model=model), V) == 8 * parameter_counts(model, V)["total"]

@@ -16,11 +16,10 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.console import format_hours, run_main
 from accel_gpt.cost.data_sizes import evaluation_tokens
-from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.sizes import padded_vocab_size
+from accel_gpt.model.sizes import flops_per_token, padded_vocab_size, parameter_counts
 from tests.conftest import tiny
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

@@ -15,9 +15,9 @@ from accel_gpt import files
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.plan import make_plan
-from accel_gpt.cost.flops import flops_per_token, parameter_counts
 from accel_gpt.model import layers
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.sizes import flops_per_token, parameter_counts
 from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed
 from tests.conftest import QUIET, launch, tiny
 

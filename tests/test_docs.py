@@ -256,6 +256,8 @@ def names_of(command: str) -> set[str]:
     names = {name.removesuffix("_") for name in own_options(kind)} | {"help", "help-all"}
     if "config" in {field.name for field in dataclasses.fields(kind)}:
         names |= {*leaves(Config), "dump_config", "section.key"}
+    if kind is options.InspectCommand:
+        names |= {"data.tokenizer", "data.dtype"}
     return names
 
 

@@ -277,7 +277,7 @@ def differing_values(whole: Mapping[str, Any], other: Mapping[str, Any]) -> list
         one = whole.get(name, "missing")
         two = other.get(name, "missing")
         if not same_bits(one, two):
-            found.append(f"{name}: {describe(one)} undisturbed, {describe(two)} here")
+            found.append(f"{name}: {describe_value(one)} undisturbed, {describe_value(two)} here")
     return found
 
 
@@ -290,7 +290,7 @@ def same_bits(one: Any, two: Any) -> bool:
     return one.reshape(-1).view(torch.uint8).equal(two.reshape(-1).view(torch.uint8))
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return the value itself; of a tensor, the shape, the type and the sum of its elements."""
     if not torch.is_tensor(value):
         return str(value)

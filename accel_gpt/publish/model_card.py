@@ -87,6 +87,7 @@ def write_card(
     init_from = state.config.get("model.init_from", "scratch")
     settings = to_nested(changed_keys(public_config(state.config)))
     config, vocab_size = read_shape(checkpoint)
+    flops = flops_per_token(config, vocab_size) * state.tokens
     facts = {
         "Class": f"{model_class} of transformers",
         **facts_of_model(config, vocab_size),
@@ -94,8 +95,7 @@ def write_card(
         "Weights stored as": dtype,
         "Data": data_name,
         **facts_of_run(run, state),
-        "Compute": f"{flops_per_token(config, vocab_size) * state.tokens:.2e} FLOP, as 6 N + 12 L H D T for "
-        "each token (PaLM, appendix B)",
+        "Compute": f"{flops:.2e} FLOP, as 6 N + 12 L H D T for each token (PaLM, appendix B)",
     }
     header = card_header(
         repo=repo,

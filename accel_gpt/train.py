@@ -192,13 +192,7 @@ def set_up(
         evaluations = open_evaluations(config, corpus)
     require_same(corpus.identity(), DataError)
     state = new_state(context, corpus)
-    check_prompts(
-        config=config.sample,
-        tokenizer=corpus.tokenizer,
-        vocab_size=corpus.vocab_size,
-        block_size=config.model.block_size,
-        warn=log,
-    )
+    check_prompts(config.sample, corpus.tokenizer, corpus.vocab_size, log)
     checkpoint = choose_checkpoint(config, state, log)
     data_files = check_data(config, corpus, resuming=checkpoint is not None, log=log)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)

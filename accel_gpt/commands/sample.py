@@ -5,8 +5,8 @@ import torch
 from accel_gpt.commands.options import SampleCommand
 from accel_gpt.commands.resolve import load_code
 from accel_gpt.config.experiment import SampleConfig
-from accel_gpt.console import write_err, write_out
-from accel_gpt.evals.samples import SEPARATOR, warn_cut, write_text
+from accel_gpt.console import write_out
+from accel_gpt.evals.samples import SEPARATOR, write_text
 from accel_gpt.transformers_io.load import load_pretrained
 
 
@@ -29,5 +29,4 @@ def continue_prompt(options: SampleCommand) -> list[str]:
     model, tokenizer = load_pretrained(options.run, options.checkpoint, device, own)
     generator = torch.Generator(device).manual_seed(options.seed)
     with torch.inference_mode():  # on a CPU 10 to 14 % faster than no_grad
-        warn_cut(options.prompt, tokenizer, model.vocab_size, model.config.block_size, write_err)
         return write_text(model, tokenizer, options.prompt, config, generator)

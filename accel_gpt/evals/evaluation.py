@@ -92,33 +92,26 @@ def open_own_evaluations(
     config: Config, tokenizer: Tokenizer, corpus: Corpus | None
 ) -> list[Evaluation]:
     """Return the evaluation in the file of --code in a list; the list is empty without one."""
-    if config.own.evaluate is None:
+    own = config.own
+    if own.evaluate is None:
         return []
-    call = partial(evaluate_own, config=config, tokenizer=tokenizer, corpus=corpus)
-    return [Evaluation(call)]
+    function = own.evaluate
 
+    def metrics(
+        model: LanguageModel, accelerator: Accelerator, on_progress: OnProgress
+    ) -> dict[str, float]:
+        run = Evaluated(
+            config=config,
+            accelerator=accelerator,
+            gpt=model,
+            tokenizer=tokenizer,
+            corpus=corpus,
+            on_progress=on_progress,
+        )
+        with evaluating(model):
+            return checked_record(function(run), own.place("evaluate"))
 
-def evaluate_own(
-    model: LanguageModel,
-    accelerator: Accelerator,
-    on_progress: OnProgress,
-    config: Config,
-    tokenizer: Tokenizer,
-    corpus: Corpus | None,
-) -> dict[str, float]:
-    """Call `evaluate(run)` of the file of --code."""
-    assert config.own.evaluate is not None
-    run = Evaluated(
-        config=config,
-        accelerator=accelerator,
-        gpt=model,
-        tokenizer=tokenizer,
-        corpus=corpus,
-        on_progress=on_progress,
-    )
-    with evaluating(model):
-        found = config.own.evaluate(run)
-    return checked_record(found, config.own.place("evaluate"))
+    return [Evaluation(metrics)]
 
 
 def open_losses(config: Config, corpus: Corpus) -> list[Evaluation]:

@@ -24,7 +24,6 @@ from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
-from accel_gpt.files import is_local, nearest_file
 from accel_gpt.hub import describe_dataset_error
 from accel_gpt.model.language_model import LanguageModel
 
@@ -57,8 +56,8 @@ def read_questions(
 ) -> Questions:
     """Read the questions of a JSONL file or a Hub data set, at most the first `limit`.
 
-    Reads the validation split of a data set. `vocab_size`: tokens of the model. Raises `DataError`
-    naming the line if an entry is not a question or does not fit the model.
+    `vocab_size`: tokens of the model. Raises `DataError` naming the line if an entry is not a
+    question or does not fit the model.
     """
     found = []
     for where, entry in islice(read_entries(path), limit):
@@ -75,24 +74,20 @@ def read_questions(
 
 
 def read_entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield each line as (name, JSON text), or each row as (name, object)."""
-    file = Path(path)
-    if file.exists() or path.endswith((".jsonl", ".json")) or is_local(path):
-        return read_jsonl_lines(path, file)
-    return read_hub_rows(path)
+    """Yield each line of a file as (name, JSON text), or each row of a data set as (name, object).
 
-
-def read_jsonl_lines(path: str, file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the JSON text of each line in `file`; messages name it `path`."""
+    Reads the validation split of a data set on the Hub.
+    """
+    if not Path(path).exists() and not path.endswith((".jsonl", ".json")):
+        yield from read_hub_rows(path)
+        return
     try:
-        with file.open("rb") as lines:
+        with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{path} line {number}", line
     except OSError as error:
-        near = None if file.exists() else nearest_file(file)
-        advice = f"; did you mean {near}?" if near else ""
-        raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}{advice}") from None
+        raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}") from None
 
 
 def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:

@@ -12,11 +12,10 @@ from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ignore_progress
-from accel_gpt.model.generate import all_ended, context_start, stream
+from accel_gpt.model.generate import all_ended, stream
 from accel_gpt.model.language_model import LanguageModel
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
-QUOTED = 40  # most characters of a prompt in a message
 
 
 def samples_due(config: SampleConfig, step: int, last: bool) -> bool:
@@ -66,19 +65,12 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def check_prompts(
-    config: SampleConfig,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    block_size: int,
-    warn: Callable[[str], None],
+    config: SampleConfig, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]
 ) -> None:
-    """Warn about prompts that have no tokens of the model, and about prompts that are cut."""
-    if config.every:
-        for prompt in dict.fromkeys(config.prompts):
-            try:
-                warn_cut(prompt, tokenizer, vocab_size, block_size, warn)
-            except UserError as error:
-                warn(f"the prompt {prompt!r} is replaced by the start of a document: {error}")
+    """Warn about each prompt that `encodable_prompt` replaces."""
+    for prompt in dict.fromkeys(config.prompts) if config.every else ():
+        if encodable_prompt(prompt, tokenizer, vocab_size) != prompt:
+            warn(f"the prompt {prompt!r} has no tokens of the model; a document begins instead")
 
 
 def encodable_prompt(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> str:
@@ -91,27 +83,6 @@ def encodable_prompt(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> str:
     except UserError:
         return ""
     return prompt
-
-
-def warn_cut(
-    prompt: str,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    block_size: int,
-    warn: Callable[[str], None],
-) -> None:
-    """Warn if a prompt is longer than the context, since the model then sees only its end.
-
-    Raises `UserError` if the model has no token ids for the prompt.
-    """
-    length = len(prompt_ids(prompt, tokenizer, vocab_size))
-    cut = context_start(length, block_size)
-    if cut:
-        quoted = prompt if len(prompt) <= QUOTED else f"{prompt[:QUOTED]}..."
-        warn(
-            f"the prompt {quoted!r} has {length:,} tokens but model.block_size is {block_size:,}: "
-            f"the model sees only the last {length - cut:,} tokens"
-        )
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:

@@ -115,36 +115,22 @@ def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
         if OPTIONS in group:
             continue
         if ROWS in group:
-            _configure_muon(group, config)
+            own_decay = config.muon_weight_decay
+            group[PEAK] = config.muon_peak
+            group["weight_decay"] = config.weight_decay if own_decay is None else own_decay
+            group["momentum"] = config.muon_momentum
+            group["scale"] = config.muon_scale
+            group["cautious"] = config.muon_cautious_decay
         else:
-            _configure_adamw(group, config)
+            own_lr = {EMBEDDING: config.embedding_lr, HEAD: config.head_lr}.get(group.get(PART, ""))
+            group[PEAK] = config.lr if own_lr is None else own_lr
+            group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
+            group["betas"] = (config.beta1, config.beta2)
+            group["eps"] = config.eps
         if group.get(PART) == RESIDUAL and config.residual_lr_factor is not None:
             # the product of both, by which weights shrink in a step, stays the same
             group[PEAK] *= config.residual_lr_factor
             group["weight_decay"] /= config.residual_lr_factor
-
-
-def _configure_muon(group: dict[str, Any], config: OptimConfig) -> None:
-    weight_decay = config.muon_weight_decay
-    if weight_decay is None:
-        weight_decay = config.weight_decay
-    group[PEAK] = config.muon_peak
-    group["weight_decay"] = weight_decay
-    group["momentum"] = config.muon_momentum
-    group["scale"] = config.muon_scale
-    group["cautious"] = config.muon_cautious_decay
-
-
-def _configure_adamw(group: dict[str, Any], config: OptimConfig) -> None:
-    part_lr = None
-    if group.get(PART) == EMBEDDING:
-        part_lr = config.embedding_lr
-    elif group.get(PART) == HEAD:
-        part_lr = config.head_lr
-    group[PEAK] = config.lr if part_lr is None else part_lr
-    group["weight_decay"] = config.weight_decay if group[DECAYED] else 0.0
-    group["betas"] = (config.beta1, config.beta2)
-    group["eps"] = config.eps
 
 
 def state_names(group: dict[str, Any]) -> set[str] | None:

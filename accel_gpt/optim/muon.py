@@ -258,10 +258,10 @@ class MuonAdamW(GuardedAdamW):
                 enabled=enabled,
             )
         shape = torch.Size((len(parameters), *parameters[0].shape))  # (N, R, C) over all ranks
-        stack = layout.weights_to_matrices(stack, shape)
+        stack = layout.exchange(stack, shape, to_matrices=True)
         if len(stack) > 0:
             stack = self._update_direction(stack, group[ROWS])
-        stack = layout.matrices_to_weights(stack, shape)
+        stack = layout.exchange(stack, shape, to_matrices=False)
         for weight, direction in zip(weights, stack.unbind(), strict=True):
             self._update_weight(
                 weight=weight,
@@ -303,36 +303,19 @@ class Layout:
     ranks: int = 1  # ranks that share the work
     shards: int = 1  # shards of each weight
 
-    def weights_to_matrices(self, stack: Tensor, shape: torch.Size) -> Tensor:
-        """Exchange this rank's part of all weights for its whole matrices; a collective.
+    def exchange(self, stack: Tensor, shape: torch.Size, to_matrices: bool) -> Tensor:
+        """Exchange this rank's part of all weights for its whole matrices, or back; a collective.
 
         `shape` (N, R, C) covers all ranks.
         """
-        return self._redistribute(
-            stack, shape=shape, source=self.by_weights, target=self.by_matrices
-        )
-
-    def matrices_to_weights(self, stack: Tensor, shape: torch.Size) -> Tensor:
-        """Exchange this rank's whole matrices for its part of all weights; a collective.
-
-        `shape` (N, R, C) covers all ranks.
-        """
-        return self._redistribute(
-            stack, shape=shape, source=self.by_matrices, target=self.by_weights
-        )
-
-    def _redistribute(
-        self,
-        stack: Tensor,
-        shape: torch.Size,
-        source: "Sequence[Placement]",
-        target: "Sequence[Placement]",
-    ) -> Tensor:
         if self.mesh is None:
             return stack
         from torch.distributed.tensor import DTensor
 
         _, R, C = shape
+        source, target = self.by_weights, self.by_matrices
+        if not to_matrices:
+            source, target = target, source
         tensor = DTensor.from_local(
             stack.contiguous(),
             device_mesh=self.mesh,
@@ -348,10 +331,18 @@ def layout_of(weight: Tensor, mesh: "DeviceMesh | None") -> Layout:
 
     The ranks of `mesh` share the work if the weight is replicated.
     """
-    if not is_sharded(weight):
-        return _replicated_layout(mesh)
-    from torch.distributed.tensor import Shard
+    if mesh is None and not is_sharded(weight):
+        return Layout()
+    from torch.distributed.tensor import Replicate, Shard
 
+    if not is_sharded(weight):
+        assert mesh is not None
+        return Layout(
+            mesh=mesh,
+            by_weights=[Replicate()],
+            by_matrices=[Shard(0)],
+            ranks=mesh.size(),
+        )
     by_weights: list[Placement] = []
     by_matrices: list[Placement] = []
     shards = 1
@@ -369,17 +360,4 @@ def layout_of(weight: Tensor, mesh: "DeviceMesh | None") -> Layout:
         by_matrices=by_matrices,
         ranks=shards,
         shards=shards,
-    )
-
-
-def _replicated_layout(mesh: "DeviceMesh | None") -> Layout:
-    if mesh is None:
-        return Layout()
-    from torch.distributed.tensor import Replicate, Shard
-
-    return Layout(
-        mesh=mesh,
-        by_weights=[Replicate()],
-        by_matrices=[Shard(0)],
-        ranks=mesh.size(),
     )

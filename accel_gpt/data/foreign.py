@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from accel_gpt.data.index import INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo, RemoteFolder
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import (
-    BLOCK,
     NoSplit,
     Shard,
     Split,
@@ -41,34 +41,35 @@ from accel_gpt.files import TOKEN_ENDINGS
 META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
 GPT2 = ("gpt2", "openai-community/gpt2")  # its names in files of other projects
-RAW = ("train.bin", "val.bin")
-CHECKED_IDS = 64  # fewer ids of a raw file do not show their type; assumption
-EVALUATION = 20240522  # magic of llm.c's files with questions, such as hellaswag_val.bin
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a project stores token ids. None: the file says it."""
+    """How a project stores token ids. None: the file or `data.dtype` says it."""
 
     project: str
-    ending: str
-    header: int | None  # bytes before the ids
-    dtype: str | None
-    magic: int | None = None  # uint32 at byte 0; the number of ids follows at byte 8
-    version: int | None = None  # uint32 at byte 4
+    names: str
+    """A glob of the names of its files."""
+    dtype: str | None = None
+    magic: int | None = None
+    """uint32 at byte 0 of a .bin file; the version and the number of ids follow as uint32."""
+    version: int | None = None
+    header: int = 0
+    """Bytes before the ids."""
     tokenizer: str | None = None
 
 
 LLM_C = "llm.c and modded-nanogpt"  # llm.c, dev/data/data_common.py, HEADERS_INFO
-NANOGPT = "nanoGPT"
 FORMATS = (
-    Format(LLM_C, ".bin", 1024, "<u2", magic=20240520, version=1, tokenizer="gpt2"),
-    Format(LLM_C, ".bin", 1024, "<u4", magic=20240801, version=7),
-    Format(NANOGPT, ".bin", 0, "<u2"),  # train.bin and val.bin; other names need data.dtype
-    Format("build-nanogpt and other NumPy", ".npy", None, None),
-    Format("OLMo", ".npy", 0, None),  # raw ids in spite of the ending; needs data.dtype
-    Format("datatrove", ".ds", 0, None),  # NAME.ds.metadata says it; else data.dtype
+    Format(LLM_C, "*.bin", "<u2", magic=20240520, version=1, header=1024, tokenizer="gpt2"),
+    Format(LLM_C, "*.bin", "<u4", magic=20240801, version=7, header=1024),
+    Format("nanoGPT", "train.bin", "<u2"),
+    Format("nanoGPT", "val.bin", "<u2"),
+    Format("raw ids", "*.bin"),
+    Format("build-nanogpt and other NumPy", "*.npy"),
+    Format("datatrove", "*.ds"),
 )
+EVALUATION = 20240522  # magic of llm.c's files with questions, such as hellaswag_val.bin
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,6 @@ class TokenFile:
     """A file of token ids, as its header or metadata describes it."""
 
     name: str
-    project: str
     dtype: np.dtype[Any]
     offset: int  # bytes before the ids
     tokens: int | None = None  # None: as many as fit into the file
@@ -126,23 +126,20 @@ def open_foreign(
     the files have several formats or are damaged, `UserError` if tokenizer or type are not known.
     """
     files = find_token_files(folder, split, dtype)
-    kinds = {f"{file.project} in {file.dtype}": file.name for file in files}
-    if len(kinds) > 1:
-        several = ", ".join(f"{kind} ({name})" for kind, name in kinds.items())
-        raise DataError(
-            f"{folder.path} holds {split} shards of several formats: {several}; put each into its "
-            "own folder"
-        )
-    made_by = foreign_tokenizer(folder, files, tokenizer)
+    first = files[0]
+    made_by = foreign_tokenizer(folder, [file.tokenizer for file in files], tokenizer)
     shards: list[Shard] = []
     content: list[list[Any]] = []  # hashed into the fingerprint
     for file in files:
+        if (file.dtype, file.offset) != (first.dtype, first.offset):
+            raise DataError(
+                f"{folder.path} holds {split} shards of several formats: {first.name} in "
+                f"{first.dtype}, {file.name} in {file.dtype}; put each into its own folder"
+            )
         info = folder.files[file.name]
         tokens = tokens_in(folder.path, file, info.size)
         if not tokens:
             continue
-        if dtype is None and file.project == NANOGPT:
-            check_default_dtype(folder.path / file.name, folder.fetch(file.name), made_by)
         sample = None
         if folder.remote:
             content.append([file.name, info.size, info.sha256 or info.tag])
@@ -151,12 +148,17 @@ def open_foreign(
             content.append([tokens, sample])
         shards.append(Shard(file.name, tokens, sample=sample, offset=file.offset))
     if not shards:
-        raise DataError(f"the {split} shards of {folder.path} are all empty; write them again")
+        raise DataError(f"the {split} shards of {folder.path} are all empty")
+    require(
+        token_dtype(made_by.vocab_size).itemsize <= first.dtype.itemsize,
+        f"the ids of {folder.path / first.name} are {first.dtype}, which does not hold all "
+        f"{made_by.vocab_size:,} tokens of the tokenizer; check data.dtype and data.tokenizer",
+    )
     opened = split_without_index(
         folder=folder.path,
         name=split,
         shards=shards,
-        dtype=np.dtype(f"<u{files[0].dtype.itemsize}"),
+        dtype=np.dtype(f"<u{first.dtype.itemsize}"),
         tokenizer=made_by,
         content=content,
     )
@@ -209,14 +211,10 @@ def find_token_files(folder: DataFolder, split: str, dtype: str | None) -> list[
         if file is not None:
             files.append(file)
     if not files:
-        remedy = "; set data.val to a folder that has them" if split == "val" else ""
-        if not candidates and not folder.remote:
-            remedy = "; if it holds text, set data.text to it"
-        known = ", ".join(dict.fromkeys(f"{one.ending} of {one.project}" for one in FORMATS))
+        known = ", ".join(dict.fromkeys(f"{one.names} of {one.project}" for one in FORMATS))
         raise NoSplit(
-            f"{folder.path} has no {INDEX}, and no {split} shards of a known format: {known}, with "
-            f"{split} as a word of the name (letters, digits, '.', '_', '-'); token files found: "
-            f"{', '.join(candidates[:5]) or 'none'}{remedy}"
+            f"{folder.path} has no {INDEX}, and no {split} shards: expected {known}, with {split} "
+            f"as a word of the name; token files: {', '.join(candidates[:5]) or 'none'}"
         )
     return files
 
@@ -227,33 +225,24 @@ def number_order(name: str) -> tuple[list[str | int], str]:
     return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
-def split_of(name: str) -> str | None:
-    """Return the split that the words of a file name say: val, train or test; else None.
-
-    datatrove's test files count as val.
-    """
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    if words & {"val", "valid", "validation"} or ("test" in words and name.endswith(".ds")):
-        return "val"
-    for split in ("train", "test"):
-        if split in words:
-            return split
-    return None
-
-
 def files_of_split(names: Sequence[str], split: str) -> list[str]:
-    """Choose the files of a split.
+    """Choose the files of a split: train, val or test.
 
-    If no name says train, the datatrove files whose names say no split are train. If no name in
-    the folder says a split, all files are train.
+    If no name says train, the files whose names say no split are train.
     """
-    chosen = [name for name in names if split_of(name) == split]
+    said = {name: split_of(name) for name in names}
+    chosen = [name for name in names if said[name] == split]
     if chosen or split != "train":
         return chosen
-    unnamed = [name for name in names if split_of(name) is None]
-    if len(unnamed) == len(names):
-        return unnamed
-    return [name for name in unnamed if name.endswith(".ds")]
+    return [name for name in names if said[name] is None]
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that the words of a file name say: val, train or test; else None."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    if words & {"val", "valid", "validation"}:
+        return "val"
+    return next((split for split in ("train", "test") if split in words), None)
 
 
 # --------------------------------------------------------------------------- one file
@@ -261,66 +250,38 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
 
 def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | None:
     """Describe a file of token ids; None if it is one of llm.c's evaluation files."""
+    path = folder.path / name
     if name.endswith(".npy"):
-        with folder.fetch(name).open("rb") as file:
-            is_numpy = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
-        if not is_numpy:
-            return TokenFile(name, "OLMo", stated_dtype(folder.path / name, dtype), 0)
-        found, tokens, offset = npy_header(folder.fetch(name))
-        if found.str not in ("<u2", "<u4", "<i4"):
+        stored, tokens, offset = npy_header(folder.fetch(name))
+        if stored.str not in ("<u2", "<u4", "<i4"):
             raise DataError(
-                f"{folder.path / name} holds {found} ({found.str}); save it as little-endian "
-                "uint16, uint32 or int32"
+                f"{path} holds {stored} ({stored.str}), expected little-endian uint16, uint32 or "
+                "int32"
             )
-        return TokenFile(name, "NumPy", found, offset, tokens)
+        return TokenFile(name, stored, offset, tokens)
     if name.endswith(".ds"):
         return describe_datatrove(folder, name, dtype)
     with folder.fetch(name).open("rb") as file:
         start = file.read(12).ljust(12, b"\0")
     magic, version, tokens = np.frombuffer(start, "<u4").tolist()
-    for form in FORMATS:
-        if form.magic == magic:
-            assert form.header is not None
-            if version != form.version:
-                raise DataError(
-                    f"{folder.path / name} has an unknown header version {version}, expected "
-                    f"{form.version}; write it as llm.c's dev/data/data_common.py does"
-                )
-            stated = np.dtype(form.dtype)
-            return TokenFile(name, LLM_C, stated, form.header, tokens, form.tokenizer)
     if magic == EVALUATION:
         return None
-    if name in RAW:
-        dtype = dtype or "uint16"
-    return TokenFile(name, NANOGPT, stated_dtype(folder.path / name, dtype), 0)
+    rows = [form for form in FORMATS if fnmatch(name, form.names) and form.magic in (magic, None)]
+    form = rows[0]
+    if form.magic is None:
+        return TokenFile(name, stated_dtype(path, dtype or form.dtype), 0)
+    if version != form.version:
+        raise DataError(f"{path} has header version {version}, expected {form.version}")
+    return TokenFile(name, np.dtype(form.dtype), form.header, tokens, form.tokenizer)
 
 
 def stated_dtype(path: Path, dtype: str | None) -> np.dtype[Any]:
-    """Return `data.dtype`. Raises `UserError` if it is not set."""
-    problem = "does not say the type of its ids"
-    if path.suffix == ".npy":
-        problem = "has no NumPy header: it is damaged, or holds raw ids, as OLMo's files do"
-    require(dtype is not None, f"{path} {problem}; set data.dtype to uint16 or uint32 for raw ids")
-    return np.dtype(dtype).newbyteorder("<")
-
-
-def check_default_dtype(name: Path, file: Path, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` if the ids of a raw file seem to be uint32 in place of the default uint16.
-
-    Read as uint16, each second id is then 0, or 1 above 65,535. `name` stands in the error.
-    """
-    with file.open("rb") as opened:
-        ids = np.frombuffer(opened.read(BLOCK), "<u2")
-    problem = ""
-    if token_dtype(tokenizer.vocab_size).itemsize > ids.itemsize:
-        problem = f"does not hold all {tokenizer.vocab_size:,} tokens of the tokenizer"
-    elif len(ids) >= CHECKED_IDS and ids[1::2].max() <= 1 < ids[::2].max():
-        problem = "makes every second id 0 or 1"
+    """Return a type as little-endian. Raises `UserError` if it is None."""
     require(
-        not problem,
-        f"{name} does not say the type of its ids, and the default, uint16, {problem}; set "
-        "data.dtype to uint32, or to uint16 if each id takes 2 bytes",
+        dtype is not None,
+        f"{path} does not say the type of its ids; set data.dtype to uint16 or uint32",
     )
+    return np.dtype(dtype).newbyteorder("<")
 
 
 def describe_datatrove(folder: DataFolder, name: str, dtype: str | None) -> TokenFile:
@@ -330,22 +291,18 @@ def describe_datatrove(folder: DataFolder, name: str, dtype: str | None) -> Toke
     """
     path = folder.path / name
     if f"{name}.metadata" not in folder.files:
-        return TokenFile(name, "datatrove", stated_dtype(path, dtype), 0)
+        return TokenFile(name, stated_dtype(path, dtype), 0)
     text = folder.fetch(f"{name}.metadata").read_text(encoding="utf-8", errors="replace")
     first, second = (*text.splitlines(), "", "")[:2]
-    found = re.fullmatch(r"(.*?)(?:\|([0-9]+))?", first)
-    if found is None or found[2] not in (None, "2", "4"):
+    tokenizer, mark, size = first.rpartition("|")
+    if mark and size not in ("2", "4"):
         raise DataError(f"{path}.metadata begins with {first[:80]!r}; expected tokenizer|2 or |4")
-    tokenizer = found[1]
-    if tokenizer.startswith("Unknown Tokenizer"):
-        tokenizer = ""
     return TokenFile(
         name=name,
-        project="datatrove",
-        dtype=np.dtype(f"<u{found[2]}") if found[2] else stated_dtype(path, dtype),
+        dtype=np.dtype(f"<u{size}") if mark else stated_dtype(path, dtype),
         offset=0,
         tokens=int(second) if second.isdecimal() else None,
-        tokenizer=tokenizer or None,
+        tokenizer=tokenizer if mark else first,
     )
 
 
@@ -358,8 +315,7 @@ def tokens_in(folder: Path, file: TokenFile, size: int) -> int:
     if size != expected:
         raise DataError(
             f"{folder / file.name} has {size} bytes, expected {expected} for {tokens} tokens of "
-            f"{file.dtype}: it was cut short or changed, or the type is wrong; restore it, or "
-            "check data.dtype"
+            f"{file.dtype}: it is damaged, or the type is wrong"
         )
     return tokens
 
@@ -368,13 +324,14 @@ def tokens_in(folder: Path, file: TokenFile, size: int) -> int:
 
 
 def foreign_tokenizer(
-    folder: DataFolder, files: Sequence[TokenFile], spec: str | None
+    folder: DataFolder, named: Sequence[str | None], spec: str | None
 ) -> Tokenizer:
     """Return the tokenizer of the folder, else of `data.tokenizer`, else the one the files name.
 
-    Raises `DataError` if the folder's tokenizer differs from `data.tokenizer`.
+    `named`: the name in each file. Raises `DataError` if the folder's tokenizer differs from
+    `data.tokenizer`.
     """
-    given = named_tokenizer(spec) if spec else None
+    stated = named_tokenizer(spec) if spec else None
     stored: Tokenizer | None = None
     if META in folder.files:
         stored = CharsTokenizer(read_vocabulary(folder.fetch(META)))
@@ -383,12 +340,12 @@ def foreign_tokenizer(
             if name in folder.files:
                 folder.fetch(name)
         stored = load_tokenizer(folder.fetch(TOKENIZER))
-    if stored and given:
-        given.require_same(stored, f"data.tokenizer {spec}", f"the folder {folder.path}")
-    known = stored or given
-    if known is not None:
-        return known
-    other = [file.tokenizer for file in files if file.tokenizer not in GPT2]
+    if stored and stated:
+        stated.require_same(stored, f"data.tokenizer {spec}", f"the folder {folder.path}")
+    tokenizer = stored or stated
+    if tokenizer is not None:
+        return tokenizer
+    other = [name for name in named if name not in GPT2]
     if not other:
         return load_gpt2()
     problem = f"name the tokenizer {other[0]!r}" if other[0] else "do not name their tokenizer"

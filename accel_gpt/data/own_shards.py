@@ -13,16 +13,13 @@ import numpy as np
 
 from accel_gpt.data.foreign import (
     DataFolder,
-    TokenFile,
     foreign_tokenizer,
     split_without_index,
 )
 from accel_gpt.data.shards import BLOCK, BLOCKS, Shard, Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import require
 from accel_gpt.own_code import place_of
-
-ARRAYS = "return one-dimensional arrays of token ids, which are whole numbers"
 
 
 def open_own_shards(
@@ -34,27 +31,17 @@ def open_own_shards(
     token.
     """
     place = place_of(function)
-    returned = function(folder.path, split)
-    require(
-        isinstance(returned, list | tuple),
-        f"{place} returned {type(returned).__name__} for the {split} split; return a list of "
-        "arrays of token ids",
-    )
-    arrays = [
-        checked_array(array, f"{place} returned for the {split} split, as array {number},")
-        for number, array in enumerate(returned)
-    ]
-    arrays = [array for array in arrays if len(array)]
+    arrays = token_arrays(function(folder.path, split))
     require(
         bool(arrays),
-        f"{place} returned no tokens for the {split} split of {folder.path}; return arrays for "
-        "train and for val",
+        f"{place} returned no token ids for the {split} split of {folder.path}; return a list of "
+        "one-dimensional arrays of whole numbers, for train and for val",
     )
     dtype = np.result_type(*arrays)
     if dtype.kind not in "ui":  # the common type of int64 and uint64 is float64
         dtype = np.dtype(np.int64)
     names = [f"array {number} of {place}" for number in range(len(arrays))]
-    made_by = foreign_tokenizer(folder, [TokenFile(names[0], "own", dtype, 0)], tokenizer)
+    made_by = foreign_tokenizer(folder, [None], tokenizer)
     content = [
         [len(array), hashlib.sha256(b"".join(sampled_tokens(array))).hexdigest()]
         for array in arrays
@@ -70,17 +57,16 @@ def open_own_shards(
     return replace(opened, arrays=tuple(arrays)), made_by
 
 
-def checked_array(value: Any, returned: str) -> Tokens:
-    """Return an array of token ids; raise `UserError` unless it is one, after `returned`."""
+def token_arrays(returned: Any) -> list[Tokens]:
+    """Return the arrays that are not empty; none if one of them holds no token ids."""
     try:
-        array: Tokens = np.asanyarray(value)
-    except ValueError:  # lists of several lengths
-        raise UserError(f"{returned} a list of lists; {ARRAYS}") from None
-    require(
-        array.ndim == 1 and (array.dtype.kind in "ui" or not len(array)),
-        f"{returned} {array.dtype} of shape {array.shape}; {ARRAYS}",
-    )
-    return array
+        arrays: list[Tokens] = [np.asanyarray(value) for value in returned]
+    except (TypeError, ValueError):  # not a list of arrays; lists of several lengths
+        return []
+    if not all(array.ndim == 1 for array in arrays):
+        return []
+    arrays = [array for array in arrays if len(array)]
+    return arrays if all(array.dtype.kind in "ui" for array in arrays) else []
 
 
 def sampled_tokens(array: Tokens) -> Iterator[bytes]:

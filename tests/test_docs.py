@@ -28,7 +28,7 @@ import yaml
 
 from accel_gpt import errors
 from accel_gpt.cli import dispatch
-from accel_gpt.commands import options, resolve
+from accel_gpt.commands import options
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import own_options
@@ -39,6 +39,7 @@ from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.metrics import COLUMNS
+from accel_gpt.transformers_io import pretrained
 from tests.conftest import THOROUGH, launch, thorough
 from tests.helpers import reference
 
@@ -352,7 +353,7 @@ def test_every_command_parses(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("my.yaml", "runs/quickstart/config.yaml"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("data: {train: data/own}\ntrain: {max_steps: 8}\n")
-    monkeypatch.setattr(resolve, "inherit", dict)
+    monkeypatch.setattr(pretrained, "inherit", dict)
     for line in shell_lines(page):
         for words in line.simple_commands():
             try:
@@ -370,7 +371,7 @@ MANUALS = [
 def test_every_command_in_a_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command is an indented line of a comment; three spaces separate an estimate."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(resolve, "inherit", dict)
+    monkeypatch.setattr(pretrained, "inherit", dict)
     text = path.read_text(encoding="utf-8").replace("\\\n#", " ")
     found = re.findall(
         r"^# {3,}((?:accel-gpt|accelerate|pip|sbatch|ACC\w+=true) .*)$", text, flags=re.M

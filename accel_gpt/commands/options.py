@@ -17,6 +17,7 @@ from typing import ClassVar, Literal, Self
 
 from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.commands.sweep_settings import Grid, read_grid
+from accel_gpt.config.convert import check_utf8
 from accel_gpt.config.data import DataConfig, PrepareConfig, SourceKind
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig, check_repo
 from accel_gpt.config.options import (
@@ -26,13 +27,7 @@ from accel_gpt.config.options import (
     option,
     same_option,
 )
-from accel_gpt.config.parse import (
-    check_utf8,
-    parse_command,
-    parse_with_keys,
-    read_options,
-    read_values,
-)
+from accel_gpt.config.parse import parse_command, parse_with_keys, read_options, read_values
 from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import build
 from accel_gpt.data.remote import is_url

@@ -18,7 +18,6 @@ from accel_gpt.console import write_err
 from accel_gpt.errors import require
 from accel_gpt.launcher import is_main
 from accel_gpt.own_code import OwnCode, load_own_code
-from accel_gpt.transformers_io.pretrained import inherit, inherit_published
 
 
 def load_config(argv: Sequence[str], prog: str, offline: bool = False) -> Config:
@@ -34,15 +33,17 @@ def complete(given: Mapping[str, Any], offline: bool = False) -> Config:
     """
     values = dict(given)
     if values.get("model.init_from", "scratch") != "scratch":
+        # reads checkpoints and data folders, which most commands do not need
+        from accel_gpt.transformers_io.pretrained import inherit, inherit_published
+
         values |= inherit_published(values) if offline else inherit(values)
     if values.get("model.depth") is not None:
         for key, one in all_options(Config).items():  # the rules compute with them
             problem = one.problem(values.get(key))
             require(problem is None, f"{key} is {values.get(key)}; {problem}")
         values |= depth_defaults(values)
-    for key, value in PRESETS[values.get("model.preset", "gpt2")].items():
-        values.setdefault(f"model.{key}", value)
-    config = build(Config, values)
+    preset = PRESETS[values.get("model.preset", "gpt2")]
+    config = build(Config, {f"model.{key}": preset[key] for key in preset} | values)
     return with_code(config, load_code(config.code))
 
 

@@ -29,6 +29,11 @@ class PrepareConfig(
         None,
         "File, folder, glob or http(s) URL. Used by text, jsonl, parquet and auto. Text and JSON "
         "lines may end in .gz or .zst.",
+        replaces=(
+            "data.prepare.dataset",
+            "data.prepare.dataset_config",
+            "data.prepare.dataset_split",
+        ),
         published="name",
         used_with=("source", ("text", "jsonl", "parquet", "auto", None)),
         path=True,
@@ -36,6 +41,7 @@ class PrepareConfig(
     dataset: str | None = option(
         None,
         "Id of a Hub dataset, used by source dataset. It is streamed, not downloaded as a whole.",
+        replaces=("data.prepare.path",),
         published="name",
         used_with=("source", ("dataset", None)),
     )
@@ -160,6 +166,7 @@ class DataConfig(Section, prefix="data.", published=True):
         "Folder of token shards, or its URL. A mixture: a list of {path, weight}. Required unless "
         "data.text is set.",
         essential=True,
+        replaces=("data.text", "data.prepare", "sample.prompts"),
         resume="free",
         validation=True,
         per_machine=True,
@@ -171,6 +178,17 @@ class DataConfig(Section, prefix="data.", published=True):
         "Your own text instead of data.train: a file, folder, glob or URL. It is prepared in "
         "out_dir/data with the options of data.prepare.",
         essential=True,
+        replaces=(
+            "data.train",
+            "data.prepare.source",
+            "data.prepare.path",
+            "data.prepare.dataset",
+            "data.prepare.dataset_config",
+            "data.prepare.dataset_split",
+            "data.prepare.text_field",
+            "data.prepare.separator",
+            "sample.prompts",
+        ),
         path=True,
     )
     val: str | Mapping[str, str] | None = option(

@@ -45,6 +45,7 @@ class TrainConfig(
     max_steps: int | None = option(
         None,
         "Number of optimizer steps in the run. Set this, max_tokens or budget.",
+        replaces=("train.budget",),
         above=0,
         essential=True,
     )
@@ -52,6 +53,7 @@ class TrainConfig(
         None,
         "Number of tokens in the run. Set this or max_steps. For N epochs, set N times the number "
         "of train tokens; the first lines of a run print this number.",
+        replaces=("train.budget",),
         above=0,
     )
     budget: str | None = option(

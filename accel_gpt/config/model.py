@@ -33,7 +33,14 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         at_most=2**14,
         essential=True,
         resume="free",
-        size=True,
+        replaces=(
+            "model.n_layer",
+            "model.n_head",
+            "model.n_kv_head",
+            "model.n_embd",
+            "model.head_dim",
+            "model.mlp_hidden",
+        ),
         inherited="never",
     )
     init_from: str = option(
@@ -54,7 +61,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         above=0,
         at_most=2**14,
         essential=True,
-        size=True,
     )
     n_head: int = option(
         12,
@@ -62,14 +68,12 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         above=0,
         at_most=2**24,
         essential=True,
-        size=True,
     )
     n_kv_head: int | None = option(
         None,
         "Number of key and value heads (grouped-query attention). null: n_head.",
         above=0,
         at_most=2**24,
-        size=True,
     )
     n_embd: int = option(
         768,
@@ -77,14 +81,12 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         above=0,
         at_most=2**24,
         essential=True,
-        size=True,
     )
     head_dim: int | None = option(
         None,
         "Size of one head. null: n_embd / n_head.",
         above=0,
         at_most=2**24,
-        size=True,
     )
     block_size: int = option(
         1024,
@@ -141,7 +143,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "multiple of 128.",
         above=0,
         at_most=2**24,
-        size=True,
     )
     tie_embeddings: bool = option(
         True,

@@ -55,8 +55,9 @@ class Option:
     validation: bool = False
     """The value changes what the val loss measures. After a change, a resume forgets the best val
     loss."""
-    size: bool = False
-    """The value is a size of the model. A model.depth on the command line overrides it."""
+    replaces: tuple[str, ...] = ()
+    """Dotted keys and sections. If a layer sets this option and not to null, it removes them from
+    the layers before it: the command line from the file."""
     per_machine: bool = False
     """Ranks on different machines may have different values."""
     inherited: Inherited = "always"
@@ -105,7 +106,7 @@ def option(
     exact: bool = False,
     null_is_another_run: bool = False,
     validation: bool = False,
-    size: bool = False,
+    replaces: tuple[str, ...] = (),
     per_machine: bool = False,
     inherited: Inherited = "always",
     used_with: tuple[str, tuple[object, ...]] | None = None,
@@ -129,7 +130,7 @@ def option(
         exact=exact,
         null_is_another_run=null_is_another_run,
         validation=validation,
-        size=size,
+        replaces=replaces,
         per_machine=per_machine,
         inherited=inherited,
         used_with=used_with,

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from accel_gpt.config.convert import alternatives
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
-from accel_gpt.config.parse import alternatives
 from accel_gpt.config.values import leaves
 from accel_gpt.runs.folder import RunFolder, number
 from accel_gpt.training.event_file import as_records, event_of_values, first_event

@@ -24,7 +24,8 @@ from accel_gpt.commands.sweep_settings import read_grid
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
-from accel_gpt.config.values import leaves, to_yaml
+from accel_gpt.config.parse import merge
+from accel_gpt.config.values import leaves, sections, to_yaml
 from accel_gpt.console import run_main
 from accel_gpt.errors import UserError
 
@@ -187,6 +188,17 @@ def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None
     assert (config.train.max_steps, config.train.max_tokens) == (2, None)
     schedule = config.schedule
     assert (schedule.decay_steps, schedule.decay_share) == (1, None)
+
+
+def test_an_option_replaces_options_of_the_layers_before_it() -> None:
+    lower = {"model.n_layer": 3, "model.n_embd": 192, "data.prepare.source": "stdlib", "seed": 1}
+    upper = {"model.depth": 4, "model.n_embd": 256, "data.train": "mine"}
+    assert merge(Config, [lower, upper]) == {**upper, "seed": 1}
+    assert merge(Config, [upper, lower]) == {**upper, **lower}
+    without = {"model.depth": None, "data.train": None}
+    assert merge(Config, [lower, without]) == {**lower, **without}
+    for key, one in all_options(Config).items():
+        assert {*one.replaces} <= {*leaves(Config), *sections(Config)}, key
 
 
 def test_none_of_python_is_null(config_file: str, tmp_path: Path) -> None:

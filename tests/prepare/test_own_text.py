@@ -35,7 +35,7 @@ def load(folder: Path, *words: str, text: str = "") -> Config:
 
 
 def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> None:
-    data = load(tmp_path, "--data.text", "a b/*.txt", "--data.tokenizer", "bytes").data
+    data = load(tmp_path, "--data.text", "a b/*.txt", "--data.prepare.tokenizer", "bytes").data
     assert (data.train, data.text) == ("runs/x/data", None)
     prepared = (data.prepare.source, data.prepare.path, data.prepare.tokenizer)
     assert prepared == ("auto", "a b/*.txt", "bytes")
@@ -60,14 +60,7 @@ def test_an_option_for_the_data_drops_the_preparation_of_the_file(
     assert load_config(["shakespeare_char", *words], "test").data.prepare == PrepareConfig()
     assert load(tmp_path, *words).data.prepare == PrepareConfig()
     assert load(tmp_path, *words, text=", text: a.txt").data.prepare == PrepareConfig()
-    for none in (["--data.prepare.source", "null"], [*words, "--data.prepare.source=null"]):
-        assert load_config(["shakespeare_char", *none], "test").data.prepare == PrepareConfig()
     assert load_config(["shakespeare_char", *words], "test").sample.prompts == ("",)
-    own = tmp_path / "own.yaml"
-    own.write_text("data: {train: data/y}\nsample: {prompts: [mine]}")
-    assert load_config([str(own), *words], "test").sample.prompts == ("mine",)
-    asked = load(tmp_path, *words, "--data.prepare.tokenizer", "bpe").data.prepare
-    assert (asked.source, asked.tokenizer) == ("stdlib", "bpe")
 
 
 TINY = {

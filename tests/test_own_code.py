@@ -417,24 +417,6 @@ def test_a_resume_without_the_file_or_with_another_asks(
     assert train(steps=4) == 0  # the new file is the run's from now on
 
 
-@pytest.mark.slow
-def test_another_model_or_optimizer_does_not_fit_and_says_what_did(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    own = folder / "my.py"
-    own.write_text(f"{SGD}model.parameters(), lr=0.1, momentum=0.9)\n")
-    assert train() == 0
-    allow = ("--checkpoint.allow_change", "code")
-    own.write_text(f"{SGD}model.parameters(), lr=0.1)\n".replace("SGD", "Adam"))
-    assert train(*allow, *ADAMW) == 4
-    error = capfd.readouterr().err
-    assert "does not fit this run: Adam.load_state_dict() raises KeyError: 'step'" in error
-    own.write_text(MODEL)
-    assert train(*allow, *ADAMW) == 4
-    assert "Missing key(s) in state_dict: " in capfd.readouterr().err
-    assert saved(folder) == [3]
-
-
 def test_commands_that_open_a_run_with_an_own_model_ask_for_its_file(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

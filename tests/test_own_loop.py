@@ -125,11 +125,6 @@ def test_each_resumes_what_the_other_began(small_run: Arguments, tmp_path: Path)
         assert_same_weights(weights(run), weights(ours))
 
 
-def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert loop(["missing.yaml"]) == 2
-    assert "missing.yaml does not exist" in capsys.readouterr().err
-
-
 @thorough
 @pytest.mark.slow
 def test_two_processes_equal_one(small_run: Arguments, tmp_path: Path) -> None:

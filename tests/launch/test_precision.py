@@ -139,23 +139,6 @@ def test_a_run_that_cannot_use_fp16_gets_float32_on_a_gpu_without_bf16(
     assert (chosen, reason[: len(expected[1])]) == expected
 
 
-@pytest.mark.parametrize(
-    ("launcher", "option", "shown"),
-    [
-        ("bf16", (), "precision bf16 (set by the launcher), "),
-        ("bf16", ("--train.mixed_precision", "no"), "precision fp32, "),
-    ],
-)
-def test_the_first_lines_say_who_set_the_precision(
-    launcher: str | None, option: tuple[str, ...], shown: str, small_run: Arguments,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    if launcher:
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    assert launch(small_run("--train.max_steps", "3", "--sample.every", "0", *option)) == 0
-    assert shown in capsys.readouterr().err
-
-
 def test_a_resumed_run_keeps_the_choice_and_its_bits(
     cpu: Callable[..., None], small_run: Arguments, tmp_path: Path
 ) -> None:

@@ -295,21 +295,6 @@ class Attention(nn.Module):
         return out
 
 
-class Experts(nn.Module):
-    """A router that sends each token to one of four experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(C, 4)
-        self.experts = nn.ModuleList(nn.Linear(C, C) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gates = self.router(x).softmax(-1)
-        chosen = F.one_hot(gates.argmax(-1), 4) * gates
-        every = torch.stack([expert(x) for expert in self.experts], dim=-1)
-        return (every * chosen[:, :, None]).sum(-1)
-
-
 class ShiftedPatches(nn.Module):
     """Each token sees the patches of four tokens that ended before it."""
 
@@ -324,24 +309,6 @@ class ShiftedPatches(nn.Module):
         return patches.repeat_interleave(4, dim=1)[:, :size].cumsum(1) / T
 
 
-class Scan(nn.Module):
-    """A diagonal state space with a decay that depends on the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(C, C)
-        self.value = nn.Linear(C, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros_like(x[:, 0])
-        states = []
-        for token in x.unbind(1):
-            decay = self.gate(token).sigmoid()
-            state = decay * state + (1 - decay) * self.value(token)
-            states.append(state)
-        return torch.stack(states, dim=1)
-
-
 def token_shift(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, -1))
 
@@ -350,33 +317,23 @@ def running_mean(x: Tensor) -> Tensor:
     return x.cumsum(1) / torch.arange(1, 1 + x.shape[1])[:, None]
 
 
-def running_maximum(x: Tensor) -> Tensor:
-    return x.cummax(1).values
-
-
 def distances() -> Tensor:
     """Return how far each key is behind each query, (T, T)."""
     return (torch.arange(T)[:, None] - torch.arange(T)).float()
 
 
 CAUSAL: dict[str, Callable[[], nn.Module]] = {
-    "RNN": lambda: Recurrent(nn.RNN),
     "GRU": lambda: Recurrent(nn.GRU),
-    "LSTM": lambda: Recurrent(nn.LSTM),
-    "a selective scan": Scan,
-    "a convolution": lambda: Convolution(4),
     "a dilated convolution": lambda: Convolution(3, dilation=8),
     "a convolution of each channel": lambda: Convolution(4, groups=C),
     "attention": Attention,
     "linear attention": lambda: Attention(linear=True),
     "ALiBi": lambda: Attention(bias=-0.5 * distances()),
     "a sliding window": lambda: Attention(bias=torch.where(distances() < 9, 0.0, -1e9)),
-    "experts": Experts,
     "shifted patches": ShiftedPatches,
     "a lower triangular mixer": lambda: Mask(torch.rand(T, T).tril()),
     "token shift": lambda: Function(token_shift),
     "a running mean": lambda: Function(running_mean),
-    "a running maximum": lambda: Function(running_maximum),
     "no mixing": nn.Identity,
 }
 

@@ -129,15 +129,6 @@ def test_logits_with_a_cache_equal_those_without(
         torch.testing.assert_close(last, model(tokens)[:, -1:], atol=1e-5, rtol=1e-5)
 
 
-def test_too_many_tokens_are_refused_with_both_numbers() -> None:
-    model, cache = make(tiny()), KVCache(tiny())
-    with pytest.raises(ValueError, match=r"17 tokens \(0 of them cached\).*block_size is 16"):
-        model(draw(length=17))
-    model(draw(length=10), cache=cache)
-    with pytest.raises(ValueError, match=r"17 tokens \(10 of them cached\)"):
-        model(draw(length=7), cache=cache)
-
-
 @shapes
 def test_bf16_autocast_computes_in_bf16_and_gives_a_float32_loss(config: ModelConfig) -> None:
     model, tokens, targets = make(config), draw(), draw(seed=3)

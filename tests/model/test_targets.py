@@ -150,10 +150,6 @@ FREE = {
         f"{MASK}    each = F.cross_entropy(logits, targets.flatten(), reduction='none')\n"
         "    return (each * kept).mean()\n"
     ),
-    "no first targets": (
-        "    logits = model(tokens)[:, 4:, : model.vocab_size]\n"
-        "    return F.cross_entropy(logits.flatten(0, 1), targets[:, 4:].flatten())\n"
-    ),
     "a z-loss": (
         "    logits = model(tokens)[..., : model.vocab_size]\n"
         "    return model(tokens, targets) + 1e-3 * logits.logsumexp(-1).square().mean()\n"
@@ -231,13 +227,3 @@ def test_batches_without_a_target_are_told_change_nothing_and_end_the_run(
     assert "3 steps in a row, up to step 3, were skipped" in said
     assert "since their batches have no target" in said
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
-
-
-def test_an_own_loss_of_nothing_is_told(
-    small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As of a loss that masks all its targets, and divides by at least 1."""
-    source = f"{LOSS}    return model(tokens, targets) * 0\n"
-    options = (*OPTIONS, "--train.max_skipped", "2")
-    assert launch(small_run(*options, "--code", write(tmp_path, source))) == 3
-    assert "step 1: loss 0, gradient norm 0: the batch has no target" in capfd.readouterr().err

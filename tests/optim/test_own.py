@@ -276,25 +276,6 @@ def test_an_option_that_changes_wins_over_the_checkpoint_and_counts_continue(
     assert [line["own/updates"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
-def test_frozen_weights_may_be_in_the_groups(small_run: Arguments, tmp_path: Path) -> None:
-    source = """
-import torch
-
-
-def optimizer(model, config):
-    model.wpe.weight.requires_grad_(False)
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-"""
-    code = write(tmp_path, source)
-    options = ("--checkpoint.every", "2", "--train.max_steps", "4", "--code", code)
-    own = small_run(*QUIET, *options)
-    assert launch([*own, "--train.stop_at", "2"]) == 0
-    assert launch(own) == 0
-    first, last = (weights(tmp_path / "run", step) for step in (2, 4))
-    still = [name for name in last if torch.equal(first[name], last[name])]
-    assert still == ["wpe.weight"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "expected"),

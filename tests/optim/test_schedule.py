@@ -26,15 +26,6 @@ def test_gpt2_reproduction_table() -> None:
     assert at[95_365] == pytest.approx(MIN)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_the_floor_is_reached_after_the_last_step_of_the_decay(name: str) -> None:
-    p = plan(60, 10, 50)
-    first, last, after = (lr_fraction(s, name, p, 0.1) for s in (10, 59, 60))
-    assert first == 1
-    assert 0.1 < last < 0.12
-    assert after == pytest.approx(0.1)
-
-
 def test_wsd_is_stable_until_its_tail() -> None:
     p = plan(100, 10, 20)
     assert [lr_fraction(s, "wsd", p, 0.0) for s in (9, 50, 80)] == [1.0, 1.0, 1.0]

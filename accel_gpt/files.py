@@ -13,36 +13,32 @@ relative to the writer varies.
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import io
 import json
-import math
 import os
-import random
-import re
-import secrets
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import psutil
 import yaml
 
-from accel_gpt.errors import MachineError, nearest
+from accel_gpt.errors import MachineError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
 TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
 # flock's errors if a file system has no locks: Lustre, Drive, some NFS; 524: ENOTSUPP of Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524)
-MARK = re.compile(r"(?P<host>.+)\.(?P<pid>[0-9]+)\.(?P<since>[0-9]+)\.[0-9a-f]{8}\.lock")
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS = 2.0  # of the fault action sleep
@@ -67,21 +63,8 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
 
 def strict_json(value: Any, indent: int | None = None) -> str:
     """Write JSON. A number that is not finite becomes null: JSON has no NaN and no infinity."""
-    try:
-        return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(without_nan(value), indent=indent, allow_nan=False)
-
-
-def without_nan(value: Any) -> Any:
-    """Copy a value of lists and mappings, with None for each number that is not finite."""
-    if isinstance(value, Mapping):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent)
 
 
 def write_all(file: io.FileIO, data: memoryview) -> None:
@@ -156,117 +139,68 @@ def locked_file(path: Path, wait: bool = True, notice: str = "") -> Iterator[Tex
 
     Removes the file before it is unlocked. The kernel releases the lock when the process ends. If
     another process holds the lock, prints `notice` on stderr and waits. If not `wait`, raises
-    `BlockingIOError` instead. If the file system has no flock, a file beside it is the lock: see
-    `lock_by_name`. The `BlockingIOError` then names that file.
+    `BlockingIOError` instead. If the file system has no flock, a file beside `path` with the
+    holder's process and host is the lock, and the `BlockingIOError` names that file: nobody can
+    know whether a process of another host has ended.
     """
-    with contextlib.ExitStack() as held:
-        file = open_locked(path, wait, notice, held)
+    with acquire_lock(path, wait, notice):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.fdopen(descriptor, "r+", encoding="utf-8")
         try:
             yield file
         finally:
             with contextlib.suppress(OSError):
                 if is_at(file, path):
                     path.unlink()
-
-
-def open_locked(path: Path, wait: bool, notice: str, held: contextlib.ExitStack) -> TextIO:
-    """Open and lock a file as `locked_file` does; `held` releases the lock."""
-    while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
-        try:
-            mark = lock_opened(file, path, wait, notice)
-        except BaseException:
             file.close()
-            raise
-        if is_at(file, path):
-            held.enter_context(file)
-            if mark:
-                held.callback(mark.unlink, missing_ok=True)
-            return file
-        file.close()  # the previous holder removed the file, see `locked_file`
-        if mark:
-            mark.unlink(missing_ok=True)
 
 
-def lock_opened(file: TextIO, path: Path, wait: bool, notice: str) -> Path | None:
-    """Lock an open file; `wait` and `notice` as in `locked_file`.
+def acquire_lock(path: Path, wait: bool, notice: str) -> "AbstractContextManager[BaseFileLock]":
+    """Acquire the lock of `path`; return the context that releases it. See `locked_file`."""
+    from filelock import SoftFileLock, Timeout, UnixFileLock
 
-    Returns the file of `lock_by_name`, if that is the lock.
-    """
+    lock: BaseFileLock = UnixFileLock(path, thread_local=False, fallback_to_soft=False)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise
-        sys.stderr.write(notice)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        return lock.acquire(blocking=False)
+    except Timeout:
+        busy = BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        return lock_by_name(path, wait, notice)
-    return None
+        lock = SoftFileLock(holder_file(path), thread_local=False)
+        try:
+            return lock.acquire(blocking=False)
+        except Timeout as held:
+            busy = BlockingIOError(errno.EWOULDBLOCK, str(held), lock.lock_file)
+    if not wait:
+        raise busy
+    sys.stderr.write(notice)
+    return lock.acquire()
 
 
-def lock_by_name(path: Path, wait: bool, notice: str) -> Path:
-    """Lock `path` on a file system without flock; return the file that is the lock.
-
-    Each process makes a file named for its host, its number and the time. Then it looks for others,
-    and gives way if there is one: so no two hold the lock. The file of a process of this host that
-    has ended is removed. Nobody can know whether a process of another host has ended.
-    """
-    host = os.uname().nodename
-    while True:
-        name = f"{path.name}.{host}.{os.getpid()}.{int(time.time())}.{secrets.token_hex(4)}.lock"
-        mark = path.with_name(name)
-        mark.touch(exist_ok=False)
-        other = next((found for found in living_marks(path) if found != mark), None)
-        if other is None:
-            return mark
-        mark.unlink()
-        if not wait:
-            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(other))
-        if notice:
-            sys.stderr.write(f"{notice}if it has ended, remove {other}\n")
-            notice = ""
-        time.sleep(random.uniform(0.5, 1.0))
-
-
-def living_marks(path: Path) -> list[Path]:
-    """Return the files of `lock_by_name` whose processes may live; remove the others."""
-    found = []
-    for mark in sorted(path.parent.glob(f"{glob.escape(path.name)}.*.lock")):
-        match = MARK.fullmatch(mark.name.removeprefix(f"{path.name}."))
-        if match is None:
-            continue
-        here = match["host"] == os.uname().nodename
-        if here and not has_lived_since(int(match["pid"]), int(match["since"])):
-            mark.unlink(missing_ok=True)
-        else:
-            found.append(mark)
-    return found
-
-
-def has_lived_since(pid: int, since: int) -> bool:
-    """Return whether a process of this host has run since a time, in seconds since 1970.
-
-    The number of a process that has ended may be given to another, which began later.
-    """
-    try:
-        return float(psutil.Process(pid).create_time()) <= since + 1
-    except psutil.NoSuchProcess:
-        return False
+def holder_file(path: Path) -> Path:
+    """Return the file that is the lock of `path` on a file system without flock."""
+    return path.with_name(f"{path.name}.holder")
 
 
 def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock of `path`; see `locked_file`."""
+    from filelock import SoftFileLock, Timeout
+
     try:
         with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except BlockingIOError:
         return True
     except OSError as error:
-        return error.errno in NO_FLOCK and bool(living_marks(path))
-    return False
+        if error.errno not in NO_FLOCK:
+            return False
+    try:
+        with SoftFileLock(holder_file(path), thread_local=False).acquire(blocking=False):
+            return False
+    except Timeout:
+        return True
 
 
 def is_at(file: TextIO, path: Path) -> bool:
@@ -280,20 +214,6 @@ def is_at(file: TextIO, path: Path) -> bool:
 # --------------------------------------------------------------------------- reading
 
 
-def describe_path(path: str | Path) -> str:
-    """Say what a path is, as the end of a sentence: is a file, is a folder, does not exist."""
-    path = Path(path)
-    if path.is_file():
-        return "is a file"
-    if path.is_dir():
-        return "is a folder"
-    if path.is_fifo():
-        return "is a pipe, which can be read only once"
-    if path.exists():
-        return "is neither a file nor a folder"
-    return "does not exist"
-
-
 def is_local(name: str) -> bool:
     """Return whether a name that is no file or folder is still a path, not a Hub id user/name.
 
@@ -301,49 +221,6 @@ def is_local(name: str) -> bool:
     """
     parent = os.path.dirname(name.rstrip("/"))
     return name.startswith(LOCAL_STARTS) or (parent != "" and os.path.isdir(parent))
-
-
-def nearest_folder(path: str | Path, marks: Sequence[str]) -> str | None:
-    """Return the folder whose name is most like the missing `path`; None if none is like it.
-
-    Looks in the part of `path` that exists, two levels deep. `marks`: names or globs of files and
-    folders. The folder holds one of them.
-    """
-    path = Path(path)
-    root = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
-    found: dict[str, Path] = {}
-    for pattern in ("*/*", "*"):
-        for one in root.glob(pattern):
-            if os.path.isdir(one):
-                found[one.name] = found[str(one.relative_to(root))] = one
-    marked = [name for name in found if any(any(found[name].glob(mark)) for mark in marks)]
-    near = nearest(str(path.relative_to(root)), marked)
-    return str(found[near[0]]) if near else None
-
-
-def did_you_mean_folder(path: str | Path, marks: Sequence[str], otherwise: str) -> str:
-    """Return the end of an error for a `path` that is no such folder.
-
-    It names the folder that `nearest_folder` returns if `path` does not exist, or else it is
-    `otherwise`.
-    """
-    near = None if os.path.exists(path) else nearest_folder(path, marks)
-    return f"did you mean {near}?" if near else otherwise
-
-
-def nearest_file(path: str | Path) -> str | None:
-    """Return the file or folder beside the missing `path` whose name is most like its name.
-
-    The names must be alike without their endings, too. A name with an ending is no folder.
-    """
-    path = Path(path)
-    found: dict[str, str] = {}
-    for other in path.parent.glob("[!.]*"):
-        alike = nearest(path.stem, [other.stem])
-        if alike and not (path.suffix and other.is_dir()):
-            found[other.name] = str(other)
-    near = nearest(path.name, sorted(found))
-    return found[near[0]] if near else None
 
 
 def read_json(path: str | Path) -> Any:

@@ -36,7 +36,7 @@ from accel_gpt.evals.evaluation import (
     open_own_evaluations,
 )
 from accel_gpt.evals.validation import OnProgress, score_source
-from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
+from accel_gpt.files import strict_json
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import explain_lost_rank, on_main, require_all
@@ -253,12 +253,10 @@ def require_data_folder(path: str, source: Pretrained) -> None:
     if Path(path).is_dir() and any(any(Path(path).glob(mark)) for mark in DATA_MARKS):
         return
     tokenizer = shlex.quote(str(source.tokenizer))
-    expected = (
-        "expected a folder of token shards, which accel-gpt prepare TEXT --tokenizer "
+    raise UserError(
+        f"--data {path} is not a folder of token shards, which accel-gpt prepare TEXT --tokenizer "
         f"{tokenizer} makes"
     )
-    advice = did_you_mean_folder(path, DATA_MARKS, expected)
-    raise UserError(f"--data {path} {describe_path(path)}; {advice}")
 
 
 def open_tasks_of(

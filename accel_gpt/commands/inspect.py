@@ -16,13 +16,13 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.console import table, write_out
 from accel_gpt.damage import Expected, find_damage
-from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
+from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import NoSplit, Split, data_error
 from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError, UserError
-from accel_gpt.files import describe_path, did_you_mean_folder, strict_json
+from accel_gpt.files import strict_json
 from accel_gpt.model.sizes import parameter_counts
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
@@ -31,7 +31,7 @@ from accel_gpt.runs.checkpoint import (
     read_shape,
     verify_checkpoint,
 )
-from accel_gpt.runs.folder import RUN_MARKS, RunFolder, step_name
+from accel_gpt.runs.folder import RunFolder, step_name
 from accel_gpt.training.display import Progress
 
 MARKS = ("run.json", "manifest.json", "trainer_state.json")  # files of a run or a checkpoint
@@ -106,9 +106,7 @@ def inspect_data(path: str, data: DataConfig) -> dict[str, Any]:
     split can be opened. `problems` lists all other problems.
     """
     if not is_url(path) and not Path(path).is_dir():
-        expected = "expected a data folder or its URL, or the folder of a run or of a checkpoint"
-        advice = did_you_mean_folder(path, (*RUN_MARKS, *DATA_MARKS), expected)
-        raise UserError(f"{path} {describe_path(path)}; {advice}")
+        raise UserError(f"{path} is not a folder; expected data or its URL, a run or a checkpoint")
     folder = open_folder(path, data)
     opened: list[tuple[Split, Tokenizer]] = []
     missing: list[str] = []

@@ -32,7 +32,6 @@ from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import build
 from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, did_you_mean, require
-from accel_gpt.files import nearest_file
 
 
 class Command(Section, prefix="--"):
@@ -161,9 +160,8 @@ def check_recipe(argument: str) -> None:
     """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
     recipes = shipped_configs("data")
     is_recipe = argument in recipes or argument.endswith(YAML)
-    file = nearest_file(argument)
     expected = f"expected the path of a text, or a recipe: {', '.join(recipes)}"
-    near = f"did you mean {file}?" if file else did_you_mean(argument, recipes, expected)
+    near = did_you_mean(argument, recipes, expected)
     require(is_recipe, f"there is no file {argument}; {near}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from accel_gpt.errors import UserError, did_you_mean
-from accel_gpt.files import nearest_folder, write_file
+from accel_gpt.files import write_file
 
 YAML = (".yaml", ".yml")  # endings of config files
 
@@ -41,12 +41,9 @@ def resolve_config(word: str, folder: str = "") -> Path:
         return path
     if name in shipped:
         return shipped[name]
-    near_folder = nearest_folder(path.parent, (path.name,)) if path.parent != Path() else None
-    nearby = {other.stem: str(other) for other in Path().glob("*.yaml")}
-    nearby |= {other.stem: str(other) for other in Path(near_folder or path.parent).glob("*.yaml")}
-    known = dict(zip(shipped, shipped, strict=True)) | nearby
+    nearby = {str(other): other.stem for other in path.parent.glob("*.yaml")}
     expected = f"expected a file or {', '.join(shipped)}"
-    near = did_you_mean(path.stem, known, expected, shown=known, cutoff=0.5)
+    near = did_you_mean(word, [*shipped, *nearby], expected)
     raise UserError(f"config file {word} does not exist; {near}")
 
 

@@ -13,12 +13,11 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.vocabulary import tokenizer_vocab_size
 from accel_gpt.cost.forecast import FORWARD_SHARE
-from accel_gpt.data.index import DATA_MARKS, INDEX, read_index
+from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data, train_paths, val_paths
 from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.files import did_you_mean_folder
 
 PRINTABLE = 96  # printable ASCII and the line end; assumption for `chars` before the text is read
 
@@ -45,11 +44,9 @@ def vocabulary_size(config: Config, given: int | None) -> tuple[int, str]:
         if is_url(source.path) or Path(source.path).is_dir():
             _, tokenizer = open_data(source.path, "train", data)
             return tokenizer.vocab_size, source.path
-    advice = "set model.vocab_size or data.tokenizer"
-    if data.folder:
-        advice = did_you_mean_folder(data.folder, DATA_MARKS, advice)
     raise UserError(
-        f"the vocabulary size is not known, because {data.train} is not prepared; {advice}"
+        f"the vocabulary size is not known, because {data.train} is not prepared; set "
+        "model.vocab_size or data.tokenizer"
     )
 
 

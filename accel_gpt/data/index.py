@@ -4,14 +4,13 @@ The index holds the tokenizer, the vocabulary size, the settings of `data.prepar
 """
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import TOKEN_ENDINGS, describe_path, did_you_mean_folder
+from accel_gpt.files import TOKEN_ENDINGS
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object
 
 INDEX = "dataset.json"
@@ -79,17 +78,10 @@ def read_index(folder: Path) -> Index:
 
 def check_folder(folder: Path) -> None:
     """Raise `UserError` unless `folder` is a folder."""
-    if folder.is_dir():
-        return
     if not folder.exists():
-        made = shlex.quote(str(folder))
-        expected = f"give an existing folder, or make it with accel-gpt prepare TEXT --out {made}"
-        advice = did_you_mean_folder(folder, DATA_MARKS, expected)
-        raise UserError(f"data folder {folder} does not exist; {advice}")
-    raise UserError(
-        f"{folder} {describe_path(folder)}, but a folder of token shards is expected; data.text "
-        "takes a text"
-    )
+        raise UserError(f"data folder {folder} does not exist; accel-gpt prepare makes it")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder of token shards; accel-gpt prepare makes one")
 
 
 def check_version(where: Path, content: Mapping[str, Any]) -> None:

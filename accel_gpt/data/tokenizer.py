@@ -30,7 +30,7 @@ from accel_gpt.data.tokenizer_json import (
     spelling,
 )
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.files import is_local, nearest_file
+from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo, is_repo
 
 Ids = NDArray[Any]
@@ -401,11 +401,10 @@ def named_tokenizer(
     could_be_repo = "/" in spec and not spec.endswith(".json") and not is_local(spec)
     if could_be_repo and is_repo(spec.removeprefix(SCHEME).partition("@")[0]):
         return load_tokenizer(download_repo(spec, *HUB_FILES))
-    near = nearest_file(spec) if spec.endswith(".json") else None
-    advice = f"set it to {kinds}, the path of a tokenizer.json or a Hub id (user/name)"
-    if near:
-        advice = f"did you mean {near}?"
-    raise UserError(f"{key} is {spec!r}, but there is no such file; {advice}")
+    raise UserError(
+        f"{key} is {spec!r}, but there is no such file; expected {kinds}, the path of a "
+        "tokenizer.json or a Hub id (user/name)"
+    )
 
 
 def load_gpt2() -> Tokenizer:

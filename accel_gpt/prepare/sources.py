@@ -34,7 +34,7 @@ from accel_gpt.data.remote import (
     short_hash,
 )
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.files import cache_folder, describe_path, nearest_file, sha256
+from accel_gpt.files import cache_folder, sha256
 from accel_gpt.prepare.readers import (
     HEAD_BYTES,
     encoding_of,
@@ -251,13 +251,7 @@ def glob_files(path: str) -> list[Path]:
     """List the files of a glob. Raises `UserError` if there are none."""
     found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
     found = [file for file in found if file.is_file()]
-    problem = f"{describe_path(path)} (looked for {os.path.abspath(path)})"
-    near = None if os.path.exists(path) else nearest_file(path)
-    if glob.has_magic(path):
-        near = None
-        problem = f"matches no file (looked from {Path.cwd()})"
-    advice = f"did you mean {near}?" if near else ADVICE
-    require(bool(found), f"{KEY} is {path}, but it {problem}; {advice}")
+    require(bool(found), f"{KEY} is {path}, but there is no such file; {ADVICE}")
     return found
 
 

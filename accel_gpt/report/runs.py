@@ -6,9 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from accel_gpt.errors import UserError
-from accel_gpt.files import describe_path, did_you_mean_folder
 from accel_gpt.report.curves import Metrics, read_metrics
-from accel_gpt.runs.folder import RUN_MARKS, RunFolder, is_number
+from accel_gpt.runs.folder import RunFolder, is_number
 
 
 class NamedRun(RunFolder):
@@ -73,13 +72,9 @@ def open_runs(folders: Sequence[str]) -> list[NamedRun]:
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
-            advice = did_you_mean_folder(path, RUN_MARKS, "give the out_dir of a run")
-            raise UserError(f"{path} {describe_path(path)}; {advice}")
+            raise UserError(f"{path} is not a folder; expected the out_dir of a run")
         if not any((path / name).is_file() for name in ("metrics.jsonl", "run.json")):
-            raise UserError(
-                f"{path} is not a run: it has neither metrics.jsonl nor run.json; give the out_dir "
-                "of a run"
-            )
+            raise UserError(f"{path} is not a run: it has neither metrics.jsonl nor run.json")
     return [NamedRun(path, name) for path, name in zip(paths, unique_names(paths), strict=True)]
 
 

@@ -44,8 +44,6 @@ from accel_gpt.files import (
 from accel_gpt.json_files import load_json_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
-# a run, a checkpoint or a model in transformers format holds one of them
-RUN_MARKS = ("checkpoints", "run.json", "metrics.jsonl", "manifest.json", "config.json")
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 CODE = "code.py"
 RUN_NAME = "run_name"

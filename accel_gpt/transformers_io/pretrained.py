@@ -20,7 +20,7 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import did_you_mean_folder, is_local, nearest_folder
+from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo, is_repo
 from accel_gpt.json_files import read_json_object
 from accel_gpt.launch.meeting import on_main_before_join
@@ -30,7 +30,7 @@ from accel_gpt.runs.checkpoint import (
     read_shape,
     require_no_choice,
 )
-from accel_gpt.runs.folder import RUN_MARKS, RunFolder
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.transformers_io.hf_config import read_hf_config
 
 ADAPTER = "adapter_config.json"  # of PEFT
@@ -96,12 +96,7 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     if name.startswith(SCHEME) or not folder.exists():
         if is_local(name):
             raise no_such_folder(name)
-        try:
-            folder = download_repo(name, *SMALL_FILES)
-        except UserError as error:
-            near = nearest_folder(name, RUN_MARKS)
-            advice = f"; did you mean {near}?" if near else ""
-            raise type(error)(f"{error}{advice}") from None
+        folder = download_repo(name, *SMALL_FILES)
         require_no_adapter(name, folder)
         require(
             (folder / "config.json").is_file(),
@@ -173,7 +168,7 @@ def no_such_folder(name: str) -> UserError:
     advice = "give the folder of a run, of a checkpoint or of a model in transformers format"
     if is_repo(name.partition("@")[0]):
         advice += f", or hf://{name} for a model on the Hub"
-    return UserError(f"{name} does not exist; {did_you_mean_folder(name, RUN_MARKS, advice)}")
+    return UserError(f"{name} does not exist; {advice}")
 
 
 def check_initial_tokenizer(config: Config) -> None:

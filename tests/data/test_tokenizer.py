@@ -556,7 +556,7 @@ def test_a_tokenizer_of_the_hub_also_comes_from_its_cache(hub: HubServer, tmp_pa
             "the Hub answered with status 404: Invalid rev id: v9",
         ),
         ("tester/weights", "there is no tokenizer at "),
-        ("a b/c", "no such file; set it to gpt2, bytes, the path of a"),
+        ("a b/c", "no such file; expected gpt2, bytes, the path of a"),
     ],
 )
 @pytest.mark.usefixtures("hub")

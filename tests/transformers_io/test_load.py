@@ -486,10 +486,3 @@ def test_the_hub_is_not_asked_for_a_path(name: str, is_path: bool) -> None:
         with pytest.raises(UserError) as error:
             named_tokenizer(name)
         assert ("the Hub was asked" in str(error.value)) == (not is_path)
-
-
-@pytest.mark.usefixtures("places")
-@pytest.mark.parametrize("name", ["quickstart", "quikstart", "run/quickstart"])
-def test_a_name_that_the_hub_does_not_know_is_answered_with_the_nearest_run(name: str) -> None:
-    with pytest.raises(UserError, match="; did you mean runs/quickstart"):
-        pretrained.find_pretrained(name)

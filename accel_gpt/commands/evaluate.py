@@ -322,7 +322,7 @@ def evaluate_model(
     accelerator: Accelerator,
 ) -> dict[str, float]:
     """Compute the losses and the benchmark scores of a model; a collective."""
-    model.bf16_residual = config.train.bf16_residual  # as in the run
+    model.bf16_residual = True  # as in the run
     with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"):
         model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
         evaluations = open_all(options, config, model, tokenizer)

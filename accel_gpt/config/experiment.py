@@ -83,13 +83,6 @@ class TrainConfig(
         resume="free",
         exact=True,
     )
-    bf16_residual: bool = option(
-        True,
-        "Keep the residual stream in bf16 if mixed_precision is bf16 or fp8. false: keep it in "
-        "float32, which takes more time and memory. With FSDP it is always in bf16.",
-        resume="free",
-        exact=True,
-    )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = option(
         "auto",
         "Precision of float32 matrix products. highest: IEEE float32. high: TF32. medium: bfloat16 "
@@ -149,15 +142,10 @@ class TrainConfig(
         "or saved; if it ends, this step is not saved.",
         above=0,
     )
-    spike_sigma: float = option(
-        6.0,
-        "Report a loss as a spike if it is this many standard deviations above the mean of the "
-        "last 128 losses. 0: never.",
-        at_least=0,
-    )
     skip_spikes: bool = option(
         False,
-        "Skip the update of a step whose loss is a spike.",
+        "Skip the update of a step whose loss is a spike: more than six standard deviations above "
+        "the mean of the last 128 losses.",
     )
     time_limit: str | None = option(
         None,
@@ -209,11 +197,6 @@ class TrainConfig(
             not (self.reproducible and self.sync_each_batch),
             "train.reproducible and train.sync_each_batch are true, but reproducible gradients are "
             "reduced once a step; set one of them to false",
-        )
-        require(
-            not self.skip_spikes or self.spike_sigma > 0,
-            "train.skip_spikes is true, but train.spike_sigma is 0, so no loss counts as a spike; "
-            "set train.spike_sigma above 0, or train.skip_spikes to false",
         )
 
 

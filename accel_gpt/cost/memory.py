@@ -7,7 +7,7 @@ Letters: T block_size, C channels (n_embd), H query heads, D head size. All size
 
 from dataclasses import dataclass
 
-from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import STACK
 from accel_gpt.config.plan import fitting_sizes, with_size
@@ -200,7 +200,7 @@ def activation_bytes(
 ) -> dict[str, int]:
     """Estimate the memory that the forward pass of a micro-batch saves for the backward pass."""
     model = config.model
-    stream = stream_bytes(config.train, machine)
+    stream = stream_bytes(machine)
     inputs = tokens * stream * model.n_embd
     if config.train.activation_checkpointing == "blocks":
         saved_by_block = inputs
@@ -225,14 +225,14 @@ def block_backward_bytes(config: Config, vocab_size: int, tokens: int, machine: 
     per_token = backward_bytes(model, tokens, machine)
     if config.train.activation_checkpointing == "blocks":
         per_token += block_bytes(config, tokens, machine)
-    inputs = tokens * stream_bytes(config.train, machine) * model.n_embd
+    inputs = tokens * stream_bytes(machine) * model.n_embd
     fixed = table_bytes(model, vocab_size) + inputs
     return fixed + tokens * per_token
 
 
-def stream_bytes(train: TrainConfig, machine: Machine) -> int:
+def stream_bytes(machine: Machine) -> int:
     """Return the bytes per number in the residual stream."""
-    half = machine.sharded or (train.bf16_residual and machine.precision in ("bf16", "fp8"))
+    half = machine.sharded or machine.precision in ("bf16", "fp8")
     return machine.product_bytes if half else FLOAT_BYTES
 
 
@@ -311,7 +311,7 @@ def block_bytes(config: Config, tokens: int, machine: Machine) -> int:
     number_bytes = machine.product_bytes
     cpu = machine.gpu is None
     weighted_rmsnorm = model.norm_weight and model.norm == "rmsnorm"
-    norm_input = stream_bytes(config.train, machine)
+    norm_input = stream_bytes(machine)
     if not machine.sharded and (weighted_rmsnorm if cpu else not config.train.compiled):
         norm_input = FLOAT_BYTES
     norms = 2 * (norm_input + number_bytes) * C

@@ -231,7 +231,7 @@ def build_optimizer(
 def set_up_model(gpt: LanguageModel, train: TrainConfig) -> None:
     """Set the options of `train` that concern the model, before Accelerate wraps it."""
     gpt.recompute = train.activation_checkpointing == "blocks"
-    gpt.bf16_residual = train.bf16_residual
+    gpt.bf16_residual = True
     forget_compiled()
     if train.compiled or torch.cuda.is_available():  # FlexAttention is compiled on CUDA
         use_compile_cache()

@@ -22,6 +22,7 @@ from accel_gpt.launch.unsupported import REPLICATED
 from accel_gpt.model.sharding import local_shard
 
 SPIKE_WINDOW = 128  # steps; as in the trainer of OLMo 2 (2025)
+SPIKE_SIGMA = 6.0  # standard deviations of a loss above the mean of the window; assumption
 # Relative difference of the norms of equal float32 weights on two kinds of processors; assumption
 NORM_TOLERANCE = 1e-5
 MOST_WARNINGS = 8  # most warnings of one flush
@@ -52,19 +53,16 @@ class StepGuard:
         loss is a spike.
 
         `sequence` is the number of the first sequence in the batch. `loss` and `grad_norm` are
-        all-reduced scalars. A spike is a loss more than `spike_sigma` standard deviations above the
+        all-reduced scalars. A spike is a loss more than `SPIKE_SIGMA` standard deviations above the
         mean of the window. Until the window is full, its mean is NaN and no loss is a spike.
         """
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         without_targets = (loss == 0) & (grad_norm == 0)
         usable = finite & ~without_targets
-        if self.config.spike_sigma:
-            deviation, mean = torch.std_mean(self.window)
-            spike = usable & (loss > mean + self.config.spike_sigma * deviation)
-            longer = torch.cat([self.window[1:], loss.to(self.window.dtype)[None]])
-            self.window = torch.where(usable, longer, self.window)
-        else:
-            spike = torch.zeros_like(finite)
+        deviation, mean = torch.std_mean(self.window)
+        spike = usable & (loss > mean + SPIKE_SIGMA * deviation)
+        longer = torch.cat([self.window[1:], loss.to(self.window.dtype)[None]])
+        self.window = torch.where(usable, longer, self.window)
         skip = ~usable
         if self.config.skip_spikes:
             skip = skip | spike

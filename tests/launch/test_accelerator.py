@@ -132,8 +132,17 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
     assert started == [False, True]
 
 
-def test_recomputing_and_the_type_of_the_residual_stream_are_those_of_the_config(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "passes", "dtype"),
+    [("bf16", "none", 1, torch.bfloat16), ("no", "blocks", 2, torch.float32)],
+)
+def test_the_type_of_the_residual_stream_is_that_of_the_precision_and_blocks_are_recomputed(
+    precision: str,
+    checkpointing: str,
+    passes: int,
+    dtype: torch.dtype,
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[torch.dtype] = []
     forward = Block.forward
@@ -144,12 +153,10 @@ def test_recomputing_and_the_type_of_the_residual_stream_are_those_of_the_config
         return forward(block, x, *rest, **named)
 
     monkeypatch.setattr(Block, "forward", watched)
-    other = ("--train.activation_checkpointing", "blocks", "--train.bf16_residual", "false")
-    short = (*QUIET, "--train.max_steps", "3", "--train.mixed_precision", "bf16")
-    for options, passes, dtype in (((), 1, torch.bfloat16), (other, 2, torch.float32)):
-        seen.clear()
-        assert launch(small_run(*short, *options, "--out_dir", str(tmp_path / f"{passes}"))) == 0
-        assert seen == [dtype] * (3 * 2 * passes)  # in three steps, of two blocks
+    options = ("--train.mixed_precision", precision, "--train.max_steps", "3")
+    recomputing = ("--train.activation_checkpointing", checkpointing)
+    assert launch(small_run(*QUIET, *options, *recomputing)) == 0
+    assert seen == [dtype] * (3 * 2 * passes)  # in three steps, of two blocks
 
 
 @pytest.mark.usefixtures("settings_kept")

@@ -206,14 +206,14 @@ def wavy(count: int) -> list[float]:
     return [3 + 0.1 * math.sin(i) for i in range(count)]
 
 
-@pytest.mark.parametrize(("skip", "sigma"), [(True, 6.0), (False, 6.0), (True, 30.0)])
-def test_a_spike_stands_out_of_a_full_window_alone(skip: bool, sigma: float) -> None:
-    tested, warnings = guard(skip_spikes=skip, spike_sigma=sigma), list[str]()
+@pytest.mark.parametrize(("skip", "height"), [(True, 0.9), (False, 0.9), (True, 0.3)])
+def test_a_spike_stands_out_of_a_full_window_alone(skip: bool, height: float) -> None:
+    tested, warnings = guard(skip_spikes=skip), list[str]()
     # at 50 the window is not full yet
     losses = [*wavy(SPIKE_WINDOW - 1), 50.0, *wavy(SPIKE_WINDOW), 3.2]
     assert not any(check(tested, *losses))
-    found = sigma == 6.0  # the spike is about 12 standard deviations high
-    assert check(tested, 3.9) == [skip and found]
+    found = height == 0.9  # about 12 standard deviations; 0.3: about 4
+    assert check(tested, 3 + height) == [skip and found]
     metrics = tested.flush(warnings.append)
     assert (metrics["train/spikes"], metrics["train/skipped"]) == (found, skip and found)
     assert [("a spike" in line, "its update was skipped" in line) for line in warnings] == (

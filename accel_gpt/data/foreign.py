@@ -34,7 +34,7 @@ from accel_gpt.data.tokenizer import (
     load_tokenizer,
     named_tokenizer,
 )
-from accel_gpt.data.tokenizer_json import CONFIG, SPECIAL
+from accel_gpt.data.tokenizer_json import CONFIG
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import TOKEN_ENDINGS
 
@@ -336,9 +336,8 @@ def foreign_tokenizer(
     if META in folder.files:
         stored = CharsTokenizer(read_vocabulary(folder.fetch(META)))
     elif TOKENIZER in folder.files:
-        for name in (CONFIG, SPECIAL):
-            if name in folder.files:
-                folder.fetch(name)
+        if CONFIG in folder.files:
+            folder.fetch(CONFIG)
         stored = load_tokenizer(folder.fetch(TOKENIZER))
     if stored and stated:
         stated.require_same(stored, f"data.tokenizer {spec}", f"the folder {folder.path}")

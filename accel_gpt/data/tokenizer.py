@@ -29,7 +29,7 @@ from accel_gpt.data.tokenizer_json import (
     PATTERN,
     spelling,
 )
-from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError, one_line
 from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo, is_repo
 
@@ -426,10 +426,8 @@ def load_gpt2() -> Tokenizer:
         )
     except Exception as error:  # errors of requests, or OSError and ValueError of the cache
         raise UserError(
-            f"tiktoken could not download the gpt2 tokenizer ({type(error).__name__}); connect to "
-            "the network once, set TIKTOKEN_CACHE_DIR to a folder that holds its files, run hf "
-            "download openai-community/gpt2 on a node with network, or set data.prepare.tokenizer "
-            "to bpe"
+            f"the gpt2 tokenizer could not be downloaded ({one_line(error)}); without a network, "
+            "set TIKTOKEN_CACHE_DIR to a folder that holds its files"
         ) from None
     return gpt2_tokenizer(tokenizer_json.gpt2_content(json.loads(vocabulary), merges.decode()))
 
@@ -485,7 +483,7 @@ def written_config(
         if isinstance(value, dict) and "content" in value and "__type" not in value:
             config[key] = value["content"]
     if vocab_size is not None:
-        leave_out_other_tokens(config, tokenizer, vocab_size)
+        config = leave_out_other_tokens(config, tokenizer, vocab_size)
     if block_size is not None:
         config["model_max_length"] = block_size
     config["clean_up_tokenization_spaces"] = False
@@ -502,34 +500,29 @@ def written_config(
     return config
 
 
-def leave_out_other_tokens(config: dict[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Remove tokens from a tokenizer_config.json that are no added tokens of the model; say it.
+def leave_out_other_tokens(
+    config: dict[str, Any], tokenizer: Tokenizer, vocab_size: int
+) -> dict[str, Any]:
+    """Return a tokenizer_config.json without tokens that are no added tokens of the model; say it.
 
     transformers would add a token that tokenizer.json lacks to the vocabulary, beyond the
     `vocab_size` rows of the model. It would cut a text at an ordinary token, which training did
     not.
     """
-    content = json.loads(tokenizer.file_text)
-    tokens = content.get("added_tokens", ())
+    tokens = json.loads(tokenizer.file_text).get("added_tokens", ())
     added = {token["content"] for token in tokens if token["id"] < vocab_size} | {tokenizer.eot}
-    others: list[str] = []
-
-    def is_known(token: object) -> bool:
-        name = spelling(token)
-        if not name or not isinstance(name, str) or name in added:
-            return True
-        others.append(name)
-        return False
-
-    for key, value in list(config.items()):
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
         if key.endswith("_special_tokens") and isinstance(value, list):
-            config[key] = [token for token in value if is_known(token)]
+            kept[key] = [token for token in value if spelling(token) in added]
         elif key.endswith("_special_tokens") and isinstance(value, dict):
-            config[key] = {name: token for name, token in value.items() if is_known(token)}
-        elif key.endswith("_token") and not is_known(value):
-            del config[key]
-    if others:
+            kept[key] = {name: token for name, token in value.items() if spelling(token) in added}
+        elif not key.endswith("_token") or not value or spelling(value) in added:
+            kept[key] = value
+    changed = [key for key in config if kept.get(key) != config[key]]
+    if changed:
         write_err(
-            "WARNING: tokenizer_config.json names tokens that are ordinary, or that the model has "
-            f"no row for: {', '.join(sorted(set(others)))}; the written files leave them out"
+            f"WARNING: tokenizer_config.json names tokens that are ordinary, or that the model has "
+            f"no row for, as {', '.join(changed)}; the written files leave them out"
         )
+    return kept

@@ -2,8 +2,7 @@
 
 - tokenizer.json in the format of Hugging Face `tokenizers`, written for the kinds bytes, chars and
   bpe, and for gpt2;
-- tokenizer_config.json, special_tokens_map.json and chat_template.jinja in the same folder;
-- GPT-2's older vocab.json and merges.txt, read if there is no tokenizer.json.
+- tokenizer_config.json and chat_template.jinja in the same folder.
 
 `content` is parsed JSON. Tokens are in the byte-level spelling, with one character for each byte.
 """
@@ -19,9 +18,7 @@ from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.json_files import read_json_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-SPECIAL = "special_tokens_map.json"  # names special tokens, in older folders
-HUB_FILES = (FILE, CONFIG, TEMPLATE, SPECIAL, "vocab.json", "merges.txt")
-OTHER_FILES = ("*.model", "vocab.*", "merges.txt")  # of tokenizers that transformers converts
+HUB_FILES = (FILE, CONFIG, TEMPLATE)
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 # Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it, or
@@ -74,44 +71,22 @@ GPT2_SUM = "e1bf1d7abcc7e361ff81bef4019332b6b745a38a09133324388925dd4ba005e0"
 def read_file(where: Path) -> dict[str, Any]:
     """Return the content of a tokenizer.json.
 
-    If there is none, GPT-2's vocab.json and merges.txt in the same folder replace it. Raises
-    `UserError` if there is no tokenizer, `DataError` if the file is damaged.
+    Raises `UserError` if there is none, `DataError` if it is damaged.
     """
-    advice = (
-        f"to write a {FILE} from other files, such as SentencePiece's tokenizer.model, run pip "
-        'install sentencepiece, then python -c "import transformers; '
-        f"transformers.AutoTokenizer.from_pretrained({str(where.parent)!r}).save_pretrained("
-        f'{str(where.parent)!r})"'
-    )
-    if where.exists():
-        return read_json_object(where, DataError, "" if where.name == FILE else advice)
-    vocabulary, merges = where.with_name("vocab.json"), where.with_name("merges.txt")
-    if where.name == FILE and vocabulary.is_file() and merges.is_file():
-        vocab = read_json_object(vocabulary, DataError)
-        content = gpt2_content(vocab, merges.read_text(encoding="utf-8"))
-        if kind_of(content) == "gpt2":  # the files of others do not say how to split text
-            return content
-    has_others = any(any(where.parent.glob(name)) for name in OTHER_FILES)
-    ending = f"; {advice}" if has_others else ""
-    raise UserError(f"there is no tokenizer at {where}; give the path of a {FILE}{ending}")
+    require(where.exists(), f"there is no tokenizer at {where}; give the path of a {FILE}")
+    return read_json_object(where, DataError)
 
 
 def read_config(where: Path) -> dict[str, Any]:
     """Read tokenizer_config.json and chat_template.jinja from the folder of `where`, if any.
 
-    Drops the keys in `LEFT_OUT`. If there is no eos_token, reads it from special_tokens_map.json,
-    as transformers does. Raises `DataError` if a file is damaged.
+    Drops the keys in `LEFT_OUT`. Raises `DataError` if a file is damaged.
     """
     config: dict[str, Any] = {}
     path = where.with_name(CONFIG)
     if path.is_file():
-        content = read_json_object(path, DataError, "repair or remove it")
+        content = read_json_object(path, DataError)
         config = {key: value for key, value in content.items() if key not in LEFT_OUT}
-    special = where.with_name(SPECIAL)
-    if special.is_file() and not config.get("eos_token"):
-        named = read_json_object(special, DataError, "repair or remove it")
-        if named.get("eos_token"):
-            config["eos_token"] = named["eos_token"]
     template = where.with_name(TEMPLATE)
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
@@ -146,22 +121,14 @@ def find_eot(
     It is the eos_token of the settings `config`, else the special token with one of `EOT_NAMES`.
     Raises `UserError` if there is no such token.
     """
-    named = spelling(config.get("eos_token"))
-    if named and isinstance(named, str):
-        require(
-            named in ids,
-            f"eos_token is {named!r} in the settings beside {where}, which has no such token; set "
-            f"eos_token in {where.with_name(CONFIG)} to the token that ends a document",
-        )
-        return named
     special = [token["content"] for token in content.get("added_tokens", ()) if token["special"]]
-    for name in EOT_NAMES:
-        if name in special:
-            return name
+    named = spelling(config.get("eos_token")) or next((t for t in EOT_NAMES if t in special), None)
+    if isinstance(named, str) and named in ids:
+        return named
     raise UserError(
-        f"{where} has no end-of-text token: no special token is {', '.join(EOT_NAMES)}; set "
-        f"eos_token in {where.with_name(CONFIG)} to the token that ends a document; the special "
-        f"tokens are {', '.join(special[:10]) or 'none'}"
+        f"{where} has no end-of-text token {named or 'of a known name'}; set eos_token in "
+        f"{where.with_name(CONFIG)} to the token that ends a document; the special tokens are "
+        f"{', '.join(special[:10]) or 'none'}"
     )
 
 
@@ -181,21 +148,18 @@ def bpe_content(vocabulary: list[str]) -> dict[str, Any]:
 
 def bytes_content() -> dict[str, Any]:
     """Return the tokenizer.json of the kind bytes: a BPE without merges."""
-    return with_eot_in_vocabulary(byte_level_content([*BYTE_CHARS], []))
+    return byte_level_content([*BYTE_CHARS], [])
 
 
 def gpt2_content(vocab: dict[str, int], merges: str) -> dict[str, Any]:
-    """Return the tokenizer.json of openai-community/gpt2.
+    """Return the tokenizer.json of GPT-2.
 
     `vocab`: the ids of vocab.json (encoder.json), with end-of-text. `merges`: the text of
     merges.txt (vocab.bpe), a pair a line after the first line.
     """
     pairs = [line.split(" ") for line in merges.splitlines() if not line.startswith("#version")]
-    split = byte_level() | {"use_regex": True}
-    return with_eot_in_vocabulary(byte_level_content(tokens_by_id(vocab), pairs)) | {
-        "pre_tokenizer": split,
-        "post_processor": split | {"trim_offsets": False},
-    }
+    content = byte_level_content(tokens_by_id(vocab), pairs)
+    return content | {"pre_tokenizer": byte_level() | {"use_regex": True}}
 
 
 def chars_content(chars: str) -> dict[str, Any]:
@@ -245,13 +209,6 @@ def byte_level() -> dict[str, Any]:
     """Return the pre-tokenizer that spells bytes as printable characters and does not split."""
     settings = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "ByteLevel", **settings}
-
-
-def with_eot_in_vocabulary(content: dict[str, Any]) -> dict[str, Any]:
-    """Add end-of-text to the model's vocabulary and set `ignore_merges` to false."""
-    model = content["model"]
-    vocabulary = model["vocab"] | {EOT: len(model["vocab"])}
-    return content | {"model": model | {"ignore_merges": False, "vocab": vocabulary}}
 
 
 def all_merges(vocabulary: list[str]) -> list[list[str]]:

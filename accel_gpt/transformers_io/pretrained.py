@@ -62,10 +62,9 @@ class Pretrained:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Return tokenizer.json, or the folder of vocab.json and merges.txt, if there is one."""
-        if (self.folder / "tokenizer.json").is_file():
-            return self.folder / "tokenizer.json"
-        return self.folder if (self.folder / "vocab.json").is_file() else None
+        """Return tokenizer.json, if there is one."""
+        file = self.folder / "tokenizer.json"
+        return file if file.is_file() else None
 
     def shape(self) -> dict[str, Any]:
         """Read the fields of `ModelConfig` that describe its shape, with `vocab_size`."""

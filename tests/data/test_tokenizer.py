@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,12 +230,9 @@ def test_what_differs_from_a_known_kind_is_of_kind_hf(kind: str, folders: dict[s
 def test_gpt2_without_its_files_names_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def offline(*_: object) -> None:
-        raise ConnectionError
-
-    monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
+    monkeypatch.setattr("tiktoken.load.read_file_cached", None)  # raises if called
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"TIKTOKEN_CACHE_DIR.*hf download openai-community/gpt2"):
+    with pytest.raises(UserError, match="set TIKTOKEN_CACHE_DIR"):
         load_gpt2()
 
 
@@ -247,8 +243,9 @@ def test_gpt2_comes_from_the_hubs_cache_in_its_first_form(
     content = json.loads(gpt2_vocabulary.file_text)
     model = content["model"]
     merges = [" ".join(pair) for pair in model["merges"]]
-    for name in ("pre_tokenizer", "decoder", "post_processor"):
+    for name in ("pre_tokenizer", "decoder"):
         content[name].pop("use_regex")
+    content["post_processor"] = content["decoder"]
     content["added_tokens"][0]["normalized"] = True
     content["model"] = {"vocab": model["vocab"], "merges": merges, "end_of_word_suffix": ""}
     repo = tmp_path / "models--openai-community--gpt2"
@@ -351,13 +348,12 @@ TRUNCATION = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst",
     "changes",
     [
         {"post_processor": BEGINNING},
-        {"post_processor": BEGINNING | {"single": [TEXT, TEXT], "special_tokens": {}}},
         {"post_processor": {"type": "Sequence", "processors": [BEGINNING]}},
         {"post_processor": {"type": "BertProcessing", **ENDS}},
         {"truncation": TRUNCATION},
         {"model": {"dropout": 0.5}},
     ],
-    ids=["begin", "twice", "sequence", "bert", "truncation", "dropout"],
+    ids=["begin", "sequence", "bert", "truncation", "dropout"],
 )
 def test_what_changes_the_ids_of_a_text_is_in_no_file_that_is_written(
     changes: dict[str, Any], tmp_path: Path
@@ -380,18 +376,15 @@ def test_what_changes_the_ids_of_a_text_is_in_no_file_that_is_written(
             assert plain.encode("abc" * 20).ids == theirs("abc" * 20).input_ids == ids
 
 
-@pytest.mark.parametrize("adds_space", [True, False])
-def test_the_settings_say_of_a_space_what_tokenizer_json_says(
-    adds_space: bool, tmp_path: Path
-) -> None:
+def test_the_settings_say_of_a_space_what_tokenizer_json_says(tmp_path: Path) -> None:
     """transformers 4 follows the settings; version 5 and training follow tokenizer.json."""
-    split = tokenizer_json.byte_level() | {"add_prefix_space": adds_space}
+    split = tokenizer_json.byte_level() | {"add_prefix_space": True}
     source = other(tmp_path / "source", pre_tokenizer=split)
-    (tmp_path / "source" / CONFIG).write_text(json.dumps({"add_prefix_space": not adds_space}))
+    (tmp_path / "source" / CONFIG).write_text(json.dumps({"add_prefix_space": False}))
     (tmp_path / "export").mkdir()
     load_tokenizer(source).save(tmp_path / "export", BLOCK_SIZE)
     settings = json.loads((tmp_path / "export" / CONFIG).read_text())
-    assert settings["add_prefix_space"] == adds_space
+    assert settings["add_prefix_space"]
 
 
 # --------------------------------------------------------------------------- end of text
@@ -401,9 +394,7 @@ def test_the_settings_say_of_a_space_what_tokenizer_json_says(
     ("tokens", "config", "end"),
     [
         ({"</s>": False, "<eos>": True}, "<eos>", "<eos>"),  # an HTML tag
-        ({"</s>": True, "<|im_end|>": True}, "<|im_end|>", "<|im_end|>"),
         ({"</s>": False, "<eos>": True}, None, "<eos>"),
-        ({"<|end_of_text|>": False, "</s>": True}, None, "</s>"),
         ({"<|stop|>": False, "</s>": True}, {"content": "<|stop|>"}, "<|stop|>"),
     ],
 )
@@ -423,33 +414,6 @@ def test_which_token_ends_a_document(
     assert load_tokenizer(path).eot == end
 
 
-@pytest.mark.parametrize(
-    ("config", "end"),
-    [
-        (None, "<stop>"),
-        ({}, "<stop>"),
-        ({"eos_token": ""}, "<stop>"),
-        ({"eos_token": "</s>"}, "</s>"),
-    ],
-)
-def test_an_older_folder_names_the_end_in_special_tokens_map(
-    tmp_path: Path, config: dict[str, str] | None, end: str
-) -> None:
-    content = json.loads(other(tmp_path).read_text())
-    (eot,) = content["added_tokens"]
-    for token in ("<stop>", "</s>"):
-        content["added_tokens"].append(eot | {"id": 99, "content": token})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    named = {"eos_token": {"content": "<stop>"}}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
-    if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(tmp_path).eot == end
-    (tmp_path / "data").mkdir()
-    load_tokenizer(tmp_path).save(tmp_path / "data")
-    assert load_tokenizer(tmp_path / "data").eot == end
-
-
 def test_the_settings_name_another_end_of_a_known_tokenizer(tmp_path: Path) -> None:
     trained = train_bpe(["the there then " * 9], 262)
     trained.save(tmp_path)
@@ -462,55 +426,31 @@ def test_the_settings_name_another_end_of_a_known_tokenizer(tmp_path: Path) -> N
 # --------------------------------------------------------------------------- bad input
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
-LETTERS = '{"a": 0, "b": 1, "ab": 2}'
 
 
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
         ({}, UserError, r"no tokenizer at .*; give the path of a tokenizer\.json$"),
-        ({"vocab.json": LETTERS}, UserError, r"no tokenizer at .*save_pretrained"),
-        ({"vocab.json": LETTERS, "merges.txt": "a b\n"}, UserError, "no tokenizer at"),
-        ({FILE: "{"}, DataError, r"not valid JSON \(.*\)$"),
-        ({FILE: "[]"}, DataError, r"tokenizer.json is damaged: it holds no object"),
+        ({FILE: "{"}, DataError, r"tokenizer.json is not valid JSON \(.*\)$"),
         ({FILE: '{"model": {}}'}, DataError, "is not a valid tokenizer.json"),
         ({CONFIG: "["}, DataError, r"tokenizer_config\.json is "),
-        ({CONFIG: '{"eos_token": "<stop>"}'}, UserError, "'<stop>' in the settings beside"),
+        ({CONFIG: '{"eos_token": "<stop>"}'}, UserError, "has no end-of-text token <stop>"),
+        ({FILE: None}, UserError, "no end-of-text token of a known name; set eos_token in"),
     ],
 )
 def test_bad_files_are_one_sentence(
-    files: dict[str, str], error: type[AccelGPTError], message: str, tmp_path: Path
+    files: dict[str, str | None], error: type[AccelGPTError], message: str, tmp_path: Path
 ) -> None:
-    if CONFIG in files:
-        other(tmp_path)
+    path = other(tmp_path)
+    without_end = path.read_text().replace('"special": true', '"special": false')
+    if CONFIG not in files:
+        path.unlink()
     for name, text in files.items():
-        (tmp_path / name).write_text(text, errors="surrogateescape")
+        (tmp_path / name).write_text(without_end if text is None else text)
     with pytest.raises(error, match=message) as refusal:
         load_tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("content", [b"\n\x0e\n\x05<unk>\x15\0\0\x80", b"IQ== 0\n"])
-def test_a_file_of_another_tokenizer_is_refused_with_the_way_to_convert_it(
-    content: bytes, tmp_path: Path
-) -> None:
-    """SentencePiece's tokenizer.model, or tiktoken's."""
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    way = rf"pip install sentencepiece, .*from_pretrained\('{tmp_path}'\)\.save_pretrained"
-    for path in (tmp_path / "tokenizer.model", tmp_path):
-        with pytest.raises(AccelGPTError, match=way):
-            load_tokenizer(path)
-
-
-def test_without_an_end_of_text(tmp_path: Path) -> None:
-    path = other(tmp_path)
-    path.write_text(path.read_text().replace('"special": true', '"special": false'))
-    added = json.loads(path.read_text())
-    added["added_tokens"].append(added["added_tokens"][0] | {"content": "b", "special": True})
-    path.write_text(json.dumps(added))
-    problem = r"has no end-of-text token: no special token is <\|endof.*; the special tokens are b"
-    with pytest.raises(UserError, match=problem):
-        load_tokenizer(path)
 
 
 def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path) -> None:
@@ -547,19 +487,9 @@ def test_a_tokenizer_of_the_hub_also_comes_from_its_cache(hub: HubServer, tmp_pa
     assert all(equal(one, load_tokenizer(tmp_path / "source")) for one in found)
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("tester/none", "tester/none is neither a local folder nor a repository on the Hub"),
-        (
-            f"{REPO}@v9",
-            "the Hub answered with status 404: Invalid rev id: v9",
-        ),
-        ("tester/weights", "there is no tokenizer at "),
-        ("a b/c", "no such file; expected gpt2, bytes, the path of a"),
-    ],
-)
 @pytest.mark.usefixtures("hub")
-def test_a_wrong_id_is_one_sentence(name: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        named_tokenizer(name)
+def test_a_wrong_name_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"'a b/c', .*; expected gpt2, bytes, the path of a"):
+        named_tokenizer("a b/c")
+    with pytest.raises(UserError, match="there is no tokenizer at "):
+        named_tokenizer("tester/weights")

@@ -164,7 +164,7 @@ def evaluate_named(options: EvaluateCommand) -> Report:
                 exported.mkdir()
                 # remove the autocast that the evaluation put around forward()
                 plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False).cpu()
-                write_model(plain, tokenizer, source, exported, dtype="fp32")
+                write_model(plain, tokenizer, exported, dtype="fp32")
                 metrics |= score_tasks(
                     folder=exported,
                     tasks=tasks,

@@ -2,13 +2,12 @@
 
     accel-gpt export RUN --gguf model.gguf
 
-Writes the file, and beside it a Modelfile for `ollama create`. If llama.cpp is installed (the extra
-gguf), `compare_gguf.py` opens the file in float32 in a new process, and must compute the same.
-For a smaller type it then measures the difference.
+Writes the file, and beside it a Modelfile for `ollama create`. `compare_gguf.py` opens the file in
+float32 with llama.cpp in a new process, and must compute the same. For a smaller type it then
+measures the difference. Needs the extra gguf.
 """
 
 import importlib.util
-import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from accel_gpt.publish.gguf_proof import LLAMA_CPP, measure_difference, prove_eq
 from accel_gpt.publish.gguf_tokenizer import Vocabulary, add_tokenizer, llama_cpp_vocabulary
 from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
-from accel_gpt.transformers_io.export import compared_tokens, warn_of_template
+from accel_gpt.transformers_io.export import compared_tokens
 from accel_gpt.transformers_io.hf_config import matching_preset
 from accel_gpt.transformers_io.hf_weights import export_tensor, exportable_preset, weight_table
 from accel_gpt.transformers_io.load import load_exportable
@@ -88,15 +86,15 @@ def export_gguf(
     llama.cpp cannot compute the model or its tokenizer; `CheckpointError` if llama.cpp computes
     other values.
     """
-    require(
-        importlib.util.find_spec("gguf") is not None,
-        f"--gguf needs the package gguf but it is not installed; {install_extra('gguf')}",
-    )
+    for package in ("gguf", LLAMA_CPP):
+        require(
+            importlib.util.find_spec(package) is not None,
+            f"--gguf needs the package {package} but it is not installed; {install_extra('gguf')}",
+        )
     check_file(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_exportable(pretrained)
-    warn_of_template(pretrained)
-    tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
+    tokens = compared_tokens(model, tokenizer)
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written
     vocabulary = llama_cpp_vocabulary(tokenizer)
     trained = model
@@ -114,20 +112,16 @@ def export_gguf(
             license_id=license_id or license_of(pretrained),
         )
 
-    compared = f"not compared: llama.cpp is not installed; {install_extra('gguf')}"
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp_gguf_", dir=to.parent) as folder:
         written = Path(folder) / to.name
-        if importlib.util.find_spec(LLAMA_CPP) is None:
-            parameters = write(written, dtype)
-        else:
-            parameters = write(written, "fp32")
-            proof = prove_equal_gguf(trained, tokenizer, vocabulary, tokens, written)
-            compared = f"{proof.description}, on the first of {compared_on}"
-            if dtype != "fp32":
-                write(written, dtype)
-                difference = measure_difference(written, proof)
-                compared += f"\nin {dtype} its logits differ by at most {difference:.1e}"
+        parameters = write(written, "fp32")
+        proof = prove_equal_gguf(trained, tokenizer, vocabulary, tokens, written)
+        compared = proof.description
+        if dtype != "fp32":
+            write(written, dtype)
+            difference = measure_difference(written, proof)
+            compared += f"\nin {dtype} its logits differ by at most {difference:.1e}"
         write_modelfile(tokenizer, written, model.config.block_size)
         modelfile_of(written).replace(modelfile_of(to))
         written.replace(to)
@@ -169,11 +163,10 @@ def write_gguf(
     dtype: str,
     license_id: str | None = None,
 ) -> int:
-    """Write a model and its tokenizer to `file`, a tensor at a time; return its parameters."""
+    """Write a model and its tokenizer to `file`; return the count of its parameters."""
     import gguf
 
     wanted, file_type = QUANTIZATION[dtype]
-    kinds = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_type("model")
     writer.add_name(file.stem)
@@ -184,28 +177,18 @@ def write_gguf(
     add_shape(writer, model.config, model.vocab_size)
     add_tokenizer(writer, tokenizer, vocabulary, model.vocab_size)
     parameters = 0
-    # the header holds their sizes
     for name, tensor, stored in gguf_tensors(model, architecture, wanted):
         parameters += tensor.numel()
-        kind = kinds[stored]
         largest = tensor.abs().max().item()
         require(
-            kind != kinds.F16 or largest <= torch.finfo(torch.float16).max,
+            stored != "F16" or largest <= torch.finfo(torch.float16).max,
             f"{name} has a value of {largest:.3g}, too large for float16; give --dtype bf16",
         )
-        bytes_shape = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kind)
-        writer.add_tensor_info(
-            name,
-            tensor_shape=bytes_shape,
-            tensor_dtype=np.dtype(np.uint8),
-            tensor_nbytes=math.prod(bytes_shape),
-            raw_dtype=kind,
-        )
+        kind = gguf.GGMLQuantizationType[stored]
+        writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for _, tensor, stored in gguf_tensors(model, architecture, wanted):
-        writer.write_tensor_data(gguf.quantize(tensor.numpy(), kinds[stored]))
+    writer.write_tensors_to_file()
     writer.close()
     return parameters
 
@@ -225,19 +208,15 @@ def llama_cpp_architecture(config: ModelConfig) -> str:
     Raises `UserError` if llama.cpp cannot compute the shape.
     """
     preset = matching_preset(config)
-    require(
-        config.mlp != "gelu_erf",
-        "model.mlp is gelu_erf, but llama.cpp computes GELU in its tanh form; train with gelu",
-    )
-    require(
-        config.logit_softcap is None,
-        f"model.logit_softcap is {config.logit_softcap}, which llama.cpp cannot compute for this "
-        "shape; train with null",
-    )
-    require(
-        preset != "qwen3" or config.rope_scaling != "llama3",
-        "model.rope_scaling is llama3, which llama.cpp cannot compute for qwen3; train with none",
-    )
+    for key, is_lacking in (
+        ("mlp", config.mlp == "gelu_erf"),  # its GELU is the tanh form
+        ("logit_softcap", config.logit_softcap is not None),
+        ("rope_scaling", preset == "qwen3" and config.rope_scaling == "llama3"),
+    ):
+        require(
+            not is_lacking,
+            f"model.{key} is {getattr(config, key)}, which llama.cpp cannot compute for {preset}",
+        )
     return "qwen3" if preset == "fast" else preset
 
 

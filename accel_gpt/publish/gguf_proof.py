@@ -20,7 +20,6 @@ LLAMA_CPP = "xllamacpp"  # the Python package that holds llama.cpp
 COMPARED_TOKENS = 256  # of the first sequence
 COMPARED_POSITIONS = 16  # at each, the logits of the whole vocabulary are compared
 COMPARED_TEXTS = 500
-GREEDY_TOKENS = 32
 # Largest difference of a logit in float32, in standard deviations of the logits. Measured with
 # random weights of std 0.02 to 0.1 in 2 to 24 layers: 2e-5. ggml computes GELU by a table of
 # float16 (ggml/src/ggml-cpu/vec.h); measured with it: 2e-3.
@@ -59,15 +58,14 @@ def prove_equal_gguf(
 ) -> Compared:
     """Open a float32 file with llama.cpp in a new process and compare it with `model`.
 
-    Compares the logits after the beginnings of `tokens` (B, T), the ids of texts, and greedy
-    tokens. Raises `CheckpointError` if they differ, `UserError` if llama.cpp cannot open the file.
+    Compares the logits after the beginnings of `tokens` (B, T), and the ids of texts. Raises
+    `CheckpointError` if they differ, `UserError` if llama.cpp cannot open the file.
     """
     texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
     texts += [f"a {token} b{token}" for token in vocabulary.added]
-    if vocabulary.needs_nfc:  # `pre_tokenizer_name` warned
-        texts = [unicodedata.normalize("NFC", text) for text in texts]
+    texts = [unicodedata.normalize("NFC", text) for text in texts]  # `pre_tokenizer_name` warned
     tolerance = GELU_TOLERANCE if model.config.mlp == "gelu" else TOLERANCE
-    reference = gguf_reference(model, tokens, tolerance)
+    reference = gguf_reference(model, tokens)
     settings = {
         "texts": texts,
         "ids": [tokenizer.encode(text) for text in texts],
@@ -82,7 +80,7 @@ def prove_equal_gguf(
         description=(
             f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its logits at "
             f"{len(reference['lengths'])} tokens differ by at most {report['difference']:.1e} from "
-            f"ours in float32; the ids of {len(texts):,} texts and the greedy tokens are equal"
+            f"ours in float32; the ids of {len(texts):,} texts are equal"
         ),
     )
 
@@ -109,39 +107,19 @@ def run_comparison(
 
 
 @torch.no_grad()
-def gguf_reference(model: GPT, tokens: Tensor, tolerance: float) -> dict[str, Tensor]:
+def gguf_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     """Return the values that `compare_gguf.py` compares.
 
     They are `tokens` (T,), `lengths` (N,) of the beginnings after which the next token is
-    predicted, `log_probabilities` (N, V), and the `greedy` tokens after `greedy_prompt`, the first
-    half of `tokens`.
+    predicted, and its `log_probabilities` (N, V).
     """
     longest = min(COMPARED_TOKENS, model.config.block_size - 1)  # one more is predicted
-    prompt = tokens[0, :longest]
+    prompt = tokens[0, :longest].clone()
     steps = min(COMPARED_POSITIONS, len(prompt))
     lengths = torch.linspace(1, len(prompt), steps=steps).long()
     logits = model(prompt.unsqueeze(0))[0]  # (T, V)
-    start = prompt[: max(1, len(prompt) // 2)]
-    reference = {
-        "tokens": prompt,
-        "lengths": lengths,
-        "log_probabilities": logits[lengths - 1].float().log_softmax(-1),
-        "greedy_prompt": start,
-        "greedy": greedy_tokens(model, start, tolerance),
-    }
-    return {name: tensor.clone() for name, tensor in reference.items()}
-
-
-def greedy_tokens(model: GPT, start: Tensor, tolerance: float) -> Tensor:
-    """Return the most likely tokens after `start` (T,), until two are about as likely."""
-    found = start
-    for _ in range(min(GREEDY_TOKENS, model.config.block_size - len(start))):
-        logits = model(found.unsqueeze(0), last_only=True)[0, -1]
-        best = logits.topk(2)
-        if best.values[0] - best.values[1] < 2 * tolerance * logits.std():
-            break
-        found = torch.cat((found, best.indices[:1]))
-    return found[len(start) :]
+    log_probabilities = logits[lengths - 1].float().log_softmax(-1)
+    return {"tokens": prompt, "lengths": lengths, "log_probabilities": log_probabilities}
 
 
 def plain_token(tokenizer: Tokenizer) -> int:

@@ -1,14 +1,14 @@
 """Translate a tokenizer for a GGUF file, if llama.cpp splits text as it does."""
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from accel_gpt.console import write_err
 from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
-from accel_gpt.data.tokenizer_json import BYTE_CHARS, EOT, PATTERN
+from accel_gpt.data.tokenizer_json import EOT, PATTERN
 from accel_gpt.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class Vocabulary:
     pre: str | None = None  # how text is split before merging
     merges: tuple[str, ...] = ()
     added: tuple[str, ...] = ()  # added tokens; special ones are plain text in a text
-    needs_nfc: bool = False  # ours normalizes text to NFC, llama.cpp does not
 
 
 def add_tokenizer(
@@ -80,9 +79,6 @@ def llama_cpp_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     content = json.loads(tokenizer.file_text)
     ids = content["model"].get("vocab", {})
     added = tuple(token["content"] for token in content["added_tokens"])
-    if tokenizer.kind == "bytes":
-        tokens = dict(enumerate((*BYTE_CHARS, EOT)))
-        return Vocabulary(tokens=tokens, types={256: CONTROL}, pre="gpt-2", added=added)
     require(
         content["model"].get("type", "BPE") == "BPE" and isinstance(ids, dict),
         f"the tokenizer is a {content['model'].get('type')}; only byte-level BPEs can be exported",
@@ -96,20 +92,14 @@ def llama_cpp_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(
         tokens=tokens,
         types=types,
-        pre=pre_tokenizer_name(tokenizer, content),
+        # without merges, it does not matter how text is split
+        pre=pre_tokenizer_name(content) if merges else "gpt-2",
         merges=tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in merges),
         added=added,
-        needs_nfc=normalizer_of(content) == "NFC",
     )
 
 
-def normalizer_of(content: Mapping[str, Any]) -> str | None:
-    """Return the type of the normalizer of a tokenizer.json."""
-    normalizer: Mapping[str, str] = content.get("normalizer") or {}
-    return normalizer.get("type")
-
-
-def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
+def pre_tokenizer_name(content: dict[str, Any]) -> str:
     """Return llama.cpp's name of the pre-tokenizer of a tokenizer.json.
 
     Raises `UserError` for one that is not in `PRE_TOKENIZERS`.
@@ -117,18 +107,17 @@ def pre_tokenizer_name(tokenizer: Tokenizer, content: dict[str, Any]) -> str:
     outer = content.get("pre_tokenizer") or {}
     steps = tuple(describe_step(step) for step in outer.get("pretokenizers", [outer]))
     found = PRE_TOKENIZERS.get(tuple(step for step in steps if step))
-    normalizer = normalizer_of(content)
+    normalizer = (content.get("normalizer") or {}).get("type")
     if found is None or normalizer not in (None, "NFC"):
         raise UserError(
-            f"the tokenizer splits text with the pre-tokenizer {' + '.join(steps) or 'none'}"
-            f"{f' after the normalizer {normalizer}' if normalizer else ''}, which is "
-            f"unknown to llama.cpp; it knows {', '.join(dict.fromkeys(PRE_TOKENIZERS.values()))}: "
-            "export to transformers with --to"
+            f"the tokenizer splits text with the pre-tokenizer {' + '.join(steps) or 'none'} "
+            f"after the normalizer {normalizer}; llama.cpp knows those of "
+            f"{', '.join(dict.fromkeys(PRE_TOKENIZERS.values()))}"
         )
     if normalizer == "NFC":
-        sys.stderr.write(
+        write_err(
             "WARNING: the tokenizer normalizes text to NFC, which llama.cpp leaves out; it splits "
-            "accents that are written as two characters into other tokens\n"
+            "accents that are written as two characters into other tokens"
         )
     return found
 

@@ -71,7 +71,7 @@ def push(
         folder = Path(temporary) / "upload"
         folder.mkdir()
         model, tokenizer = load_exportable(pretrained)
-        exported = write_model(model, tokenizer, pretrained, folder, dtype)
+        exported = write_model(model, tokenizer, folder, dtype)
         del model
         run_folder = RunFolder(path.resolve().parents[1])
         write_card(

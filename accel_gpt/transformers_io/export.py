@@ -10,7 +10,6 @@ compares the results.
 import contextlib
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,29 +18,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import Module
 
 from accel_gpt.children import child_error, run_child
-from accel_gpt.config.data import DataConfig
-from accel_gpt.data import tokenizer_json
-from accel_gpt.data.loader import check_tokens
-from accel_gpt.data.sources import open_data
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
-from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.compare_export import DIFFERENT
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config
 from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_preset
 from accel_gpt.transformers_io.load import load_exportable
-from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
+from accel_gpt.transformers_io.pretrained import find_pretrained
 
 WRITTEN = (
     "config.json",
@@ -73,7 +65,6 @@ class Exported:
     dtype: str
     difference: float  # from ours with the same weights: the largest difference of two logits
     from_trained: float | None  # from ours with the trained weights; None if they are the same
-    compared_on: str  # the tokens, in words
     transformers: str  # version
 
     def describe(self, folder: Path) -> str:
@@ -88,7 +79,7 @@ class Exported:
             f"{folder}: {self.model_class}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.bytes / 1e6:,.1f} MB\n"
             f"opened by transformers {self.transformers}: its logits differ by at most "
-            f"{differences} on {self.compared_on}\n"
+            f"{differences} on {COMPARED_SEQUENCES} sequences of random tokens\n"
         )
 
 
@@ -110,7 +101,7 @@ def export(
     check_target(to, overwrite)
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_exportable(pretrained)
-    exportable_preset(model)  # raises before anything is written
+    exportable_preset(model)  # raises an error before anything is written
     existed = to.exists()
     temporary = to / TEMPORARY  # `to` may be a mount point or a working directory
     shutil.rmtree(temporary, ignore_errors=True)
@@ -119,7 +110,6 @@ def export(
         exported = write_model(
             model=model,
             tokenizer=tokenizer,
-            pretrained=pretrained,
             folder=temporary,
             dtype=dtype,
             as_qwen3=as_qwen3,
@@ -163,25 +153,21 @@ def move_files(temporary: Path, to: Path) -> None:
 
 
 def write_model(
-    model: GPT,
-    tokenizer: Tokenizer,
-    pretrained: Pretrained,
-    folder: Path,
-    dtype: str,
-    as_qwen3: bool = False,
+    model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str, as_qwen3: bool = False
 ) -> Exported:
     """Write all files of a model into an existing folder, and compare what transformers computes.
 
     `as_qwen3` converts a model of the preset fast. Consumes the model.
     """
-    warn_of_template(pretrained)
-    tokens, compared_on = compared_tokens(model, tokenizer, pretrained)
-    trained = {} if dtype == "fp32" else {"trained": compute_logits(model, tokens)}
+    tokens = compared_tokens(model, tokenizer)
+    reference = {"tokens": tokens}
+    if dtype != "fp32":
+        reference["trained"] = compute_logits(model, tokens)
     if as_qwen3:
         model = convert_to_qwen3(model, tokens)
     preset = exportable_preset(model)
     round_weights(model, EXPORT_DTYPES[dtype])
-    reference = trained | compute_reference(model, tokens)
+    reference["logits"] = compute_logits(model, tokens)
     require(
         bool(reference["logits"].isfinite().all()),
         f"the weights in {dtype} give logits that are not finite; nothing was exported",
@@ -195,7 +181,6 @@ def write_model(
         dtype=dtype,
         difference=report["difference"],
         from_trained=report.get("from_trained"),
-        compared_on=compared_on,
         transformers=report["transformers"],
     )
 
@@ -252,58 +237,13 @@ def round_weights(model: GPT, dtype: torch.dtype) -> None:
 # --------------------------------------------------------------------------- proof
 
 
-def compared_tokens(model: GPT, tokenizer: Tokenizer, pretrained: Pretrained) -> tuple[Tensor, str]:
-    """Return (B, T) tokens to compare on, and a description of them.
-
-    They come from the val split that the run evaluated. They are random if that is not available.
-    """
-    length = min(COMPARED_TOKENS, model.config.block_size)
-    path = val_path(pretrained)
-    reason = "the val data is not known"
-    if path:
-        try:
-            return read_val_tokens(path, length, model.vocab_size)
-        except UserError as error:
-            reason = str(error).partition(";")[0]
-    tokens = torch.randint(
+def compared_tokens(model: GPT, tokenizer: Tokenizer) -> Tensor:
+    """Return random tokens (B, T) to compare on, always the same."""
+    return torch.randint(
         min(tokenizer.vocab_size, model.vocab_size),
-        (COMPARED_SEQUENCES, length),
+        (COMPARED_SEQUENCES, min(COMPARED_TOKENS, model.config.block_size)),
         generator=torch.Generator().manual_seed(0),
     )
-    return tokens, f"{COMPARED_SEQUENCES} sequences of {length} random tokens ({reason})"
-
-
-def read_val_tokens(path: str, length: int, vocab_size: int) -> tuple[Tensor, str]:
-    """Read both ends of the first shard of a val split; return (B, T) tokens and a description.
-
-    T is `length`, or less for a shorter shard. Raises `UserError` if the data cannot be read.
-    """
-    split, _ = open_data(path, "val", DataConfig(tokenizer=None))
-    size = int(split.lengths[0])
-    length = min(length, size)
-    shards = np.zeros(COMPARED_SEQUENCES, dtype=np.int64)
-    starts = np.array([0, size - length])
-    tokens = split.read_many(shards, starts, length)
-    file = split.path(0)
-    check_tokens(tokens, vocab_size, lambda row: (file, int(starts[row])))
-    description = f"{COMPARED_SEQUENCES} sequences of {length} val tokens of {path}"
-    return torch.from_numpy(tokens.astype(np.int64)), description
-
-
-def val_path(pretrained: Pretrained) -> str | None:
-    """Return the folder or URL whose val split the run of a checkpoint evaluated, if known."""
-    if not pretrained.is_checkpoint:
-        return None
-    config = read_state(pretrained.folder).config
-    named = [path for key, path in config.items() if f"{key}.".startswith("data.val.") and path]
-    train = config.get("data.train")
-    if named:
-        path = named[0]
-    elif isinstance(train, list):  # a mixture
-        path = train[0]["path"]
-    else:
-        path = train
-    return path if path and isinstance(path, str) else None
 
 
 @torch.no_grad()
@@ -311,32 +251,6 @@ def compute_logits(model: GPT, tokens: Tensor) -> Tensor:
     """Return the logits (B, L, V) of the last L of `tokens` (B, T)."""
     logits: Tensor = model(tokens)
     return logits[:, -COMPARED_LOGITS:].contiguous()
-
-
-@torch.no_grad()
-def compute_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the values that `compare_export.py` compares.
-
-    They are `tokens` (B, T), `logits` (B, L, V) of the last L tokens, and the hidden states
-    (B, T, C) before each block and after the last norm, which are named 0000, 0001, ...
-    """
-    states: list[Tensor] = []
-
-    def keep_input(_module: Module, inputs: tuple[Tensor]) -> None:
-        states.append(inputs[0].clone())
-
-    def keep_output(_module: Module, _inputs: tuple[Tensor], output: Tensor) -> None:
-        states.append(output)
-
-    hooks = [block.register_forward_pre_hook(keep_input) for block in model.blocks]
-    hooks.append(model.norm_f.register_forward_hook(keep_output))
-    logits = compute_logits(model, tokens)
-    for hook in hooks:
-        hook.remove()
-    reference = {"tokens": tokens, "logits": logits}
-    for number, state in enumerate(states):
-        reference[f"{number:04d}"] = state
-    return reference
 
 
 def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -385,19 +299,3 @@ def compare_in_child(
     )
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
-
-
-# --------------------------------------------------------------------------- tokenizer
-
-
-def warn_of_template(pretrained: Pretrained) -> None:
-    """Warn if the tokenizer of a foreign model adds tokens to a text; the exported one does not."""
-    file = pretrained.folder / tokenizer_json.FILE
-    if pretrained.is_checkpoint or not file.is_file():
-        return
-    content = tokenizer_json.read_file(file)
-    if tokenizer_json.adds_tokens(content.get("post_processor")):
-        sys.stderr.write(
-            f"WARNING: the tokenizer of {pretrained.name} adds tokens to a text, such as <s>; the "
-            "exported one does not, because accel-gpt trains and evaluates without them\n"
-        )

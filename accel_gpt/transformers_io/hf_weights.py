@@ -71,23 +71,14 @@ def check_names(model: GPT, preset: str) -> None:
     """Raise `UserError` unless the weights of a model are those in `weight_table`."""
     weights = {name for name, _ in model.named_parameters()}
     listed = {part.ours for part in weight_table(model, preset)}
-    unknown = sorted(weights - listed)
-    missing = sorted(name for name in listed - weights if not is_absent_bias(name, model, preset))
-    if not unknown and not missing:
-        return
-    found = [f"{name} is unknown to it" for name in unknown[:1]]
-    found += [f"{name} is missing" for name in missing[:1]]
-    raise UserError(
-        f"the weights of this model are not those of {HF_CLASSES[preset]}: {', and '.join(found)}; "
-        "add what you changed in the model to weight_table in "
-        "accel_gpt/transformers_io/hf_weights.py"
-    )
-
-
-def is_absent_bias(name: str, model: GPT, preset: str) -> bool:
-    """Return whether a tensor of ours is a bias that only GPT2LMHeadModel has; it is zero there."""
-    without_biases = preset == "gpt2" and not model.config.bias
-    return without_biases and name.endswith(".bias")
+    if preset == "gpt2" and not model.config.bias:  # GPT2LMHeadModel has biases, then of zeros
+        listed = {name for name in listed if not name.endswith(".bias")}
+    if weights != listed:
+        raise UserError(
+            f"the weights of this model are not those of {HF_CLASSES[preset]}, which "
+            f"weight_table in accel_gpt/transformers_io/hf_weights.py lists: "
+            f"{', '.join(sorted(weights ^ listed)[:3])}"
+        )
 
 
 def gpt2_weights(config: ModelConfig) -> Iterator[HFTensor]:
@@ -187,12 +178,10 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
             if part.positions:
                 tensor = tensor[: model.config.block_size]
             target = full[part.rows]
-            if tensor.dtype not in FLOATS:
-                raise UserError(f"{name} has {part.name} as {tensor.dtype}; expected floats")
-            if tensor.shape != target.shape:
+            if tensor.dtype not in FLOATS or tensor.shape != target.shape:
                 raise UserError(
-                    f"{name} does not fit its config.json: {part.name} has shape "
-                    f"{tuple(tensor.shape)}, expected {tuple(target.shape)}"
+                    f"{name} does not fit its config.json: {part.name} is {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}, expected floats of shape {tuple(target.shape)}"
                 )
             if part.mirrored:
                 tensor = mirror(tensor, model.config.head_size)
@@ -202,44 +191,31 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
 
 def matching_tensors(
     model: GPT, preset: str, tensors: Tensors, name: str
-) -> Mapping[str, Callable[[], Tensor]]:
+) -> dict[str, Callable[[], Tensor]]:
     """Return `tensors` under the names in `weight_table`, without buffers and without a tied head.
 
-    Raises `UserError` if one is missing or left over.
+    Raises `UserError` if one is missing or left over, or if tied weights differ.
     """
     # a model that was saved without its head lacks the prefix
     prefix = "transformer." if preset == "gpt2" else "model."
     found: dict[str, Callable[[], Tensor]] = {}
     for key, read in tensors.items():
         if not BUFFERS.fullmatch(key):
-            whole = key if key.startswith((prefix, "lm_head.")) else prefix + key
-            found[whole] = read
+            found[key if key.startswith((prefix, "lm_head.")) else prefix + key] = read
     expected = [part.name for part in weight_table(model, preset)]
-    if model.config.tie_embeddings:
-        drop_tied_head(found, expected[0], name)
+    if model.config.tie_embeddings and "lm_head.weight" in found:  # stored under either name
+        head = found.pop("lm_head.weight")
+        if not torch.equal(found.setdefault(expected[0], head)(), head()):
+            raise UserError(
+                f"{name} has tie_word_embeddings true in its config.json, but its weights hold a "
+                "separate head; set it to false"
+            )
     kind = f"a {HF_CLASSES[preset]} with its config.json"
     if missing := sorted(set(expected) - found.keys()):
         raise UserError(f"{name} lacks {len(missing)} tensors of {kind}: {', '.join(missing[:3])}")
     if extra := sorted(found.keys() - set(expected)):
         raise UserError(f"{name} has {len(extra)} tensors more than {kind}: {', '.join(extra[:3])}")
     return found
-
-
-def drop_tied_head(found: dict[str, Callable[[], Tensor]], embedding: str, name: str) -> None:
-    """Keep one of the two names under which tied weights may be stored.
-
-    Raises `UserError` if both are there and differ, whatever config.json says.
-    """
-    head = found.pop("lm_head.weight", None)
-    if head is None:
-        return
-    if embedding not in found:
-        found[embedding] = head
-    elif not torch.equal(found[embedding](), head()):
-        raise UserError(
-            f"{name} has tie_word_embeddings true in its config.json, but its weights hold a "
-            "separate head; set it to false"
-        )
 
 
 # --------------------------------------------------------------------------- ours -> transformers

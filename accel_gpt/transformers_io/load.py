@@ -4,15 +4,11 @@ the Hub.
 Reads the files of a checkpoint, or config.json, the safetensors files and the tokenizer.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 
 from accel_gpt.config.convert import from_mapping
 from accel_gpt.config.experiment import Config
@@ -21,7 +17,6 @@ from accel_gpt.config.values import to_nested
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line, require
 from accel_gpt.hub import download_repo
-from accel_gpt.json_files import load_json_or_none
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.make import make_model
@@ -33,19 +28,12 @@ from accel_gpt.runs.checkpoint import (
     verify_checkpoint,
     warn_of_other_code,
 )
-from accel_gpt.runs.tensor_files import read_weights
+from accel_gpt.runs.tensor_files import read_weights, saved_tensors
 from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 SAFETENSORS = "model.safetensors"
 NO_CODE = OwnCode()
-
-
-@dataclass(frozen=True)
-class WeightIndex:
-    """The content of model.safetensors.index.json."""
-
-    weight_map: dict[str, str]  # name of a tensor -> file
 
 
 def load_pretrained(
@@ -148,51 +136,23 @@ def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
 
 
 def open_transformers(pretrained: Pretrained) -> Tensors:
-    """Open the weights of a transformers model."""
-    tensors: dict[str, Callable[[], Tensor]] = {}
-    for file in find_weight_files(pretrained):
-        try:
-            tensors |= open_weights(file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from None
-    return tensors
+    """Open the weights of a transformers model.
 
-
-def find_weight_files(pretrained: Pretrained) -> list[Path]:
-    """Return the weight files of a transformers model; download them first if it is on the Hub.
-
-    Raises `UserError` if there are no safetensors files.
+    Raises `UserError` if there are no safetensors files, `CheckpointError` if one is damaged.
     """
     folder = pretrained.folder
-    if pretrained.on_hub:  # the single file, or parts and their index
-        folder = download_repo(pretrained.name, "model*.safetensors*")
-    if (folder / SAFETENSORS).is_file():
-        return [folder / SAFETENSORS]
-    index = folder / f"{SAFETENSORS}.index.json"
-    if index.is_file():
-        return listed_files(index)
-    raise UserError(
+    if pretrained.on_hub:  # the single file, or parts
+        folder = download_repo(pretrained.name, "model*.safetensors")
+    whole = folder / SAFETENSORS
+    files = [whole] if whole.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
+    require(
+        bool(files),
         f"{pretrained.name} has no {SAFETENSORS}, and no other format of weights is read; "
-        "open the model with transformers and call save_pretrained, which writes safetensors"
+        "open the model with transformers and call save_pretrained, which writes safetensors",
     )
-
-
-def listed_files(index: Path) -> list[Path]:
-    """Return the files that the index of a split model names."""
-    content = load_json_or_none(WeightIndex, index)
-    if content is None:
-        raise CheckpointError(f"{index} is damaged; download it again")
-    names = sorted(set(content.weight_map.values()))
-    for name in names:
-        if Path(name).name != name or not index.with_name(name).is_file():
-            raise CheckpointError(
-                f"{index} names {name}, which is missing; download the model again"
-            )
-    return [index.with_name(name) for name in names]
-
-
-def open_weights(file: Path) -> Tensors:
-    """Open a safetensors file; map each name to a function that reads the tensor."""
-    opened: Any = safe_open(str(file), framework="pt")
-    names = opened.keys()  # a safetensors file cannot be iterated
-    return {name: partial(opened.get_tensor, name) for name in names}
+    try:
+        return {name: saved.whole for name, saved in saved_tensors(files).items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{folder}/model*.safetensors cannot be read: {first_line(error)}"
+        ) from None

@@ -20,8 +20,8 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import is_local
-from accel_gpt.hub import SCHEME, download_repo, is_repo
+from accel_gpt.files import describe_path, is_local
+from accel_gpt.hub import SCHEME, download_repo
 from accel_gpt.json_files import read_json_object
 from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.runs.checkpoint import (
@@ -36,7 +36,6 @@ from accel_gpt.transformers_io.hf_config import read_hf_config
 ADAPTER = "adapter_config.json"  # of PEFT
 ADAPTER_FILES = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
 SMALL_FILES = ("config.json", ADAPTER, *HUB_FILES)
-PICKLES = (".pt", ".pth", ".ckpt")  # endings of files that torch.save writes
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
@@ -92,28 +91,21 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
     adapter beside it. The Hub is not asked for a path.
     """
     folder = Path(name)
-    if name.startswith(SCHEME) or not folder.exists():
-        if is_local(name):
-            raise no_such_folder(name)
+    on_hub = name.startswith(SCHEME) or not (folder.exists() or is_local(name))
+    if on_hub:
         folder = download_repo(name, *SMALL_FILES)
-        require_no_adapter(name, folder)
-        require(
-            (folder / "config.json").is_file(),
-            f"{name} on the Hub has no config.json; expected a model in transformers format",
-        )
-        require_no_choice(name, checkpoint)
-        return Pretrained(name, folder, is_checkpoint=False, on_hub=True)
-    if not folder.is_dir():
-        raise not_a_model(name, folder)
     is_run = any(map(is_checkpoint, RunFolder(folder).checkpoints.values()))
-    if not is_run and not is_checkpoint(folder):
-        require_no_adapter(name, folder)
-    if (folder / "config.json").is_file() and not is_run:
-        require_no_choice(name, checkpoint)
-        return Pretrained(name, folder, is_checkpoint=False)
-    if not (is_checkpoint(folder) or (folder / "checkpoints").is_dir()):
-        raise not_a_model(name, folder)
-    return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
+    if is_run or (is_checkpoint(folder) and not (folder / "config.json").is_file()):
+        return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
+    require_no_adapter(name, folder)
+    if not (folder / "config.json").is_file():
+        problem = "has no config.json on the Hub" if on_hub else describe_path(name)
+        raise UserError(
+            f"{name} {problem}; expected a run, a checkpoint, or a folder of transformers with "
+            "config.json"
+        )
+    require_no_choice(name, checkpoint)
+    return Pretrained(name, folder, is_checkpoint=False, on_hub=on_hub)
 
 
 def require_no_adapter(name: str, folder: Path) -> None:
@@ -146,30 +138,6 @@ def find_on_main(name: str, checkpoint: str = "last") -> Pretrained:
     return pretrained if pretrained.folder.exists() else find_pretrained(name, checkpoint)
 
 
-def not_a_model(name: str, path: Path) -> UserError:
-    """Return the error for a path that holds no model."""
-    weights = path if path.is_file() else path / "ckpt.pt"
-    if weights.is_file() and weights.suffix in PICKLES:
-        return UserError(
-            f"{weights} holds the weights of another trainer; write them as a folder of "
-            "transformers and give that folder; docs/how-to/from-nanogpt.md shows it for nanoGPT"
-        )
-    if path.is_file():
-        return UserError(f"{name} is a file; give the folder of a run or of a model")
-    return UserError(
-        f"{name} is not an accel-gpt run or transformers model folder: it has neither checkpoints "
-        "nor config.json"
-    )
-
-
-def no_such_folder(name: str) -> UserError:
-    """Return the error for the path of a model that does not exist."""
-    advice = "give the folder of a run, of a checkpoint or of a model in transformers format"
-    if is_repo(name.partition("@")[0]):
-        advice += f", or hf://{name} for a model on the Hub"
-    return UserError(f"{name} does not exist; {advice}")
-
-
 def check_initial_tokenizer(config: Config) -> None:
     """Check, before text is tokenized, that the weights of `model.init_from` fit the tokenizer.
 
@@ -190,39 +158,25 @@ def check_initial_tokenizer(config: Config) -> None:
         tokenizer = load_tokenizer(folder)
     elif prepare.source is None:
         return
-    elif prepare.tokenizer in MADE_FROM_TEXT:
-        raise UserError(
-            f"data.prepare.tokenizer is {prepare.tokenizer}, made anew from the text, but the "
-            f"weights of {name} need their own tokenizer; {tokenizer_advice(pretrained)}"
-        )
     else:
+        own = pretrained.tokenizer or "the tokenizer.json of the model"
+        require(
+            prepare.tokenizer not in MADE_FROM_TEXT,
+            f"data.prepare.tokenizer is {prepare.tokenizer}, made anew from the text, but the "
+            f"weights of {name} need their own tokenizer; set data.prepare.tokenizer to {own}",
+        )
         owner = f"data.prepare.tokenizer {prepare.tokenizer}"
         tokenizer = named_tokenizer(prepare.tokenizer, "data.prepare.tokenizer")
     if pretrained.tokenizer:
         of_weights = load_tokenizer(pretrained.tokenizer)
         of_weights.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
-        advice = (
-            "add rows to the weights with transformers: "
-            "model.resize_token_embeddings(len(tokenizer)); model.save_pretrained(FOLDER)"
-        )
     else:
         write_err(f"{name} has no tokenizer: assuming the tokenizer of the {owner}")
-        advice = tokenizer_advice(pretrained)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     require(
         vocab_size >= tokenizer.needed_vocab_size,
         f"the vocabulary of {name} has {vocab_size:,} tokens but the tokenizer of {owner} has "
-        f"{tokenizer.needed_vocab_size:,}; {advice}",
-    )
-
-
-def tokenizer_advice(pretrained: Pretrained) -> str:
-    """Say which tokenizer to prepare the data of a pretrained model with."""
-    if pretrained.tokenizer:
-        return f"set data.prepare.tokenizer to {pretrained.tokenizer}"
-    return (
-        f"{pretrained.name} has no tokenizer.json: put the file of the model beside its weights, "
-        "and set data.prepare.tokenizer to its path"
+        f"{tokenizer.needed_vocab_size:,}",
     )
 
 

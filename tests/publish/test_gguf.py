@@ -4,7 +4,6 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from gguf import GGUFReader, GGUFWriter
 
 from accel_gpt.publish import gguf as exporting
 from accel_gpt.publish import gguf_proof, gguf_tokenizer
-from accel_gpt.publish.compare_gguf import different_tokens, largest_logit_difference
+from accel_gpt.publish.compare_gguf import largest_logit_difference
 
 Trained = Callable[..., Path]
 QUICK = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
@@ -169,14 +168,6 @@ def test_a_file_that_computes_something_else_is_refused(
         prove(model_of("llama", 257, std), BytesTokenizer(), tmp_path)
 
 
-def test_other_greedy_tokens_are_found() -> None:
-    server = SimpleNamespace(greedy=lambda _, n: [1, 2, 3][:n])
-    ours = {"greedy_prompt": torch.tensor([0]), "greedy": torch.tensor([1, 2])}
-    assert different_tokens(server, ours) is None
-    ours["greedy"] = torch.tensor([1, 4])
-    assert "its greedy tokens are [1, 2]" in str(different_tokens(server, ours))
-
-
 @pytest.mark.usefixtures("in_this_process")
 def test_an_added_token_is_recognized_in_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -308,13 +299,10 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "t").exists()
 
 
-def test_without_llama_cpp_nothing_is_compared(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["gguf", "xllamacpp"])
+def test_without_llama_cpp_nothing_is_written(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "LLAMA_CPP", "no_such_package")
-    run = str(trained(*QUICK, "--model.preset", "llama"))
-    exported = exporting.export_gguf(run, tmp_path / "model.gguf")
-    assert exported.compared.startswith("not compared: llama.cpp is not installed; run pip install")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"gguf but it is not .*; run pip install -e '\.\[gguf\]'"):
-        exporting.export_gguf(run, tmp_path / "other.gguf")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else 1)
+    with pytest.raises(UserError, match=rf"{package} but it is not .*pip install -e '\.\[gguf\]'"):
+        exporting.export_gguf("run", tmp_path / "model.gguf")

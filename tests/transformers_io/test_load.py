@@ -15,7 +15,7 @@ from torch import Tensor
 from accel_gpt import cli
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.data.corpus import open_corpus
-from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, named_tokenizer
+from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import CheckpointError, DataError, UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.transformers_io import pretrained
@@ -109,7 +109,7 @@ def test_another_tokenizer_is_refused_and_a_missing_one_assumed(
     [
         ("abc", "bytes", "has a different tokenizer (chars of 3"),
         ("abc", "bpe", "need their own tokenizer; set data.prepare.tokenizer to "),
-        ("", "bpe", "copy has no tokenizer.json: put the file of the model beside its weights"),
+        ("", "bpe", "set data.prepare.tokenizer to the tokenizer.json of the model"),
         ("", "big.json", "copy has 257 tokens but the tokenizer of data.prepare.tokenizer "),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_token_that_was_added_beyond_the_weights(
         assert launch(words) == (0 if special else 2)
     told = capsys.readouterr().err
     assert "copy has 257 tokens but the tokenizer of data.prepare.tokenizer" in told
-    assert "has 258; add rows to the weights with transformers: model.resize_token" in told
+    assert "has 258" in told
     assert run_here(cli.dispatch, ["sample", run.replace("False", "True")]) == 0
     words = ["export", run.replace("False", "True"), "--to", str(tmp_path / "exported")]
     assert run_here(cli.dispatch, words) == 0
@@ -228,14 +228,8 @@ def test_weights_in_several_files(folder: Path) -> None:
     model, _ = load_pretrained(str(folder))
     tokens = draw()
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    for name, file in (("../elsewhere.safetensors", "names ../elsewhere"), ("gone.x", "gone.x")):
-        index["weight_map"] = dict.fromkeys(index["weight_map"], name)
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(CheckpointError, match=file):
-            load_pretrained(str(folder))
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index)[:-9])
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged; download it again"):
+    next(folder.glob("model-00002-*.safetensors")).unlink()
+    with pytest.raises(UserError, match=r"lacks \d+ tensors of a GPT2LMHeadModel"):
         load_pretrained(str(folder))
 
 
@@ -259,43 +253,35 @@ def test_weights_in_a_pickle_are_never_read(
     assert trap.exists(), "the payload would have worked"
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("beside_weights", [True, False])
 def test_an_adapter_is_merged_first(
-    file: str,
     beside_weights: bool,
     folder: Path,
     small_run: Arguments,
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its weights would be ignored."""
+    file = "adapter_model.safetensors" if beside_weights else "adapter_config.json"
     (folder / file).write_bytes(b"{}")
     if not beside_weights:
         (folder / "config.json").unlink()
         (folder / "model.safetensors").unlink()
-    for words in (
-        ["sample", str(folder)],
-        ["evaluate", str(folder), "--data", str(tmp_path / "data")],
-        ["export", str(folder), "--to", str(tmp_path / "exported")],
-    ):
-        assert run_here(cli.dispatch, words) == 2
-        assert f"holds {file}, an adapter of PEFT" in capsys.readouterr().err
+    assert run_here(cli.dispatch, ["sample", str(folder)]) == 2
     assert launch(small_run("--model.init_from", str(folder))) == 2
-    assert "merge it first" in capsys.readouterr().err
+    assert capsys.readouterr().err.count(f"holds {file}, an adapter of PEFT") == 2
 
 
 DAMAGED: dict[str, tuple[str, dict[str, Any] | bytes | None, str]] = {
     "class": ("config.json", {"model_type": "t5", "architectures": ["T5Model"]}, "is a T5Model"),
     "layers": ("config.json", {"n_layer": 3}, "lacks 12 tensors of a GPT2LMHeadModel"),
-    "width": ("config.json", {"n_embd": 64}, r"wte\.weight has shape \(257, 32\), expected"),
+    "width": ("config.json", {"n_embd": 64}, r"wte\.weight is .*\(257, 32\), expected"),
     "huge": ("config.json", {"n_layer": 10**9}, "at most"),
-    "absurd": ("config.json", {"vocab_size": 10**30}, "at most|more than"),
+    "absurd": ("config.json", {"vocab_size": 10**30}, "at most|more than|not valid"),
     "no JSON": ("config.json", b"{", r"config\.json is not valid JSON"),
-    "no config": ("config.json", None, "is not an accel-gpt run or transformers model folder"),
+    "no config": ("config.json", None, "is a folder; expected the folder of a run"),
     "no weights": ("model.safetensors", None, r"has no model\.safetensors"),
-    "empty": ("model.safetensors", b"", r"model\.safetensors cannot be read"),
-    "cut": ("model.safetensors", b"\x10" + bytes(500), r"model\.safetensors cannot be read"),
+    "empty": ("model.safetensors", b"", r"copy/model\*\.safetensors cannot be read"),
+    "cut": ("model.safetensors", b"\x10" + bytes(500), r"copy/model\*\.safetensors cannot be read"),
 }
 
 
@@ -315,8 +301,8 @@ def test_a_folder_that_cannot_be_loaded_is_one_sentence(
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_checkpoint_of_nanogpt_is_refused_with_the_way_that_the_docs_show(
-    saved: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_of_nanogpt_is_converted_as_the_docs_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     theirs = make_theirs("GPT2", SHAPE | {"activation_function": "gelu"})
@@ -330,9 +316,6 @@ def test_a_checkpoint_of_nanogpt_is_refused_with_the_way_that_the_docs_show(
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": 257}
     Path("out").mkdir()
     torch.save({"model": weights, "model_args": shape}, "out/ckpt.pt")
-    for name in ("out", "out/ckpt.pt"):
-        with pytest.raises(UserError, match=r"out/ckpt\.pt holds .*docs/how-to/from-nanogpt\.md"):
-            load_pretrained(name)
     page = (ROOT / "docs/how-to/from-nanogpt.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -342,9 +325,8 @@ def test_a_checkpoint_of_nanogpt_is_refused_with_the_way_that_the_docs_show(
     assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("other", ["checkpoints/checkpoint-500/", "checkpoints/step_00000500/"])
-def test_a_folder_of_transformers_may_have_any_other_file(folder: Path, other: str) -> None:
-    (folder / other).mkdir(parents=True)
+def test_a_folder_of_transformers_may_have_any_other_file(folder: Path) -> None:
+    (folder / "checkpoints/step_00000500").mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
     assert inherit({"model.init_from": str(folder)})["model.n_embd"] == 32
     assert load_pretrained(str(folder))[1].kind == "bytes"
@@ -385,7 +367,6 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
         for place, message in (
             ("user/nothing", "is neither a local folder nor a repository on the Hub"),
             ("gpt2@v9", "gpt2 cannot be read: the Hub answered with status 404"),
-            ("user/pickled", "has no tokenizer"),
             ("user/adapter", "user/adapter holds adapter_config.json, an adapter of PEFT"),
         ):
             assert run_here(cli.dispatch, ["sample", place]) == 2
@@ -447,42 +428,21 @@ def test_one_of_several_ranks_asks_the_hub_and_all_end_if_it_fails(
 # --------------------------------------------------------------------------- a path with a mistake
 
 
-@pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two runs, a data folder and another folder; and no Hub."""
+@pytest.mark.parametrize(
+    ("name", "is_path"),
+    [("gpt2", False), ("user/name@v1", False), ("runs/x", True), ("../x", True)],
+)
+def test_the_hub_is_not_asked_for_a_path(
+    name: str, is_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("runs/quickstart", "runs/other", "data/notes"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("runs/quickstart/run.json", "runs/other/run.json", "data/notes/dataset.json"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "runs/quickstar_plots").mkdir()
+    (tmp_path / "runs/y").mkdir(parents=True)
 
     def ask(name: str, *patterns: str) -> Path:
         raise UserError(f"the Hub was asked for {name}")
 
     monkeypatch.setattr(pretrained, "download_repo", ask)
-    monkeypatch.setattr("accel_gpt.data.tokenizer.download_repo", ask)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("places")
-@pytest.mark.parametrize(
-    ("name", "is_path"),
-    [
-        ("gpt2", False),
-        ("user/name@v1", False),
-        ("hf://runs/x", False),
-        ("runs/x", True),
-        ("~/x", True),
-        ("../x", True),
-    ],
-)
-def test_the_hub_is_not_asked_for_a_path(name: str, is_path: bool) -> None:
     with pytest.raises(UserError) as error:
         pretrained.find_pretrained(name)
     assert ("the Hub was asked" in str(error.value)) == (not is_path)
     assert ("does not exist; " in str(error.value)) == is_path
-    if "/" in name:
-        with pytest.raises(UserError) as error:
-            named_tokenizer(name)
-        assert ("the Hub was asked" in str(error.value)) == (not is_path)

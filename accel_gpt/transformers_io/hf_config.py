@@ -46,11 +46,27 @@ FIELDS = (  # our field; its name in the config.json of GPT-2 ("": it has none),
 # settings of transformers that may differ from those that our model is converted to: they change no
 # logits, or `fields_of` limits the context so that they change none
 FREE = (
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "initializer_range"),
-    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-    *("summary_first_dropout", "reorder_and_upcast_attn", "max_position_embeddings"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "pretraining_tp",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "attention_dropout",
+    "initializer_range",
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
+    "reorder_and_upcast_attn",
+    "max_position_embeddings",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
 )
 
 

@@ -20,7 +20,7 @@ from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
-from accel_gpt.files import describe_path, is_local
+from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo
 from accel_gpt.json_files import read_json_object
 from accel_gpt.launch.meeting import on_main_before_join
@@ -99,7 +99,7 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
         return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
     require_no_adapter(name, folder)
     if not (folder / "config.json").is_file():
-        problem = "has no config.json on the Hub" if on_hub else describe_path(name)
+        problem = "has no config.json" if folder.exists() else "does not exist"
         raise UserError(
             f"{name} {problem}; expected a run, a checkpoint, or a folder of transformers with "
             "config.json"

@@ -278,7 +278,11 @@ DAMAGED: dict[str, tuple[str, dict[str, Any] | bytes | None, str]] = {
     "huge": ("config.json", {"n_layer": 10**9}, "at most"),
     "absurd": ("config.json", {"vocab_size": 10**30}, "at most|more than|not valid"),
     "no JSON": ("config.json", b"{", r"config\.json is not valid JSON"),
-    "no config": ("config.json", None, "is a folder; expected a run, a checkpoint, or a folder"),
+    "no config": (
+        "config.json",
+        None,
+        "has no config.json; expected a run, a checkpoint, or a folder",
+    ),
     "no weights": ("model.safetensors", None, r"has no model\.safetensors"),
     "empty": ("model.safetensors", b"", r"copy/model\*\.safetensors cannot be read"),
     "cut": ("model.safetensors", b"\x10" + bytes(500), r"copy/model\*\.safetensors cannot be read"),

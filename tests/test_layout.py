@@ -166,6 +166,10 @@ def test_importing_the_trainer_reaches_no_tool() -> None:
         reached |= new
         new = set().union(*(own_imports(as_module(MODULES[module])) for module in new)) - reached
     assert {room_of(module) for module in reached} == {room for rooms in TRAINER for room in rooms}
+
+
+@pytest.mark.slow
+def test_importing_the_trainer_loads_nothing_heavy() -> None:
     assert not HEAVY & loaded_by("import accel_gpt.train").keys()
 
 

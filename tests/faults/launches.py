@@ -18,12 +18,9 @@ from typing import Any, Self
 
 from tests.faults.server import Answer, Request
 from tests.helpers.ports import free_port
-from tests.test_launch import ACCELERATE, MARK, PLAIN, ROOT, TORCHRUN, TRAIN, marked
+from tests.test_launch import MARK, PLAIN, ROOT, TORCHRUN, TRAIN, marked
 
-TWO = {
-    "accelerate": [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
-    "torchrun": [*TORCHRUN, "--nproc_per_node", "2"],
-}
+TWO = [*TORCHRUN, "--nproc_per_node", "2"]
 
 
 def config(folder: Path, corpus: Path, steps: int = 40) -> Path:
@@ -37,8 +34,8 @@ model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
 train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: {steps}, cpu_threads: 1}}
 optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
-eval: {{every: 5, tokens: 2048}}
-sample: {{every: 0}}
+eval: {{every: 5, tokens: 2016}}
+sample: {{every: 5, max_new_tokens: 8}}
 checkpoint: {{every: 8, keep_best: false}}
 log: {{every: 1, trackers: []}}
 """

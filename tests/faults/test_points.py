@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import THOROUGH
 from tests.faults.harness import FSDP, KILLED, Server, Tiny, assert_same, finish
 
+pytestmark = pytest.mark.slow
 STEPS = 6  # three checkpoints; two and the best are kept
 OPTIONS = ["--train.max_steps", str(STEPS)]
 # how the launch may end: done, one sentence of error, no checkpoint, killed
@@ -93,13 +94,6 @@ def each_name(short: Path) -> list[int]:
     return sorted(last.values()) if not THOROUGH else list(range(1, len(names) + 1))
 
 
-def test_kill_at_some_points(server: Server, tiny: Tiny, short: Path, tmp_path: Path) -> None:
-    """Alternate between an intact and a half-written current file."""
-    numbers = range(1, len(points(short)) + 1)[:: max(1, len(points(short)) // 4)]
-    fail_at(numbers[::2], "kill", server, tiny, short, tmp_path)
-    fail_at(numbers[1::2], "half", server, tiny, short, tmp_path)
-
-
 def test_kill_between_a_save_and_the_end_of_its_evaluation(
     server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:
@@ -114,14 +108,12 @@ def test_kill_between_a_save_and_the_end_of_its_evaluation(
         assert_same(run, short, STEPS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("short", ["saved_0", "copied_0"], indirect=True)
 def test_kill_at_every_point(server: Server, tiny: Tiny, short: Path, tmp_path: Path) -> None:
     fail_at(each_name(short), "kill", server, tiny, short, tmp_path)
     fail_at(each_name(short)[::2], "half", server, tiny, short, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("action", ["enospc", "eio"])
 def test_error_of_the_disk_at_some_points(
     action: str, server: Server, tiny: Tiny, short: Path, tmp_path: Path
@@ -129,8 +121,7 @@ def test_error_of_the_disk_at_some_points(
     fail_at(each_name(short)[:: 2 if THOROUGH else 4], action, server, tiny, short, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("short", ["sharded_0", "sharded_copied_1"], indirect=True)
+@pytest.mark.parametrize("short", ["sharded_copied_1"], indirect=True)
 def test_failure_of_one_of_two_that_fsdp_shards(
     server: Server, tiny: Tiny, short: Path, tmp_path: Path
 ) -> None:

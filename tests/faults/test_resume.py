@@ -20,6 +20,7 @@ from tests.faults.harness import (
     rewound,
 )
 
+pytestmark = pytest.mark.slow
 EVERY_STEP = ("--checkpoint.every", "1", "--checkpoint.keep_last", "99")
 
 
@@ -36,21 +37,6 @@ def test_resumed_anywhere_in_an_epoch(
     assert f"step {step + 1}/{STEPS} |" in shown
     assert f"step {step}/{STEPS} |" not in shown
     assert_same(run, whole)
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_at_every_restart_equals_never_stopping(
-    server: Server, tiny: Tiny, tmp_path: Path
-) -> None:
-    """With `train.reproducible`: one, four, two processes, then one again."""
-    exact = ("--train.reproducible", "true", "--train.micro_batch_size", "1")
-    exact += ("--checkpoint.every", "3")
-    run, never_stopped = tmp_path / "run", tmp_path / "never_stopped"
-    finish(server, tiny.arguments(never_stopped, *exact))
-    for world, last in ((1, 3), (4, 6), (2, 9)):
-        finish(server, tiny.arguments(run, *exact, "--train.stop_at", str(last)), world)
-    finish(server, tiny.arguments(run, *exact))
-    assert_same(run, never_stopped, same_world=False)
 
 
 def test_clock_that_jumps_back_has_no_influence(
@@ -77,7 +63,7 @@ def test_debris_is_removed_and_foreign_files_are_left_alone(
     run = rewound(whole, tmp_path / "run", 6)
     root, outside = run / "checkpoints", tmp_path / "outside"
     shutil.copytree(newest(whole), outside)
-    for name in (".tmp_step_00000009", ".trash_step_00000003"):
+    for name in (".tmp_step_00000007", ".trash_step_00000077"):
         shutil.copytree(newest(run), root / name)
     foreign = {"notes.txt", "link", "step_00000098", "step_00000099", "step_abc", ".trash_mine"}
     (root / "notes.txt").write_text("mine")

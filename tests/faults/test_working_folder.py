@@ -11,6 +11,7 @@ import pytest
 
 from accel_gpt.children import launch_child
 from accel_gpt.commands.options import COMMANDS
+from tests.conftest import thorough
 from tests.helpers.hub_server import HubServer, environment
 from tests.test_launch import PLAIN, TRAIN
 
@@ -49,6 +50,10 @@ STARTED = {
 }  # fmt: skip
 
 
+# those that start children, or that a launcher starts
+ALWAYS = ("train", "sweep", "python", "torchrun")
+
+
 def plant(folder: Path) -> Path:
     """Write a module for each name that Python may import; return the file that each appends to."""
     mark = folder.parent / "executed"
@@ -65,7 +70,9 @@ def plant(folder: Path) -> Path:
     return mark
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["alone", "torchrun"]
+)
 def test_a_child_imports_nothing_from_the_working_folder(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +111,10 @@ def hub() -> Iterator[HubServer]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STARTED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ALWAYS else [thorough]) for name in STARTED],
+)
 def test_a_command_executes_no_file_of_the_working_folder(
     name: str, home: Path, hub: HubServer, tmp_path: Path
 ) -> None:

@@ -31,7 +31,8 @@ class LanguageModel(nn.Module):
     recompute = False  # activation checkpointing of each block
     bf16_residual = False  # residual stream in bf16 under autocast to bf16
     remake: "Callable[[], LanguageModel] | None" = None
-    """Make this model once more, on the CPU; None: `init_weights` draws all its weights."""
+    """Make a model of --code from the device meta once more, on the CPU. None: it has weights, or
+    `init_weights` draws all of them."""
 
     def init_weights(self) -> None:
         """Draw the weights from the global CPU generator, unless the constructor has drawn them."""

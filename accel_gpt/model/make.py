@@ -30,7 +30,8 @@ def make_model(
 
     with torch.device(device):
         model = make()
-    model.remake = make
+    if torch.device(device).type == "meta":
+        model.remake = make
     return model
 
 

@@ -83,18 +83,6 @@ def test_documents_targets_and_positions_of_any_row(ends: list[bool]) -> None:
 
 
 @configs
-def test_logits_equal_those_of_each_document_alone(config: ModelConfig) -> None:
-    model, (tokens, targets) = make(config), draw()
-    _, numbers = separate(tokens, targets, EOT)
-    with torch.no_grad():
-        logits = model(tokens, documents=numbers)
-        assert len(every_document(tokens)) == 1 + 3 + 4 + 2 + 16
-        for row, a, b in every_document(tokens):
-            alone = model(tokens[row : row + 1, a:b])[0]
-            torch.testing.assert_close(logits[row, a:b], alone, atol=1e-5, rtol=1e-5)
-
-
-@configs
 def test_loss_and_gradients_are_those_of_documents_alone_weighted_by_targets(
     config: ModelConfig,
 ) -> None:

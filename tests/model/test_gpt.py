@@ -143,43 +143,26 @@ def test_bf16_autocast_computes_in_bf16_and_gives_a_float32_loss(config: ModelCo
     torch.testing.assert_close(loss, model(tokens, targets), atol=0.1, rtol=0.02)
 
 
-def gradient_errors(preset: str, layers: int) -> dict[str, float]:
-    """Return the relative errors of the gradient in bf16, against float64, by residual stream."""
-    model = make(tiny(preset, n_layer=layers, zero_init=False)).train()
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # QKNorm is float32 beside float64 weights
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_residual_stream_in_bf16_costs_little_of_the_gradient(preset: str) -> None:
+    """Against the gradient in float64."""
+    model = make(tiny(preset, zero_init=False)).train()
     tokens = draw()
     exact = copy.deepcopy(model).double()
     exact.build_buffers()
     exact(tokens, tokens.roll(-1, 1)).backward()
-    wanted = nn.utils.parameters_to_vector([p.grad for p in exact.parameters()])
-    errors = {}
-    for name, dtype in (("float32", None), ("bf16", torch.bfloat16)):
-        inputs: list[torch.dtype] = []
-        hooks = [
-            block.register_forward_pre_hook(
-                lambda _, given, seen=inputs: seen.append(given[0].dtype)
-            )
-            for block in model.blocks
-        ]
-        model.bf16_residual = dtype is not None
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            model(tokens, tokens.roll(-1, 1)).backward()
-        assert inputs == [dtype or torch.float32] * layers
-        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-        found = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
-        errors[name] = ((found - wanted).norm() / wanted.norm()).item()
-        for hook in hooks:
-            hook.remove()
-    return errors
-
-
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # QKNorm is float32 beside float64 weights
-@pytest.mark.parametrize(("preset", "layers"), [*((preset, 2) for preset in PRESETS), ("gpt2", 24)])
-def test_a_residual_stream_in_bf16_costs_little_of_the_gradient(preset: str, layers: int) -> None:
-    """A sum of 2 L terms, each rounded to 2^-9: the error grows as the root of the depth."""
-    errors = gradient_errors(preset, layers)
-    assert errors["float32"] < 0.02
-    assert errors["float32"] < errors["bf16"] < 0.02 * max(1, (layers / 4) ** 0.5)
+    inputs: list[torch.dtype] = []
+    model.blocks[1].register_forward_pre_hook(lambda _, given: inputs.append(given[0].dtype))
+    model.bf16_residual = True
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens.roll(-1, 1)).backward()
+    assert inputs == [torch.bfloat16]
+    found, wanted = (
+        nn.utils.parameters_to_vector([p.grad for p in net.parameters()]) for net in (model, exact)
+    )
+    assert found.dtype == torch.float32
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])

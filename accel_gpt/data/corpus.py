@@ -1,6 +1,5 @@
 """Open the data of a run: training sources, evaluation splits, and the position to resume from."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,7 +12,6 @@ import torch
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import write_err
 from accel_gpt.data.loader import Loader, read_sequences
 from accel_gpt.data.mixture import Mixture, Pattern
 from accel_gpt.data.remote import Cache, is_url
@@ -29,15 +27,11 @@ from accel_gpt.data.sources import (
 )
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import DataError, UserError, require
-from accel_gpt.launcher import is_main
 from accel_gpt.model.targets import TargetMask
 
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
 CHECKED_AT_ONCE = 1 << 20  # tokens
-# Another special token that is this many times as frequent as end-of-text may be the separator;
-# assumption: marks of chats and of code are fewer in a document
-MORE_FREQUENT = 10
 # Repeated text is almost as good as new text up to 4 epochs, and of little worth after 16:
 # Muennighoff et al. 2023, arXiv 2305.16264.
 MOST_EPOCHS = 16
@@ -299,15 +293,15 @@ def check_named_tokenizer(name: str, source: Source) -> None:
 
     Needs no vocabulary from elsewhere. A file may be gone, because the data outlive it.
     """
+    tokenizer = source.tokenizer
     if name in ("gpt2", "bytes"):
-        if source.tokenizer.kind != name:
+        if tokenizer.kind != name:
             raise DataError(
-                f"data.tokenizer is {name}, but {source.path} was prepared with a "
-                f"{source.tokenizer.kind} tokenizer of {source.tokenizer.vocab_size:,} tokens; "
-                "leave data.tokenizer out, or prepare the data again"
+                f"data.tokenizer is {name}, but the tokenizer of {source.path} is "
+                f"{tokenizer.summary}"
             )
     elif Path(name).exists():
-        named_tokenizer(name).require_same(source.tokenizer, f"data.tokenizer {name}", source.path)
+        named_tokenizer(name).require_same(tokenizer, f"data.tokenizer {name}", source.path)
 
 
 def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
@@ -317,19 +311,13 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
     """
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     needed = tokenizer.needed_vocab_size
-    if vocab_size < needed:
-        start = config.model.init_from
-        require(
-            start == "scratch",
-            f"the vocabulary of {start} has {vocab_size:,} tokens but the tokenizer of {path} has "
-            f"{needed:,}; prepare the data with the tokenizer of {start}, or add rows to the "
-            "weights with transformers: model.resize_token_embeddings(len(tokenizer)); "
-            "model.save_pretrained(FOLDER)",
-        )
-        raise UserError(
-            f"model.vocab_size is {vocab_size:,} but the tokenizer of {path} has "
-            f"{needed:,} tokens; leave model.vocab_size unset or raise it"
-        )
+    start = config.model.init_from
+    of_weights = "" if start == "scratch" else f" of the weights of {start}"
+    require(
+        vocab_size >= needed,
+        f"model.vocab_size{of_weights} is {vocab_size:,}, but the tokenizer of {path} has "
+        f"{needed:,} tokens",
+    )
     return vocab_size
 
 
@@ -355,52 +343,26 @@ def check_documents(source: Source) -> None:
     """Raise `UserError` unless end-of-text lies between documents of a source.
 
     Our own index counts the documents. In shards of other projects, the first `CHECKED_TOKENS` of
-    the first shard are searched. Warns if another special token is far more frequent.
+    the first shard are searched.
     """
     split = source.split
     tokenizer = source.tokenizer
     require(
         tokenizer.eot_id is not None,
-        f"data.document_mask is true but the {tokenizer.kind} tokenizer has no end-of-text token; "
-        "prepare the data with bytes, bpe or gpt2",
+        f"data.document_mask is true but the {tokenizer.kind} tokenizer has no end-of-text token",
     )
     if split.shards[0].documents is not None:
         return
-    counts = np.zeros(tokenizer.vocab_size, np.int64)
     end = min(split.shards[0].tokens - 1, CHECKED_TOKENS)  # the last token separates nothing
-    read = 1
-    while read < end:
-        tokens = split.read(0, read, min(CHECKED_AT_ONCE, end - read))
-        counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
-        read += len(tokens)
-        if counts[tokenizer.eot_id]:
-            break
-    ends = int(counts[tokenizer.eot_id])
-    others = np.where(tokenizer.token_bytes == 0, counts, 0)
-    others[[i for i in (tokenizer.eot_id, tokenizer.unk_id) if i is not None]] = 0
-    most = int(others.argmax())
-    if ends and others[most] < MORE_FREQUENT * ends:
-        return
-    found = ""
-    remedy = (
-        "set data.tokenizer to the tokenizer that made the shards, name their separator as "
-        "eos_token in tokenizer_config.json beside its tokenizer.json"
+    for first in range(1, end, CHECKED_AT_ONCE):
+        tokens = split.read(0, first, min(CHECKED_AT_ONCE, end - first))
+        if (tokens == tokenizer.eot_id).any():
+            return
+    raise UserError(
+        f"data.document_mask is true, but the first {end:,} tokens of the {split.name} shards of "
+        f"{source.path} have no end-of-text token ({tokenizer.eot!r}) between documents; name "
+        "their separator as eos_token in tokenizer_config.json beside their tokenizer.json"
     )
-    if others[most]:
-        name = tokenizer.decode([most])
-        found = f", but {others[most]:,} of {name!r}"
-        remedy = (
-            f'if {name!r} separates them, write {{"eos_token": {json.dumps(name)}}} into '
-            "tokenizer_config.json beside the tokenizer.json of the shards"
-        )
-    problem = (
-        f"data.document_mask is true, but the first {read:,} tokens of the {split.name} shards of "
-        f"{source.path} have {f'only {ends:,}' if ends else 'no'} end-of-text token "
-        f"({tokenizer.eot!r}) between documents{found}; {remedy}"
-    )
-    require(ends > 0, f"{problem}, or set data.document_mask to false")
-    if is_main():
-        write_err(f"WARNING: {problem}")
 
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
@@ -410,13 +372,7 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
     """
     if data.shuffle in ("shards", "none"):
         return
-    count = None
-    together = "all"
-    advice = "set data.shuffle to groups"
-    if data.shuffle == "groups":
-        count = 2 * GROUP_SHARDS
-        together = "two groups of"
-        advice = "set data.shuffle to shards"
+    count = 2 * GROUP_SHARDS if data.shuffle == "groups" else None
     needed = 0
     for source in sources:
         if source.split.remote is not None:
@@ -424,9 +380,9 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
             needed += sum(sorted(sizes, reverse=True)[:count])
     require(
         needed <= data.cache_gb * 1e9,
-        f"data.shuffle {data.shuffle} needs {together} remote shards in the cache at once, "
-        f"{needed / 1e9:,.1f} GB, but data.cache_gb is {data.cache_gb:g}; {advice}, or raise "
-        "data.cache_gb",
+        f"data.shuffle {data.shuffle} needs {needed / 1e9:,.1f} GB of remote shards at once, but "
+        f"data.cache_gb is {data.cache_gb:g}; raise it, or set data.shuffle to "
+        f"{'shards' if data.shuffle == 'groups' else 'groups'}",
     )
 
 

@@ -147,7 +147,7 @@ class Split:
                 one = self.shards[number]
                 try:
                     if number not in self.opened:
-                        self.open(number)
+                        self.open(number, self.path(number))
                     file, first = self.opened[number], one.offset + skip
                     found = more = os.preadv(file, [row.data], first)
                     while more and found < row.nbytes:  # Linux reads at most 2 GiB per call
@@ -171,16 +171,15 @@ class Split:
             path = remote.fetch(self.shards[number].name)
             with self.lock:
                 try:
-                    self.open(number)
+                    self.open(number, path)
                     return
                 except (DataError, OSError):
                     if path.exists():
                         raise
 
-    def open(self, number: int) -> None:
-        """Open a shard and check its header the first time."""
+    def open(self, number: int, path: Path) -> None:
+        """Open a shard, which lies at `path`, and check its header the first time."""
         shard = self.shards[number]
-        path = self.path(number)
         has_header = shard.name.endswith(".npy") and shard.offset > 0
         if has_header and number not in self.checked:
             dtype, tokens, _ = npy_header(path)

@@ -4,8 +4,9 @@ Shapes: B batch, T tokens, S evaluated sequences, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -202,27 +203,26 @@ def check_evaluated(corpus: Corpus, block_size: int) -> None:
         )
 
 
+def read_evaluated(source: EvalSplit, block_size: int) -> Iterator[tuple[Tokens, int]]:
+    """Yield the evaluated sequences of a source, with the number of targets of each."""
+    for shard, start in eval_sequences(source.split, block_size, source.tokens).tolist():
+        sequence = read_sequence(source.split, shard, start, block_size)
+        yield sequence, len(sequence) - 1
+
+
 def first_sequences(source: EvalSplit, block_size: int, count: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (B, T) of the first evaluated sequences, at most `count`."""
-    sequences = []
-    for shard, start in eval_sequences(source.split, block_size, source.tokens)[:count].tolist():
-        sequence = read_sequence(source.split, shard, start, block_size)
-        sequences.append((sequence, len(sequence) - 1))
+    sequences = list(islice(read_evaluated(source, block_size), count))
     return collate(sequences, len(sequences), block_size)
 
 
 def check_targets(source: EvalSplit, block_size: int, target_mask: TargetMask) -> None:
     """Raise `DataError` unless the evaluated tokens of a source include a target."""
-    split = source.split
-    positions = eval_sequences(split, block_size, source.tokens)
-    if target_mask.keeps_all:
-        return
-    for shard, start in positions.tolist():
-        tokens = read_sequence(split, shard, start, block_size)
-        targets, _ = target_mask.apply(*collate([(tokens, len(tokens) - 1)], 1, block_size))
+    for sequence in read_evaluated(source, block_size):
+        targets, _ = target_mask.apply(*collate([sequence], 1, block_size))
         if (targets != IGNORE).any():
             return
-    raise no_targets(split)
+    raise no_targets(source.split)
 
 
 def no_targets(split: Split) -> DataError:

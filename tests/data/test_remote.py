@@ -478,13 +478,9 @@ def test_an_order_that_needs_more_than_the_cache_is_refused(
     """The index is downloaded once for the splits of a folder."""
     open_corpus(many("shards", 1))
     assert server.requests["dataset.json"] == server.requests["tokenizer.json"] == 1
-    with pytest.raises(
-        UserError, match=r"data.shuffle groups needs two groups .*set data.shuffle to shards"
-    ):
+    with pytest.raises(UserError, match=r"data.shuffle groups needs .*set data.shuffle to shards"):
         open_corpus(many("groups", 4))
-    with pytest.raises(
-        UserError, match=r"data.shuffle global needs all .* set data.shuffle to groups"
-    ):
+    with pytest.raises(UserError, match=r"data.shuffle global needs .* set data.shuffle to groups"):
         open_corpus(many("global", 16))
 
 

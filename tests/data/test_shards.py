@@ -149,26 +149,12 @@ def first(content: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(version=2), "format version 2; this version of accel_gpt reads 1"),
-        (lambda c: c.update(format="x"), "not an index of accel_gpt"),
+        (lambda c: c.update(version=2), r"damaged: Invalid enum value 2 - at `\$\.version`"),
         (lambda c: c.update(byte_order=">"), "another version.*: byte_order is an unknown key"),
-        (lambda c: first(c).update(skip=9), r"another version.*train\.0\.skip is an unknown key"),
         (lambda c: c.pop("vocab_size"), "damaged.*vocab_size"),
-        (lambda c: c.update(splits=[]), "damaged"),
-        (lambda c: first(c).pop("tokens"), "damaged.*tokens"),
-        (lambda c: first(c).update(tokens="4"), "damaged"),
-        (lambda c: first(c).update(documents=None), "damaged.*documents"),
-        *(
-            (lambda c, k=key, v=value: first(c).update({k: v}), "damaged")
-            for key in ("tokens", "documents", "bytes", "max_token")
-            for value in (10**18, -1, "1")
-        ),
-        *(
-            (lambda c, k=key, v=value: c.update({k: v}), "damaged")
-            for key in ("vocab_size", "eot_id")
-            for value in (10**18, -1)
-        ),
-        (lambda c: first(c).update(tokens=0), "damaged: .*`int` >= 1 - at .*tokens"),
+        (lambda c: first(c).update(tokens="4"), "damaged: Expected `int`, got `str` - at .*tokens"),
+        (lambda c: first(c).update(documents=-1), "damaged: .*`int` >= 0 - at .*documents"),
+        (lambda c: first(c).update(name="../x.npy"), "damaged: .*regex.* - at .*name"),
         (lambda c: first(c).update(tokens=5), "has 136 bytes, expected 138"),
         (lambda c: first(c).update(max_token=1000), "holds token 1000, .* vocab_size 1000"),
         (lambda c: first(c).update(name="gone.npy"), r"gone\.npy is missing"),
@@ -207,7 +193,7 @@ def test_a_shard_that_goes_missing_is_named_as_missing(folder: Path) -> None:
 
 
 def test_a_folder_that_is_missing_or_empty_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"does not exist.*accel-gpt prepare TEXT --out") as error:
+    with pytest.raises(UserError, match="does not exist; accel-gpt prepare") as error:
         open_split(tmp_path / "none", "train")
     assert error.value.exit_code == 2
     with pytest.raises(DataError, match=r"has no dataset\.json"):

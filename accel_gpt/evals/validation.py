@@ -203,7 +203,7 @@ def check_evaluated(corpus: Corpus, block_size: int) -> None:
         )
 
 
-def read_evaluated(source: EvalSplit, block_size: int) -> Iterator[tuple[Tokens, int]]:
+def evaluated_sequences(source: EvalSplit, block_size: int) -> Iterator[tuple[Tokens, int]]:
     """Yield the evaluated sequences of a source, with the number of targets of each."""
     for shard, start in eval_sequences(source.split, block_size, source.tokens).tolist():
         sequence = read_sequence(source.split, shard, start, block_size)
@@ -212,13 +212,13 @@ def read_evaluated(source: EvalSplit, block_size: int) -> Iterator[tuple[Tokens,
 
 def first_sequences(source: EvalSplit, block_size: int, count: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (B, T) of the first evaluated sequences, at most `count`."""
-    sequences = list(islice(read_evaluated(source, block_size), count))
+    sequences = list(islice(evaluated_sequences(source, block_size), count))
     return collate(sequences, len(sequences), block_size)
 
 
 def check_targets(source: EvalSplit, block_size: int, target_mask: TargetMask) -> None:
     """Raise `DataError` unless the evaluated tokens of a source include a target."""
-    for sequence in read_evaluated(source, block_size):
+    for sequence in evaluated_sequences(source, block_size):
         targets, _ = target_mask.apply(*collate([sequence], 1, block_size))
         if (targets != IGNORE).any():
             return

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
-from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import (
     Plan,
@@ -21,7 +20,6 @@ from accel_gpt.config.plan import (
     reference_steps,
     with_size,
 )
-from accel_gpt.config.values import to_flat
 from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.data_sizes import (
     evaluation_tokens,
@@ -71,7 +69,7 @@ def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
         speed, _ = planned_speed(options, config, vocab_size, machine)
         of_budget = [describe_budget(config, speed)]
         config = with_expected_length(config, speed)
-    notes = [*describe_depth(to_flat(config)), *uncounted(config), *of_budget]
+    notes = [*uncounted(config), *of_budget]
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
     return {

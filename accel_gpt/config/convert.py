@@ -26,11 +26,7 @@ T = TypeVar("T")
 EXTRA = "model.extra."
 NEAR = 0.76  # least similarity of an option that is named; push is nearly so like gpus
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # options of other trainers -> ours
-NULLS = ("null", "Null", "NULL", "None", "none")  # of YAML and Python
-# of YAML 1.1, in small letters
-BOOLEANS = types.MappingProxyType(
-    {"yes": True, "y": True, "on": True, "no": False, "n": False, "off": False}
-)
+NULLS = ("null", "None")  # on the command line, of YAML and Python
 SCHEME = r"[A-Za-z][\w+.-]*://"
 # user:password@ in any URL, and user@ in a web address, where the user is an access token
 PASSWORD = re.compile(rf"{SCHEME}[^\s/?#]*:[^\s/?#]*@\S*|(?i:https?)://[^\s/?#]+@\S*")
@@ -163,11 +159,9 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     if or_null and (value is None or is_null):
         return None
     # a prompt may be this word, but no path or name of a config
-    may_be_word = str in (hint, *get_args(hint)) and (
-        key.startswith("--") or get_origin(hint) is tuple
-    )
+    may_be_word = key.startswith("--") or get_origin(hint) is tuple
     require(
-        not is_null or value == "none" or may_be_word,
+        not is_null or may_be_word,
         f"{key} is {value}, but it cannot be null; expected {describe_type(hint)}",
     )
     if isinstance(value, list) and value and section_in(hint):
@@ -237,15 +231,10 @@ def prepared(value: Any, hint: Any) -> Any:
         return None  # an empty mapping or an empty text in it: no option takes it
     if value == [] and section_in(hint):
         return None
-    if bool in options and isinstance(value, str):
-        return BOOLEANS.get(value.lower(), value)
-    # YAML 1.1 reads an unquoted no as false; fp32 is Accelerate's no
-    if "no" in choices and (value is False or value == "fp32"):
+    if "no" in choices and value is False:  # YAML 1.1 reads an unquoted no as false
         return "no"
     if type(value) in (int, float) and str in options:  # a folder named 2024
         return str(value)
-    if isinstance(value, str) and re.fullmatch("[+-]?[0-9]+(_[0-9]+)+", value) and int in options:
-        return value.replace("_", "")
     if isinstance(value, str) and get_origin(hint) is tuple:
         return [value]
     return value

@@ -13,7 +13,7 @@ Legend: C width, L layers, B tokens of a step, D tokens of the run, N parameters
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -277,56 +277,3 @@ def at_length(flat: Mapping[str, Any], steps: int) -> dict[str, Any]:
     given["train.max_steps"] = steps
     found = rules(given)
     return {key: found[key] for key in followed}
-
-
-def describe_depth(flat: Mapping[str, Any]) -> Sequence[str]:
-    """List which options follow from the depth and which are overridden, one line a section.
-
-    `flat` is a resolved config by dotted keys. Returns no lines if `model.depth` is null.
-    """
-    if flat.get("model.depth") is None:
-        return []
-    derived = rules(flat)
-    followed: dict[str, list[str]] = {}  # section -> options with the derived value
-    overridden: dict[str, list[str]] = {}  # section -> options with another value
-    for key in sorted(derived):
-        section, _, name = key.partition(".")
-        followed.setdefault(section, [])
-        overridden.setdefault(section, [])
-        found = followed if flat[key] == derived[key] else overridden
-        found[section].append(f"{name} {format_value(flat[key])}")
-    lines = []
-    for section, settings in followed.items():
-        line = f"depth {flat['model.depth']} sets {section}: {', '.join(settings) or 'nothing'}"
-        if overridden[section]:
-            line += f"; overridden: {', '.join(overridden[section])}"
-        lines.append(line)
-    if flat["model.preset"] == "fast":
-        lines.append(describe_factors(flat))
-    return lines
-
-
-def describe_factors(flat: Mapping[str, Any]) -> str:
-    """Describe the factors on the learning rates in one line."""
-    by = factors(flat.get)
-    matrices = ""
-    if flat["optim.name"] == "adamw":
-        matrices = f", other matrices x {by.adamw_matrices:.3g}"
-    line = (
-        f"depth {flat['model.depth']} scales the learning rates of the reference: "
-        f"x {by.batch:.3g} for the batch, x {by.length:.3g} for the length, "
-        f"head x {by.width:.3g}{matrices} for the width, "
-        f"projections onto the residual stream x {by.depth:.3g} for the depth"
-    )
-    if by.chosen != 1:
-        line += f", x {by.chosen:g} by optim.lr_factor"
-    return line
-
-
-def format_value(value: Any) -> str:
-    """Format a value as in YAML, and a float with six digits."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)

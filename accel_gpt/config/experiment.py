@@ -74,7 +74,7 @@ class TrainConfig(
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16", "fp8"] | None = option(
         None,
-        "Precision of the computation. no or fp32: float32. fp8: matrix products in torchao's "
+        "Precision of the computation. no: float32. fp8: matrix products in torchao's "
         "float8, the rest in bf16; needs torchao and compute capability 8.9. null: the precision "
         "that `accelerate launch` sets, or no. auto: keep the precision of an earlier launch of "
         "this run. If there is none, take the precision that `accelerate launch` sets. If it sets "

@@ -14,9 +14,9 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec
 
 from accel_gpt.errors import require
 
@@ -24,6 +24,7 @@ Resume = Literal["free", "start", "ask", "refuse"]
 Inherited = Literal["always", "default", "never"]
 Published = bool | Literal["name"]
 Groups = tuple[tuple[str, ...], ...]
+Rules = ParamSpec("Rules")
 REQUIRED: Any = dataclasses.MISSING  # the default of a required option
 LONGEST_SECONDS = 1000 * 86_400.0  # largest time limit: 1,000 days
 
@@ -33,6 +34,7 @@ class Option:
     """The description and rules of an option. Its field holds the name, type and default."""
 
     description: str
+    _: dataclasses.KW_ONLY
     above: float | None = None
     at_least: float | None = None
     below: float | None = None
@@ -92,56 +94,24 @@ class Option:
         return f"it must be {' and '.join(limits)}"
 
 
-def option(
-    default: Any,
-    description: str,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    positional: bool = False,
-    essential: bool = False,
-    resume: Resume | None = None,
-    exact: bool = False,
-    null_is_another_run: bool = False,
-    validation: bool = False,
-    replaces: tuple[str, ...] = (),
-    per_machine: bool = False,
-    inherited: Inherited = "always",
-    used_with: tuple[str, tuple[object, ...]] | None = None,
-    path: bool = False,
-    command_line_only: bool = False,
-    published: Published | None = None,
-) -> Any:
-    """Return a dataclass field for an option; `Option` documents the arguments.
+def field_of(
+    describe: Callable[Concatenate[str, Rules], Option],
+) -> Callable[Concatenate[Any, str, Rules], Any]:
+    """Return the function that makes a dataclass field from a default and what `describe` takes.
 
     If the default is a dictionary, each object gets its own.
     """
-    described = Option(
-        description=description,
-        above=above,
-        at_least=at_least,
-        below=below,
-        at_most=at_most,
-        positional=positional,
-        essential=essential,
-        resume=resume,
-        exact=exact,
-        null_is_another_run=null_is_another_run,
-        validation=validation,
-        replaces=replaces,
-        per_machine=per_machine,
-        inherited=inherited,
-        used_with=used_with,
-        path=path,
-        command_line_only=command_line_only,
-        published=published,
-    )
-    metadata = {"option": described}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+
+    def make(default: Any, description: str, /, *args: Rules.args, **rules: Rules.kwargs) -> Any:
+        metadata = {"option": describe(description, *args, **rules)}
+        if isinstance(default, dict):
+            return dataclasses.field(default_factory=default.copy, metadata=metadata)
+        return dataclasses.field(default=default, metadata=metadata)
+
+    return make
+
+
+option = field_of(Option)  # of an option: its default, its description, and the rules of `Option`
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

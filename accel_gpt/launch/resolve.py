@@ -22,7 +22,6 @@ from accelerate import Accelerator
 from accel_gpt.config.budget import with_budget
 from accel_gpt.config.compare import differences
 from accel_gpt.config.costs import Budget, Costs
-from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, make_plan, plural, with_size
@@ -135,8 +134,6 @@ def resolve(
         log(f"budget   {plural(budget.steps, 'step')} in {text}: {reason}")
     if budget is not None and budget.steps == plan.max_steps:
         plan = replace(plan, budget=budget)
-    for line in describe_depth(to_flat(with_size(config, asked.train.micro_batch_size))):
-        log(line)
     changes = differences(to_flat(asked), to_flat(config))
     return Context(
         config=config,

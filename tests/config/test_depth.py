@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.depth import describe_depth
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import make_plan
-from accel_gpt.config.values import to_flat
 from accel_gpt.model.sizes import parameter_counts
 from tests.conftest import tiny
 
@@ -150,26 +148,11 @@ def test_every_depth_loads_and_plans(load: Load, depth: int) -> None:
     assert plan.tokens_per_step == config.train.tokens_per_step
 
 
-def test_the_lines_say_what_followed_and_what_was_set(load: Load) -> None:
-    assert describe_depth(to_flat(Config())) == []
-    config = load(*GPT2, "--model.n_head", 6, "--train.max_steps", 3250, "--optim.lr_factor", 2)
-    lines = describe_depth(to_flat(config))
-    assert lines[0] == (
-        "depth 12 sets model: init_std 0.02, n_embd 768, n_layer 12, preset fast; "
-        "overridden: n_head 6"
-    )
-    assert "muon_lr 0.05" in lines[1]
-    assert "x 1 for the batch, x 1 for the length, head x 1 for the width" in lines[-1]
-    assert lines[-1].endswith("x 2 by optim.lr_factor")
-    assert describe_depth(to_flat(load(*GPT2, "--model.extra.window", 64)))
-
-
 def test_the_vocabulary_is_that_of_the_prepared_folder(load: Load, corpus: Path) -> None:
     config = load("--data.train", corpus, "--model.depth", 2)
     assert config.train == load("--model.depth", 2, "--model.vocab_size", 257).train
     mixture = f"[{{path: {corpus}, weight: 1}}]"
-    mixed = to_flat(load("--data.train", mixture, "--model.depth", 2))
-    assert describe_depth(mixed)
+    assert load("--data.train", mixture, "--model.depth", 2).train == config.train
 
 
 def test_a_depth_on_the_command_line_goes_before_the_shape_in_the_file(load: Load) -> None:

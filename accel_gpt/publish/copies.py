@@ -37,6 +37,7 @@ from accel_gpt.errors import (
     require,
 )
 from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
+from accel_gpt.hub import SCHEME, parse_url
 from accel_gpt.json_files import Count
 from accel_gpt.runs.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
 from accel_gpt.runs.folder import RUN_NAME, SAMPLES, RunFolder, run_name, step_name, steps_in
@@ -109,6 +110,7 @@ class Copies:
         self.resume = resume  # checkpoint.resume
         self.log = log
         self.before: Owner | None = None  # who owned them when this launch began
+        self.damaged: set[int] = set()  # steps of copies that could not be restored
         self.replaced: dict[Path, bytes | None] = {}  # what this launch wrote, and what was there
 
     @cached_property
@@ -156,6 +158,7 @@ class Copies:
                 self.store.restore(step, self.out_dir, self.replaced)
             except CheckpointError as error:
                 self.log(f"WARNING: {error}; falling back to an earlier copy")
+                self.damaged.add(step)
             else:
                 self.log(f"downloaded step {step:,} from {self.url}")
                 return
@@ -196,9 +199,9 @@ class Copies:
         return owner
 
     def require_no_newer_copy(self) -> None:
-        """Raise `UserError` if a copy is newer than the newest checkpoint of the run."""
+        """Raise `UserError` if an intact copy is newer than the newest checkpoint of the run."""
         step = max(RunFolder(self.out_dir).checkpoints, default=0)
-        copied = max(self.complete_steps(), default=0)
+        copied = max(set(self.complete_steps()) - self.damaged, default=0)
         require(
             copied <= step,
             f"checkpoint.copy_to {self.url} holds step {copied:,}, but {self.out_dir} has no "
@@ -245,8 +248,9 @@ class CopyStore:
         self.root = root.rstrip("/")
         self.given_url = url
         self.url = store.url
-        # the Hub's buckets have no commits
-        self.on_hub = url.startswith("hf://") and not root.startswith("buckets/")
+        place = parse_url(url) if url.startswith(SCHEME) else None
+        # the repository, if the Hub has the copies; its buckets have no commits
+        self.hub = place if place and place.repo_type != "bucket" else None
 
     # ----------------------------------------------------------------------- owners
 
@@ -291,7 +295,7 @@ class CopyStore:
         On the Hub, raises an error if `head` is no longer the last commit.
         """
         content = strict_json(asdict(owner), indent=1).encode()
-        if self.on_hub:
+        if self.hub:
             title = f"launch {owner.launch}: {owner.run}"
             self.commit(title, {owner.file: content}, obsolete=[], parent=head)
             return
@@ -345,7 +349,7 @@ class CopyStore:
             record = SavedFile(records.stat().st_size, sha256(records))
             write_manifest(Path(temporary), {**listed, RECORDS: record})
             files |= {RECORDS: records, MANIFEST: Path(temporary, MANIFEST)}
-            if self.on_hub:
+            if self.hub:
                 named = {f"{checkpoint.name}/{name}": path for name, path in files.items()}
                 self.commit(checkpoint.name, named, obsolete)
                 return
@@ -417,15 +421,13 @@ class CopyStore:
 
         Creates a private repository if there is none.
         """
-        from huggingface_hub import HfApi, RepoUrl
+        from huggingface_hub import HfApi
 
-        if not self.on_hub:
+        if self.hub is None:
             return None
-        url = RepoUrl(self.given_url)
-        HfApi().create_repo(url.repo_id, repo_type=url.repo_type, private=True, exist_ok=True)
-        self.system.invalidate_cache()
-        revision = self.system.resolve_path(self.root).revision
-        return HfApi().repo_info(url.repo_id, repo_type=url.repo_type, revision=revision).sha
+        repo, kind = self.hub.repo, self.hub.repo_type
+        HfApi().create_repo(repo, repo_type=kind, private=True, exist_ok=True)
+        return HfApi().repo_info(repo, repo_type=kind, revision=self.hub.revision).sha
 
     def commit(
         self,
@@ -440,20 +442,19 @@ class CopyStore:
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-        target = self.system.resolve_path(self.root)
-        folder = f"{target.path_in_repo}/" if target.path_in_repo else ""
+        assert self.hub is not None
         operations: list[Any] = []
         for name, content in files.items():
-            operations.append(CommitOperationAdd(f"{folder}{name}", content))
+            operations.append(CommitOperationAdd(self.hub.path(name), content))
         for step in obsolete:
-            removed = f"{folder}{step_name(step)}/"
+            removed = f"{self.hub.path(step_name(step))}/"
             operations.append(CommitOperationDelete(removed, is_folder=True))
         HfApi().create_commit(
-            repo_id=target.repo_id,
+            repo_id=self.hub.repo,
             operations=operations,
             commit_message=title,
-            repo_type=target.repo_type,
-            revision=target.revision,
+            repo_type=self.hub.repo_type,
+            revision=self.hub.revision,
             parent_commit=parent,
         )
 

@@ -188,21 +188,21 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     (place / "step_00000012" / "manifest.json").unlink()
     file = place / "step_00000008" / "optimizer.bin"
     file.write_bytes(file.read_bytes()[:-9])
-    shutil.rmtree(tmp_path / "run")
-    assert launch(own) == 0
+    moved = [*own, "--out_dir", str(tmp_path / "moved")]  # as on another machine
+    assert launch(moved) == 0
     said = capsys.readouterr().err
     assert f"WARNING: checkpoint file {file} was altered: it has " in said
     assert "; falling back to an earlier copy" in said
     assert "downloaded step 4 from" in said
-    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
-    assert not list((tmp_path / "run" / "checkpoints").glob("*/run.zip"))
+    verify_checkpoint(tmp_path / "moved" / "checkpoints" / "step_00000004")
+    assert not list((tmp_path / "moved" / "checkpoints").glob("*/run.zip"))
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     verify_checkpoint(place / "step_00000012")
     for checkpoint in place.glob("step_*"):
         file = checkpoint / "optimizer.bin"
         file.write_bytes(file.read_bytes()[:-9])
-    shutil.rmtree(tmp_path / "run")
-    assert launch(own) == 4
+    shutil.rmtree(tmp_path / "moved")
+    assert launch(moved) == 4
     assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
 
 

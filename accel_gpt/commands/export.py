@@ -24,7 +24,6 @@ def export_model(options: ExportCommand) -> str:
             checkpoint=options.checkpoint,
             dtype=options.dtype,
             overwrite=options.overwrite,
-            license_id=options.license,
         ).describe()
     to = Path(options.to)
     exported = export(

@@ -352,21 +352,12 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
         False,
         "Replace an existing export.",
     )
-    license: str | None = option(
-        None,
-        "Licence of the weights for the metadata of a GGUF file, as the Hub names it. null: "
-        "hub.license of the run.",
-    )
 
     def _check(self) -> None:
         require(bool(self.to or self.gguf), "--to is missing; give the folder to create, or --gguf")
         require(
             self.dtype != "q8_0" or not self.to,
             "--dtype is q8_0, but --to takes fp32, bf16 or fp16; give --gguf instead of --to",
-        )
-        require(
-            self.license is None or bool(self.gguf),
-            "--license is for the metadata of a GGUF file; give --gguf in place of --to",
         )
 
 

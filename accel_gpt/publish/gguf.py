@@ -77,14 +77,12 @@ def export_gguf(
     checkpoint: str = "last",
     dtype: str = "fp32",
     overwrite: bool = False,
-    license_id: str | None = None,
 ) -> ExportedGGUF:
     """Export the model `name`, as `find_pretrained` finds it, to the GGUF file `to`.
 
-    The file appears when it is complete and compared, or not at all. `license_id`: None
-    for `hub.license` of the run. Raises `UserError` if the file or its Modelfile exists, or if
-    llama.cpp cannot compute the model or its tokenizer; `CheckpointError` if llama.cpp computes
-    other values.
+    The file appears when it is complete and compared, or not at all. Raises `UserError` if the file
+    or its Modelfile exists, or if llama.cpp cannot compute the model or its tokenizer;
+    `CheckpointError` if llama.cpp computes other values.
     """
     for package in ("gguf", LLAMA_CPP):
         require(
@@ -109,7 +107,7 @@ def export_gguf(
             vocabulary=vocabulary,
             file=file,
             dtype=dtype,
-            license_id=license_id or license_of(pretrained),
+            license_id=license_of(pretrained),
         )
 
     to.parent.mkdir(parents=True, exist_ok=True)

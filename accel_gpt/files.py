@@ -112,14 +112,6 @@ def cache_folder() -> Path:
     return home / "accel_gpt"
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder; 0 if unknown."""
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
-
-
 def link_tree(folder: Path, to: Path) -> None:
     """Copy a folder, with hard links if the file system supports them."""
     shutil.copytree(folder, to, copy_function=link)

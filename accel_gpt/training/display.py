@@ -3,9 +3,7 @@
 import contextlib
 import math
 import os
-import re
 import sys
-import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
@@ -14,6 +12,16 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as RichProgress
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -56,13 +64,11 @@ WIDEST = 100  # columns of the panel
 FRAMES_PER_SECOND = 2
 LINE_SECONDS = 10.0  # between two lines of progress
 BAR_SECONDS = 0.2  # between two drawings of a bar
-SHORTEST_PACE_SECONDS = 1.0  # shortest time from which a pace is estimated; assumption
 SHOW_CURSOR = b"\x1b[?25h\n"  # the live panel hides the cursor
 BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
 TALLEST_CURVE = 8  # rows
 LABEL_COLUMNS = 9  # left of the curve
 OTHER_ROWS = 5  # rows of a terminal that the curve leaves free, before it takes a third of the rest
-LABEL = re.compile(r" *[a-z]+(?: [a-z]+)? {2,}(?=\S)")  # `data     ` before the text of a line
 SMALLEST_LOSS = 1e-3  # smaller losses are drawn as this value, since the axis is logarithmic
 
 
@@ -86,31 +92,7 @@ def is_shown(level: str, text: str) -> bool:
 def print_line(level: str, text: str) -> None:
     """Print a line on rank 0 if `log.level` allows it, before the run has its `Display`."""
     if is_main() and is_shown(level, text):
-        write_err(wrapped(text))
-
-
-def wrapped(text: str) -> str:
-    """Break labelled lines between words if standard error is a terminal that is narrower.
-
-    The text stays in its column, beside the label. Words that are longer than a row stay whole, as
-    do lines without a label: they may be code.
-    """
-    if not sys.stderr.isatty():
-        return text
-    width = Console(stderr=True).width
-    lines = []
-    for line in text.split("\n"):
-        label = LABEL.match(line)
-        if label and len(line) > width > 2 * len(label[0]):
-            parts = textwrap.wrap(
-                line[len(label[0]) :],
-                width - len(label[0]),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            line = label[0] + f"\n{' ' * len(label[0])}".join(parts)
-        lines.append(line)
-    return "\n".join(lines)
+        write_err(text)
 
 
 class LiveScreen(Live):
@@ -128,9 +110,9 @@ class LiveScreen(Live):
 class Progress:
     """Shows the progress of a task on standard error: a bar on a terminal, else a line every 10 s.
 
-    `unit`: the plural noun of the counts; `bytes` are shown in MB and MB/s. `total` None: unknown.
-    `done`: the count at the start. `bar` False: print lines on a terminal too. The clock restarts
-    if the count falls back to its start or below, as in the next part of a task.
+    `unit`: the plural noun of the counts; `bytes` are shown in MB. `total` None: unknown. `done`:
+    the count at the start. `bar` False: print lines on a terminal too. The clock restarts if the
+    count falls back to its start or below, as in the next part of a task.
     """
 
     def __init__(
@@ -142,76 +124,70 @@ class Progress:
         active: bool = True,
         bar: bool = True,
     ) -> None:
-        self.task = task
         self.unit = unit
-        self.total = total
-        self.done = done
         self.active = active
-        self.first = done  # the count at `started`
-        self.started = time.monotonic()
-        self.shown = self.started
-        self.live: Live | None = None
-        if active and bar and can_draw():
-            self.live = LiveScreen(
-                console=Console(stderr=True),
-                auto_refresh=False,  # no thread: `prepare` forks
-                redirect_stdout=sys.stdout.isatty(),  # a stdout that goes to a file stays there
-                transient=True,
-            )
+        self.first = done  # the count at the start
+        self.shown = time.monotonic()
+        self.is_bar = active and bar and can_draw()
+        counts: list[ProgressColumn] = [DownloadColumn(), TransferSpeedColumn()]
+        if unit != "bytes":
+            counts = [MofNCompleteColumn(), TextColumn(unit)]
+        self.bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *counts,
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,  # no thread: `prepare` forks
+            redirect_stdout=sys.stdout.isatty(),  # a stdout that goes to a file stays there
+            transient=True,
+            get_time=lambda: time.monotonic(),
+        )
+        self.bar.add_task(task, total=total, completed=done)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.live:
+        if self.is_bar:
             with contextlib.suppress(OSError):  # the terminal is gone
-                self.live.stop()
+                self.bar.stop()
 
     def advance(self, amount: int) -> None:
         """Add to the count."""
-        self.update(self.done + amount, self.total)
+        (task,) = self.bar.tasks
+        self.update(int(task.completed) + amount, None if task.total is None else int(task.total))
 
     def update(self, done: int, total: int | None) -> None:
         """Set the count and the total; show them, at most once per interval."""
-        self.done = done
-        self.total = total
-        now = time.monotonic()
+        (task,) = self.bar.tasks
         if done <= self.first:
             self.first = done
-            self.started = now
-        if not self.active or now - self.shown < (BAR_SECONDS if self.live else LINE_SECONDS):
+            self.bar.reset(task.id, total=total, completed=done)
+        self.bar.update(task.id, total=total, completed=done)
+        now = time.monotonic()
+        if not self.active or now - self.shown < (BAR_SECONDS if self.is_bar else LINE_SECONDS):
             return
         self.shown = now
-        if self.live is None:
+        if not self.is_bar:
             write_err(self.text())
             return
-        console = self.live.console
-        row = progress_row(self.task, done, total, self.details(), min(console.width, WIDEST))
         with contextlib.suppress(OSError):  # the terminal is gone
-            self.live.start()
-            console.show_cursor(True)  # a killed process could not show it again
-            self.live.update(row, refresh=True)
+            self.bar.start()
+            self.bar.console.show_cursor(True)  # a killed process could not show it again
+            self.bar.refresh()
 
     def text(self) -> str:
-        """Return the progress as a line: `tokenizing: 12.0 of 40.0 MB, 2.0 MB/s, left 0:00:14`."""
-        return f"{self.task}: {self.details()}"
-
-    def details(self) -> str:
-        """Return counts, pace of bytes, and time left; the time spent if the total is unknown."""
-        spent = time.monotonic() - self.started
-        pace = (self.done - self.first) / max(spent, SHORTEST_PACE_SECONDS)  # per second
+        """Return the progress as a line: `tokenizing: 12.0 of 40.0 MB, left 0:00:14`."""
+        (task,) = self.bar.tasks
+        counts = [task.completed] if task.total is None else [task.completed, task.total]
         if self.unit == "bytes":
-            total = "" if self.total is None else f" of {self.total / 1e6:,.1f}"
-            counts = f"{self.done / 1e6:,.1f}{total} MB, {pace / 1e6:,.1f} MB/s"
+            shown = " of ".join(f"{count / 1e6:,.1f}" for count in counts) + " MB"
         else:
-            total = "" if self.total is None else f" of {self.total:,}"
-            counts = f"{self.done:,}{total} {self.unit}"
-        if self.total is None:
-            return f"{counts}, {format_clock(spent)}"
-        if pace == 0 or spent < SHORTEST_PACE_SECONDS:
-            return counts
-        left = max(self.total - self.done, 0) / pace
-        return f"{counts}, left {format_clock(left)}"
+            shown = " of ".join(f"{count:,.0f}" for count in counts) + f" {self.unit}"
+        if task.time_remaining is not None:
+            return f"{task.description}: {shown}, left {format_clock(task.time_remaining)}"
+        return f"{task.description}: {shown}, {format_clock(task.elapsed or 0.0)}"
 
 
 # --------------------------------------------------------------------------- a run
@@ -258,11 +234,11 @@ class Display:
         """Print a line, above the panel if there is one."""
         with contextlib.suppress(OSError, ValueError):  # a full disk, or the terminal is gone
             if self.live is None:
-                write_err(wrapped(text))
+                write_err(text)
                 sys.stderr.flush()
             else:
                 self.live.console.print(
-                    wrapped(text), markup=False, emoji=False, highlight=False, soft_wrap=True
+                    text, markup=False, emoji=False, highlight=False, soft_wrap=True
                 )
 
     def resume(self, step: int, losses: Iterable[float]) -> None:
@@ -337,8 +313,8 @@ class Display:
         )
 
 
-def progress_row(before: str, done: int, total: int | None, after: str, width: int) -> Table:
-    """Return a progress bar between two texts; it pulses if the total is unknown."""
+def progress_row(before: str, done: int, total: int, after: str, width: int) -> Table:
+    """Return a progress bar between two texts."""
     row = Table.grid(padding=(0, 1), expand=False)
     row.width = width
     row.add_column(no_wrap=True)
@@ -358,16 +334,18 @@ def figures(parts: Sequence[str]) -> Text:
 def loss_curve(losses: Sequence[float], width: int, height: int) -> list[Text]:
     """Return the lines of a loss curve on a logarithmic axis, with its highest and lowest value.
 
-    It fills `width` columns and `height` rows. If there are more losses than columns, each column
-    is the mean of equally many losses; the last may have fewer. If there are fewer losses, the
-    curve is straight between them. The lowest column is one eighth of a row high. Returns no lines
-    for fewer than two losses, columns or rows.
+    It fills `width` columns and `height` rows; each column is the mean of the losses that fall into
+    it. The lowest column is one eighth of a row high. Returns no lines for fewer than two losses,
+    columns or rows.
     """
-    size = math.ceil(len(losses) / max(width, 1)) or 1
-    points = [fmean(losses[i : i + size]) for i in range(0, len(losses), size)]
-    if len(points) < 2 or height < 2:
+    if len(losses) < 2 or width < 2 or height < 2:
         return []
-    logs = stretched([math.log(max(point, SMALLEST_LOSS)) for point in points], width)
+    points = []
+    for column in range(width):
+        first = column * len(losses) // width
+        end = max((column + 1) * len(losses) // width, first + 1)
+        points.append(fmean(losses[first:end]))
+    logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
     span = max(logs) - min(logs) or 1.0
     unit = (8 * height - 1) / span  # eighths of a row
     heights = [1 + round((value - min(logs)) * unit) for value in logs]
@@ -378,14 +356,3 @@ def loss_curve(losses: Sequence[float], width: int, height: int) -> list[Text]:
         line = Text.assemble((f"{label:>8} ", "dim"), (blocks, "cyan"), no_wrap=True)
         lines.append(line)
     return lines
-
-
-def stretched(values: Sequence[float], width: int) -> list[float]:
-    """Return `width` values at equal distances on the straight lines through `values`."""
-    found = []
-    for column in range(width):
-        place = column * (len(values) - 1) / (width - 1)
-        before = min(int(place), len(values) - 2)
-        share = place - before
-        found.append((1 - share) * values[before] + share * values[before + 1])
-    return found

@@ -6,11 +6,10 @@ so a name begins with a count and not with the time: a clock may go back.
 
 import io
 import re
-import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_gpt.files import append_all_or_nothing
 
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 NAME = "events.out.tfevents.{:010d}.accel_gpt"
-# of a record: length (8 bytes), checksum (4 bytes), event, checksum (4 bytes)
-HEADER_BYTES = 12
-FOOTER_BYTES = 4
 TEXT_ENDING = "/text_summary"  # that torch appends to the tag of a text
 
 
@@ -29,27 +25,22 @@ class EventFile:
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, charts: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.charts = charts  # group -> chart -> what it shows
         self.path = folder / NAME.format(next_number(folder))
         self.unwritten = b""  # while the disk is full
 
     def begin(self, step: int) -> None:
         """Begin the file. TensorBoard drops `step` and all later steps of earlier files."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from torch.utils.tensorboard.summary import custom_scalars
 
         self.folder.mkdir(parents=True, exist_ok=True)
         begin = SessionLog(status=SessionLog.START)
-        charts = custom_scalars(self.charts)  # type: ignore[no-untyped-call]  # torch has no types
-        self.append(
-            [
-                first_event(time.time()),
-                Event(wall_time=time.time(), step=step, session_log=begin),
-                Event(wall_time=time.time(), summary=charts),
-            ]
-        )
+        events = [
+            first_event(time.time()),
+            Event(wall_time=time.time(), step=step, session_log=begin),
+        ]
+        self.append(events)
 
     def log(self, values: Mapping[str, float | str], step: int) -> None:
         """Append one event with the numbers and texts of a step."""
@@ -105,43 +96,26 @@ def as_records(events: Iterable["Event"]) -> bytes:
     return content.getvalue()
 
 
-def event_files(folder: Path) -> list[Path]:
-    """Return the event files of a folder in the order in which TensorBoard reads them."""
-    return sorted(folder.glob("*tfevents*"))
-
-
 def next_number(folder: Path) -> int:
     """Return a number that orders a new event file behind the others of a folder."""
-    numbers = [re.search(r"tfevents\.(\d+)", path.name) for path in event_files(folder)]
+    names = [path.name for path in folder.glob("*tfevents*")]
+    numbers = [re.search(r"tfevents\.(\d+)", name) for name in names]
     return max((int(found[1]) for found in numbers if found), default=-1) + 1
 
 
 def logged_values(folder: Path) -> dict[int, set[str]]:
     """Return the names of the values that TensorBoard shows for each step of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     shown: dict[int, set[str]] = {}
-    for path in event_files(folder):
-        for event in read_events(path):
-            if event.HasField("session_log"):
-                shown = {step: names for step, names in shown.items() if step < event.step}
-            names = shown.setdefault(event.step, set())
-            names.update(value.tag.removesuffix(TEXT_ENDING) for value in event.summary.value)
+    if not folder.is_dir():
+        return shown
+    everything = {"scalars": 0, "tensors": 0}  # 0: keep all
+    held = EventAccumulator(str(folder), size_guidance=everything).Reload()
+    for tag in held.Tags()["scalars"]:
+        for event in held.Scalars(tag):
+            shown.setdefault(event.step, set()).add(tag)
+    for tag in held.Tags()["tensors"]:
+        for event in held.Tensors(tag):
+            shown.setdefault(event.step, set()).add(tag.removesuffix(TEXT_ENDING))
     return shown
-
-
-def read_events(path: Path) -> Iterator["Event"]:
-    """Yield the events of a file up to the first record that is incomplete or damaged."""
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    content = path.read_bytes()
-    position = 0
-    while position + HEADER_BYTES <= len(content):
-        (size,) = struct.unpack_from("<Q", content, position)
-        start = position + HEADER_BYTES
-        position = start + size + FOOTER_BYTES
-        if position > len(content):
-            return
-        try:
-            event = Event.FromString(content[start : start + size])
-        except Exception:  # protobuf, which tensorboard requires, has no other public class
-            return
-        yield event

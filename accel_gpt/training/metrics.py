@@ -74,43 +74,20 @@ def checked_record(found: object, place: str, others: Collection[str] = ()) -> R
     `place`: of the function, for errors. Raises `UserError` unless it returned {name: number}, with
     names that no other metric has; `others`: further such names.
     """
-    require(
-        isinstance(found, Mapping),
-        f"{place} returned {type(found).__name__}; return {{name: number}}",
-    )
-    assert isinstance(found, Mapping)
+    if not isinstance(found, Mapping):
+        raise UserError(f"{place} returned {type(found).__name__}; return {{name: number}}")
     record = {}
     for name, value in found.items():
         require(
-            isinstance(name, str),
-            f"{place} returned the metric {name!r}; its name must be a text, such as "
-            "eval/exact_match",
-        )
-        require(
             name not in COLUMNS and name not in others,
-            f"{place} returned {name!r}, the name of another metric; choose another name",
+            f"{place} returned {name!r}, the name of another metric",
         )
-        number = number_in(value)
-        if number is None:
-            raise UserError(f"{place} returned {name} as {value!r:.60}; return a number")
-        record[name] = number
+        require(isinstance(name, str), f"{place} returned {name!r}; the name must be a text")
+        try:
+            record[name] = float(value.full_tensor() if is_sharded(value) else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"{place} returned {name} as {value!r:.60}; return a number") from None
     return record
-
-
-def number_in(value: object) -> float | None:
-    """Return a number, or a tensor or array of one, as a float; None for any other value.
-
-    A collective for a tensor that FSDP shards.
-    """
-    if isinstance(value, torch.Tensor):
-        whole = value.full_tensor() if is_sharded(value) else value
-        return float(whole.detach()) if whole.numel() == 1 and not whole.is_complex() else None
-    if isinstance(value, str):
-        return None
-    try:
-        return float(value)  # type: ignore[arg-type]  # also of NumPy
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 class MetricsLog:

@@ -21,20 +21,18 @@ from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
-from accel_gpt.files import free_bytes, strict_json, write_file
+from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.budget import Pace
 from accel_gpt.launch.clock import synchronize
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine
-from accel_gpt.launch.process import threads_of_environment
 from accel_gpt.launch.stopping import Watchdog
-from accel_gpt.launcher import launcher_precision
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.own_code import OwnCode
 from accel_gpt.runs.folder import CODE, RunFolder
 from accel_gpt.runs.state import TrainState
 from accel_gpt.training.dashboard import Dashboard
-from accel_gpt.training.display import Display, can_draw
+from accel_gpt.training.display import Display
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.profiling import profile
 from accel_gpt.training.trackers import Trackers
@@ -69,9 +67,7 @@ class Reporter:
         self.out_dir = Path(config.out_dir)
         self.speed = Speed(gpt, plan, accelerator)
         self.pace = Pace(plan.budget, display.log)
-        self.trackers = Trackers(
-            accelerator, config.log.trackers, self.out_dir, self.speed.peak is not None
-        )
+        self.trackers = Trackers(accelerator, config.log.trackers, self.out_dir)
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # the last write failed
         self.stopwatch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
@@ -184,11 +180,9 @@ class Reporter:
                 f"train.micro_batch_size is {asked}, lowered to {self.plan.micro_batch_size}: "
                 f"{self.plan.world_size} processes share the step"
             )
-        # a log lists the options; a terminal keeps its rows for the panel
-        options = [] if can_draw() else option_lines(self.config)
         lines = [
             f"run      {self.config.out_dir}",
-            *options,
+            *option_lines(self.config),
             *code_lines(self.config.own),
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
@@ -201,16 +195,10 @@ class Reporter:
 
     def device_line(self, machine: dict[str, Any]) -> str:
         """Describe processes, device, precision and threads."""
-        train = self.config.train
         precision = machine["mixed_precision"]
         if precision == "no":
             precision = "fp32"
-        if train.mixed_precision is None:
-            by_launcher = launcher_precision() != "no"
-            precision += " (set by the launcher)" if by_launcher else " (default)"
         threads = plural(machine["threads_per_process"], "thread")
-        if self.accelerator.device.type == "cpu" and threads_of_environment(train):
-            threads += " (OMP_NUM_THREADS)"
         unknown_peak = ""
         if not self.speed.peak:
             unknown_peak = f"; no MFU: the device's {self.speed.dtype} peak is not known"
@@ -341,11 +329,9 @@ class Reporter:
             write()
         except OSError as error:
             if not self.disk_full:
-                free = free_bytes(self.out_dir)
                 self.log(
                     f"WARNING: metrics could not be written in {self.out_dir}: "
-                    f"{error.strerror or error} ({free:,} bytes are free); training continues and "
-                    "writes them when there is room"
+                    f"{error.strerror or error}; training continues and writes them later"
                 )
             self.disk_full = True
 
@@ -379,8 +365,7 @@ def code_lines(own: OwnCode) -> list[str]:
 
 
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
-    """Return the last lines of a launch: the result, the folder of the run and the next steps."""
-    out = shlex.quote(config.out_dir)
+    """Return the last line of a launch: what it did, and the folder of the run."""
     spent = format_clock(state.seconds)
     name = "last val loss" if signal_name else "val loss"  # after a signal, of an earlier step
     loss = "" if state.val_loss is None else f", {name} {state.val_loss:.4f}"
@@ -394,30 +379,6 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
             f"train.stop_at: saved at step {state.step:,} of {plan.max_steps:,} after {spent}"
             f"{loss}; launch again without it to continue"
         )
-    files = ", ".join(sorted(path.name for path in Path(config.out_dir).glob("[!.]*")))
-    length = "train.max_tokens" if config.train.max_tokens else "train.max_steps"
-    code = ""
-    use = (
-        f"  use it      accel-gpt export {out} --to FOLDER for transformers, or --gguf FILE for "
-        "llama.cpp and Ollama\n"
-    )
-    if config.own.model is not None:
-        code = f" --code {shlex.quote(config.own.file)}"
-        use = ""
-    more = f"the same command with a larger {length}"
-    allow = f" and --checkpoint.allow_change {length}"
-    if plan.budget:  # config.yaml has the warm-up and intervals that the budget came to
-        words = ["accel-gpt", "train", str(Path(config.out_dir, "config.yaml"))]
-        words += ["--code", config.own.file] if config.own.file else []
-        more = f"{shlex.join(words)} --{length} N"
-        allow = f" --checkpoint.allow_change {length}"
-    if config.schedule.name != "constant":
-        more += allow
     return (
-        f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}\n"
-        f"  run         {out} ({files})\n"
-        f'  try         accel-gpt sample {out}{code} --prompt "..."\n'
-        f"  curves      accel-gpt report {out}\n"
-        f"{use}"
-        f"  train more  {more}"
+        f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}: {config.out_dir}"
     )

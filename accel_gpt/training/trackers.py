@@ -63,13 +63,10 @@ class Held:
 class Trackers:
     """The trackers of a run. Ranks other than 0 have none."""
 
-    def __init__(
-        self, accelerator: Accelerator, names: Sequence[str], out_dir: Path, has_mfu: bool
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, names: Sequence[str], out_dir: Path) -> None:
         self.accelerator = accelerator
         self.names = names
         self.out_dir = out_dir
-        self.charts = chart_groups(has_mfu)
         self.held: dict[str, Held] = {}  # by the name of a tracker
 
     def start(self, step: int, sampled_step: int, yaml: str, options: Mapping[str, Any]) -> None:
@@ -89,14 +86,13 @@ class Trackers:
                 self.held[tracker.name] = find_held(tracker, known, step, self.out_dir)
                 store_options(tracker, options)
             if EventFile.name in self.names:
-                events = EventFile(self.out_dir / EventFile.name / PROJECT, self.charts)
+                events = EventFile(self.out_dir / EventFile.name / PROJECT)
                 self.held[events.name] = begin_events(events, known, step)
                 events.log({"config": yaml}, step)
                 accelerator.trackers.append(events)
         except Exception as error:  # each package has its own error classes
             raise UserError(
-                f"a tracker of log.trackers ({', '.join(self.names)}) did not start: "
-                f"{error}; check its login, or remove it from log.trackers"
+                f"a tracker of log.trackers ({', '.join(self.names)}) did not start: {error}"
             ) from error
         for known_step, values in sorted(known.items()):
             self.log(values, known_step)
@@ -299,25 +295,3 @@ def begin_events(events: EventFile, known: Mapping[int, Values], step: int) -> H
     first = min([*lacking, step])
     events.begin(first)
     return Held(before=first)
-
-
-def chart_groups(has_mfu: bool) -> dict[str, dict[str, list[Any]]]:
-    """Return TensorBoard's custom scalars: group -> chart -> patterns of the metrics in it."""
-    charts = {
-        "loss/train and val": ["^train/loss$", "^eval/train_loss$", "^eval/val_loss($|/)"],
-        "loss/bits per byte": ["^eval/val_bits_per_byte($|/)"],
-        "optimization/lr": ["^train/lr$"],
-        "optimization/grad norm": ["^train/grad_norm$"],
-        "optimization/skipped updates and spikes": ["^train/skipped$", "^train/spikes$"],
-        "speed/tokens per second": ["^perf/tokens_per_second$"],
-        "speed/ms per step": ["^perf/step_ms$"],
-        "speed/MFU": ["^perf/mfu$"],
-        "memory/GB": ["^perf/memory_gb$"],
-    }
-    if not has_mfu:
-        del charts["speed/MFU"]
-    groups: dict[str, dict[str, list[Any]]] = {}
-    for name, patterns in charts.items():
-        group, _, title = name.partition("/")
-        groups.setdefault(group, {})[title] = ["Multiline", patterns]
-    return groups

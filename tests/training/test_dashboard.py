@@ -15,10 +15,8 @@ import pytest
 
 from accel_gpt.config.experiment import LogConfig
 from accel_gpt.errors import UserError
-from accel_gpt.evals.validation import Score
 from accel_gpt.training import dashboard
 from accel_gpt.training.dashboard import Dashboard
-from accel_gpt.training.trackers import chart_groups
 from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
 from tests.test_train import before_step
@@ -124,22 +122,6 @@ def test_a_run_has_a_dashboard_while_it_trains(
     words = ["--train.max_steps", "3", "--log.trackers", "tensorboard", "--log.dashboard", "true"]
     assert launch(small_run(*QUIET[:4], *words)) == 0
     assert "".join(shown).count("dashboard  http://localhost:77\n") == 1
-
-
-def test_no_chart_draws_a_standard_error_beside_its_value() -> None:
-    score = Score(3.0, 2, 4, 0.1, 0.2)
-    keys = {
-        *(score.metrics("train") | score.metrics("val") | score.metrics("val", "web")),
-    }
-    charts = {k: v for group in chart_groups(has_mfu=False).values() for k, v in group.items()}
-    drawn = {
-        title: {key for key in keys if any(re.match(pattern, key) for pattern in patterns)}
-        for title, (_, patterns) in charts.items()
-    }
-    assert {title: lines for title, lines in drawn.items() if lines} == {
-        "train and val": {"eval/train_loss", "eval/val_loss", "eval/val_loss/web"},
-        "bits per byte": {"eval/val_bits_per_byte", "eval/val_bits_per_byte/web"},
-    }
 
 
 ENDS = {

@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 
 from accel_gpt import files, train
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training.event_file import read_events
 from accel_gpt.training.trackers import wandb_records
 from tests.conftest import launch
 from tests.test_train import around_updates, records
@@ -28,7 +27,6 @@ Arguments = Callable[..., list[str]]
 Rows = list[tuple[int, str, Any]]  # step, name and value of each point that a tracker shows
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = -9
-LAYOUT = "custom_scalars__config__"
 SHORT = ["--train.max_steps", "8", "--schedule.decay_steps", "10"]
 LONGER = ["--schedule.decay_steps", "10", "--checkpoint.allow_change", "train.max_steps"]
 # trains without a network: any connection to another machine is an error. The clock goes back.
@@ -60,7 +58,7 @@ def shown_by_tensorboard(run: Path) -> Rows:
     sizes = {"tensors": 0}  # keep all
     found: Any = EventAccumulator(str(run / "tensorboard" / "accel_gpt"), sizes).Reload()
     rows: Rows = []
-    for tag in set(found.Tags()["tensors"]) - {LAYOUT}:
+    for tag in found.Tags()["tensors"]:
         for event in found.Tensors(tag):
             numbers = list(event.tensor_proto.float_val)
             texts = [text.decode() for text in event.tensor_proto.string_val]
@@ -102,11 +100,6 @@ def test_event_files_are_ordered_by_launch_even_if_the_clock_goes_back(
     assert [step for step, name, _ in shown_by_tensorboard(run) if name == "train/loss"] == [
         *range(1, 13)
     ]
-    curves = sorted((run / "tensorboard" / "accel_gpt").iterdir())
-    assert len(curves) == 2
-    for path in curves:  # the layout of related curves
-        tags = [value.tag for event in read_events(path) for value in event.summary.value]
-        assert tags.count(LAYOUT) == 1
 
 
 def test_what_tensorboard_lacks_comes_from_the_metrics(
@@ -164,7 +157,10 @@ def test_a_disk_that_was_full_is_told_once_and_nothing_is_lost(
     assert launch(small_run("--log.trackers", "tensorboard", *bare)) == 0
     said = capsys.readouterr().err
     assert said.count("WARNING") == 1
-    assert f"metrics could not be written in {tmp_path / 'run'}: No space left on device (" in said
+    assert (
+        f"metrics could not be written in {tmp_path / 'run'}: No space left on device; training"
+        in said
+    )
     assert "Traceback" not in said
     assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 13))
     assert_shows(shown_by_tensorboard(tmp_path / "run"), tmp_path / "run")

@@ -400,43 +400,14 @@ def sequences_given(state: StateDict) -> dict[str, int]:
     return given
 
 
-def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[Any, Any]]:
+def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[str, str]]:
     """Return what differs between the sources of two states: key -> (before, now)."""
     if before["data_fingerprint"] == now["data_fingerprint"]:
         return {}
-    if len(before["data_sources"]) == len(now["data_sources"]) == 1:
-        return {"data.train": (describe_data(before), describe_data(now))}
-    former = {source.fingerprint: source for source in before["data_sources"]}
-    present = {source.fingerprint: source for source in now["data_sources"]}
-    changes: dict[str, tuple[Any, Any]] = {}
-    for fingerprint in former | present:
-        old = former.get(fingerprint)
-        new = present.get(fingerprint)
-        was = describe_weight(old)
-        is_now = describe_weight(new)
-        if was == is_now:
-            continue
-        one = new or old
-        assert one is not None
-        key = f"data.train[{one.name}]"
-        if key in changes:  # other content under the same name
-            (content,) = [
-                source.fingerprint for source in former.values() if source.name == one.name
-            ]
-            was = f"{changes[key][0]} ({content[:12]})"
-            is_now = f"{is_now} ({fingerprint[:12]})"
-        changes[key] = (was, is_now)
-    return changes
+    return {"data.train": (describe_sources(before), describe_sources(now))}
 
 
-def describe_weight(source: TrainedSource | None) -> str:
-    """Return `weight 2`, or `absent` without a source."""
-    return f"weight {source.weight:g}" if source else "absent"
-
-
-def describe_data(state: StateDict) -> str:
-    """Return the path and fingerprint of a state's only source: `data/web (1a2b3c4d5e6f)`."""
-    config = state.get("config", {})
-    fingerprint = state["data_fingerprint"][:12]
-    path = config.get("data.train")
-    return f"{path} ({fingerprint})" if isinstance(path, str) else fingerprint
+def describe_sources(state: StateDict) -> str:
+    """Describe each source by name, weight and fingerprint: `web, weight 2 (1a2b3c4d5e6f)`."""
+    sources = state["data_sources"]
+    return "; ".join(f"{s.name}, weight {s.weight:g} ({s.fingerprint[:12]})" for s in sources)

@@ -15,11 +15,10 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
-from accel_gpt.data.corpus import open_corpus, sequences_given, source_changes
+from accel_gpt.data.corpus import open_corpus, sequences_given
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.runs.state import TrainState
 from tests.conftest import launch, text_of
 from tests.test_train import assert_same_weights, records, signal_after, weights
 
@@ -126,12 +125,10 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     other = [*mixture((two[0], 3), (two[1], 1), (corpus, 4)), *six]
     assert launch(small_run(*other)) == 2
     shown = capsys.readouterr().err
-    assert "data.train[data1] was weight 1, is weight 3" in shown
-    assert "data.train[corpus] was absent, is weight 4" in shown
-    assert "data.train[data2]" not in shown
+    assert re.search(r"data\.train was data., weight 1 \(.*\), is .*corpus, weight 4 \(", shown)
     assert shown.rstrip().endswith("or accept it with --checkpoint.allow_change data.train")
     assert launch(small_run(*other, "--checkpoint.allow_change", "data.train")) == 0
-    assert "from step 3 on data.train[corpus] is weight 4; it was absent" in capsys.readouterr().err
+    assert re.search(r"from step 3 on data\.train is .*corpus, weight 4", capsys.readouterr().err)
     # 24 sequences of 12 each, then 24 by 3 : 1 : 4
     state = json.loads((tmp_path / "run/checkpoints/step_00000006/trainer_state.json").read_text())
     assert (state["data_origin"], state["sequences"]) == (24, 48)
@@ -175,13 +172,6 @@ def test_sources_come_and_go_and_each_goes_on_where_it_was() -> None:
         state["data_given"] = sequences_given(state)
         assert state["data_given"] == expected
         state["data_origin"] = end
-
-
-def test_a_source_of_other_content_is_told_apart_by_its_fingerprint() -> None:
-    old = vars(TrainState(data_fingerprint="ab", data_sources=sources(a=1, b=1)))
-    new = [*sources(a=1), TrainedSource(name="b", weight=1, fingerprint="c")]
-    now = vars(TrainState(data_fingerprint="ac", data_sources=new))
-    assert source_changes(old, now) == {"data.train[b]": ("weight 1 (b)", "weight 1 (c)")}
 
 
 def sources(**weights: float) -> list[TrainedSource]:

@@ -182,8 +182,7 @@ class Corpus:
         source = self.train.sources[epochs.index(most)]
         return (
             f"WARNING: this run reads {source.path} {most:,.0f} times, but after {MOST_EPOCHS} "
-            "times a text teaches little; if the val loss rises, use --checkpoint best, fewer "
-            "steps or more text"
+            "times a text teaches little"
         )
 
     def lines_on_bytes(self) -> list[str]:

@@ -84,20 +84,7 @@ def test_a_val_file_of_another_size_is_found_and_can_be_accepted(
     assert "it has 12,000 bytes, expected 10,000" in capsys.readouterr().err
 
 
-def test_a_file_of_another_project_with_another_time_is_a_warning(
-    foreign_run: Arguments, foreign: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(foreign_run()) == 0
-    os.utime(foreign / "train.bin")
-    capsys.readouterr()
-    warning = f"WARNING: {foreign / 'train.bin'} was written after the previous launch"
-    assert launch(foreign_run(*LONGER)) == 0
-    assert warning in capsys.readouterr().err
-    assert launch(foreign_run("--train.max_steps", "20", *LONGER[2:])) == 0
-    assert warning not in capsys.readouterr().err
-
-
-def test_a_shard_that_was_only_touched_goes_on_and_is_not_hashed_again(
+def test_a_shard_that_was_only_touched_is_hashed_once(
     small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(small_run()) == 0
@@ -126,7 +113,6 @@ OVERWRITE = """content = bytearray(Path(path).read_bytes())
         Path({to}).write_bytes(content)
         """
 ALTERED = {
-    "in place": OVERWRITE.format(to="path"),
     "in place, with the old time": OVERWRITE.format(to="path")
     + "os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))",
     "replaced": OVERWRITE.format(to="path + 'new'") + "os.replace(path + 'new', path)",
@@ -134,8 +120,6 @@ ALTERED = {
 }
 TOUCHED = {
     "touched": "os.utime(path)",
-    "other rights": "os.chmod(path, 0o600)",
-    "linked by a backup": "os.link(path, path + '.backup')",
     "replaced by a copy": "shutil.copy2(path, path + 'new'); os.replace(path + 'new', path)",
 }
 

@@ -68,22 +68,11 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     assert last["eval/val_loss"] == pytest.approx(mean)
 
 
-@pytest.mark.parametrize(("steps", "warned"), [("1100", False), ("1150", True)])
-def test_a_text_that_is_read_too_often_is_named_once(
-    steps: str, warned: bool, small_run: Arguments, corpus: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    config = load_config(small_run("--train.max_steps", steps), "")
-    plan = make_plan(config, 1)
-    found = open_corpus(config)
-    (epochs,) = found.train.epochs(plan.max_steps * plan.sequences_per_step)
-    assert (epochs > 16) == warned
-    warning = found.epochs_warning(plan)
-    assert (warning is not None) == warned
-    if warning:
-        assert f"this run reads {corpus} {epochs:,.0f} times" in warning
-        assert launch(small_run("--train.max_steps", steps, "--train.stop_at", "2")) == 0
-        assert capsys.readouterr().err.count(warning) == 1
+def test_a_text_that_is_read_too_often_is_told(small_run: Arguments, corpus: Path) -> None:
+    for steps, warned in (("1100", False), ("1150", True)):
+        config = load_config(small_run("--train.max_steps", steps), "")
+        warning = open_corpus(config).epochs_warning(make_plan(config, 1))
+        assert (f"this run reads {corpus} 16 times" in (warning or "")) == warned
 
 
 def stopped(

@@ -195,7 +195,7 @@ def estimate(command: str) -> str:
     with contextlib.redirect_stdout(printed):
         assert dispatch([*shlex.split(command)[1:], "--json"]) == 0
     report = json.loads(printed.getvalue())
-    memory, hours = report["memory"], report["time"]["hours"]
+    memory, hours = report["memory"], report["time"] and report["time"]["hours"]
     parts = [f"{memory['total'] / 1e9:.1f} GB"]
     if memory["device"]:
         parts[0] += f" of {memory['device'] / 1e9:.0f}"

@@ -14,18 +14,17 @@ from typing import Any
 import numpy as np
 
 from accel_gpt import train
+from accel_gpt.commands.clock import discarded, time_steps
 from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.data_sizes import evaluation_tokens, vocabulary_size, with_expected_length
-from accel_gpt.cost.forecast import run_hours
+from accel_gpt.cost.data_sizes import evaluated_tokens, vocabulary_size
+from accel_gpt.cost.forecast import expected_costs, with_expected_length
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
-from accel_gpt.errors import UserError
-from accel_gpt.launch.clock import seconds_of_each, timed
 from accel_gpt.launch.machine import describe_machine, memory_gb
 from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launch.process import keep_freed_memory
@@ -65,54 +64,26 @@ def bench(options: BenchCommand) -> Report | None:
     config = options.loaded
     die_with_launcher()
     seconds = duration(INIT_TIMEOUT, config.train.init_timeout)
-    vocab_size, source = on_main_before_join(lambda: vocabulary_size(config, None), seconds)
-    measured = steps_only(config)
-    steps = max(make_plan(measured, 1).max_steps, options.warmup + options.steps)
+    vocab_size, source = on_main_before_join(lambda: vocabulary_size(config), seconds)
+    steps = make_plan(config, world_size()).max_steps  # raises
     with explain_lost_rank(world_size()), tempfile.TemporaryDirectory() as out:
         measured = replace(
-            measured,
-            out_dir=out,
-            train=replace(measured.train, max_steps=steps, max_tokens=None, budget=None),
+            discarded(config, out),
+            train=replace(config.train, max_steps=steps, max_tokens=None, budget=None, profile=0),
+            eval=replace(config.eval, hellaswag=None),
         )
         measured = with_random_tokens(measured, vocab_size, Path(out, "data"))
-        make_plan(measured, world_size())  # raises
         with meeting_watchdog(measured):
             join_same_ranks(measured)
         context = resolve(measured)
         accelerator = context.accelerator
         training = train.set_up_unseen(context.config, context.plan, accelerator)
         with training.watched():
-            report = measure_steps(options, training)
+            report = measure(options, training)
         report |= whole_run(config, report["tokens_per_second"])
         report["vocabulary"] = {"tokens": vocab_size, "source": source}
         accelerator.end_training()
     return report if is_main() else None
-
-
-def steps_only(config: Config) -> Config:
-    """Return `config` with evaluation, samples, saves, trackers and pushes switched off."""
-    return replace(
-        config,
-        train=replace(config.train, profile=0),
-        schedule=replace(config.schedule, warmup_steps=0),
-        eval=replace(config.eval, every=0, hellaswag=None),
-        sample=replace(config.sample, every=0),
-        checkpoint=replace(
-            config.checkpoint,
-            every=0,
-            every_tokens=None,
-            resume="never",
-            async_save=False,
-        ),
-        log=replace(
-            config.log,
-            trackers=(),
-            dashboard=False,
-            batch_hash=False,
-            level="warning",
-        ),
-        hub=replace(config.hub, push="never"),
-    )
 
 
 def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
@@ -156,73 +127,49 @@ def whole_run(config: Config, tokens_per_second: float) -> Report:
     """Return the steps of a run of `config`, and the hours that they take at the measured speed.
 
     Includes evaluations, if it is known how many tokens they read; excludes saves, samples and
-    HellaSwag. "problem": why a `train.budget` is too short, in place of the hours.
+    HellaSwag. Raises `UserError` if a `train.budget` is too short.
     """
-    budget = config.train.budget
-    try:
-        config = with_expected_length(config, tokens_per_second)
-    except UserError as error:
-        unknown = dict.fromkeys(("run_steps", "run_hours", "evaluation_hours"))
-        return {"budget": budget, "problem": str(error), **unknown}
-    steps = make_plan(config, 1).max_steps
-    tokens = steps * config.train.tokens_per_step
-    hours, evaluating = run_hours(tokens, tokens_per_second, evaluation_tokens(config, steps))
+    costs = expected_costs(config, tokens_per_second)
+    evaluated = evaluated_tokens(config)
+    trained = with_expected_length(config, tokens_per_second)
+    steps = make_plan(trained, 1).max_steps
+    known = None not in (evaluated.each, evaluated.at_end)
     return {
-        "budget": budget,
-        "problem": None,
+        "budget": config.train.budget,
         "run_steps": steps,
-        "run_hours": hours,
-        "evaluation_hours": evaluating,
+        "run_hours": costs.total(trained, steps) / 3600,
+        "evaluation_hours": costs.pauses(trained, steps) / 3600 if known else None,
     }
 
 
-def measure_steps(options: BenchCommand, run: Training) -> Report:
-    """Warm up, then time steps."""
-
-    def step() -> None:
-        train.update(run)
-        run.reporter.heartbeat()
-
+def measure(options: BenchCommand, run: Training) -> Report:
+    """Time steps, and describe what they computed."""
+    first, seconds = time_steps(run, lambda _: options.steps)
+    fast, median, slow = statistics.quantiles(seconds[1:], n=4)
+    tokens = run.plan.tokens_per_step
     device = run.accelerator.device
-    plan = run.plan
-    first = timed(step, device)
-    for _ in range(options.warmup - 1):
-        step()
-    seconds = seconds_of_each(step, device, options.steps)
-    memory = memory_gb(device)
-    median = statistics.median(seconds)
-    fastest_quarter = median
-    slowest_quarter = median
-    if len(seconds) > 1:
-        fastest_quarter, _, slowest_quarter = statistics.quantiles(seconds, n=4)
     speed = run.reporter.speed
     return {
-        "tokens_per_second": plan.tokens_per_step / median,
-        "tokens_per_second_quartiles": [
-            plan.tokens_per_step / slowest_quarter,
-            plan.tokens_per_step / fastest_quarter,
-        ],
+        "tokens_per_second": tokens / median,
+        "tokens_per_second_quartiles": [tokens / slow, tokens / fast],
         "step_ms": 1000 * median,
         "steps": options.steps,
-        "warmup": options.warmup,
         "first_step_seconds": first,
         "mfu": speed.metrics(median).get("perf/mfu"),
         "flops_per_token": speed.flops_per_token,
         "peak_flops": speed.peak,
         "dtype": speed.dtype,
-        "memory_gb": memory,
+        "memory_gb": memory_gb(device),
         "memory_of": "device" if device.type == "cuda" else "process",
         "parameters": run.gpt.parameter_count(),
         "compiled": run.config.train.compiled,
-        "plan": asdict(plan) | {"tokens_per_step": plan.tokens_per_step},
+        "plan": asdict(run.plan) | {"tokens_per_step": tokens},
         **describe_machine(run.accelerator),
     }
 
 
 def run_text(report: Report) -> str:
     """Format the length of the run."""
-    if report["problem"]:
-        return str(report["problem"])
     hours = f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}"
     if report["budget"]:
         hours = f"train.budget {report['budget']} comes to {hours}"

@@ -438,7 +438,7 @@ class InspectCommand(Command):
 
 
 @dataclass(frozen=True)
-class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
+class PlanCommand(ConfigCommand):
     """Compute what a config needs: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
     It trains nothing and needs no GPU. You can also set any --section.key of the config. Examples:
@@ -460,35 +460,19 @@ class PlanCommand(ConfigCommand, exclusive=(("mfu", "tokens_per_second"),)):
         None,
         "Kind of the devices: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ... null: CPUs.",
     )
-    memory_gb: float | None = option(
-        None,
-        "Memory of a device in GB (1e9 bytes). null: the memory of --gpu.",
-        above=0,
-    )
     distribution: Literal["ddp", "fsdp"] = option(
         "ddp",
         "ddp: each device holds the whole model. fsdp: all devices share the model.",
     )
-    mfu: float | None = option(
-        None,
-        "Share of the devices' peak FLOP/s that training reaches, 0 to 1. null: an assumed value.",
-        above=0,
-        at_most=1,
-    )
     tokens_per_second: float | None = option(
         None,
-        "Tokens per second of all devices together, as `accel-gpt bench` measures them. It "
-        "replaces --mfu.",
+        "Tokens per second of all devices together, as `accel-gpt bench` measures them. null: from "
+        "an assumed MFU.",
         above=0,
     )
     price: float | None = option(
         None,
         "Price per device hour, in any currency.",
-        above=0,
-    )
-    vocab_size: int | None = option(
-        None,
-        "Number of tokens in the vocabulary. null: from the config, the data or the tokenizer.",
         above=0,
     )
     json: bool = option(
@@ -546,15 +530,10 @@ class BenchCommand(ConfigCommand):
     name: ClassVar[str] = "bench"
     summary: ClassVar[str] = "measure tokens/s, MFU and memory of a config"
 
-    warmup: int = option(
-        5,
-        "Number of steps before the measured ones.",
-        above=0,
-    )
     steps: int = option(
         20,
         "Number of measured steps.",
-        above=0,
+        at_least=2,
     )
     json: bool = option(
         False,

@@ -5,30 +5,22 @@ arithmetic; docs/explanation/cost.md derives it.
 """
 
 import json
-import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import (
-    Plan,
-    fitting_sizes,
-    make_plan,
-    plural,
-    reference_steps,
-    with_size,
-)
+from accel_gpt.config.plan import Plan, make_plan, plural, reference_steps, with_size
 from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.data_sizes import (
-    evaluation_tokens,
-    split_tokens,
-    vocabulary_size,
+from accel_gpt.cost.data_sizes import evaluated_tokens, split_tokens, vocabulary_size
+from accel_gpt.cost.forecast import (
+    assumed_mfu,
+    expected_costs,
+    expected_speed,
     with_expected_length,
 )
-from accel_gpt.cost.forecast import assumed_mfu, run_disk, run_hours, run_length, speed_at
-from accel_gpt.cost.memory import Machine, footprint, largest_size
+from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
 from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.launch.devices import (
@@ -36,7 +28,6 @@ from accel_gpt.launch.devices import (
     FAST_BF16,
     bf16_instructions,
     device_key,
-    device_memory,
     half_precision,
     peak_flops,
     precision_problem,
@@ -44,51 +35,63 @@ from accel_gpt.launch.devices import (
 from accel_gpt.model.sizes import flops_per_token, mfu, parameter_counts
 
 CHINCHILLA = 20  # tokens per parameter; Hoffmann et al. 2022, table 3
-PRECISION = "--train.mixed_precision"
-UNKNOWN_SPEED = "unknown; measure it here with accel-gpt bench, or give --tokens_per_second"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model has, by part and in total, and computes."""
+
+    parameters: Mapping[str, int]  # see `parameter_counts`
+    flops_per_token: int
+    code: str | None = None  # file of --code that makes the model
 
 
 def run(options: PlanCommand) -> int:
     """Print what a config needs, and whether it fits; return 1 if it does not."""
-    report = forecast(options, options.loaded)
-    if options.json:
-        write_out(json.dumps(report, indent=1) + "\n")
-    else:
-        write_out(plan_text(report))
-    return 1 if report["memory"]["fits"] is False else 0
+    model = options.loaded.model
+    vocab_size, _ = vocabulary_size(options.loaded)
+    sizes = Sizes(parameter_counts(model, vocab_size), flops_per_token(model, vocab_size))
+    return print_forecast(options, sizes)
 
 
-def forecast(options: PlanCommand, config: Config) -> dict[str, Any]:
+def print_forecast(options: PlanCommand, sizes: Sizes) -> int:
+    """Print the forecast for a model of these sizes; return 1 if it does not fit."""
+    report = forecast(options, sizes)
+    write_out(f"{json.dumps(report, indent=1)}\n" if options.json else plan_text(report))
+    return 1 if report["memory"] and report["memory"]["fits"] is False else 0
+
+
+def forecast(options: PlanCommand, sizes: Sizes) -> dict[str, Any]:
     """Return the forecast of a config on a machine, as JSON values."""
+    config = options.loaded
     machine = make_machine(options, config)
-    vocab_size, source = vocabulary_size(config, options.vocab_size)
+    vocab_size, source = vocabulary_size(config)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
-    of_budget = []
+    speed = options.tokens_per_second
+    speed_source = "--tokens_per_second"
+    if speed is None:
+        speed = expected_speed(config, sizes.flops_per_token, machine)
+        speed_source = f"an assumed MFU of {assumed_mfu(config):.0%}"
+    notes = uncounted(config)
     if config.train.budget:
-        speed, _ = planned_speed(options, config, vocab_size, machine)
-        of_budget = [describe_budget(config, speed)]
+        notes.append(describe_budget(config, speed))
         config = with_expected_length(config, speed)
-    notes = [*uncounted(config), *of_budget]
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
+    own = sizes.code is not None
     return {
         "config": options.config,
+        "code": sizes.code,
         "machine": str(machine),
         "vocabulary": {"tokens": vocab_size, "source": source},
-        "parameters": parameter_counts(config.model, vocab_size),
-        "length": run_length(config, vocab_size, plan) | {"epochs": epochs(config, plan)},
+        "parameters": dict(sizes.parameters),
+        "length": plan_length(config, sizes, plan),
         "notes": notes,
-        "memory": plan_memory(options, config, vocab_size, machine),
-        "time": plan_time(options, config, vocab_size, machine, plan),
-        "disk": run_disk(config, vocab_size, machine, plan),
+        "memory": None if own else plan_memory(config, vocab_size, machine),
+        "time": speed and plan_time(options, config, sizes, machine, plan, speed, speed_source),
+        "disk": None if own else plan_disk(config, vocab_size, machine, plan),
     }
-
-
-def epochs(config: Config, plan: Plan) -> float | None:
-    """Return how often a run reads its train tokens; None if they are not prepared here."""
-    tokens = split_tokens([source.path for source in train_paths(config.data)], "train", None)
-    return plan.max_steps * plan.tokens_per_step / tokens if tokens else None
 
 
 def describe_budget(config: Config, tokens_per_second: float | None) -> str:
@@ -119,42 +122,26 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
     Raises `UserError` if the GPU is unknown, or does not support the precision.
     """
     gpu = options.gpu
-    if gpu is not None:
-        check_gpu(gpu)
+    if gpu is not None and device_key(gpu) is None:
+        near = did_you_mean(gpu.lower(), DEVICES, f"expected {', '.join(DEVICES)}", cutoff=0.3)
+        raise UserError(f"--gpu {gpu} is not in the table of devices; {near}")
     sharded = options.distribution == "fsdp"
+    reproducible = config.train.reproducible
     precision: str = config.train.mixed_precision or "no"
     if precision == "auto":
-        precision = fast_precision(gpu, sharded, config.train.reproducible)
-    problem = precision_problem(precision, sharded, config.train.reproducible)
+        precision = fast_precision(gpu, sharded, reproducible)
+    problem = precision_problem(precision, sharded, reproducible)
+    require(problem is None, f"train.mixed_precision is {precision}, but {problem}")
     require(
-        problem is None,
-        f"train.mixed_precision is {precision}, but {problem}; set --train.mixed_precision auto",
-    )
-    require(
-        not (sharded and config.train.reproducible),
-        "train.reproducible is true, but FSDP sums gradients in float32; leave --distribution fsdp "
-        "out",
+        not (sharded and reproducible),
+        "train.reproducible is true, but FSDP sums gradients in float32",
     )
     supported = peak_flops(gpu, precision) is not None if gpu else precision == "bf16"
     require(
         precision == "no" or supported,
-        f"train.mixed_precision is {precision}, but {gpu or 'a CPU'} does not support it; set "
-        "--train.mixed_precision auto",
+        f"train.mixed_precision is {precision}, but {gpu or 'a CPU'} does not support it",
     )
-    memory_bytes: float | None = None
-    if options.memory_gb:
-        memory_bytes = options.memory_gb * 1e9
-    elif gpu:
-        memory_bytes = device_memory(gpu)
-    return Machine(options.gpus, gpu, memory_bytes, sharded, precision)
-
-
-def check_gpu(gpu: str) -> None:
-    """Raise `UserError` if the table of devices does not list the GPU."""
-    if device_key(gpu) is not None:
-        return
-    near = did_you_mean(gpu.lower(), DEVICES, f"expected {', '.join(DEVICES)}", cutoff=0.3)
-    raise UserError(f"--gpu {gpu} is not in the table of devices; {near}")
+    return Machine(options.gpus, gpu, sharded, precision)
 
 
 def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
@@ -167,144 +154,84 @@ def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
     return half
 
 
-# --------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------- the forecast
 
 
-def plan_memory(
-    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
-) -> dict[str, Any]:
-    """Return the memory of one device, whether the run fits, and else what to try."""
+def plan_length(config: Config, sizes: Sizes, plan: Plan) -> dict[str, Any]:
+    """Return the steps, tokens, epochs and FLOPs of a run."""
+    tokens = plan.max_steps * plan.tokens_per_step
+    prepared = split_tokens([source.path for source in train_paths(config.data)], "train", None)
+    parameters = sizes.parameters.get("total_unpadded", sizes.parameters["total"])
+    return {
+        "steps": plan.max_steps,
+        "warmup_steps": plan.warmup_steps,
+        "tokens_per_step": plan.tokens_per_step,
+        "micro_batch_size": plan.micro_batch_size,
+        "block_size": plan.block_size,
+        "accumulation_steps": plan.accumulation_steps,
+        "devices": plan.world_size,
+        "tokens": tokens,
+        "epochs": tokens / prepared if prepared else None,
+        "tokens_per_parameter": tokens / parameters,
+        "flops_per_token": sizes.flops_per_token,
+        "flops_per_step": sizes.flops_per_token * plan.tokens_per_step,
+        "flops": sizes.flops_per_token * tokens,
+    }
+
+
+def plan_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
+    """Return the memory of one device, and whether the run fits."""
     needed = footprint(config, vocab_size, machine)
-    fits = machine.holds(needed.total)
     return {
         "moment": needed.moment,
         "parts": needed.parts,
         "total": needed.total,
-        "device": machine.memory_bytes,
-        "fits": fits,
-        "largest_micro_batch_size": largest_size(config, vocab_size, machine) if fits else None,
-        "try": try_savings(options, config, vocab_size, machine) if fits is False else None,
+        "device": machine.device_bytes,
+        "fits": machine.holds(needed.total),
+        "largest_micro_batch_size": largest_size(config, vocab_size, machine),
     }
-
-
-def try_savings(
-    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
-) -> dict[str, Any]:
-    """Add settings that save memory, one after the other, until the run fits.
-
-    Settings that cost less speed come first. If the run never fits, returns the settings that need
-    the least memory.
-    """
-    tried: list[dict[str, Any]] = []
-    for settings, trial, target in savings(options, config, vocab_size, machine):
-        total = footprint(trial, vocab_size, target).total
-        size = trial.train.micro_batch_sequences
-        if size != options.loaded.train.micro_batch_size:
-            settings = [*settings, f"--train.micro_batch_size {size}"]
-        tried.append({"settings": settings, "total": total, "fits": target.holds(total)})
-        if tried[-1]["fits"]:
-            return tried[-1]
-    return min(tried, key=operator.itemgetter("total"))
-
-
-def savings(
-    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
-) -> Iterator[tuple[list[str], Config, Machine]]:
-    """Yield settings with the config and machine that they give; each adds to the one before.
-
-    The last is float32, which is the slowest, but needs no second copy of the weights in bf16 or
-    fp16.
-    """
-    settings: list[str] = []
-    in_float32 = machine.precision == "no"
-    several = machine.devices > 1
-    reproducible = config.train.reproducible
-    if config.train.compile == "graphs":  # CUDA graphs need one GPU and one micro-step
-        settings.append("--train.compile true")
-        config = with_train(config, compile=True)
-    fast = fast_precision(options.gpu, several, reproducible)
-    if in_float32 and fast != "no":
-        settings.append(f"{PRECISION} {fast}")
-        machine = replace(machine, precision=fast)
-        yield list(settings), config, machine
-    yield list(settings), with_largest_size(config, vocab_size, machine), machine
-    precision = fast if config.train.mixed_precision == "auto" else machine.precision
-    if several and not machine.sharded and precision != "fp16" and not reproducible:
-        settings.append("--distribution fsdp")
-        machine = replace(machine, sharded=True, precision=precision)
-        yield list(settings), with_largest_size(config, vocab_size, machine), machine
-    if config.train.activation_checkpointing != "blocks":
-        settings.append("--train.activation_checkpointing blocks")
-        config = with_train(config, activation_checkpointing="blocks")
-        yield list(settings), with_largest_size(config, vocab_size, machine), machine
-    if machine.sharded and not config.train.sync_each_batch:
-        settings.append("--train.sync_each_batch true")
-        config = with_train(config, sync_each_batch=True)
-        yield list(settings), with_largest_size(config, vocab_size, machine), machine
-    if machine.precision != "no":
-        settings = [setting for setting in settings if not setting.startswith(PRECISION)]
-        if not in_float32:
-            settings.append(f"{PRECISION} no")
-        machine = replace(machine, precision="no")
-        yield list(settings), with_largest_size(config, vocab_size, machine), machine
-
-
-def with_train(config: Config, **changes: Any) -> Config:
-    """Return `config` with other keys of its section train."""
-    return replace(config, train=replace(config.train, **changes))
-
-
-def with_largest_size(config: Config, vocab_size: int, machine: Machine) -> Config:
-    """Return `config` with the largest micro-batch that fits, up to its own; else the smallest."""
-    size = largest_size(config, vocab_size, machine) or fitting_sizes(config, machine.devices)[-1]
-    return with_size(config, min(size, config.train.micro_batch_sequences))
-
-
-# --------------------------------------------------------------------------- time
 
 
 def plan_time(
-    options: PlanCommand, config: Config, vocab_size: int, machine: Machine, plan: Plan
+    options: PlanCommand,
+    config: Config,
+    sizes: Sizes,
+    machine: Machine,
+    plan: Plan,
+    speed: float,
+    source: str,
 ) -> dict[str, Any]:
-    """Return speed, hours and cost of a run; without a speed, only why it is unknown."""
-    speed, source = planned_speed(options, config, vocab_size, machine)
-    if speed is None:
-        return {"tokens_per_second": None, "hours": None, "source": source}
-    evaluated = evaluation_tokens(config, plan.max_steps)
-    hours, evaluating = run_hours(plan.max_steps * plan.tokens_per_step, speed, evaluated)
+    """Return hours and cost of a run at a speed, the tokens per second of all devices."""
+    costs = expected_costs(config, speed)
+    evaluated = evaluated_tokens(config)
+    hours = costs.total(config, plan.max_steps) / 3600
     peak = machine.peak(config.train.matmul_precision)
-    reached = None
-    if peak is not None:
-        reached = mfu(speed, flops_per_token(config.model, vocab_size), peak, machine.devices)
-    device_hours = hours * machine.devices
+    reached = peak and mfu(speed, sizes.flops_per_token, peak, machine.devices)
+    known = None not in (evaluated.each, evaluated.at_end)
     return {
         "tokens_per_second": speed,
-        "mfu": reached,
         "source": source,
+        "mfu": reached,
         "hours": hours,
-        "evaluation_hours": evaluating,
-        "device_hours": device_hours,
-        "cost": device_hours * options.price if options.price else None,
+        "evaluation_hours": costs.pauses(config, plan.max_steps) / 3600 if known else None,
+        "device_hours": hours * machine.devices,
+        "cost": options.price and hours * machine.devices * options.price,
     }
 
 
-def planned_speed(
-    options: PlanCommand, config: Config, vocab_size: int, machine: Machine
-) -> tuple[float | None, str]:
-    """Return the tokens per second of all devices together, and the source."""
-    if options.tokens_per_second:
-        return options.tokens_per_second, "--tokens_per_second"
-    peak = machine.peak(config.train.matmul_precision)
-    require(
-        peak is not None or not options.mfu,
-        f"--mfu is {options.mfu}, but the peak FLOP/s of {machine} is unknown; give "
-        "--tokens_per_second",
-    )
-    if options.mfu:
-        return speed_at(options.mfu, config, vocab_size, machine), "--mfu"
-    assumed = assumed_mfu(config)
-    speed = speed_at(assumed, config, vocab_size, machine)
-    return speed, UNKNOWN_SPEED if speed is None else f"an assumed MFU of {assumed:.0%}"
+def plan_disk(config: Config, vocab_size: int, machine: Machine, plan: Plan) -> dict[str, int]:
+    """Return the bytes of data that a run reads and of checkpoints that it keeps."""
+    sequences = plan.max_steps * plan.sequences_per_step
+    token_bytes = 2 if vocab_size <= 65_536 else 4  # of a token in a shard, as in data/shards.py
+    checkpoint = checkpoint_bytes(config, vocab_size)
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best
+    return {
+        "data_read": sequences * (plan.block_size + 1) * token_bytes,
+        "checkpoint": checkpoint,
+        "checkpoint_by_rank": checkpoint // machine.shards,
+        "checkpoints_kept": kept,
+        "checkpoints": checkpoint * kept,
+    }
 
 
 # --------------------------------------------------------------------------- the table
@@ -312,44 +239,38 @@ def planned_speed(
 
 def plan_text(report: Mapping[str, Any]) -> str:
     """Format the report as a table; the sections are separated by empty lines."""
-    lines = [f"{report['config']} on {report['machine']}"]
-    lines.extend(report["notes"])
-    lines.append("")
-    rows = table([*size_rows(report), *cost_rows(report)], "<25", ">16", "<", gap=3)
-    return "\n".join(lines) + "\n" + rows + verdict(report["memory"]) + "\n"
+    lines = [f"{report['config']} on {report['machine']}", *report["notes"], ""]
+    rows = [*size_rows(report), *memory_rows(report), *time_rows(report["time"])]
+    rows += disk_rows(report["disk"])
+    return "\n".join(lines) + "\n" + table(rows, "<25", ">16", "<", gap=3) + verdict(report)
 
 
-def verdict(memory: Mapping[str, Any]) -> str:
-    """Say whether a run fits, and what to try if it does not."""
+def verdict(report: Mapping[str, Any]) -> str:
+    """Say whether a run fits."""
+    memory = report["memory"]
+    if memory is None:
+        return f"The memory of the model() in {report['code']} is unknown; accel-gpt bench tells.\n"
     if memory["fits"] is None:
-        return (
-            "The memory of the device is unknown; give --gpu or --memory_gb to see if the run fits."
-        )
+        return "The memory of the device is unknown; give --gpu to see if the run fits.\n"
+    largest = memory["largest_micro_batch_size"]
     if memory["fits"]:
-        largest = memory["largest_micro_batch_size"]
-        return f"It fits; train.micro_batch_size may be up to {largest}."
-    tried = memory["try"]
-    if not tried["settings"]:
-        return (
-            "It does not fit, and no other settings need less memory. Use devices with more "
-            "memory, more devices, or a smaller model."
-        )
-    settings = f"{' '.join(tried['settings'])} ({gigabytes(tried['total'])})"
-    if tried["fits"]:
-        return f"It does not fit. It fits with {settings}."
-    return (
-        f"It does not fit, and no settings make it fit; {settings} comes nearest. "
-        "Use devices with more memory, more devices, or a smaller model."
-    )
+        return f"It fits; train.micro_batch_size may be up to {largest}.\n"
+    if largest:
+        return f"It does not fit; it fits with --train.micro_batch_size {largest}.\n"
+    return "It does not fit with any train.micro_batch_size.\n"
 
 
 def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield parameters by part, vocabulary and length: what, how much, why."""
     counts = dict(report["parameters"])
     total = counts.pop("total")
-    real = counts.pop("total_unpadded")
-    padding = f"{total - real:,} of them pad the vocabulary" if total > real else ""
-    yield "parameters", f"{total:,}", padding
+    padding = total - counts.pop("total_unpadded", total)
+    why = f"{padding:,} of them pad the vocabulary" if padding else ""
+    yield (
+        "parameters",
+        f"{total:,}",
+        f"of the model() in {report['code']}" if report["code"] else why,
+    )
     for part, count in counts.items():
         if count:
             yield f"  {part}", f"{count:,}", ""
@@ -376,47 +297,48 @@ def size_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield ()
 
 
-def cost_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield memory, speed, hours and disk: what, how much, why."""
-    yield from memory_rows(report["memory"])
+def memory_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the memory of a device and its parts."""
+    memory = report["memory"]
+    if memory is None:
+        return
+    limit = f"of {gigabytes(memory['device'])}" if memory["device"] else ""
+    yield "memory of a device", gigabytes(memory["total"]), limit
+    for part, size in memory["parts"].items():
+        yield f"  {part}", gigabytes(size), ""
+    yield "  at the peak", "", memory["moment"]
     yield ()
-    yield from time_rows(report["time"])
+
+
+def time_rows(time: Mapping[str, Any] | None) -> Iterator[tuple[str, ...]]:
+    """Yield speed, hours and cost."""
+    if time is None:
+        yield "tokens per second", "?", "measure it with accel-gpt bench"
+        yield ()
+        return
+    yield "tokens per second", f"{time['tokens_per_second']:,.0f}", time["source"]
+    if time["mfu"] is not None:
+        yield "  MFU", f"{time['mfu']:.1%}", "of the peak of all devices"
+    share = "without evaluations"
+    if time["evaluation_hours"] is not None:
+        share = f"including {time['evaluation_hours'] / time['hours']:.0%} for evaluations"
+    yield "time", format_hours(time["hours"]), share
+    yield "device hours", f"{time['device_hours']:,.2f}", ""
+    if time["cost"] is not None:
+        yield "cost", f"{time['cost']:,.2f}", "device hours x --price"
     yield ()
-    disk = report["disk"]
+
+
+def disk_rows(disk: Mapping[str, int] | None) -> Iterator[tuple[str, ...]]:
+    """Yield the data that is read, and the checkpoints."""
+    if disk is None:
+        return
     kept = f"{disk['checkpoints_kept']} kept: {gigabytes(disk['checkpoints'])}"
     if disk["checkpoint_by_rank"] < disk["checkpoint"]:
         kept += f"; each rank writes {gigabytes(disk['checkpoint_by_rank'])}"
     yield "data read", gigabytes(disk["data_read"]), ""
     yield "checkpoint", gigabytes(disk["checkpoint"]), kept
     yield ()
-
-
-def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the memory of a device and its parts."""
-    limit = f"of {gigabytes(memory['device'])}" if memory["device"] else ""
-    yield "memory of a device", gigabytes(memory["total"]), limit
-    for part, size in memory["parts"].items():
-        yield f"  {part}", gigabytes(size), ""
-    yield "  at the peak", "", memory["moment"]
-
-
-def time_rows(time: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield speed, hours and cost."""
-    speed = time["tokens_per_second"]
-    if speed is None:
-        yield "tokens per second", "?", time["source"]
-        return
-    yield "tokens per second", f"{speed:,.0f}", time["source"]
-    if time["mfu"] is not None:
-        yield "  MFU", f"{time['mfu']:.1%}", "of the peak of all devices"
-    evaluating = time["evaluation_hours"]
-    share = "without evaluations"
-    if evaluating is not None:
-        share = f"including {evaluating / time['hours']:.0%} for evaluations"
-    yield "time", format_hours(time["hours"]), share
-    yield "device hours", f"{time['device_hours']:,.2f}", ""
-    if time["cost"] is not None:
-        yield "cost", f"{time['cost']:,.2f}", "device hours x --price"
 
 
 def gigabytes(size: float) -> str:

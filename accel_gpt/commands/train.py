@@ -10,8 +10,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from accel_gpt.commands.clock import rehearse
 from accel_gpt.commands.options import TrainCommand
-from accel_gpt.commands.rehearsal import rehearse
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration

@@ -45,7 +45,6 @@ class Machine:
 
     devices: int  # on all nodes together
     gpu: str | None  # a name that `launch/devices.py` finds; None: CPUs
-    memory_bytes: float | None  # memory of one device; None: unknown
     sharded: bool  # FSDP
     precision: str  # no, bf16, fp16 or fp8
 
@@ -60,13 +59,9 @@ class Machine:
         return FLOAT_BYTES if self.precision == "no" else 2
 
     @property
-    def device_bytes(self) -> float | None:
+    def device_bytes(self) -> int | None:
         """Return the memory of a GPU; None on a CPU."""
-        if self.gpu is None:
-            return None
-        memory = self.memory_bytes or device_memory(self.gpu)
-        assert memory, f"{self.gpu} is not in the table of devices"
-        return memory
+        return None if self.gpu is None else device_memory(self.gpu)
 
     def dtype(self, matmul_precision: str) -> str:
         """Return the dtype of matrix products, as a key of `Device.rates`."""
@@ -90,7 +85,7 @@ class Machine:
 
     def holds(self, size: float) -> bool | None:
         """Return whether `size` bytes fit into the memory of a device; None if it is unknown."""
-        return None if self.memory_bytes is None else size <= self.memory_bytes
+        return None if self.device_bytes is None else size <= self.device_bytes
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ After a tenth of the run, the length is looked at again.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 from accel_gpt.config.budget import (
     PLANNED_SHARE,
@@ -19,7 +19,6 @@ from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.launch.ranks import all_gather, on_main
 
-REHEARSAL = ".rehearsal"  # folder in the run's folder
 SLOW = 2.0  # a slow moment: so many times the measured seconds of a step
 WINDOW_SECONDS = 60.0  # length of the moments that are compared
 NEAR = (0.85, 1.1)  # shares of the budget that are not told; assumption
@@ -41,20 +40,6 @@ def fit_slowest(config: Config, costs: Costs, started: float) -> Budget:
 def slowest(costs: Sequence[Costs]) -> Costs:
     """Return the costs of the slowest ranks, which the others wait for."""
     return Costs(*(max(seconds) for seconds in zip(*map(astuple, costs), strict=True)))
-
-
-def rehearsal_config(config: Config, folder: str) -> Config:
-    """Return the config of a rehearsal in `folder`: it publishes nothing."""
-    return replace(
-        config,
-        out_dir=folder,
-        train=replace(config.train, profile=0),
-        checkpoint=replace(
-            config.checkpoint, resume="never", copy_to=None, async_save=False, last_retry=None
-        ),
-        log=replace(config.log, trackers=(), dashboard=False, level="warning"),
-        hub=replace(config.hub, push="never"),
-    )
 
 
 def describe_look(config: Config, plan: Plan, looked: Budget, spent: float) -> str | None:

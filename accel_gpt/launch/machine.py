@@ -32,6 +32,12 @@ def device_name(device: torch.device) -> str:
     return cpu_info("model name") or platform.processor() or "CPU"
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 def memory_gb(device: torch.device) -> float:
     """Return the peak memory of this process in GB (1e9 bytes): of the GPU, else of the host."""
     if device.type == "cuda":

@@ -23,9 +23,8 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.budget import Pace
-from accel_gpt.launch.clock import synchronize
 from accel_gpt.launch.context import Context
-from accel_gpt.launch.machine import describe_machine
+from accel_gpt.launch.machine import describe_machine, synchronize
 from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.own_code import OwnCode

@@ -1,7 +1,6 @@
 """`accel-gpt bench`: measure the real training step, and keep nothing."""
 
 import json
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.conftest import run_here
 from tests.test_launch import PLAIN, TORCHRUN
 
 Arguments = Callable[..., list[str]]
-SHORT = ("--warmup", "1", "--steps", "3")
+SHORT = ("--steps", "3")
 
 
 def call(*words: str) -> int:
@@ -41,7 +40,7 @@ def test_bench_times_the_training_step_and_keeps_nothing(
     before = sorted(tmp_path.rglob("*"))
     assert call(*small_run(*SHORT, "--json", "--train.micro_batch_size", "2")) == 0
     report = json.loads(capsys.readouterr().out)
-    assert steps == [1, 2, 3, 4]
+    assert len(steps) == 2 + 3
     assert sorted(tmp_path.rglob("*")) == sorted({*before, tmp_path / "small.yaml"})
     assert report["plan"]["accumulation_steps"] == 4
     assert report["plan"]["tokens_per_step"] == 256
@@ -70,15 +69,6 @@ def test_the_hours_of_the_whole_run_count_its_evaluations(
     assert report["evaluation_hours"] == pytest.approx((2 * 512 + whole) / 3 / hour)
     assert call(*asked) == 0
     assert "for 12 steps, including 25% for evaluations" in capsys.readouterr().out
-
-
-def test_a_budget_that_is_too_short_hides_no_figure(
-    small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(*small_run(*SHORT, "--train.budget", "0.001s")) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^run +train.budget is 0.001s, but 10 steps with", shown, re.MULTILINE)
-    assert re.search(r"^speed +[\d,]+ tokens/s", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_the_forecast_is_near_the_tensors_that_are_alive_at_once(
         activation_checkpointing="blocks" if step.get("recompute") else "none",
     )
     data = DataConfig(document_mask=step.get("documents", False))
-    machine = Machine(1, None, None, False, "bf16" if half else "no")
+    machine = Machine(1, None, False, "bf16" if half else "no")
     config = Config(model=model, train=train, data=data)
     parts = footprint(config, 2000, machine).parts
     tensors = sum(parts.values()) - LIBRARIES_CPU_BYTES - parts.get("gaps between tensors", 0)
@@ -166,7 +166,7 @@ def test_cuda_allocates_what_is_planned(preset: str, half: bool, compiled: bool)
     shape = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256}
     model = ModelConfig(**{**shape, **PRESETS[preset]})
     train = TrainConfig(32 * 256, micro_batch_size=32, max_steps=1, compile=compiled)
-    machine = Machine(1, "h100", None, False, "bf16" if half else "no")
+    machine = Machine(1, "h100", False, "bf16" if half else "no")
     planned = footprint(Config(model=model, train=train), 2048, machine)
     torch.ones(16, 16, device="cuda", requires_grad=True).mm(torch.ones(16, 16, device="cuda"))
     torch.cuda.empty_cache()

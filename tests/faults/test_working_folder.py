@@ -40,7 +40,7 @@ STARTED = {
     "inspect": [OURS, "inspect", "../run"],
     "plan": [OURS, "plan", "../c.yaml"],
     "sweep": [OURS, "sweep", "../c.yaml", "--optim.lr", "1e-3,2e-3", "--out_dir", "../sweep"],
-    "bench": [OURS, "bench", "../c.yaml", "--warmup", "1", "--steps", "2"],
+    "bench": [OURS, "bench", "../c.yaml", "--steps", "2"],
     "report": [OURS, "report", "../run", "--out", "../report.html"],
     "verify-resume": [OURS, "verify-resume", "../c.yaml", "--steps", "3", "--kills", "1"],
     "python": [sys.executable, "-P", "-c", IN_PYTHON],

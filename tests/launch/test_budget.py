@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from accel_gpt import train
-from accel_gpt.commands import rehearsal
+from accel_gpt.commands import clock
 from accel_gpt.config import budget as lengths
 from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
@@ -46,7 +46,7 @@ def eight_steps(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
         return budget_of(costs, steps=8, thin=2, seconds=seconds, asked=str(config.train.budget))
 
     monkeypatch.setattr(budget, "fit", fit)
-    monkeypatch.setattr(rehearsal, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(clock, "MOST_SECONDS", 0.0)
     return measured
 
 
@@ -131,7 +131,7 @@ def test_a_rehearsal_makes_no_step_after_the_last_one(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The config sets 12 steps; an own rate need not be defined after them."""
-    monkeypatch.setattr(rehearsal, "FEWEST_MEASURED", 20)
+    monkeypatch.setattr(clock, "FEWEST_MEASURED", 20)
     code = tmp_path / "own.py"
     code.write_text("def lr(step, config, plan):\n    return 1 / (plan.max_steps - step)\n")
     assert launch(small_run(*FOR_TEN_MINUTES, "--code", str(code))) == 0
@@ -214,13 +214,13 @@ def test_the_cost_of_a_step_is_that_of_the_fastest_third(
         update(run)
         now += next(taken)
 
-    monkeypatch.setattr(rehearsal, "MOST_SECONDS", 30.0)
+    monkeypatch.setattr(clock, "MOST_SECONDS", 30.0)
     with monkeypatch.context() as patched:
         patched.setattr(train, "update", slow)
         patched.setattr(time, "perf_counter", lambda: now)
         assert launch(small_run("--train.budget", "30m", "--train.stop_at", "1")) == 0
     (costs,) = eight_steps
-    assert costs.step == 1.0  # of 9, 9, 3, 1, 1, 3, 1, 1, 3
+    assert costs.step == 1.0  # of 9, 9, 3, 1, 1, 3
     assert costs.start == 39.0
 
 
@@ -231,7 +231,7 @@ def test_of_a_long_evaluation_a_part_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A batch takes at least 10 ms here, so 64 batches take 0.64 s."""
-    monkeypatch.setattr(rehearsal, "MEASURED_SHARE", 0.0)
+    monkeypatch.setattr(clock, "MEASURED_SHARE", 0.0)
     code = tmp_path / "own.py"
     code.write_text(
         "import time\n\n\n"
@@ -294,7 +294,7 @@ def forty_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             return budget_of(replace(costs, step=100.0), steps=40, seconds=seconds)
 
         monkeypatch.setattr(budget, "fit", fit)
-        monkeypatch.setattr(rehearsal, "MOST_SECONDS", 0.0)
+        monkeypatch.setattr(clock, "MOST_SECONDS", 0.0)
 
     return leave
 

@@ -1,16 +1,22 @@
-"""Measure what the parts of a run take, for `train.budget`: a few steps of a run that is discarded.
+"""Time the parts of a run on this machine: steps for `bench`, all parts for `train.budget`.
 
-Writes to a hidden folder of the run, and removes it.
+`rehearse` makes a few steps of a run that is discarded. It writes to a hidden folder of the run,
+and removes it.
 """
 
 import gc
+import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
@@ -19,15 +25,77 @@ from accel_gpt.config.costs import Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.evals.evaluation import Evaluation, evaluate
-from accel_gpt.launch.budget import REHEARSAL, rehearsal_config
-from accel_gpt.launch.clock import timed, undisturbed
+from accel_gpt.launch.machine import synchronize
 from accel_gpt.launch.ranks import on_main
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.train import Training
 
+REHEARSAL = ".rehearsal"  # folder in the run's folder
 FEWEST_MEASURED = 5  # measured steps, unless they take the whole budget
 MEASURED_SHARE = 0.03  # of the budget: for the steps, and the most for an evaluation; assumption
 MOST_SECONDS = 30.0  # for each of these, if the budget is long
+COUNTED_SHARE = 1 / 3  # of the measured steps: the fastest. Others wait for other processes
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that `work` takes, including its work on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def time_steps(run: Training, number: Callable[[float], int]) -> tuple[float, list[float]]:
+    """Return the seconds of the first step, which compiles, and of each later step; a collective.
+
+    `number` gets the seconds of the second step, and returns how many follow it. On CUDA, nothing
+    waits between them.
+    """
+    device = run.accelerator.device
+
+    def step() -> None:
+        run.state.step = 0  # own rates and schedules need not be defined after the run's last step
+        train.update(run)
+        run.reporter.heartbeat()
+
+    first = timed(step, device)
+    second = timed(step, device)
+    count = on_main(lambda: number(second))
+    if device.type != "cuda":
+        return first, [second, *(timed(step, device) for _ in range(count))]
+    marks: list[Any] = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types
+        for _ in range(count + 1)
+    ]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    synchronize(device)
+    return first, [second, *(a.elapsed_time(b) / 1000 for a, b in pairwise(marks))]
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """Return the mean of the fastest third of measured `seconds`."""
+    return fmean(sorted(seconds)[: math.ceil(COUNTED_SHARE * len(seconds))])
+
+
+def discarded(config: Config, folder: str) -> Config:
+    """Return the config of a run in `folder` that is only measured: it publishes nothing."""
+    return replace(
+        config,
+        out_dir=folder,
+        train=replace(config.train, profile=0),
+        checkpoint=replace(
+            config.checkpoint, resume="never", copy_to=None, async_save=False, last_retry=None
+        ),
+        log=replace(config.log, trackers=(), dashboard=False, level="warning"),
+        hub=replace(config.hub, push="never"),
+    )
+
+
+# --------------------------------------------------------------------------- for a budget
 
 
 def rehearse(
@@ -48,8 +116,7 @@ def rehearse(
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
     on_main(lambda: folder.mkdir())
     try:
-        measured = rehearsal_config(config, str(folder))
-        run = train.set_up_unseen(measured, plan, accelerator, initialize)
+        run = train.set_up_unseen(discarded(config, str(folder)), plan, accelerator, initialize)
         set_up_seconds = time.monotonic() - start
         try:
             with run.watched():
@@ -73,10 +140,8 @@ def measure_costs(run: Training, seconds: float) -> Costs:
     device = run.accelerator.device
     aim = min(MEASURED_SHARE * seconds, MOST_SECONDS)
 
-    def first_update() -> None:
-        run.state.step = 0  # own rates and schedules need not be defined after the run's last step
-        train.update(run)
-        run.reporter.heartbeat()
+    def number(second: float) -> int:
+        return min(max(FEWEST_MEASURED, math.ceil(aim / second)), math.ceil(seconds / second))
 
     def shorter(measure: Callable[[], float]) -> float:
         """Return the seconds of `measure`; of two times the shorter, if they are few."""
@@ -86,15 +151,7 @@ def measure_costs(run: Training, seconds: float) -> Costs:
             return first
         return min(first, measure())
 
-    first = timed(first_update, device)
-    steps: list[float] = []
-
-    def is_enough() -> bool:
-        spent = sum(steps)
-        return spent >= seconds or (len(steps) >= FEWEST_MEASURED and spent >= aim)
-
-    while not on_main(is_enough):
-        steps.append(timed(first_update, device))
+    first, steps = time_steps(run, number)
     step = undisturbed(steps)
     evaluation = 0.0
     last_evaluation = 0.0

@@ -14,7 +14,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +27,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from accel_gpt.config.budget import fit_again, look_step, with_other_length
-from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan, plural
-from accel_gpt.config.values import to_flat
+from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
@@ -42,10 +39,9 @@ from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.launch.accelerator import build_model
-from accel_gpt.launch.budget import describe_look
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.process import make_host_group
-from accel_gpt.launch.ranks import RankError, all_gather, all_ranks, on_main, require_same
+from accel_gpt.launch.ranks import RankError, all_ranks, on_main, require_same
 from accel_gpt.launch.setup import Launch, check_data, new_state
 from accel_gpt.launch.stopping import (
     INIT_TIMEOUT,
@@ -62,6 +58,7 @@ from accel_gpt.runs.state import TrainState
 from accel_gpt.training.display import Display
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
 from accel_gpt.training.guard import StepGuard, check_weights
+from accel_gpt.training.length import look_at_length
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
 from accel_gpt.training.metrics import Record, checked_record
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
@@ -124,15 +121,11 @@ class Training:
 # --------------------------------------------------------------------------- start
 
 
-def nothing_to_start() -> None:
-    """Do nothing: the `on_start` of ranks and runs that upload nothing."""
-
-
 def train(
     context: Context,
     launch: Launch,
     initialize: Callable[[LanguageModel], None] = draw_weights,
-    on_start: Callable[[], None] = nothing_to_start,
+    on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> bool:
     """Train from the newest checkpoint to the last step; return whether a signal stopped the run.
@@ -177,7 +170,7 @@ def set_up(
     context: Context,
     display: Display,
     initialize: Callable[[LanguageModel], None] = draw_weights,
-    on_start: Callable[[], None] = nothing_to_start,
+    on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> Training:
     """Build the model, optimizer, data and reporter; resume if the run has a checkpoint.
@@ -206,7 +199,7 @@ def set_up(
     else:
         initialize(gpt)
     gpt.check_tied()
-    on_main(on_start)
+    on_main(lambda: on_start and on_start())
     reporter = Reporter(context, gpt, display)
     writer = CheckpointWriter(
         accelerator=accelerator,
@@ -267,62 +260,6 @@ def set_up_unseen(
         return set_up(context, display, initialize)
 
 
-# --------------------------------------------------------------------------- the length
-
-
-def look_at_length(run: Training) -> None:
-    """Look at the length of a run with a budget again, once, at the speed of its steps so far.
-
-    A collective. Records what it came to before the step that follows.
-    """
-    budget = run.plan.budget
-    if budget is None or budget.looked_at is not None:
-        return
-    step = run.state.step
-    reporter = run.reporter
-    first_step = reporter.stopwatch.first_step
-    if step == first_step + 1:
-        reporter.lap(step)  # the first step of a launch is slow: do not count it
-    if step != look_step(budget, first_step):
-        return
-    reporter.lap(step)
-    spent, step_seconds = slowest_rank(reporter.stopwatch.elapsed(), reporter.pace.step_seconds)
-    looked = fit_again(
-        config=run.config,
-        plan=run.plan,
-        step=step,
-        step_seconds=step_seconds,
-        seconds_left=budget.seconds - spent,
-    )
-    text = describe_look(run.config, run.plan, looked, spent)
-    if change_length(run, looked) and text:
-        reporter.log(text)
-
-
-def slowest_rank(*seconds: float) -> list[float]:
-    """Return the largest of each of the `seconds` over all ranks; a collective."""
-    return [max(of_ranks) for of_ranks in zip(*all_gather(seconds), strict=True)]
-
-
-def change_length(run: Training, budget: Budget) -> bool:
-    """Record that a second look came to `budget`, then train for its length; a collective.
-
-    Returns False, and changes nothing, if the disk takes no record.
-    """
-    config = with_other_length(run.config, run.state.step, budget.steps)
-    plan = replace(make_plan(config, run.plan.world_size), budget=budget)
-    if not on_main(lambda: run.reporter.record_length(config, plan, run.corpus)):
-        return False
-    before = to_flat(run.config)
-    for key, value in to_flat(config).items():
-        if value != before[key]:
-            run.state.config[key] = value
-    run.state.budget = budget
-    run.context.set_length(config, plan)
-    run.reporter.change_length(plan)
-    return True
-
-
 # --------------------------------------------------------------------------- the step
 
 
@@ -331,7 +268,7 @@ def make_step(run: Training, stop: StopSignal) -> bool:
     fault_point("step")
     if run.corpus.cache is not None and wait_for_data(run, stop):
         return True
-    look_at_length(run)
+    look_at_length(run.context, run.state, run.reporter, run.corpus)
     update(run)
     return after_step(run, stop)
 

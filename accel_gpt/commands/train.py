@@ -31,7 +31,7 @@ from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.copies import Copies
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.train import nothing_to_start, train
+from accel_gpt.train import train
 from accel_gpt.transformers_io.load import load_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 
@@ -87,7 +87,7 @@ def train_config(config: Config, source: str) -> int:
                 context=context,
                 launch=launch,
                 initialize=initialize,
-                on_start=uploader.start if uploader else nothing_to_start,
+                on_start=uploader.start if uploader else None,
                 on_checkpoint=uploader.on_checkpoint if uploader else None,
             )
             unfinished = finish_uploads(uploader, launch, stopped)

@@ -1,0 +1,65 @@
+"""Look at the length of a run with a `train.budget` again, once, at the speed of its steps.
+
+The one event that changes the config of a run while it trains. `config.yaml` and `run.json` have
+the new length before the next step is made.
+"""
+
+from dataclasses import replace
+
+from accel_gpt.config.budget import fit_again, look_step, with_other_length
+from accel_gpt.config.costs import Budget
+from accel_gpt.config.plan import make_plan
+from accel_gpt.config.values import to_flat
+from accel_gpt.data.corpus import Corpus
+from accel_gpt.launch.budget import describe_look
+from accel_gpt.launch.context import Context
+from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.runs.state import TrainState
+from accel_gpt.training.reporter import Reporter
+
+
+def look_at_length(context: Context, state: TrainState, reporter: Reporter, corpus: Corpus) -> None:
+    """Look at the length again if it is due before the step that follows `state`; a collective."""
+    budget = context.plan.budget
+    if budget is None or budget.looked_at is not None:
+        return
+    step = state.step
+    first_step = reporter.stopwatch.first_step
+    if step == first_step + 1:
+        reporter.lap(step)  # the first step of a launch is slow: do not count it
+    if step != look_step(budget, first_step):
+        return
+    reporter.lap(step)
+    speeds = all_gather((reporter.stopwatch.elapsed(), reporter.pace.step_seconds))
+    spent, step_seconds = map(max, zip(*speeds, strict=True))  # of the slowest ranks
+    looked = fit_again(
+        config=context.config,
+        plan=context.plan,
+        step=step,
+        step_seconds=step_seconds,
+        seconds_left=budget.seconds - spent,
+    )
+    text = describe_look(context.config, context.plan, looked, spent)
+    if change_length(context, state, reporter, corpus, looked) and text:
+        reporter.log(text)
+
+
+def change_length(
+    context: Context, state: TrainState, reporter: Reporter, corpus: Corpus, budget: Budget
+) -> bool:
+    """Record that a second look came to `budget`, then train for its length; a collective.
+
+    Returns False, and changes nothing, if the disk takes no record.
+    """
+    config = with_other_length(context.config, state.step, budget.steps)
+    plan = replace(make_plan(config, context.plan.world_size), budget=budget)
+    if not on_main(lambda: reporter.record_length(config, plan, corpus)):
+        return False
+    before = to_flat(context.config)
+    for key, value in to_flat(config).items():
+        if value != before[key]:
+            state.config[key] = value
+    state.budget = budget
+    context.set_length(config, plan)
+    reporter.change_length(plan)
+    return True

@@ -155,8 +155,8 @@ def settings_of(theirs: Any) -> Iterator[tuple[str, Any]]:
         if key in free:
             continue
         value = getattr(theirs, key)
-        if key == "rope_parameters":
-            yield from value.items()
+        if key == "rope_parameters":  # `type` is an old name of `rope_type`
+            yield from ((name, item) for name, item in value.items() if name != "type")
         elif key in ("activation_function", "hidden_act"):
             yield key, ACTIVATIONS.get(value, value)  # two names of the same function
         else:
@@ -189,7 +189,10 @@ def unmet_needs(config: ModelConfig, preset: str) -> list[str]:
         "mlp_hidden": config.hidden_size,
         "preset": preset,
     }
-    fields = fields_of(to_hf_config(config, preset), preset)
+    try:
+        fields = fields_of(to_hf_config(config, preset), preset)
+    except Exception as error:  # validators of transformers raise any class
+        return [f"another shape ({last_line(error)})"]
     fields["n_kv_head"] = fields.get("n_kv_head") or config.n_head
     fields["head_dim"] = fields.get("head_dim") or config.n_embd / config.n_head
     if preset == "gpt2":

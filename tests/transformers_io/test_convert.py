@@ -222,6 +222,7 @@ def test_transformers_4_reads_the_positions_of_an_export(scaling: dict[str, Any]
         ({"n_kv_head": 2}, "model.n_kv_head 4"),
         ({"qk_norm": True}, "model.qk_norm False"),
         ({"mlp": "swiglu"}, "needs model.mlp gelu"),
+        ({"n_head": 3, "head_dim": 12}, "needs model.head_dim 10.6"),
     ],
 )
 def test_a_shape_that_no_class_computes_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -152,6 +152,8 @@ class Uploader:
             wait([last], timeout=0.2)
         cut_short = not last.done()
         self.close()
+        if not cut_short:
+            last.result()  # raises an error that is a bug
         self.preempted = False
         left = self.due()
         for target in left:

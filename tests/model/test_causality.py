@@ -94,6 +94,14 @@ def leak_at(seed: int) -> nn.Module:
     return Mixer(Mask(mask))
 
 
+def leak_behind_zeros() -> nn.Module:
+    """Each pair of tokens sees itself through weights that begin at zero."""
+    model = leak_in_blocks(2)
+    for weight in model.mix.parameters():
+        nn.init.zeros_(weight)
+    return model
+
+
 class LeakInAttention(CausalSelfAttention):
     """Attention in which one query of the whole sequence sees one later key."""
 
@@ -129,6 +137,7 @@ def changed_gpt(attention: type[CausalSelfAttention]) -> Make:
 LEAKS: dict[str, Make] = {
     **{f"blocks of {n}": lambda *_, n=n: leak_in_blocks(n) for n in range(2, 18)},
     **{f"place {n}": lambda *_, n=n: leak_at(n) for n in range(8)},
+    "weights of zero": lambda *_: leak_behind_zeros(),
     "attention of a changed GPT": changed_gpt(LeakInAttention),
 }
 

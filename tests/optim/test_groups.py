@@ -40,26 +40,6 @@ def test_configure_overrides_what_a_checkpoint_restored() -> None:
     assert {g.get("scale") for g in restored.param_groups} == {None, "match_rms_adamw"}
 
 
-def test_the_update_is_adamw() -> None:
-    """Loshchilov & Hutter 2019, algorithm 2, in float64."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 2, bias=False).double()
-    config = OptimConfig(lr=0.01, weight_decay=0.1, beta1=0.8, beta2=0.95)
-    optimizer = make_optimizer(net, config)
-    expected = net.weight.detach().clone()
-    first, second = torch.zeros(2, 2, 3, dtype=torch.float64)
-    for t, fraction in enumerate((0.5, 1.0, 0.25), 1):
-        g = torch.randn_like(expected)
-        first = 0.8 * first + 0.2 * g
-        second = 0.95 * second + 0.05 * g**2
-        direction = first / (1 - 0.8**t) / ((second / (1 - 0.95**t)).sqrt() + config.eps)
-        expected = expected - fraction * 0.01 * (direction + 0.1 * expected)
-        net.weight.grad = g
-        set_lr(optimizer, fraction)
-        optimizer.step()
-        torch.testing.assert_close(net.weight.detach(), expected)
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_embedding_and_head_have_their_own_learning_rates(name: str) -> None:
     gpt = GPT(tiny("fast", norm_weight=True), 64)

@@ -15,10 +15,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import PEAK, make_optimizer, set_lr
 from accel_gpt.optim.muon import MuonAdamW, muon_weights
-from tests.conftest import launch, thorough, tiny
-from tests.faults.test_fsdp import launch as launch_sharded
-from tests.faults.test_fsdp import moments
-from tests.test_train import assert_same_weights, records, weights
+from tests.conftest import thorough, tiny
 
 Arguments = Callable[..., list[str]]
 MUON = ("--optim.name", "muon")
@@ -170,17 +167,6 @@ def test_the_blocks_are_muons_and_all_else_is_adamws() -> None:
     assert OptimConfig("muon", lr=0.003, muon_scale="original").muon_peak == 0.02
 
 
-def test_frozen_weights_and_those_without_a_gradient_stay() -> None:
-    net = model()
-    net.blocks[0].requires_grad_(False)
-    gradients(net, 0)
-    net.blocks[1].mlp.up.weight.grad = None
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    make_optimizer(net, OptimConfig("muon")).step()
-    same = {name for name, p in net.named_parameters() if torch.equal(p, before[name])}
-    assert same == {n for n in before if n.startswith("blocks.0")} | {"blocks.1.mlp.up.weight"}
-
-
 def test_cautious_decay_spares_what_grows() -> None:
     """The update is the plain one if a weight shrinks, without decay if it grows."""
     plain, cautious, none = model(), model(), model()
@@ -255,32 +241,6 @@ def test_a_loss_scaler_is_understood(finite: bool, unscaled: bool) -> None:
 
 
 # --------------------------------------------------------------------------- processes
-
-
-@thorough
-@pytest.mark.slow
-def test_a_sharded_run_skips_resumes_and_follows_a_whole_one(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    """FSDP2 on three processes; the rows do not divide evenly."""
-    alike = [*MUON, "--optim.muon_momentum_warmup", "8", "--model.dropout", "0"]
-    alike += ["--train.tokens_per_step", "288"]
-    alike += ["--train.micro_batch_size", "1", "--train.max_steps", "4", "--sample.every", "0"]
-    alike += ["--checkpoint.every", "1", "--checkpoint.keep_last", "9", "--eval.every", "0"]
-    launch_sharded(3, tmp_path, small_run(*alike, "--out_dir", "whole"), POISON_AT=2)
-    own = small_run(*alike, "--out_dir", "parted")
-    launch_sharded(3, tmp_path, own, 75, POISON_AT=2, STOP_AT=3)
-    launch_sharded(3, tmp_path, own)
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert records(whole) == records(parted)
-    assert_same_weights(weights(whole, 4), weights(parted, 4))
-    assert_same_weights(moments(whole, 4), moments(parted, 4))
-    assert_same_weights(moments(whole, 1), moments(whole, 2))
-    launch_sharded(3, tmp_path, small_run(*alike, "--out_dir", "clean"))
-    assert launch(small_run(*alike, "--out_dir", str(tmp_path / "one"))) == 0
-    expected = weights(tmp_path / "one", 4)
-    for name, found in weights(tmp_path / "clean", 4).items():
-        torch.testing.assert_close(found, expected[name], atol=1e-4, rtol=1e-3)
 
 
 def updated(net: GPT, mesh: Any = None) -> GPT:

@@ -204,16 +204,6 @@ def test_no_imports_go_round_in_a_circle() -> None:
     assert not circles
 
 
-def test_no_literal_is_splatted() -> None:
-    """`*("a", "b")` is the same as `"a", "b"`."""
-    found = []
-    for path in FILES:
-        starred = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Starred))
-        literal = [n for n in starred if isinstance(n.value, ast.Tuple | ast.List)]
-        found += named(path, *(ast.unparse(node) for node in literal))
-    assert not found
-
-
 def test_a_name_is_defined_once() -> None:
     """A search for a public function or class finds one definition."""
     files: dict[str, set[Path]] = {}

@@ -3,7 +3,7 @@
 Reads and writes data_files.json in the run's folder: sizes and times of each local token file. A
 file that was written since is compared with its SHA-256 in dataset.json. Files of other projects
 have none: their size and the blocks of their fingerprint are compared, and a warning says so.
-The caches compare shards at the download (`remote.py`, `hub_folder.py`).
+Remote shards are compared when they are downloaded (`remote.py`).
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from accel_gpt.files import write_file
 from accel_gpt.json_files import Count, load_json_or_none
 
 FILE_TIMES = "data_files.json"
-RESTORE = "restore it, or prepare the data again"
 ACCEPT = "restore it, or accept it with --checkpoint.allow_change data.train"
+NOT_SAVED = "the steps after the newest checkpoint may have read it and are not saved; restore it"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DataFiles:
             accepted = accept_changes and self.shards[path].sha256 is None
             if resuming and not accepted and before.may_differ(now):
                 written[path] = before
-        self.compare(written, "after the previous launch", foreign_advice=ACCEPT)
+        self.compare(written, "after the previous launch", ACCEPT)
         if list(self.times.values()) != listed:
             content = json.dumps([asdict(time) for time in self.times.values()], indent=1)
             write_file(run / FILE_TIMES, [content.encode()])
@@ -91,44 +91,31 @@ class DataFiles:
             with contextlib.suppress(OSError):
                 now[path] = file_time(path)
         written = {path: self.times[path] for path in now if self.times[path].may_differ(now[path])}
-        advice = "the steps after the newest checkpoint may have read it and are not saved; "
         try:
-            self.compare(written, "while the run trained", advice + RESTORE, advice + RESTORE)
+            self.compare(written, "while the run trained", NOT_SAVED)
         except MachineError as error:
             self.log(f"WARNING: {error}")
             return
         self.times |= now
 
-    def compare(
-        self,
-        written: Mapping[Path, FileTime],
-        when: str,
-        advice: str = RESTORE,
-        foreign_advice: str = RESTORE,
-    ) -> None:
+    def compare(self, written: Mapping[Path, FileTime], when: str, advice: str) -> None:
         """Raise `DataError` if one of the files that were `written` is altered, else log them."""
         if not written:
             return
-        ours = []
-        foreign = []
-        for path, before in written.items():
-            shard = self.shards[path]
-            if shard.sha256 is not None:
-                ours.append(Expected(path, digest=shard.sha256))
-            else:
-                sample = partial(sampled_digest, offset=shard.offset)
-                foreign.append(Expected(path, before.size, shard.sample, sample))
-        if ours:
-            self.log(f"comparing {len(ours):,} data files that were written {when}")
-        for files, end in ((ours, advice), (foreign, foreign_advice)):
-            damage = find_damage(files)
-            if damage:
-                raise DataError(f"{damage}; {end}")
-        for file in foreign:
-            self.log(
-                f"WARNING: {file.path} was written {when}; only its size and a sample of its "
-                "tokens were compared"
-            )
+        self.log(f"comparing {len(written):,} data files that were written {when}")
+        damage = find_damage([self.expected(path, time.size) for path, time in written.items()])
+        if damage:
+            raise DataError(f"{damage}; {advice}")
+        for path in written:
+            if self.shards[path].sha256 is None:
+                self.log(f"WARNING: of {path}, only the size and a sample of tokens were compared")
+
+    def expected(self, path: Path, size: int) -> Expected:
+        """Return what a file must be, which had `size` bytes before it was written."""
+        shard = self.shards[path]
+        if shard.sha256 is not None:
+            return Expected(path, size, shard.sha256)
+        return Expected(path, size, shard.sample, partial(sampled_digest, offset=shard.offset))
 
 
 def local_files(splits: Sequence[Split]) -> dict[Path, Shard]:

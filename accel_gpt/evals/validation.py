@@ -219,6 +219,8 @@ def first_sequences(source: EvalSplit, block_size: int, count: int) -> tuple[Ten
 def check_targets(source: EvalSplit, block_size: int, target_mask: TargetMask) -> None:
     """Raise `DataError` unless the evaluated tokens of a source include a target."""
     for sequence in evaluated_sequences(source, block_size):
+        if target_mask.keeps_all:
+            return
         targets, _ = target_mask.apply(*collate([sequence], 1, block_size))
         if (targets != IGNORE).any():
             return

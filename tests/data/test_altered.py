@@ -162,7 +162,7 @@ def test_a_file_of_another_project_is_compared_by_a_sample_while_the_run_trains(
     path = foreign / "train.bin"
     copy = f"shutil.copyfile({str(other)!r}, path)"
     assert launch(foreign_run(*altering(tmp_path, path, "os.utime(path)"))) == 0
-    said = f"WARNING: {path} was written while the run trained"
+    said = f"WARNING: of {path}, only the size and a sample"
     assert capsys.readouterr().err.count(said) == 1
     (foreign / "train.bindone").unlink()
     again = ["--out_dir", str(tmp_path / "again")]

@@ -33,10 +33,9 @@ from accel_gpt.commands.resolve import load_code
 from accel_gpt.commands.sample import continue_prompt
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import read_given
-from accel_gpt.config.values import sections
 from accel_gpt.console import FAILURE_FILE
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, PeerError, UserError, require
+from accel_gpt.errors import AccelGPTError, PeerError, require
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.report.plots import loss_curves
@@ -123,16 +122,16 @@ def load(
 def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:
     """Train as `accel-gpt train CONFIG --section.key value ...` does, or resume the run.
 
-    `config`: a YAML file, or the name of a shipped config. `options`: {"section.key": value}, or
-    {"section": {"key": value}}. `processes`: number of processes; torchrun starts more than one.
-    An interrupt saves the run and returns it. Raises `UserError` for a mistake, and another class
-    of accel_gpt/errors.py for any other failure.
+    `config`: a YAML file, or the name of a shipped config. `options`: {"section.key": value}.
+    `processes`: number of processes; torchrun starts more than one. An interrupt saves the run and
+    returns it. Raises `UserError` for a mistake, and another class of accel_gpt/errors.py for any
+    other failure.
     """
     require(
         isinstance(processes, int) and processes > 0,
         f"processes is {processes!r}; expected a whole number above 0",
     )
-    arguments = [str(config), *to_arguments(flatten_sections(options or {}))]
+    arguments = [str(config), *to_arguments(options or {})]
     given = read_given(arguments, "accel_gpt.run")
     trained = Run(Path(given.get("out_dir", Config().out_dir)))
     code = run_command(["train", *arguments], processes)
@@ -220,29 +219,6 @@ def error_of_child(command: str, code: int, report: Path) -> AccelGPTError:
         return cast(AccelGPTError, kind(failure["message"].removeprefix("error: ")))
     except (OSError, ValueError, KeyError):  # a bug, or the system killed the child
         return PeerError(f"accel-gpt {command} ended with exit code {code}; see its error above")
-
-
-def flatten_sections(options: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten nested sections, as in a YAML file, to dotted keys.
-
-    A mapping stays a mapping if it is the value of an option. Raises `UserError` for an option that
-    is given twice, and for a section that is not a mapping.
-    """
-    flat: dict[str, object] = {}
-    for name, value in options.items():
-        key = f"{prefix}{name}"
-        inner = {key: value}
-        if key in sections(Config):
-            if not isinstance(value, Mapping):
-                raise UserError(
-                    f"{key} is {value!r}, but it is a section of options; give a mapping, or "
-                    f"{key}.NAME for one option"
-                )
-            inner = flatten_sections(value, f"{key}.")
-        for one in inner:
-            require(one not in flat, f"{one} is given twice; give it once")
-        flat |= inner
-    return flat
 
 
 def to_arguments(options: Mapping[str, object]) -> list[str]:

@@ -6,14 +6,12 @@ import io
 import json
 import os
 import re
-import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -24,7 +22,6 @@ from accel_gpt.own_code import place_in_own_code
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 # of CPU, CUDA and C++, in a `RuntimeError` of torch
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|std::bad_alloc")
-PLACE_IN_TORCH = re.compile(r"^\[enforce fail at .*?(?=DefaultCPUAllocator)")  # before the reason
 UNUSED = "find_unused_parameters"  # in the message of DDP
 # errors of a path that the user gave: no permission, a folder, too long, its parent is a file,
 # read-only
@@ -50,7 +47,6 @@ MACHINE_ERRORS = (
     errno.ESTALE,
 )
 MACHINE_REASONS = (*(os.strerror(number) for number in MACHINE_ERRORS), "can't start new thread")
-SHARED_MEMORY = "/dev/shm"  # where libraries share memory between processes
 INTERRUPTED = "interrupted"
 FAILURE_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's variable: a file for the error of this process
 
@@ -160,18 +156,21 @@ def install_exit_handlers() -> None:
                 signal.signal(number, leave)
 
 
-def note_failure(text: str, kind: str) -> None:
+def note_failure(failure: AccelGPTError) -> None:
     """Report why this process fails to torchrun, or to the Python call that started it.
 
-    torchrun prints the reason of the earliest failure last, below its own traceback. `kind`: the
-    class of the error in accel_gpt/errors.py.
+    torchrun prints the reason of the earliest failure last, below its own traceback.
     """
     path = os.environ.get(FAILURE_FILE)
     if path:
         before_others = int(time.time()) - 1  # torchrun dates other failures in whole seconds
-        failure = {"message": text, "timestamp": before_others, "class": kind}
+        content = {
+            "message": f"error: {failure}",
+            "timestamp": before_others,
+            "class": type(failure).__name__,
+        }
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump(failure, file)
+            json.dump(content, file)
 
 
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -190,17 +189,14 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        text = describe_failure(error)
-        if text is None:
+        failure = expected_failure(error)
+        if failure is None:
             raise
         rank = os.environ.get("RANK", "0")
         process = "" if rank == "0" else f"[process {rank}] "
-        write_err(f"{process}error: {text}")
-        kind: type[AccelGPTError] = MachineError if is_of_machine(error) else UserError
-        if isinstance(error, AccelGPTError):
-            kind = type(error)
-        note_failure(f"error: {text}", kind.__name__)
-        return kind.exit_code
+        write_err(f"{process}error: {failure}")
+        note_failure(failure)
+        return failure.exit_code
     except SystemExit as error:
         place = place_in_own_code(error)
         if place is None or error.code:  # a signal also ends a process so
@@ -225,82 +221,25 @@ def run_process(main: Callable[[Sequence[str]], int]) -> NoReturn:
     sys.exit(run_main(main, sys.argv[1:]))
 
 
-def raised_by_us(error: BaseException) -> bool:
-    """Return whether a module of this package raised an error."""
-    trace = error.__traceback__
-    name = ""
-    while trace is not None:
-        name = str(trace.tb_frame.f_globals.get("__name__"))
-        trace = trace.tb_next
-    return name.startswith("accel_gpt.")
-
-
-def describe_failure(error: Exception) -> str | None:
-    """Return a sentence for an error that a user can mend; None for any other error."""
+def expected_failure(error: Exception) -> AccelGPTError | None:
+    """Return the failure in one sentence that an error stands for; None for a bug of ours."""
     place = place_in_own_code(error)
+    number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, AccelGPTError):
         # a message that does not name the file, of a function of ours that the file calls
         file = place.partition(",")[0] if place else ""
-        return f"{place}: {error}" if file not in str(error) else str(error)
-    if is_out_of_memory(error):
-        reason = PLACE_IN_TORCH.sub("", first_line(error))[:200]
-        return (
-            f"out of memory ({reason}); lower the model's size, train.micro_batch_size or "
-            "sample.num; accel-gpt plan shows the memory they need"
-        )
+        return error if file in str(error) else type(error)(f"{place}: {error}")
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+        return MachineError(f"out of memory ({first_line(error)[:200]})")
     if isinstance(error, RuntimeError) and UNUSED in str(error):
-        return (
+        return UserError(
             "a step did not use all parameters of the model in its loss, but DDP waits for the "
-            "gradient of each; use all of them in each step, or remove those that no step uses"
+            "gradient of each"
         )
-    if place is not None and not (isinstance(error, AssertionError) and raised_by_us(error)):
-        return f"{place}: {type(error).__name__}: {first_line(error)}"
-    if is_of_machine(error):
-        return f"{first_line(error)}{room_or_limit(error)}"
-    if isinstance(error, OSError) and error.errno in PATH_ERRORS:
-        return str(error)
+    if place is not None:
+        return UserError(f"{place}: {type(error).__name__}: {first_line(error)}")
+    if number in MACHINE_ERRORS or any(reason in str(error) for reason in MACHINE_REASONS):
+        return MachineError(first_line(error))
+    if number in PATH_ERRORS:
+        return UserError(str(error))
     return None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory could not be allocated. torch raises a `RuntimeError` then."""
-    found = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
-    return isinstance(error, MemoryError) or bool(found)
-
-
-def is_of_machine(error: Exception) -> bool:
-    """Return whether the machine lacks something, or a limit of the process is reached.
-
-    An error in the file of --code is not: its place says more.
-    """
-    if is_out_of_memory(error):
-        return True
-    if place_in_own_code(error) is not None:
-        return False
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in MACHINE_ERRORS
-    return any(reason in str(error) for reason in MACHINE_REASONS)
-
-
-def room_or_limit(error: Exception) -> str:
-    """Return the free room or the limit that an error of the machine is about; "" for others."""
-    number = getattr(error, "errno", None)
-    if number == errno.EMFILE:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f" (ulimit -n allows {limit:,})"
-    if number == errno.EFBIG:
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return f" (ulimit -f allows {limit:,} bytes)"
-    if number not in (errno.ENOSPC, errno.EDQUOT):
-        return ""
-    path = Path(getattr(error, "filename", None) or SHARED_MEMORY)  # an error of it has no name
-    return f" ({free_room(path)})"
-
-
-def free_room(path: Path) -> str:
-    """Return the free room on the disk of a path, as `1,024 bytes and 7 inodes are free in /x`."""
-    path = Path(os.path.abspath(path))
-    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    return f"{free:,} bytes and {disk.f_favail:,} inodes are free in {folder}"

@@ -12,8 +12,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from accel_gpt.errors import UserError, require
 
 PREEMPTED = 75  # EX_TEMPFAIL: saved, run me again
@@ -125,22 +123,12 @@ def shared_cores() -> int:
 def requested_threads() -> int | None:
     """Return the threads that the user requests with OMP_NUM_THREADS; None without a number.
 
-    A launcher sets the variable itself if the user does not. torchrun, and `accelerate launch` with
-    GPUs, set 1. `accelerate launch` on a CPU sets 1, or the physical cores divided by the
-    processes. Such a number is not taken for the user's.
+    torchrun and `accelerate launch` set the variable themselves, so under them it is not read.
     """
     match = re.match(r"\s*([1-9][0-9]{0,3})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
-    if match is None:
+    if match is None or started_by_launcher():
         return None
-    threads = int(match[1])  # of the outer parallel regions, if the variable is a list
-    if started_by_launcher() and threads in (1, threads_of_accelerate()):
-        return None
-    return threads
-
-
-def threads_of_accelerate() -> int:
-    """Return the threads that `accelerate launch` sets for a process on a CPU."""
-    return int((psutil.cpu_count(logical=False) or 1) / local_world_size())
+    return int(match[1])  # of the outer parallel regions, if the variable is a list
 
 
 def starts_on_gpus() -> bool:
@@ -209,17 +197,13 @@ def use_slurm_variables() -> None:
         return
     require(
         not started_by_launcher(),
-        "srun started accelerate launch once for each process; start srun accel-gpt train without "
-        "it, or one accelerate launch on each node with --num_processes, --num_machines and "
-        "--machine_rank",
+        "srun started accelerate launch once for each process; start srun accel-gpt train, or one "
+        "accelerate launch on each node",
     )
     tasks_of_nodes = tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = slurm_number("SLURM_NODEID")
-    hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     if node >= len(tasks_of_nodes):
         raise slurm_error("SLURM_STEP_TASKS_PER_NODE")
-    if not hosts:
-        raise slurm_error("SLURM_STEP_NODELIST")
     # two steps of a job may share a node, where each needs a port
     number = slurm_number("SLURM_JOB_ID") + slurm_number("SLURM_STEP_ID")
     os.environ.update(
@@ -228,7 +212,7 @@ def use_slurm_variables() -> None:
         WORLD_SIZE=str(slurm_number("SLURM_STEP_NUM_TASKS")),
         LOCAL_WORLD_SIZE=str(tasks_of_nodes[node]),
     )
-    os.environ.setdefault("MASTER_ADDR", first_host(hosts))
+    os.environ.setdefault("MASTER_ADDR", first_host(os.environ["SLURM_STEP_NODELIST"]))
     os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
 
 
@@ -269,10 +253,7 @@ def slurm_number(name: str) -> int:
 
 def slurm_error(name: str) -> UserError:
     """Return the error for a variable of Slurm that cannot be read."""
-    return UserError(
-        f"{name} is {os.environ.get(name)!r}, which srun does not write; set RANK, LOCAL_RANK, "
-        "WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process yourself"
-    )
+    return UserError(f"{name} is {os.environ.get(name)!r}, which srun does not write")
 
 
 def tasks_per_node(text: str) -> list[int]:

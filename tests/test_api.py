@@ -61,8 +61,7 @@ def test_a_run_in_a_thread_trains_fails_and_leaves_the_process_as_it_was(
 ) -> None:
     before = process()
     options: dict[str, Any] = SHORT | {"train.max_steps": 2}
-    # sections may be mappings, as in a YAML file; a mapping stays one if it is a value
-    options |= {"data": {"val": {"a": str(corpus), "b": str(corpus)}}}
+    options |= {"data.val": {"a": str(corpus), "b": str(corpus)}}
     run = in_thread(lambda: accel_gpt.run(*small_run(), options))
     assert run.metrics.index[-1] == 2
     assert {"eval/val_loss/a", "eval/val_loss/b"} <= set(run.metrics)
@@ -105,12 +104,8 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
         accel_gpt.run("quickstart", {"train.max_step": 3})
     run = accel_gpt.Run(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="nowhere does not exist"):
+    with pytest.raises(UserError, match="nowhere is not a folder"):
         _ = run.metrics
-    with pytest.raises(UserError, match=r"train\.max_steps is given twice; give it once"):
-        accel_gpt.run("quickstart", {"train": {"max_steps": 3}, "train.max_steps": 3})
-    with pytest.raises(UserError, match=r"train is 3, but it is a section of options"):
-        accel_gpt.run("quickstart", {"train": 3})
     with pytest.raises(UserError, match="did you mean --temperature"):
         run.sample(temprature=0)
     with pytest.raises(UserError, match="nowhere"):

@@ -102,16 +102,6 @@ def cpu_threads(train: TrainConfig) -> int:
     return requested_threads() or shared_cores()
 
 
-def threads_of_environment(train: TrainConfig) -> int | None:
-    """Return the threads that OMP_NUM_THREADS sets for a run on a CPU.
-
-    Returns None if it is not set or the config sets them.
-    """
-    if train.cpu_threads or train.reproducible:
-        return None
-    return requested_threads()
-
-
 def keep_freed_memory() -> None:
     """Make the C library keep freed blocks instead of returning them to the system.
 

@@ -232,11 +232,9 @@ class StopSignal:
 
     def acknowledge_start(self, name: str) -> None:
         """Print on rank 0 that the process ends before its first step."""
-        if rank() == 0 and sys.__stderr__:
-            with contextlib.suppress(OSError, ValueError):  # the terminal is gone
-                text = f"{name}: stopped before the first step; launch the same command again"
-                sys.__stderr__.write(f"{text}\n")
-                sys.__stderr__.flush()
+        if is_main():
+            write_err(f"{name}: stopped before the first step; launch the same command again")
+            sys.stderr.flush()
 
     def close(self) -> None:
         """Ignore signals from now on.

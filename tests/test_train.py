@@ -152,7 +152,6 @@ def test_loss_curve_is_the_stored_one_and_the_contract_names_what_is_left(
     assert "no MFU" in shown
     assert re.search(r"^options  train\..*\btrain.max_steps 12\b", shown, flags=re.MULTILINE)
     assert shown.index(f"run      {tmp_path / 'run'}\n") < shown.index("model    ")
-    assert "accel-gpt sample" in shown
 
 
 @pytest.mark.slow
@@ -256,8 +255,7 @@ def test_a_folder_of_another_run_is_refused(
     other = PrepareConfig(source="text", path=str(tmp_path / "other.txt"), tokenizer="bytes")
     prepare(other, tmp_path / "other")
     assert launch(small_run("--data.train", str(tmp_path / "other"))) == 2
-    told = rf"data.train was {corpus} \([0-9a-f]{{12}}\), is {tmp_path}/other \([0-9a-f]{{12}}\)"
-    assert re.search(told, capsys.readouterr().err)
+    assert re.search(r"data\.train was .*corpus.* is .*other", capsys.readouterr().err)
     assert_same_weights(weights(tmp_path / "run"), before)
     corpus.rename(tmp_path / "moved")
     assert launch(small_run("--data.train", str(tmp_path / "moved"))) == 0

@@ -11,7 +11,7 @@ done, too. Each later launch reads it, see `Done`, and chooses only what this ma
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from accelerate import Accelerator
 
-from accel_gpt.config.budget import with_budget
+from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
 from accel_gpt.config.compare import differences
 from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
@@ -31,12 +31,11 @@ from accel_gpt.data.sources import newest_commit, train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.launch.accelerator import make_accelerator
 from accel_gpt.launch.auto_batch import choose_micro_batch_size
-from accel_gpt.launch.budget import fit_slowest
 from accel_gpt.launch.compile import check_compile, choose_compile
 from accel_gpt.launch.context import Context, nothing_to_check
 from accel_gpt.launch.precision import choose_precision
 from accel_gpt.launch.process import join_ranks
-from accel_gpt.launch.ranks import on_main
+from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.launch.stopping import INIT_TIMEOUT, Watchdog
 from accel_gpt.launcher import PRECISIONS, world_size
 from accel_gpt.model.language_model import LanguageModel, draw_weights
@@ -127,7 +126,7 @@ def resolve(
             log(f"budget   measuring what fits into {text}")
             seconds = duration("train.budget", text) or 0.0
             costs = rehearse(config, plan, accelerator, initialize, seconds)
-            budget = fit_slowest(config, costs, started)
+            budget = fit_slowest(config, costs, seconds, started)
             reason = budget.costs.describe()
         config = with_budget(config, budget)
         plan = make_plan(config, accelerator.num_processes)
@@ -201,6 +200,19 @@ def with_compile(config: Config, plan: Plan, done: Done, log: Callable[[str], No
     compiled, reason = choose_compile(config, plan, earlier, f"as in {done.file}")
     log(f"auto     {'compiled' if compiled else 'not compiled'}: {reason}")
     return replace(config, train=replace(config.train, compile=compiled))
+
+
+def fit_slowest(config: Config, costs: Costs, seconds: float, started: float) -> Budget:
+    """Return the longest run that fits into `seconds` on the slowest ranks; a collective.
+
+    `costs`: as measured on this rank. `started`: the time at which the budget began, by
+    `time.monotonic`. Raises `UserError` if the budget is too short.
+    """
+    of_ranks = zip(*map(astuple, all_gather(costs)), strict=True)
+    costs = Costs(*map(max, of_ranks))  # of the slowest ranks, which the others wait for
+    end = started + PLANNED_SHARE * seconds
+    budget: Budget = on_main(lambda: fit(config, costs, end - time.monotonic()))
+    return budget
 
 
 def earlier_budget(config: Config, done: Done) -> Budget | None:

@@ -6,16 +6,24 @@ the new length before the next step is made.
 
 from dataclasses import replace
 
-from accel_gpt.config.budget import fit_again, look_step, with_other_length
+from accel_gpt.config.budget import (
+    fit_again,
+    look_step,
+    rate_is_constant,
+    seconds_ahead,
+    with_other_length,
+)
 from accel_gpt.config.costs import Budget
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan, make_plan, plural
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.launch.budget import describe_look
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.runs.state import TrainState
 from accel_gpt.training.reporter import Reporter
+
+NEAR = (0.85, 1.1)  # shares of the budget that are not told; assumption
 
 
 def look_at_length(context: Context, state: TrainState, reporter: Reporter, corpus: Corpus) -> None:
@@ -30,7 +38,7 @@ def look_at_length(context: Context, state: TrainState, reporter: Reporter, corp
     if step != look_step(budget, first_step):
         return
     reporter.lap(step)
-    speeds = all_gather((reporter.stopwatch.elapsed(), reporter.pace.step_seconds))
+    speeds = all_gather((reporter.stopwatch.elapsed(), reporter.stopwatch.step_seconds))
     spent, step_seconds = map(max, zip(*speeds, strict=True))  # of the slowest ranks
     looked = fit_again(
         config=context.config,
@@ -42,6 +50,28 @@ def look_at_length(context: Context, state: TrainState, reporter: Reporter, corp
     text = describe_look(context.config, context.plan, looked, spent)
     if change_length(context, state, reporter, corpus, looked) and text:
         reporter.log(text)
+
+
+def describe_look(config: Config, plan: Plan, looked: Budget, spent: float) -> str | None:
+    """Return what a second look came to; None if the run ends near its budget and stays as it is.
+
+    `config` and `plan`: before the look. `spent`: seconds of the run so far.
+    """
+    assert plan.budget is not None
+    assert looked.looked_at is not None
+    speed = f"a step takes {looked.costs.step:.3g} s, not {plan.budget.costs.step:.3g} s"
+    if looked.steps != plan.max_steps:
+        steps = plural(looked.steps, "step")
+        return f"budget   {steps} in {looked.asked}, not {plan.max_steps:,}: {speed}"
+    step = looked.looked_at
+    ahead = seconds_ahead(config, looked.costs, step, plan.max_steps)
+    share = (spent + ahead) / looked.seconds
+    if NEAR[0] <= share <= NEAR[1] or rate_is_constant(config, plan, step):
+        return None
+    return (
+        f"WARNING: up to step {step:,}, {speed}; the run takes {share:.0%} of train.budget "
+        f"{looked.asked}, since schedule {config.schedule.name} keeps the length from the start"
+    )
 
 
 def change_length(

@@ -185,6 +185,13 @@ class Stopwatch:
         self.step = step  # at the last lap
         self.since = now  # time of the last lap
         self.paused = 0.0  # seconds of pauses since the last lap
+        self.timed_steps = 0  # of all laps but the first, in which a launch compiles
+        self.timed_seconds = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the mean seconds of the timed steps, without pauses."""
+        return self.timed_seconds / self.timed_steps
 
     def elapsed(self) -> float:
         """Return the seconds of all launches, pauses included."""
@@ -198,11 +205,15 @@ class Stopwatch:
     def lap(self, step: int) -> float:
         """Return the seconds per step since the last lap, without pauses; start a new lap."""
         now = time.monotonic()
-        seconds = (now - self.since - self.paused) / max(step - self.step, 1)
+        steps = step - self.step
+        seconds = now - self.since - self.paused
+        if self.step > self.first_step:
+            self.timed_steps += steps
+            self.timed_seconds += seconds
         self.step = step
         self.since = now
         self.paused = 0.0
-        return seconds
+        return seconds / max(steps, 1)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -22,7 +22,6 @@ from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import strict_json, write_file
-from accel_gpt.launch.budget import Pace
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, synchronize
 from accel_gpt.launch.stopping import Watchdog
@@ -65,7 +64,6 @@ class Reporter:
         self.check_folder = context.check_folder
         self.out_dir = Path(config.out_dir)
         self.speed = Speed(gpt, plan, accelerator)
-        self.pace = Pace(plan.budget, display.log)
         self.trackers = Trackers(accelerator, config.log.trackers, self.out_dir)
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # the last write failed
@@ -162,7 +160,6 @@ class Reporter:
 
     def change_length(self, plan: Plan) -> None:
         """Report a run that has another length from now on."""
-        self.pace.budget = plan.budget
         self.display.max_steps = plan.max_steps
         if self.metrics:
             self.metrics.max_steps = plan.max_steps
@@ -262,11 +259,8 @@ class Reporter:
 
     def lap(self, step: int) -> float:
         """Return the seconds per step since the last call."""
-        steps = step - self.stopwatch.step
         synchronize(self.accelerator.device)
-        seconds_per_step = self.stopwatch.lap(step)
-        self.pace.note(step, steps, seconds_per_step)
-        return seconds_per_step
+        return self.stopwatch.lap(step)
 
     def batch_hash(self, loader: Loader) -> Record:
         """Return the hash of the last global batch if `log.batch_hash` is set, by an all-reduce."""

@@ -18,8 +18,7 @@ from accel_gpt.commands import clock
 from accel_gpt.config import budget as lengths
 from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
-from accel_gpt.launch import budget
-from accel_gpt.launch.budget import WINDOW_SECONDS, Pace
+from accel_gpt.launch import resolve
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.runs.folder import RunFolder
 from tests.conftest import launch
@@ -45,7 +44,7 @@ def eight_steps(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
         measured.append(costs)
         return budget_of(costs, steps=8, thin=2, seconds=seconds, asked=str(config.train.budget))
 
-    monkeypatch.setattr(budget, "fit", fit)
+    monkeypatch.setattr(resolve, "fit", fit)
     monkeypatch.setattr(clock, "MOST_SECONDS", 0.0)
     return measured
 
@@ -293,7 +292,7 @@ def forty_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         def fit(config: Config, costs: Costs, _: float) -> Budget:
             return budget_of(replace(costs, step=100.0), steps=40, seconds=seconds)
 
-        monkeypatch.setattr(budget, "fit", fit)
+        monkeypatch.setattr(resolve, "fit", fit)
         monkeypatch.setattr(clock, "MOST_SECONDS", 0.0)
 
     return leave
@@ -415,22 +414,3 @@ def test_a_schedule_that_falls_from_the_start_is_told(
     assert planned(tmp_path / "run")["max_steps"] == 40
     assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "12")) == 0
     assert "WARNING: up to step" not in capsys.readouterr().err
-
-
-def test_a_slow_moment_is_told_once() -> None:
-    told: list[str] = []
-    pace = Pace(budget_of(Costs(step=0.5), steps=600, seconds=285, asked="5m"), told.append)
-    for step in range(10, 1000, 10):  # as planned, then three times as slow, then as planned
-        pace.note(step, 10, 1.5 if 300 < step <= 500 else 0.6)
-    assert len(told) == 1
-    assert "a step took 3.0 times as long as the 0.5 s" in told[0]
-    Pace(None, told.append).note(10, 10, WINDOW_SECONDS)
-    assert len(told) == 1
-
-
-def test_the_compilation_of_a_launch_is_no_slow_moment() -> None:
-    told: list[str] = []
-    pace = Pace(budget_of(Costs(step=0.5), steps=600, seconds=285, asked="5m"), told.append)
-    pace.note(10, 10, 2 * WINDOW_SECONDS)
-    pace.note(20, 10, 0.5)
-    assert not told

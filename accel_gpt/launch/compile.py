@@ -24,10 +24,10 @@ from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.model.make import make_model
 
 CAPABILITY = (7, 0)  # of CUDA: Volta, the first GPUs that Triton supports
-# A CPU with matrix units: compiling takes 45 s and saves a quarter of a step
-# (benchmarks/notes/precision.md), so a run must take 180 s. Without compiling, the quickstart
-# reaches 1.2e11 FLOP/s on a core of a Xeon.
-LEAST_CPU_SECONDS = 180.0
+# On a CPU with matrix units, compiling takes 45 s and saves a quarter of a step, so it pays after
+# 180 s (benchmarks/notes/precision.md). On an H100, it takes 20 s (benchmarks/RESULTS.md).
+LEAST_SECONDS = 180.0
+# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
 MATRIX_UNIT_FLOPS = 1.2e11
 # Options of inductor for `train.compile: graphs`
 GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True})
@@ -81,6 +81,10 @@ def check_graphs(plan: Plan) -> None:
 def gains_from_compiling(config: Config, plan: Plan) -> tuple[bool, str]:
     """Return whether compiling saves more time than it takes, and the reason."""
     device = PartialState().device
+    pays = f"compiling pays after {LEAST_SECONDS:.0f} s"
+    budget = duration("train.budget", config.train.budget)
+    if budget and budget <= LEAST_SECONDS:
+        return False, f"train.budget is {config.train.budget}, and {pays}"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         number = ".".join(map(str, capability))
@@ -88,16 +92,12 @@ def gains_from_compiling(config: Config, plan: Plan) -> tuple[bool, str]:
     bf16 = requested_precision(config.train) != "no"
     if device.type != "cpu" or not bf16 or bf16_instructions() != MATRIX_UNITS:
         return False, f"compiling saves little on {device.type} without matrix units for bf16"
-    seconds = cpu_seconds(config, plan)
-    pays = f"compiling pays after {LEAST_CPU_SECONDS:.0f} s"
-    return seconds > LEAST_CPU_SECONDS, f"the run takes about {seconds:,.0f} s, and {pays}"
+    seconds = budget or cpu_seconds(config, plan)
+    return seconds > LEAST_SECONDS, f"the run takes about {seconds:,.0f} s, and {pays}"
 
 
 def cpu_seconds(config: Config, plan: Plan) -> float:
     """Estimate the seconds of the run without compiling, on a CPU with matrix units."""
-    budget = duration("train.budget", config.train.budget)
-    if budget:
-        return budget
     # a model of --code may not work on the device meta
     gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")
     tokens = plan.max_steps * plan.tokens_per_step / plan.world_size

@@ -184,16 +184,22 @@ def test_a_run_that_moves_to_a_faster_device_keeps_what_it_does(
         assert (asked["train.mixed_precision"], asked["train.compile"]) == ("auto", "auto")
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (6, 1)])
-def test_a_gpu_that_triton_supports_is_compiled_for(
-    capability: tuple[int, int], small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "budget", "expected"),
+    [((7, 0), "null", True), ((6, 1), "null", False), ((9, 0), "2m", False), ((9, 0), "4m", True)],
+)
+def test_a_gpu_compiles_if_triton_supports_it_and_the_budget_is_long(
+    capability: tuple[int, int],
+    budget: str,
+    expected: bool,
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = load_config(small_run(*AUTO), "test")
+    config = load_config(small_run(*AUTO, "--train.budget", budget), "test")
     state = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(compilation, "PartialState", lambda: state)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    compiled, _ = compilation.gains_from_compiling(config, make_plan(config, 1))
-    assert compiled == (capability == (7, 0))
+    assert compilation.gains_from_compiling(config, make_plan(config, 1))[0] == expected
 
 
 @pytest.mark.parametrize("compiler", ["works", "fails"])

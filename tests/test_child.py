@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from accel_gpt.children import child_error, launch_child, run_child
+from accel_gpt.children import run_child
 from tests.faults.launches import until
 
 PROBE = """
@@ -49,28 +47,6 @@ def test_a_child_is_not_part_of_the_group_of_its_launcher(
     assert (report["stdin"], report["group"]) == ("", False)
 
 
-def test_a_child_may_have_its_own_group(module: str) -> None:
-    child = launch_child([], module=module, stdout=subprocess.PIPE, own_group=True, priority="low")
-    with child:
-        assert child.stdout
-        assert json.loads(child.stdout.read())["group"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the scheduler of Linux")
-def test_the_priority_of_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    idle = launch_child([], module="sleeper", priority="idle")
-    low = launch_child([], module="sleeper", priority="low")
-    with idle, low:
-        assert os.sched_getscheduler(idle.pid) == os.SCHED_IDLE
-        assert os.sched_getscheduler(low.pid) == os.SCHED_OTHER
-        assert os.getpriority(os.PRIO_PROCESS, low.pid) > own or own == 19
-        idle.kill()
-        low.kill()
-
-
 def test_an_interrupted_wait_ends_the_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,8 +65,3 @@ def test_an_interrupted_wait_ends_the_child(
         run_child([], module="sleeper")
     thread.join()
     assert not psutil.pid_exists(int(started.read_text()))
-
-
-def test_the_error_of_a_child() -> None:
-    assert child_error("a note\nerror: no room\n", 2) == "no room"
-    assert child_error("\n", 2) == "exit code 2"

@@ -20,13 +20,10 @@ from accel_gpt.launch import meeting
 from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launcher import (
     available_cores,
-    first_host,
     shared_cores,
-    tasks_per_node,
     use_slurm_variables,
     world_size,
 )
-from accel_gpt.transformers_io import pretrained
 from tests.helpers.ports import free_port
 from tests.helpers.terminals import Terminal
 from tests.test_launch import PLAIN, TORCHRUN, TRAIN, finish
@@ -222,25 +219,6 @@ def test_a_process_in_a_real_cgroup_takes_the_cores_of_its_quota() -> None:
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("a[1-2],b", "a1"),
-        ("rack[1-2]n[05,7]-ib", "rack1n05-ib"),
-        ("alone.example.org", "alone.example.org"),
-    ],
-)
-def test_first_host(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("8", [8]), ("", []), ("2(y)", [])]
-)
-def test_tasks_per_node(text: str, counts: list[int]) -> None:
-    assert tasks_per_node(text) == counts
-
-
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make this process rank 0 or 1 of two that meet in one store."""
@@ -288,19 +266,6 @@ def test_ctrl_c_ends_a_rank_at_once_only_while_it_waits(as_rank: Callable[[int],
     with meeting.ended_by_ctrl_c():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_only_rank_0_looks_for_the_model_of_an_evaluation(
-    as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    cached = pretrained.find_pretrained(str(tmp_path))
-    monkeypatch.setattr(pretrained, "find_pretrained", lambda *_: cached)
-    as_rank(0)
-    assert pretrained.find_on_main("user/name") == cached
-    as_rank(1)
-    monkeypatch.delattr(pretrained, "find_pretrained")
-    assert pretrained.find_on_main("user/name") == cached
 
 
 @pytest.mark.slow

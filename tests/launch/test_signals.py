@@ -13,7 +13,6 @@ import pytest
 
 from accel_gpt.commands import train as command
 from accel_gpt.config.experiment import TrainConfig
-from accel_gpt.config.options import duration
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.launch.stopping import StopSignal
 from accel_gpt.launcher import PREEMPTED, SIGNALS
@@ -105,14 +104,6 @@ def test_a_limit_is_refused_where_the_launcher_would_start_the_run_again(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert run_here(command.main, small_run("--train.time_limit", "1h")) == 2
     assert "train.time_limit does not work with --max_restarts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("3h50m", 13_800), ("90", 90), ("1d", 86_400), ("0.5s", 0.5), (None, None)],
-)
-def test_durations(text: str | None, seconds: float | None) -> None:
-    assert duration("train.time_limit", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["0s", "-5m", "5 min", ""])

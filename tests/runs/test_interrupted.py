@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from accel_gpt import cli, train
+from accel_gpt import train
 from accel_gpt.data.altered import FILE_TIMES
 from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
 from accel_gpt.evals import validation
 from accel_gpt.model import generate
 from accel_gpt.runs.folder import RunFolder
-from tests.conftest import launch, run_here
+from tests.conftest import launch
 from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
@@ -136,19 +136,6 @@ def test_an_evaluation_that_fails_costs_no_step(
     assert saved_steps(run)[-1] == step
     assert launch(small_run(*options)) == 0
     assert_same_run(run, whole)
-
-
-def test_a_checkpoint_that_was_saved_first_shows_its_val_loss(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = trained(*BEST)
-    losses = {r["step"]: r["eval/val_loss"] for r in records(run) if "eval/val_loss" in r}
-    assert run_here(cli.dispatch, ["inspect", str(run)]) == 0
-    shown = capsys.readouterr().out
-    for step in saved_steps(run):
-        (line,) = [line for line in shown.splitlines() if line.startswith(f"step_{step:08d}")]
-        assert f" {losses[step]:.4f} " in f"{line} "
-        assert ("<- best" in line) == (losses[step] == min(losses.values()))
 
 
 def test_a_signal_is_acknowledged_at_once(

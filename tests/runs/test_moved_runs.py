@@ -68,23 +68,3 @@ def test_the_config_of_a_run_starts_another_one_where_out_dir_is_given(work: Pat
     (work / "runs" / "a").rename("runs/b")
     config = load_config(["runs/b/config.yaml", "--out_dir", "runs/c"], "train")
     assert (config.out_dir, config.data.train) == ("runs/c", "runs/b/data")
-
-
-def test_a_config_file_of_that_name_outside_a_run_is_taken_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("out_dir: runs/a\ndata: {train: [{path: runs/a/data}, {path: hf://u/d}]}\n")
-    assert load_config([str(path)], "train").out_dir == "runs/a"
-    (tmp_path / "run.json").write_text("{}")
-    config = load_config([str(path)], "train")
-    assert config.out_dir == str(tmp_path)
-    assert [source.path for source in config.data.train] == [str(tmp_path / "data"), "hf://u/d"]
-
-
-def test_data_elsewhere_that_are_gone_are_named_with_an_option_of_evaluate(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = work / "runs" / "a" / "config.yaml"
-    config.write_text(config.read_text().replace("train: runs/a/data", "train: web"))
-    assert run_here(dispatch, ["evaluate", "runs/a"]) == 2
-    message = "data.train web of the run does not exist; name the data with --data FOLDER"
-    assert message in capsys.readouterr().err

@@ -13,13 +13,9 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.config.experiment import LogConfig
-from accel_gpt.errors import UserError
 from accel_gpt.training import dashboard
 from accel_gpt.training.dashboard import Dashboard
-from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
-from tests.test_train import before_step
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,11 +67,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     monkeypatch.setattr(sys, "executable", str(path))
 
 
-def test_what_cannot_be_served_is_refused() -> None:
-    with pytest.raises(UserError, match=r"log.trackers has wandb; add tensorboard to log"):
-        LogConfig(dashboard=True, trackers=("wandb",))
-
-
 def test_a_dashboard_that_does_not_start_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,26 +93,6 @@ def test_its_address_is_printed_and_it_ends_in_silence(
         assert board.process.poll() is None
     assert printed == ["dashboard  http://localhost:77"]
     assert board.process.poll() == ending
-
-
-def test_a_run_has_a_dashboard_while_it_trains(
-    small_run: Arguments,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    address = "TensorBoard 2 at http://localhost:77/ (Press\n"
-    serve = f"sys.stderr.write({address!r})\nsys.stderr.flush()\ntime.sleep(60)"
-    pretend(monkeypatch, tmp_path, serve)
-    shown: list[str] = []
-
-    def see() -> None:
-        soon(lambda: shown.append(capsys.readouterr().err) or ADDRESS.search("".join(shown)))
-
-    before_step(monkeypatch, 2, see)
-    words = ["--train.max_steps", "3", "--log.trackers", "tensorboard", "--log.dashboard", "true"]
-    assert launch(small_run(*QUIET[:4], *words)) == 0
-    assert "".join(shown).count("dashboard  http://localhost:77\n") == 1
 
 
 ENDS = {

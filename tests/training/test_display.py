@@ -9,35 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from accel_gpt.config.experiment import Config, LogConfig, TrainConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.training import display as displays
-from accel_gpt.training.display import LABEL_COLUMNS, Display, Progress, loss_curve
+from accel_gpt.training.display import Display, Progress
 from tests.conftest import QUIET, launch
 from tests.helpers.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
 TRAINER = (sys.executable, "-m", "accel_gpt", "train")
 LONG = ("--train.max_steps", "100000", "--checkpoint.every", "0", *QUIET)
-COLORS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])(?:;\d+)*m")
 SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
-SCENE = """
-import sys, time, warnings
-from accel_gpt.config.experiment import Config, EvalConfig, TrainConfig
-from accel_gpt.config.plan import make_plan
-from accel_gpt.training.display import Display
-
-config = Config(train=TrainConfig(max_steps=20), eval=EvalConfig(every=6))
-display = Display(True, config.log.level, make_plan(config, 1))
-def show(step, **more):
-    figures = {"train/loss": 4.0 / step, "train/lr": 1e-3, "perf/tokens_per_second": 1234.5}
-    figures |= {"step": step, "tokens": 100 * step, "time": step, **more}
-    display.show(figures, 75.0)
-"""
 
 
 def make(active: bool = True, level: str = "info") -> Display:
@@ -85,31 +69,6 @@ def test_the_panel_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch
         assert lines[7] == figures
         speeds = "1,234,567 tok/s   MFU 41.2%   71.20 GB   424.2 ms/step   7,864,320 tokens"
         assert lines[8] == speeds
-
-
-@pytest.mark.parametrize(
-    ("height", "rows"), [(60, 8), (30, 8), (24, 6), (14, 3), (11, 2), (10, 0), (3, 0)]
-)
-def test_the_curve_leaves_most_rows_of_the_terminal_free(
-    height: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    display = make()
-    for step in (1, 2):
-        display.show({"step": step, "tokens": step, "train/loss": 3.0 / step}, 75.0)
-    lines = drawn(display, 80, monkeypatch, height)
-    assert sum("█" in line or "▁" in line for line in lines) == rows
-
-
-@given(st.lists(st.floats(0, 20), min_size=2, max_size=400), st.integers(2, 120), st.integers(2, 8))
-def test_a_curve_fills_its_place_and_its_labels_are_its_ends(
-    losses: list[float], width: int, height: int
-) -> None:
-    lines = [line.plain for line in loss_curve(losses, width, height)]
-    assert len(lines) == height
-    assert {len(line) for line in lines} == {LABEL_COLUMNS + width}
-    assert " " not in lines[-1][LABEL_COLUMNS:]
-    assert min(losses) - 1e-3 <= float(lines[-1].split()[0]) <= float(lines[0].split()[0])
-    assert float(lines[0].split()[0]) <= max(losses) + 1e-3
 
 
 def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,57 +126,6 @@ def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
         display.log("hello")
         time.sleep(0.05)  # for some frames
     assert sys.stderr is file
-
-
-def test_messages_of_libraries_stay_above_a_panel_that_is_whole() -> None:
-    play = """
-with display:
-    display.log("hello")
-    for step in range(1, 3):
-        show(step)
-        time.sleep(0.6)
-        warnings.warn(f"from warnings {step}")
-        print(f"from print {step}")
-        display.log(f"[red]:car: {step}")
-    show(12, **{"eval/val_loss": 2.0})
-"""
-    with Terminal(in_python(SCENE + play), rows=40) as shell:
-        assert shell.finish() == 0
-        lines = shell.lines()
-        cursor = shell.screen().cursor
-    for step in range(1, 3):
-        assert lines.count(f"from print {step}") == 1
-        assert lines.count(f"[red]:car: {step}") == 1
-        assert sum(line.endswith(f"UserWarning: from warnings {step}") for line in lines) == 1
-    assert lines[0] == "hello"
-    assert lines[-12].startswith("step 12/20 | val 2.0000 | left")  # an evaluation stays
-    heads = [line.split()[0] for line in lines[-11:]]
-    assert [head for head in heads if "█" not in head] == [
-        *("4.000", "0.333", "step", "loss", "1,234")
-    ]
-    assert sum("━" in line for line in lines) == 1
-    assert not cursor.hidden
-    assert cursor.x == 0  # below the panel
-
-
-@pytest.mark.parametrize(
-    ("environment", "live", "colored"),
-    [
-        ({"NO_COLOR": "1"}, True, False),
-        ({"TERM": "dumb"}, False, False),
-        ({"PYTHONIOENCODING": "latin-1"}, False, False),
-    ],
-)
-def test_no_color_and_dumb_terminals(
-    environment: dict[str, str], live: bool, colored: bool
-) -> None:
-    with Terminal(in_python(SCENE + "with display: show(3), show(4)"), **environment) as shell:
-        assert shell.finish() == 0
-    assert bool(COLORS.search(shell.written)) is colored
-    assert (b"\x1b" in shell.written) is live
-    if not live:
-        line = b"step 4/20 | loss 1.0000 | lr 1.00e-03 | 1,234 tok/s | left 0:01:15\r\n"
-        assert shell.written.endswith(line)
 
 
 @pytest.mark.slow
@@ -282,25 +190,3 @@ print("the end")
     assert "━".encode() in shell.written
     assert b"3.0" in shell.written
     assert lines == ["a line of another", "the end"]  # the bar is gone
-
-
-def test_an_evaluation_tells_the_time_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    display = make()
-    for done in range(12):
-        now += 1.0
-        display.show_evaluation(done, 64)
-    line = "evaluating: 10 of 64 batches, left 0:00:54"
-    assert capsys.readouterr().err == f"{line}\n"
-    for done in range(2):  # the next split
-        now += 10.0
-        display.show_evaluation(done, 10)
-    assert "evaluating: 1 of 10 batches" in capsys.readouterr().err
-    display.show_step(4)  # an evaluation that takes less than 10 s is not shown
-    display.show_evaluation(0, 64)
-    now += 9.0
-    display.show_evaluation(60, 64)
-    assert capsys.readouterr().err == ""

@@ -117,18 +117,3 @@ def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
     steps = [json.loads(line)["step"] for line in log.jsonl.read_text().splitlines()]
     rows = [row.partition(",")[0] for row in log.csv.read_text().splitlines()]
     assert (steps, rows) == ([1, 2, 3], ["step", "1", "2", "3"])
-
-
-def refuse(name: str) -> float:
-    raise AssertionError(f"{name} is not JSON")
-
-
-def test_a_nan_of_an_earlier_version_becomes_null(tmp_path: Path) -> None:
-    old = '{"step": 1, "tokens": 8, "train/loss": NaN}\n{"step": 2, "eval/val_loss": -Infinity}\n'
-    (tmp_path / "metrics.jsonl").write_text(old)
-    log = MetricsLog(tmp_path, 2, 16, 10)
-    log.write({"step": 3, "tokens": 24, "train/loss": float("inf")})
-    lines = log.jsonl.read_text().splitlines()
-    found = [json.loads(line, parse_constant=refuse) for line in lines]
-    assert [record.get("train/loss", 0) for record in found] == [None, 0, None]
-    assert found[1]["eval/val_loss"] is None

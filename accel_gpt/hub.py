@@ -91,11 +91,16 @@ def download_repo(name: str, *patterns: str) -> Path:
 
 
 def download_snapshot(
-    repo: str, patterns: Sequence[str], revision: str | None, repo_type: str = "model"
+    repo: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    repo_type: str = "model",
+    quiet: bool = False,
 ) -> Path:
     """Download files into the Hub's cache; return the folder of their commit.
 
-    If the Hub cannot be reached, the cache gives its newest commit of the revision.
+    If the Hub cannot be reached, the cache gives its newest commit of the revision. `quiet`: no
+    progress bar.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
@@ -110,7 +115,7 @@ def download_snapshot(
         revision=revision,
         # every repository has .gitattributes: there is a warning if no file matches
         allow_patterns=[".gitattributes", *patterns],
-        tqdm_class=NoProgressBar,
+        tqdm_class=NoProgressBar if quiet else None,
     )
     return Path(path)
 

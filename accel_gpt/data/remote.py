@@ -157,10 +157,12 @@ class Store:
             return {entry["name"].rpartition("/")[2]: file_info(entry) for entry in files}
 
     def download(self, name: str, target: Path) -> None:
-        """Download a file."""
+        """Download a file, without a progress bar."""
+        from fsspec.callbacks import TqdmCallback
+
         with self.explained(name):
             system, path = self.locate(name)
-            system.get_file(path, str(target))
+            system.get_file(path, str(target), callback=TqdmCallback({"disable": True}))
 
     def info(self, name: str) -> dict[str, Any]:
         """Return what fsspec says of a file before it is downloaded; see `file_info`."""
@@ -549,6 +551,7 @@ class HubFolder(RemoteFolder):
                     patterns=[escape(place.path(name)) for name in names],
                     revision=place.revision,
                     repo_type=place.repo_type,
+                    quiet=True,
                 )
         except UnreachableError as error:
             raise Unreachable(str(error)) from None

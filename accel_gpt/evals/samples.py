@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor
 
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, UserError, require
 from accel_gpt.evals.validation import OnProgress, ignore_progress
-from accel_gpt.model.generate import all_ended, stream
+from accel_gpt.model.generate import stream
 from accel_gpt.model.language_model import LanguageModel
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
@@ -106,12 +105,12 @@ def write_text(
     prompt: str,
     config: SampleConfig,
     generator: torch.Generator,
-    done: Callable[[Tensor], bool] = all_ended,
+    to_the_end: bool = False,
     before_token: Callable[[], object] | None = None,
 ) -> list[str]:
     """Return `config.num` texts: `prompt`, each with its own continuation.
 
-    `generator` is on the device of the model. `done` and `before_token`: see `stream`. Raises
+    `generator` is on the device of the model. `to_the_end` and `before_token`: see `stream`. Raises
     `UserError` if the model has no token ids for the prompt.
     """
     start = prompt_ids(prompt, tokenizer, model.vocab_size)
@@ -122,7 +121,7 @@ def write_text(
         generator=generator,
         eot_id=tokenizer.eot_id,
         choices=tokenizer.vocab_size,
-        done=done,
+        to_the_end=to_the_end,
         before_token=before_token,
     )
     texts: list[list[int]] = [[] for _ in range(config.num)]
@@ -144,16 +143,10 @@ def sample(
     """Generate samples on all ranks and return them as one text; a collective.
 
     Each rank and prompt has a separate seed, so the length of one text does not change the others.
-    Under FSDP all ranks generate until the texts of all ranks have ended, since each forward pass
-    all-gathers weights. `on_progress` is called exactly `max_new_tokens` times for each prompt.
+    Under FSDP all ranks generate `max_new_tokens`, since each forward pass all-gathers weights.
+    `on_progress` is called exactly `max_new_tokens` times for each prompt.
     """
     generator = torch.Generator(accelerator.device)
-    done = all_ended
-    if accelerator.distributed_type == DistributedType.FSDP:
-
-        def done(ended: Tensor) -> bool:
-            return not accelerator.reduce((~ended).sum(), "sum").item()
-
     calls = 0
     total = config.max_new_tokens * len(config.prompts)
 
@@ -172,7 +165,7 @@ def sample(
             prompt=encodable_prompt(prompt, tokenizer, model.vocab_size),
             config=config,
             generator=generator,
-            done=done,
+            to_the_end=accelerator.distributed_type == DistributedType.FSDP,
             before_token=before_token,
         )
         while calls < config.max_new_tokens * (number + 1):

@@ -16,11 +16,6 @@ from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.layers import KVCache
 
 
-def all_ended(ended: Tensor) -> bool:
-    """Return whether all texts have ended; `ended` (B,) is true for each text that has."""
-    return bool(ended.all())
-
-
 def stream(
     model: LanguageModel,
     prompt_ids: Tensor,
@@ -29,7 +24,7 @@ def stream(
     eot_id: int | None = None,
     choices: int | None = None,
     use_cache: bool = True,
-    done: Callable[[Tensor], bool] = all_ended,
+    to_the_end: bool = False,
     before_token: Callable[[], object] | None = None,
 ) -> Iterator[Tensor]:
     """Continue `prompt_ids` (B, T), T > 0: yield one token (B,) of each text at a time.
@@ -38,10 +33,9 @@ def stream(
     samples from the whole vocabulary. All random numbers come from `generator`, which must be on
     the device of the prompt. Temperature 0 takes the likeliest token and draws no random numbers.
 
-    A text that has ended with `eot_id` is padded with it. `before_token` is called before each
-    token. If `eot_id` is given, `done` is called after each token with a flag for each text that
-    has ended, (B,) bool. Generation stops when `done` returns true. Ranks that share a model use
-    `done` to stop together.
+    A text that has ended with `eot_id` is padded with it. Generation stops when all texts have
+    ended, unless it goes `to_the_end`, as on ranks that share a model. `before_token` is called
+    before each token.
 
     The model is in evaluation mode, without gradients, until the iterator ends or is closed.
     """
@@ -66,7 +60,7 @@ def stream(
                 ended |= token == eot_id
             tokens[:, length] = token
             yield token
-            if eot_id is not None and done(ended):
+            if eot_id is not None and not to_the_end and ended.all():
                 return
 
 

@@ -49,7 +49,7 @@ def generate(
 
 
 def run(model: GPT, prompt: Tensor, count: int, seed: int = 0, **changes: Any) -> Tensor:
-    names = ("use_cache", "eot_id", "done")
+    names = ("use_cache", "eot_id", "to_the_end")
     options = {name: changes.pop(name) for name in names if name in changes}
     return generate(model, prompt, settings_of(count, **changes), seeded(seed), **options)
 
@@ -114,19 +114,13 @@ def test_texts_end_with_eot_and_generation_when_all_are_done() -> None:
     script = [[5, 6], [0, 7], [9, 0], [9, 9], [9, 9], [9, 9]]
     expected = [[0, 5, 0, 0, 0, 0, 0], [0, 6, 7, 0, 0, 0, 0]]
     prompt = torch.tensor([[0], [0]])  # eot in the prompt does not count
-    model, seen = make(tiny()), list[list[bool]]()
+    model = make(tiny())
     calls = scripted(model, script)
     assert run(model, prompt, 6, eot_id=0).tolist() == expected
     assert len(calls) == 3
-
-    def done(ended: Tensor) -> bool:
-        seen.append(ended.tolist())
-        return len(seen) == 5  # the texts of other ranks have ended too
-
     calls = scripted(model, script)
-    assert run(model, prompt, 6, eot_id=0, done=done).tolist() == expected
-    assert len(calls) == 5
-    assert seen == [[False, False], [True, False], *[[True, True]] * 3]
+    assert run(model, prompt, 6, eot_id=0, to_the_end=True).tolist() == expected
+    assert len(calls) == 6
 
 
 def test_a_stream_that_is_dropped_leaves_the_model_as_it_was() -> None:

@@ -187,7 +187,7 @@ def set_up(
     state = new_state(context, corpus)
     check_prompts(config.sample, corpus.tokenizer, corpus.vocab_size, log)
     checkpoint = choose_checkpoint(config, state, log)
-    data_files = check_data(config, corpus, resuming=checkpoint is not None, log=log)
+    data_files = check_data(context, corpus, resuming=checkpoint is not None)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     if config.own.file:
         on_main(lambda: check_own_code(config, gpt, corpus, accelerator.device))

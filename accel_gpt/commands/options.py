@@ -431,7 +431,7 @@ class InspectCommand(Command):
     def parse(cls, argv: Sequence[str]) -> Self:
         """Parse the options, and the keys of `data`."""
         options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
-        given = dict(read_options(Config, keys))
+        given = read_options(Config, keys)
         other = sorted(given.keys() - {"data.tokenizer", "data.dtype"})
         require(not other, f"unknown option --{', --'.join(other)}; --help shows all options")
         return replace(options, data=build(Config, given).data)

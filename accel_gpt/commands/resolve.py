@@ -76,5 +76,5 @@ def named_config(words: Sequence[str]) -> Config:
             path = str(inside) if inside.is_file() else name
             return load_config([path, *options], "accel-gpt train --dump_config")
         values["model.preset"] = name
-    values |= dict(read_options(Config, options))
+    values |= read_options(Config, options)
     return complete(with_extra(values))

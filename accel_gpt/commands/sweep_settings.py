@@ -150,7 +150,7 @@ def split_values(key: str, text: str) -> list[str]:
     values = [value.strip() for value in text.split(",")]
     if text.startswith(("[", "{")) and {tuple, Mapping} & set(map(get_origin, kinds)):
         values = [text]
-    converted = {repr([*read_options(Config, [f"--{key}={value}"])]) for value in values}
+    converted = {repr(read_options(Config, [f"--{key}={value}"])) for value in values}
     require(
         len(converted) == len(values), f"{key} is {text}, but a value is listed twice; list it once"
     )

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, get_args, get_origin
 from accel_gpt.config.convert import (
     EXTRA,
     NEAR,
-    alternatives,
     check_key,
     check_utf8,
     convert,
@@ -59,14 +58,14 @@ def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
 
 def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
     """Read the keys that the YAML file at `path` and the options in `argv` set."""
-    layers = [read_layer(cls, path), dict(read_options(cls, argv))]
+    layers = [read_layer(cls, path), read_options(cls, argv)]
     return with_text_of_user(with_extra(merge(cls, layers)))
 
 
 def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
     """Parse the options of a command into its dataclass `cls`."""
     show_help_if_asked(cls, argv, prog)
-    return build(cls, dict(read_options(cls, argv)))
+    return build(cls, read_options(cls, argv))
 
 
 def parse_with_keys(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[str]]:
@@ -76,7 +75,7 @@ def parse_with_keys(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, li
     """
     show_help_if_asked(cls, argv, prog)
     keys: list[str] = []
-    return build(cls, dict(read_options(cls, argv, keys))), keys
+    return build(cls, read_options(cls, argv, keys)), keys
 
 
 # --------------------------------------------------------------------------- layers
@@ -194,71 +193,58 @@ def read_yaml(path: str) -> Any:
 # --------------------------------------------------------------------------- a command line
 
 
-def read_options(
-    cls: type, argv: Sequence[str], others: list[str] | None = None
-) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of `VALUE --key value --key=value --flag` with their converted values.
+def read_options(cls: type, argv: Sequence[str], others: list[str] | None = None) -> dict[str, Any]:
+    """Read the keys of `VALUE --key value --key=value --flag` with their converted values.
 
     Unknown keys raise `UserError`. If `others` is given, they and their values are appended to it.
-    An option that takes several values may be repeated; its last pair holds all of them.
+    An option that takes several values may be repeated.
     """
     words = list(argv)
     known = leaves(cls)
-    takes_keys = others is not None
     positional = [name for name, one in own_options(cls).items() if one.positional]
-    several: list[str] = []  # words of a positional option that takes several
-    repeated: dict[str, tuple[Any, ...]] = {}  # key of an option that takes several -> its values
-    key = ""
+    values: dict[str, Any] = {}
     while words:
         word = words.pop(0)
-        if not word.startswith("--"):
-            is_path = bool(positional) and not re.fullmatch("-[A-Za-z].*", word)
-            advice = "options are written --key value"
-            if key in repeated:
-                advice = f"for several values, repeat --{key}"
-            require(is_path, f"unexpected argument {word!r}; {advice}")
-            key = positional[0]
-            if get_origin(known[key]) is tuple:
-                several.append(word)
-            else:
-                positional.pop(0)
-                yield key, with_home(cls, key, convert(shown(cls, key), word, known[key]))
-            continue
-        key, equals, text = word[2:].partition("=")
-        key = key.replace("-", "_")
-        has_value = bool(words) and not words[0].startswith("--")
-        hint = check_option(cls, key, takes_keys)
-        if others is not None and key not in known:
-            others.append(word)
-            if has_value and not equals:
-                others.append(words.pop(0))
-            continue
-        is_flag = bool in (hint, *get_args(hint)) and not has_value
-        if not equals and is_flag:
-            text = "true"
-        elif not equals:
-            is_option = bool(words) and bool(OPTION.fullmatch(words[0]))
-            advice = ""
-            if is_option and str in alternatives(hint):
-                advice = f"; if the value is {words[0]}, write --{key}={words[0]}"
+        if word.startswith("--"):
+            key, equals, text = word[2:].partition("=")
+            key = key.replace("-", "_")
+            hint = check_option(cls, key, takes_keys=others is not None)
+            if others is not None and key not in known:
+                others.append(word)
+                if not equals and words and not words[0].startswith("--"):
+                    others.append(words.pop(0))
+                continue
+            if not equals:
+                text = take_value(key, words, hint)
+            value = parse_text(shown(cls, key), text, hint)
+        else:
             require(
-                bool(words) and not is_option,
-                f"--{key} needs a value: {describe_type(hint)}{advice}",
+                bool(positional) and not re.fullmatch("-[A-Za-z].*", word),
+                f"unexpected argument {word!r}; options are written --key value",
             )
-            text = words.pop(0)
-        name = shown(cls, key)
-        value = with_home(cls, key, convert(name, parse_text(name, text, hint), hint))
-        if get_origin(hint) is tuple:
-            value = repeated[key] = repeated.get(key, ()) + value
-        yield key, value
-    if several:
-        key = positional.pop(0)
-        yield key, with_home(cls, key, convert(shown(cls, key), several, known[key]))
+            key = positional[0]
+            hint = known[key]
+            is_list = get_origin(hint) is tuple
+            value = [word] if is_list else word
+            if not is_list:
+                positional.pop(0)
+        value = with_home(cls, key, convert(shown(cls, key), value, hint))
+        values[key] = values.get(key, ()) + value if get_origin(hint) is tuple else value
     required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-    missing = [key for key in positional if key in required]
-    example = "quickstart" if "config" in missing else "runs/quickstart"
-    advice = f"try accel-gpt {getattr(cls, 'name', '')} {example}"
-    require(not missing, f"{' and '.join(missing).upper()} missing; {advice}")
+    missing = [key for key in positional if key in required - values.keys()]
+    require(not missing, f"{' and '.join(missing).upper()} missing; --help shows all options")
+    return values
+
+
+def take_value(key: str, words: list[str], hint: Any) -> str:
+    """Take the value of `--key` from the `words` that follow it; a flag without a value is true."""
+    if bool in (hint, *get_args(hint)) and (not words or words[0].startswith("--")):
+        return "true"
+    require(
+        bool(words) and OPTION.fullmatch(words[0]) is None,
+        f"--{key} needs a value: {describe_type(hint)}",
+    )
+    return words.pop(0)
 
 
 def show_help_if_asked(cls: type, argv: Sequence[str], prog: str, essential: bool = False) -> None:

@@ -9,7 +9,7 @@ from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
 LENGTH_KEYS = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
-LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch to suggest or try; assumption
+LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch to try; assumption
 # Share of all steps; assumption, within the 10 to 20% of Hägele et al. 2024, figure 5
 WSD_DECAY_SHARE = 0.2
 
@@ -201,9 +201,6 @@ def accumulation(config: Config, world_size: int) -> int:
         return total // unit
     below = total // unit * unit
     nearest = f"{below:,} or {below + unit:,}" if below else f"{below + unit:,}"
-    fitting = micro_batch_sizes(total, block, world_size, near=micro)
-    if fitting:
-        nearest += f", or train.micro_batch_size {', '.join(map(str, fitting))}"
     raise UserError(
         f"train.tokens_per_step ({total:,}) must be a multiple of {plural(micro, 'sequence')} x "
         f"{plural(block, 'token')} x {plural(world_size, 'process', 'processes')} = {unit:,}; "
@@ -223,19 +220,3 @@ def fitting_sizes(config: Config, devices: int) -> list[int]:
 def with_size(config: Config, size: int | Literal["auto"]) -> Config:
     """Return `config` with another train.micro_batch_size."""
     return replace(config, train=replace(config.train, micro_batch_size=size))
-
-
-def micro_batch_sizes(total: int, block: int, world_size: int, near: int) -> list[int]:
-    """Return up to four micro-batch sizes that divide a step of `total` tokens, nearest first."""
-    if total % block != 0:
-        return []
-    sequences = total // block
-    fitting = []
-    for size in range(1, min(sequences, LARGEST_MICRO_BATCH) + 1):
-        if sequences % (size * world_size) == 0:
-            fitting.append(size)
-
-    def distance(size: int) -> int:
-        return abs(size - near)
-
-    return sorted(fitting, key=distance)[:4]

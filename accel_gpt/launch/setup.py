@@ -122,21 +122,19 @@ def require_shared(folder: Path) -> None:
     )
 
 
-def check_data(
-    config: Config, corpus: Corpus, resuming: bool, log: Callable[[str], None]
-) -> DataFiles:
+def check_data(context: Context, corpus: Corpus, resuming: bool) -> DataFiles:
     """Raise `DataError` on all ranks if rank 0 finds that a data file was altered; a collective.
 
     Returns the files to look at while the run trains: one rank of each node looks at them.
     """
     splits = corpus.splits() if local_rank() == 0 else []
     with all_ranks():
-        files = DataFiles(splits, log)
+        files = DataFiles(splits, context.log)
         if is_main():
             files.check_since_last_launch(
-                run=Path(config.out_dir),
+                run=Path(context.config.out_dir),
                 resuming=resuming,
-                accept_changes="data.train" in config.checkpoint.allow_change,
+                accept_changes="data.train" in context.config.checkpoint.allow_change,
             )
     return files
 

@@ -120,7 +120,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.configuration.set_hypothesis_home_dir(cache)
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile(
-        "suite", deadline=None, database=None, print_blob=True, suppress_health_check=slow
+        "suite",
+        max_examples=200 if THOROUGH else 30,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=slow,
     )
     hypothesis.settings.load_profile("suite")
 

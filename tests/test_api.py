@@ -114,6 +114,7 @@ def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
         accel_gpt.run(*small_run(), processes=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_thread", [False, True])
 def test_an_interrupt_saves_and_returns(
     own_thread: bool, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]

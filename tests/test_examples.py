@@ -365,6 +365,7 @@ def test_a_model_that_always_answers_right_scores_one(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- callback.py
 
 
+@pytest.mark.slow
 def test_the_callback_stops_a_run_that_gets_worse_and_the_run_resumes(
     example_run: Arguments, tmp_path: Path, capsys: Printed
 ) -> None:

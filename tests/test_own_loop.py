@@ -88,7 +88,11 @@ def documents(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "documents", "code", pytest.param("muon", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "plain",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("documents", "code", "muon")),
+    ],
 )
 def test_the_loop_equals_accel_gpt_train_and_resumes(
     kind: str, small_run: Arguments, tmp_path: Path

@@ -37,7 +37,7 @@ def test_a_large_difference_is_found_within_few_seeds() -> None:
     assert np.quantile(seeds, 0.9) <= 6
 
 
-@pytest.mark.parametrize(("n", "mean"), [(2, 0.0), (5, -0.5), (9, 2.0)])
+@pytest.mark.parametrize(("n", "mean"), [(2, 0.0), (5, -0.5)])
 def test_the_bayes_factor_is_that_of_an_integral(n: int, mean: float) -> None:
     """Integrate the likelihood over log sigma (the right Haar prior) and over the effect."""
     x = np.random.default_rng(n).standard_normal(n) + mean

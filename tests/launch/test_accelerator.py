@@ -325,6 +325,7 @@ assert gc.get_freeze_count() > 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("triton", "frozen"), [("loaded", False), ("blocked", True)])
 def test_at_exit_objects_are_frozen_unless_triton_would_report_them(
     triton: str, frozen: bool

@@ -66,8 +66,11 @@ def planned(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--model.dropout", "0.1", "--optim.name", "muon"), ("--train.micro_batch_size", "auto")],
-    ids=["adamw", "muon with dropout", "auto"],
+    [
+        ("--model.dropout", "0.1", "--optim.name", "muon"),
+        pytest.param(("--train.micro_batch_size", "auto"), marks=pytest.mark.slow),
+    ],
+    ids=["muon with dropout", "auto"],
 )
 def test_a_rehearsal_leaves_no_trace(
     options: Sequence[str], small_run: Arguments, eight_steps: list[Costs], tmp_path: Path
@@ -85,6 +88,7 @@ def test_a_rehearsal_leaves_no_trace(
     assert plan["budget"]["asked"] == "10m"
 
 
+@pytest.mark.slow
 def test_a_later_launch_keeps_the_length(
     small_run: Arguments,
     eight_steps: list[Costs],
@@ -108,6 +112,7 @@ def test_a_later_launch_keeps_the_length(
     assert records(run)[-1]["step"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
 def test_a_launch_of_the_runs_own_config_keeps_the_budget(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -125,6 +130,7 @@ def test_a_launch_of_the_runs_own_config_keeps_the_budget(
     assert "has 10 steps, and no budget changes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
 def test_a_rehearsal_makes_no_step_after_the_last_one(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,12 +143,14 @@ def test_a_rehearsal_makes_no_step_after_the_last_one(
     assert records(tmp_path / "run")[-1]["step"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
 def test_a_time_limit_stops_the_run_not_the_rehearsal(small_run: Arguments, tmp_path: Path) -> None:
     assert launch(small_run(*FOR_TEN_MINUTES, "--train.time_limit", "1s")) == PREEMPTED
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000001"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
 def test_another_budget_is_another_run(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -162,6 +170,7 @@ def test_another_budget_is_another_run(
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
 def test_an_older_checkpoint_brings_its_length(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -175,6 +184,7 @@ def test_an_older_checkpoint_brings_its_length(
     assert without_speed(tmp_path / "run")[-1] == without_speed(tmp_path / "again")[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
 @pytest.mark.usefixtures("uploads_here")
 def test_a_copy_knows_the_length(
@@ -223,6 +233,7 @@ def test_the_cost_of_a_step_is_that_of_the_fastest_third(
     assert costs.start == 39.0
 
 
+@pytest.mark.slow
 def test_of_a_long_evaluation_a_part_is_measured(
     small_run: Arguments,
     eight_steps: list[Costs],
@@ -298,7 +309,7 @@ def forty_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return leave
 
 
-@pytest.mark.parametrize("schedule", ["wsd", "constant"])
+@pytest.mark.parametrize("schedule", ["wsd", pytest.param("constant", marks=pytest.mark.slow)])
 def test_a_run_of_another_length_equals_one_that_has_it_from_the_start(
     schedule: str,
     small_run: Arguments,
@@ -326,7 +337,10 @@ def test_a_run_of_another_length_equals_one_that_has_it_from_the_start(
     assert without_speed(tmp_path / "other")[-1] == without_speed(run)[-1]
 
 
-@pytest.mark.parametrize("saved", ["nothing", "before", "at"])
+@pytest.mark.parametrize(
+    "saved",
+    [*(pytest.param(saved, marks=pytest.mark.slow) for saved in ("nothing", "before")), "at"],
+)
 def test_the_second_look_is_made_once_whatever_was_saved_before_a_kill(
     saved: str,
     small_run: Arguments,
@@ -362,6 +376,7 @@ def test_the_second_look_is_made_once_whatever_was_saved_before_a_kill(
     assert len(without_speed(run)) == 9
 
 
+@pytest.mark.slow
 def test_a_length_that_cannot_be_recorded_stays(
     small_run: Arguments,
     forty_steps: Callable[[float], None],
@@ -386,6 +401,7 @@ def test_a_length_that_cannot_be_recorded_stays(
     assert records(run)[-1]["step"] == 10
 
 
+@pytest.mark.slow
 def test_a_launch_after_a_kill_looks_if_none_has(
     small_run: Arguments, forty_steps: Callable[[float], None], tmp_path: Path
 ) -> None:
@@ -400,6 +416,7 @@ def test_a_launch_after_a_kill_looks_if_none_has(
     assert planned(run)["max_steps"] == records(run)[-1]["step"] == 14
 
 
+@pytest.mark.slow
 def test_a_schedule_that_falls_from_the_start_is_told(
     small_run: Arguments,
     forty_steps: Callable[[float], None],

@@ -204,6 +204,7 @@ class LeakInOneHead(CausalSelfAttention):
         return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_one_head_of_a_deep_model_that_sees_one_later_token_is_refused() -> None:
     def make(config: Config, vocab_size: int) -> nn.Module:
         gpt = GPT(config.model, vocab_size, init=False)

@@ -35,7 +35,7 @@ Trained = Callable[..., Path]
 EVERY = ("--checkpoint.every", "4", "--checkpoint.keep_last", "1")
 
 
-@pytest.fixture(params=["folder", "store", "hub"])
+@pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow), "hub"])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
@@ -152,6 +152,7 @@ def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(
     assert f"checkpoint.copy_to {place} cannot be read: the network is down" in said
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_killed_is_no_copy(
     small_run: Arguments,
     tmp_path: Path,

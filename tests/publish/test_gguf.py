@@ -168,6 +168,7 @@ def test_a_file_that_computes_something_else_is_refused(
         prove(model_of("llama", 257, std), BytesTokenizer(), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_an_added_token_is_recognized_in_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,6 +204,7 @@ def test_weights_that_overflow_float16(tmp_path: Path) -> None:
         write(model, BytesTokenizer(), tmp_path / "model.gguf", "fp16")
 
 
+@pytest.mark.slow
 def test_the_server_is_asked_without_a_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ Hub, into the Hub's cache (HF_HUB_CACHE). Shards that `hf download` put there ar
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import random
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from accel_gpt.data.index import INDEX, is_shard_name
-from accel_gpt.errors import DataError, UserError, one_line
+from accel_gpt.errors import DataError, MachineError, UserError, one_line
 from accel_gpt.files import TOKEN_ENDINGS, cache_folder, locked_file
 from accel_gpt.hub import (
     SCHEME,
@@ -55,6 +56,7 @@ START_SECONDS = 30.0  # to read the index of a folder; a longer wait hides a typ
 PAUSE_SECONDS = 1.0  # before the second try; doubled after each
 LONGEST_PAUSE_SECONDS = 30.0
 LOOK_SECONDS = 0.1  # between two looks at a shard that another process downloads
+FULL = (errno.ENOSPC, errno.EDQUOT)
 PART = ".part"
 NOT_SOON = 1 << 30  # the place in the order of need of a shard that is not needed soon
 CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec name them
@@ -187,6 +189,8 @@ class Store:
         answers = [getattr(one, "response", one) for one in causes]
         codes = [getattr(one, "status_code", getattr(one, "status", None)) for one in answers]
         status = next((code for code in codes if isinstance(code, int)), 0)
+        if isinstance(error, OSError) and error.errno in FULL:
+            return MachineError(f"{where} cannot be stored: {error.strerror}")
         if self.protocol == "hf" and is_offline():
             return UserError(f"{where} is not in the cache of the Hub, and HF_HUB_OFFLINE is set")
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):

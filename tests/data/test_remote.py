@@ -1,6 +1,7 @@
 """Remote shards: correct bytes under every fault, a bounded cache, no waiting."""
 
 import contextlib
+import errno
 import hashlib
 import http.server
 import json
@@ -28,7 +29,7 @@ from accel_gpt.data.order import Shuffle
 from accel_gpt.data.remote import Cache, Missing, Refused, RemoteFolder
 from accel_gpt.data.shards import HEADER, Split
 from accel_gpt.data.sources import open_data
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import DataError, MachineError, UserError
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import text_of
 
@@ -300,6 +301,15 @@ def test_need_beyond_the_limit_names_the_knob(server: Server, opened: Opener) ->
     with pytest.raises(UserError, match="cache_gb"):  # the two shards in use stay
         folder.fetch(NAMES[5])
     assert right(server, folder.fetch(NAMES[1]))
+
+
+def test_a_full_disk_is_told_at_once(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(remote.Store, "locate", full)
+    with pytest.raises(MachineError, match=r"train_000003.npy cannot be stored: No space left"):
+        opened().fetch(NAMES[3])
 
 
 # --------------------------------------------------------------------------- prefetching

@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -93,23 +93,22 @@ class OwnCode:
         return f"{self.file}{line_of(getattr(self, name))}: {name}()"
 
 
-class HeldSource(SourceFileLoader):
+class HeldSource(SourceLoader):
     """Execute a source that was read before; never read or write compiled code.
 
     So what runs has the hash that a checkpoint records, also if the file changes meanwhile.
     `given`: the path as the user typed it, for errors.
     """
 
-    def __init__(self, name: str, given: str, source: bytes) -> None:
-        super().__init__(name, os.path.abspath(given))
+    def __init__(self, given: str, source: bytes) -> None:
         self.given = given
         self.source = source
 
-    def path_stats(self, path: str) -> Mapping[str, Any]:
-        """Return nothing: without a time, importlib keeps no compiled code."""
-        raise OSError
+    def get_filename(self, fullname: str) -> str:
+        """Return the absolute path of the file."""
+        return os.path.abspath(self.given)
 
-    def get_data(self, path: str) -> bytes:
+    def get_data(self, path: str | bytes) -> bytes:
         """Return the source."""
         return self.source
 
@@ -126,7 +125,7 @@ def load_own_code(path: str) -> OwnCode:
         raise UserError(f"--code {path} cannot be read: {error.strerror}") from None
     # one module for each path, so that a notebook keeps the last version alone
     module_name = f"own_code_{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:16]}"
-    loader = HeldSource(module_name, path, source)
+    loader = HeldSource(path, source)
     spec = spec_from_loader(module_name, loader)
     assert spec is not None
     module = module_from_spec(spec)
@@ -134,7 +133,7 @@ def load_own_code(path: str) -> OwnCode:
     try:
         loader.exec_module(module)
     except SyntaxError as error:
-        if error.filename not in (None, loader.path):
+        if error.filename not in (None, os.path.abspath(path)):
             raise
         line = f", line {error.lineno}" if error.lineno else ""
         raise UserError(f"{path}{line}: {error.msg}") from None

@@ -53,24 +53,16 @@ class Head(nn.Linear):
         if targets is None:
             return self.logits(x)
         whole = targets.numel() * len(self.weight) <= WHOLE_LOGITS
-        if per_sequence:
-            if whole or torch.is_grad_enabled():
-                return sequence_losses(self.logits(x), targets)
-            return chunked_sequence_losses(
-                x=x,
-                weight=self.weight,
-                targets=targets,
-                vocab_size=self.vocab_size,
-                softcap=self.softcap,
-            )
-        if whole:
-            return next_token_loss(self.logits(x), targets)
-        return chunked_next_token_loss(
+        if whole or (per_sequence and torch.is_grad_enabled()):
+            loss_of = sequence_losses if per_sequence else next_token_loss
+            return loss_of(self.logits(x), targets)
+        return chunked_loss(
             x=x,
             weight=self.weight,
             targets=targets,
             vocab_size=self.vocab_size,
             softcap=self.softcap,
+            per_sequence=per_sequence,
         )
 
     def logits(self, x: Tensor) -> Tensor:
@@ -107,12 +99,20 @@ def _count(targets: Tensor) -> Tensor:
 # --------------------------------------------------------------------------- chunk by chunk
 
 
-def chunked_next_token_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
+def chunked_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    softcap: float | None,
+    per_sequence: bool = False,
 ) -> Tensor:
-    """Compute the `next_token_loss` of `x` (B, T, C) without holding all its logits."""
-    total: Tensor
-    total, _, _ = _loss_and_gradients(
+    """Compute the `next_token_loss` of `x` (B, T, C) without holding all its logits.
+
+    With `per_sequence`, computes the `sequence_losses`, without gradients.
+    """
+    function = _token_losses if per_sequence else _loss_and_gradients
+    result = function(
         x=_cast(x).flatten(0, -2),
         weight=weight,
         targets=targets.flatten(),
@@ -120,22 +120,11 @@ def chunked_next_token_loss(
         softcap=softcap or 0.0,
         compiled=torch.compiler.is_compiling(),
     )
+    if per_sequence:
+        losses: Tensor = result
+        return losses.view_as(targets).sum(-1)
+    total: Tensor = result[0]
     return total / _count(targets)
-
-
-def chunked_sequence_losses(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None
-) -> Tensor:
-    """Compute the `sequence_losses` of `x` (B, T, C) in chunks, without gradients."""
-    losses: Tensor = _token_losses(
-        x=_cast(x).flatten(0, -2),
-        weight=weight,
-        targets=targets.flatten(),
-        vocab_size=vocab_size,
-        softcap=softcap or 0.0,
-        compiled=torch.compiler.is_compiling(),
-    )
-    return losses.view_as(targets).sum(-1)
 
 
 def _cast(x: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.loss import (
     IGNORE,
     add_product,
-    chunked_next_token_loss,
-    chunked_sequence_losses,
+    chunked_loss,
 )
 from accel_gpt.model.sizes import padded_vocab_size
 from tests.conftest import THREADS, tiny
@@ -64,7 +63,7 @@ def test_loss_and_gradients_equal_the_definition(
     cap: float | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, weight, targets = draw(dtype)
-    loss = chunked_next_token_loss(x, weight, targets, VOCAB, cap)
+    loss = chunked_loss(x, weight, targets, VOCAB, cap)
     found = torch.autograd.grad(3 * loss, (x, weight))
     wide, table = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     expected = plain(wide, table, targets, cap)
@@ -83,7 +82,7 @@ def test_loss_and_gradients_equal_the_definition(
 def test_rows_have_the_sums_of_their_tokens(cap: float | None) -> None:
     x, weight, targets = draw()
     with torch.no_grad():
-        found = chunked_sequence_losses(x, weight, targets, VOCAB, cap)
+        found = chunked_loss(x, weight, targets, VOCAB, cap, per_sequence=True)
         for row, loss in enumerate(found[1:], 1):
             count = (targets[row] != IGNORE).sum()
             expected = plain(x[row : row + 1], weight, targets[row], cap) * count
@@ -98,7 +97,7 @@ def test_in_bf16_the_gradient_is_not_scaled_by_a_rounded_number() -> None:
     weight = torch.randn(ROWS, C)
     targets = torch.randint(VOCAB, (4, 512))
     with torch.autocast("cpu", torch.bfloat16):
-        total = targets.numel() * chunked_next_token_loss(x, weight, targets, VOCAB, None)
+        total = targets.numel() * chunked_loss(x, weight, targets, VOCAB, None)
     (exact,) = torch.autograd.grad(total, x, retain_graph=True)  # times 1: not rounded
     (found,) = torch.autograd.grad(1.332 * total, x)
     scale = (found * exact).sum() / exact.square().sum()
@@ -113,7 +112,7 @@ def test_in_fp16_the_sums_over_a_chunk_do_not_overflow() -> None:
     weight = (torch.randn(ROWS, C) / size / 10).requires_grad_()
     targets = torch.full((1, 40), 7)
     with torch.autocast("cpu", torch.float16):
-        loss = chunked_next_token_loss(x, weight, targets, VOCAB, None)
+        loss = chunked_loss(x, weight, targets, VOCAB, None)
     (2**16 * loss).backward()
     wide = x.detach().double()
     table = weight.detach().double().requires_grad_()
@@ -128,7 +127,7 @@ def test_in_fp16_the_sums_over_a_chunk_do_not_overflow() -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_nothing_but_ignored_targets_gives_zero() -> None:
     x, weight, targets = draw()
-    loss = chunked_next_token_loss(x, weight, targets.fill_(IGNORE), VOCAB, None)
+    loss = chunked_loss(x, weight, targets.fill_(IGNORE), VOCAB, None)
     loss.backward()
     assert loss == 0
     assert weight.grad is not None

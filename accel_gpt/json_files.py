@@ -31,9 +31,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_NUMBER)]
 
 
-def load_json_as(kind: type[T], path: Path, error: type[AccelGPTError], advice: str = "") -> T:
-    """Read a JSON file into `kind`; if it does not fit, raise `error` with `advice` at its end."""
-    return convert_json(kind, read_json_object(path, error, advice), path, error, advice)
+def load_json_as(kind: type[T], path: Path, error: type[AccelGPTError]) -> T:
+    """Read a JSON file into `kind`; if it does not fit, raise `error`."""
+    return convert_json(kind, read_json_object(path, error), path, error)
 
 
 def load_json_or_none(kind: type[T], path: Path) -> T | None:
@@ -44,20 +44,19 @@ def load_json_or_none(kind: type[T], path: Path) -> T | None:
         return None
 
 
-def read_json_object(path: Path, error: type[AccelGPTError], advice: str = "") -> dict[str, Any]:
+def read_json_object(path: Path, error: type[AccelGPTError]) -> dict[str, Any]:
     """Read the object in a JSON file; raise `error` if there is none.
 
     Raises `MachineError` if the operating system does not read a file that exists.
     """
-    ending = f"; {advice}" if advice else ""
     try:
         content = read_json(path)
     except OSError as problem:
-        raise error(f"{damage_of(path, problem)}{ending}") from None
+        raise error(str(damage_of(path, problem))) from None
     except ValueError as problem:
-        raise error(f"{path} is not valid JSON ({problem}){ending}") from None
+        raise error(f"{path} is not valid JSON ({problem})") from None
     if not isinstance(content, dict):
-        raise error(f"{path} is damaged: it holds no object{ending}")
+        raise error(f"{path} is damaged: it holds no object")
     return content
 
 
@@ -66,7 +65,6 @@ def convert_json(
     content: Mapping[str, Any],
     path: Path,
     error: type[AccelGPTError],
-    advice: str = "",
     newer: type[AccelGPTError] | None = None,
 ) -> T:
     """Convert the `content` of the file `path` to `kind`; see `load_json_as`.
@@ -76,12 +74,10 @@ def convert_json(
     try:
         found = msgspec.convert(content, kind)
     except msgspec.ValidationError as problem:
-        ending = f"; {advice}" if advice else ""
-        raise error(f"{path} is damaged: {problem}{ending}") from None
+        raise error(f"{path} is damaged: {problem}") from None
     unknown = unknown_key(content, msgspec.to_builtins(found))
     if unknown:
-        problem_of_key = f"{unknown} is an unknown key"
-        raise (newer or error)(unknown_key_message(path, problem_of_key, advice))
+        raise (newer or error)(unknown_key_message(path, unknown))
     return found
 
 
@@ -103,7 +99,6 @@ def unknown_key(content: Any, known: Any) -> str:
     return ""
 
 
-def unknown_key_message(path: Path, problem: str, advice: str = "") -> str:
+def unknown_key_message(path: Path, key: str) -> str:
     """Return the error message for a key that only another version knows."""
-    ending = f", or {advice}" if advice else ""
-    return f"another version of accel_gpt wrote {path}: {problem}; update accel_gpt{ending}"
+    return f"another version of accel_gpt wrote {path}: {key} is an unknown key; update accel_gpt"

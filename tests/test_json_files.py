@@ -47,10 +47,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path, text: str, problem: str) -> 
     path = tmp_path / "whole.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError) as raised:
-        load_json_as(Whole, path, CheckpointError, "make it again")
+        load_json_as(Whole, path, CheckpointError)
     assert str(raised.value).startswith(f"{path} ")
     assert problem in str(raised.value)
-    assert str(raised.value).endswith("; make it again")
 
 
 @pytest.mark.parametrize(
@@ -63,12 +62,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path, text: str, problem: str) -> 
 )
 def test_an_unknown_key_is_of_another_version(content: dict[str, Any], key: str) -> None:
     with pytest.raises(NewerFormatError) as raised:
-        convert_json(
-            Whole, content, Path("x.json"), CheckpointError, "make it again", NewerFormatError
-        )
+        convert_json(Whole, content, Path("x.json"), CheckpointError, NewerFormatError)
     assert str(raised.value) == (
-        f"another version of accel_gpt wrote x.json: {key} is an unknown key; update accel_gpt, "
-        "or make it again"
+        f"another version of accel_gpt wrote x.json: {key} is an unknown key; update accel_gpt"
     )
 
 

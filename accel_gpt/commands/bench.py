@@ -48,7 +48,7 @@ Report = dict[str, Any]
 def run(options: BenchCommand) -> int:
     """Measure the training step of a config on this machine."""
     keep_freed_memory()
-    with exiting_on_signals("stopped"):
+    with exiting_on_signals():
         report = bench(options)
     if report is None:
         return 0

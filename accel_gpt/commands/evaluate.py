@@ -138,7 +138,7 @@ def run(options: EvaluateCommand) -> int:
     """Print the metrics of a model."""
     die_with_launcher()
     keep_freed_memory()
-    with exiting_on_signals("stopped"):
+    with exiting_on_signals():
         report = evaluate_named(options)
     if is_main():
         write_out(report.as_json() if options.json else report.as_table())

@@ -18,7 +18,6 @@ INDEX = "dataset.json"
 DATA_MARKS = (INDEX, *(f"*{ending}" for ending in TOKEN_ENDINGS))  # a data folder holds one of them
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
-ADVICE = "prepare the data again"
 SHARD_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}\Z"  # no path to another folder
 
 
@@ -68,7 +67,7 @@ def read_index(folder: Path) -> Index:
         raise DataError(
             f"{folder} has no {INDEX}, so it is not a prepared data folder; run accel-gpt prepare"
         )
-    return load_json_as(Index, where, DataError, ADVICE)
+    return load_json_as(Index, where, DataError)
 
 
 def check_folder(folder: Path) -> None:

@@ -110,44 +110,33 @@ def restore_signals() -> None:
 
 
 @contextlib.contextmanager
-def exiting_on_signals(text: str, exit_code: int | None = None) -> Iterator[None]:
-    """Leave the block by `SystemExit` on a signal, and print on rank 0 that it was stopped.
+def exiting_on_signals(exit_code: int | None = None) -> Iterator[None]:
+    """Leave the block by `SystemExit` on a signal, and print the signal on rank 0.
 
     If this process waits in a collective for another rank, the process ends after `LEAVE_SECONDS`.
-    `text`: what is printed after the name of the signal. `exit_code` None: 128 and the number of
-    the signal. Without an exit code, SIGINT raises `KeyboardInterrupt`.
+    `exit_code` None: 128 and the number of the signal; then SIGINT raises `KeyboardInterrupt`.
     """
     left = threading.Event()
     waits_for_others = world_size() > 1
-    received: list[int] = []
 
-    def code(number: int) -> int:
-        return 128 + number if exit_code is None else exit_code
-
-    def tell(number: int) -> None:
+    def tell(number: int) -> int:
         if is_main():
-            write_err(f"{signal.Signals(number).name}: {text}")
+            write_err(f"{signal.Signals(number).name}: stopped")
+        return 128 + number if exit_code is None else exit_code
 
     def leave(number: int) -> None:
         if number == signal.SIGINT and exit_code is None:
             raise KeyboardInterrupt
-        received.append(number)
-        sys.exit(code(number))
+        sys.exit(tell(number))
 
     def end(number: int) -> None:
-        if not waits_for_others or left.wait(LEAVE_SECONDS):
-            return
-        show_cursor()
-        tell(number)
-        os._exit(code(number))
+        if waits_for_others and not left.wait(LEAVE_SECONDS):
+            show_cursor()
+            os._exit(tell(number))
 
     listener = SignalListener(leave, end)
     try:
         yield
-    except SystemExit:
-        if received:
-            tell(received[0])
-        raise
     finally:
         left.set()
         listener.close()
@@ -199,7 +188,7 @@ class StopSignal:
         require(
             self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "train.time_limit does not work with --max_restarts: the launcher restarts a stopped "
-            "run; remove one of the two options",
+            "run",
         )
         self.group = group
 
@@ -216,7 +205,9 @@ class StopSignal:
                 self.acknowledge(name)
             else:
                 show_cursor()
-                self.acknowledge_start(name)
+                if is_main():
+                    write_err(f"{name}: stopped before the first step")
+                    sys.stderr.flush()
                 os._exit(PREEMPTED)
         elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
             show_cursor()
@@ -229,12 +220,6 @@ class StopSignal:
         self.announced = True
         again = "press again" if name == signal.SIGINT.name else "send it again"
         self.announce(f"{name}: saving after this step; {again} to abandon it")
-
-    def acknowledge_start(self, name: str) -> None:
-        """Print on rank 0 that the process ends before its first step."""
-        if is_main():
-            write_err(f"{name}: stopped before the first step; launch the same command again")
-            sys.stderr.flush()
 
     def close(self) -> None:
         """Ignore signals from now on.

@@ -115,7 +115,7 @@ def run_prepare(settings: dict[str, object] | None) -> None:
 
     If `settings` is None, this rank only waits. If a child fails, all ranks exit with its code.
     """
-    with exiting_on_signals("preparation stopped; launch the same command again", PREEMPTED):
+    with exiting_on_signals(PREEMPTED):
         process = start_prepare(settings) if settings else None
         try:  # a signal or the loss of a rank kills the child
             codes: list[int | None] = [None]

@@ -101,8 +101,7 @@ def check_known_options(file: Path, saved: Mapping[str, Any], prefix: str = "") 
     """
     unknown = [key for key in saved if option_of(key) is UNKNOWN]
     if unknown:
-        problem = f"{prefix}{min(unknown)} is an unknown key"
-        raise NewerFormatError(unknown_key_message(file, problem))
+        raise NewerFormatError(unknown_key_message(file, f"{prefix}{min(unknown)}"))
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:

@@ -286,8 +286,7 @@ def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:
     saved = read_saved(SavedModel, file)
     unknown = saved.config.keys() - leaves(ModelConfig).keys()
     if unknown:
-        problem = f"config.{min(unknown)} is an unknown key"
-        raise NewerFormatError(unknown_key_message(file, problem))
+        raise NewerFormatError(unknown_key_message(file, f"config.{min(unknown)}"))
     return saved.config, saved.vocab_size
 
 

@@ -24,7 +24,6 @@ from tests.faults.harness import (
 pytestmark = pytest.mark.slow
 SIZE = 16 * 2**20  # bytes of the disk
 TIGHT = 200_000  # bytes; a checkpoint takes more
-NEEDED = re.compile(r"[\d,]+ bytes[^\n]*[\d,]+[^\n]* free")
 
 
 def on_disk(server: Server, arguments: list[str], folder: Path, **asked: Any) -> Answer:
@@ -51,9 +50,9 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     assert "from step 6 " in answer.outputs[0]
     left = after / "run"
     assert answer.codes == [4], answer.outputs
-    assert NEEDED.search(answer.outputs[0])
+    assert re.search(r"it needs [\d,]+ bytes", answer.outputs[0])
     assert "Traceback" not in answer.outputs[0]
-    assert "No space left on device (it needs" in answer.outputs[0]  # instead of torch's message
+    assert "No space left on device" in answer.outputs[0]  # instead of torch's message
     for step in (8, 10, 12):  # it trained to the end
         assert answer.outputs[0].count(f"WARNING: the checkpoint of step {step} could") == 1
     assert "; step 6 is the newest checkpoint before it" in answer.outputs[0]

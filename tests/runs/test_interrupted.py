@@ -194,7 +194,7 @@ def test_a_signal_before_the_first_step_leaves_what_there_is(
         process.send_signal(number)
         _, shown = process.communicate(timeout=60)
     assert process.returncode == 75, shown.decode()
-    text = f"{number.name}: stopped before the first step; launch the same command again\n"
+    text = f"{number.name}: stopped before the first step\n"
     assert shown.decode().endswith(text)
     assert {path: path.read_bytes() for path in before} == before
     assert launch(small_run()) == 0

@@ -28,12 +28,12 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, plural
+from accel_gpt.config.plan import Plan
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, DataError, DivergedError, UserError
+from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import check_prompts, sample, samples_due
@@ -349,7 +349,9 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     pausing = evaluating or saving or sampling
     if logging or pausing:
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
-        check_skipped(run)  # before the step is saved
+        if run.guard.too_many_skipped:  # before the step is saved
+            run.writer.wait()
+            raise run.guard.error(run.plan.sequences_per_step, describe_newest(run.writer.out_dir))
         if logging:
             record |= metrics
             peak = logged_peak(run.optimizer, config.optim)
@@ -404,30 +406,6 @@ def saving_on_error(run: Training, saved: bool = False) -> Iterator[None]:
             with contextlib.suppress(AccelGPTError):  # the first error says more
                 save(run, must_succeed=True)
         raise
-
-
-def check_skipped(run: Training) -> None:
-    """Raise an error on all ranks after `train.max_skipped` skipped updates in a row.
-
-    It is a `DataError` if the last of them had no target, else a `DivergedError`.
-    """
-    if not run.guard.too_many_skipped:
-        return
-    run.writer.wait()
-    newest = describe_newest(run.writer.out_dir)
-    row = run.guard.skipped_in_row
-    end = row[-1] + run.plan.sequences_per_step
-    skipped = (
-        f"the updates of {plural(len(row), 'step')} in a row, up to step {run.guard.step:,}, were "
-        f"skipped (sequences {row[0]:,} to {end - 1:,})"
-    )
-    if run.guard.without_targets:
-        raise DataError(f"{skipped}, since their batches have no target, and {newest}")
-    raise DivergedError(
-        f"{skipped}, and {newest}; launch again with a lower optim.lr, a higher "
-        "schedule.warmup_steps or train.mixed_precision bf16, or resume from an earlier checkpoint "
-        "with checkpoint.resume in another out_dir"
-    )
 
 
 def finish_resumed_step(run: Training, stop: StopSignal) -> bool:

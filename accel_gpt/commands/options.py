@@ -30,7 +30,6 @@ from accel_gpt.config.options import (
 from accel_gpt.config.parse import parse_command, parse_with_keys, read_options, read_values
 from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
 from accel_gpt.config.values import build
-from accel_gpt.data.remote import is_url
 from accel_gpt.errors import UserError, did_you_mean, require
 
 
@@ -170,7 +169,7 @@ def is_text_path(argument: str) -> bool:
     shipped = argument in shipped_configs("data") and not Path(argument).is_file()
     if shipped or argument.endswith(YAML):
         return False
-    return Path(argument).exists() or is_url(argument) or has_magic(argument)
+    return Path(argument).exists() or "://" in argument or has_magic(argument)
 
 
 @contextlib.contextmanager

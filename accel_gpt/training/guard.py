@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_gpt.config.experiment import TrainConfig
-from accel_gpt.errors import DivergedError
+from accel_gpt.config.plan import plural
+from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.launch.unsupported import REPLICATED
 from accel_gpt.model.sharding import local_shard
 
@@ -110,6 +111,25 @@ class StepGuard:
     def too_many_skipped(self) -> bool:
         """Return whether `train.max_skipped` updates in a row were skipped."""
         return len(self.skipped_in_row) >= self.config.max_skipped
+
+    def error(self, sequences_per_step: int, newest: str) -> DataError | DivergedError:
+        """Return the error that ends a run of which too many updates in a row were skipped.
+
+        It is a `DataError` if the last of them had no target. `newest` names the checkpoint.
+        """
+        row = self.skipped_in_row
+        end = row[-1] + sequences_per_step
+        skipped = (
+            f"the updates of {plural(len(row), 'step')} in a row, up to step {self.step:,}, were "
+            f"skipped (sequences {row[0]:,} to {end - 1:,})"
+        )
+        if self.without_targets:
+            return DataError(f"{skipped}, since their batches have no target, and {newest}")
+        return DivergedError(
+            f"{skipped}, and {newest}; launch again with a lower optim.lr, a higher "
+            "schedule.warmup_steps or train.mixed_precision bf16, or resume from an earlier "
+            "checkpoint with checkpoint.resume in another out_dir"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON, by the field names of `TrainState`."""

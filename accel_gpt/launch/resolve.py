@@ -28,7 +28,7 @@ from accel_gpt.config.plan import Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.remote import is_repository
 from accel_gpt.data.sources import newest_commit, train_paths, val_paths
-from accel_gpt.errors import AccelGPTError, UserError, require
+from accel_gpt.errors import AccelGPTError, UserError
 from accel_gpt.launch.accelerator import make_accelerator
 from accel_gpt.launch.auto_batch import choose_micro_batch_size
 from accel_gpt.launch.compile import check_compile, choose_compile
@@ -121,8 +121,8 @@ def resolve(
     if text is not None:
         reason = f"as in {done.file}"
         if budget is None:
-            require(rehearse is not None, f"train.budget is {text}, but needs accel-gpt train")
-            assert rehearse is not None
+            if rehearse is None:
+                raise UserError(f"train.budget is {text}, but only accel-gpt train can measure it")
             log(f"budget   measuring what fits into {text}")
             seconds = duration("train.budget", text) or 0.0
             costs = rehearse(config, plan, accelerator, initialize, seconds)

@@ -138,7 +138,7 @@ def test_a_hanging_shard_that_is_not_needed_yet_stops_nothing(s3: S3Server, tmp_
     """Prefetching the last shard hangs; the run trains on those before it."""
     last = sorted(name for name in s3.names() if "/train_" in name)[-1]
     s3.fail("hang", last, method="GET")
-    process = start(s3, arguments(tmp_path, "run", "--data.timeout", "4s"))
+    process = start(s3, arguments(tmp_path, "run", "--data.timeout", "8s"))
     _, said = process.communicate(timeout=300)
     assert process.returncode == 3, said
     assert last.rpartition("/")[2] in said.splitlines()[-1]

@@ -1,7 +1,7 @@
 """Measure what moves data: loading batches, preparing text, saving checkpoints.
 
     python benchmarks/disk_io.py [--only load prepare checkpoint] [--rounds 3]
-        [--text TEXT.jsonl] [--workers 2] [--json FILE] [--tiny]
+        [--text TEXT.jsonl] [--json FILE] [--tiny]
 
 load: tokens/s of batches of 12 x 1,024 tokens as training gets them, from one shard and from 1,000,
     beside nanoGPT's get_batch on the same tokens.
@@ -76,7 +76,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=Path, help="JSON lines")
-    parser.add_argument("--workers", type=int, default=2, help="of accel-gpt prepare")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     report = start_report()
@@ -181,12 +180,10 @@ def prepare(args: argparse.Namespace, work: Path) -> dict[str, list[Metrics]]:
     with text.open(encoding="utf-8") as lines:
         megabytes = sum(len(json.loads(line)["text"].encode()) for line in lines) / 1e6
     options: dict[str, object] = {
-        "source": "jsonl",
-        "path": text.resolve(),
+        "source": text.resolve(),
         "tokenizer": "gpt2",
         "out": work / "prepared",
         "val_fraction": 0.0005,
-        "workers": args.workers,
     }
 
     def encode() -> Metrics:
@@ -200,7 +197,7 @@ def prepare(args: argparse.Namespace, work: Path) -> dict[str, list[Metrics]]:
 
     subjects = {
         "tiktoken, one thread": encode,
-        f"accel-gpt prepare, {args.workers} workers": ours,
+        "accel-gpt prepare": ours,
     }
     head = [f"{megabytes:.0f} MB of text", "MB/s", "of one thread's"]
     return compare(subjects, args.rounds, "mb_per_second", head)

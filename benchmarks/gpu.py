@@ -34,7 +34,7 @@ with another FILE each time). PYTHONPATH names this folder if accel_gpt is not i
 1. 2 minutes: pytest -m gpu -n 4
 2. 10 minutes: G --only speed --micro_batches 32 64 --rounds 2
 3. 2 minutes: G --only ddp --micro_batches 32 --rounds 1
-4. 4 minutes: accel-gpt train shakespeare_char --data.prepare.path TEXT with --train.compile true,
+4. 4 minutes: accel-gpt train shakespeare_char --data.prepare.source TEXT with --train.compile true,
    then graphs
 5. 1 minute: G --only trace, after a change
 6. 5 minutes: the commands of 4 with --train.budget 2m, which no card has run yet: do both end in

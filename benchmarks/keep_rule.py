@@ -56,7 +56,7 @@ BASELINE = "baseline"
 CONFIG = """\
 data:
   train: {data}
-  prepare: {{source: {source}, path: {text}, tokenizer: bytes}}
+  prepare: {{source: {source}, tokenizer: bytes}}
 model:
   preset: fast
   n_layer: 1
@@ -151,7 +151,7 @@ Losses = dict[str, dict[int, float]]  # name of a change -> seed -> val loss
 
 def train_all(args: argparse.Namespace, changes: Sequence[Change]) -> Losses:
     """Train the baseline and all changes with each seed, except what is in the file of losses."""
-    prepare = {"source": "text" if args.text else "stdlib", "text": args.text or "null"}
+    prepare = {"source": args.text or "stdlib"}
     config = CONFIG.format(data=args.out / "data", steps=args.steps, **prepare)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "config.yaml").write_text(config, encoding="utf-8")

@@ -70,7 +70,7 @@ def make_config(args: argparse.Namespace, more: list[str], folder: Path) -> Conf
     options: dict[str, object] = {
         "out_dir": folder / "run",
         "data.train": folder / "data",
-        "data.prepare.path": args.text.resolve(),
+        "data.prepare.source": args.text.resolve(),
         "model.bias": True,
         "train.mixed_precision": "no",
         "train.compile": False,

@@ -147,9 +147,7 @@ def prepare_words(folder: Path, words: int, shard_tokens: int) -> None:
     """Write text.txt to a folder, and its data folder `corpus` of bytes."""
     text = folder / "text.txt"
     text.write_text(text_of(words))
-    asked = PrepareConfig(
-        source="text", path=str(text), tokenizer="bytes", shard_tokens=shard_tokens, workers=1
-    )
+    asked = PrepareConfig(source=str(text), tokenizer="bytes", shard_tokens=shard_tokens)
     prepare(asked, folder / "corpus")
 
 

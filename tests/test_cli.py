@@ -28,7 +28,7 @@ def call(*words: str) -> int:
     [
         (["train", "quickstart", "--out_dir", "runs/PLACE"], "out_dir is runs/"),
         (["train", "quickstart", "--data.train", "PLACE"], "data.train is "),
-        (["prepare", "PLACE"], "--path is "),
+        (["prepare", "PLACE"], "SOURCE is "),
         (["prepare", "text.txt", "--out", "PLACE", "--tokenizer", "bytes"], "--out is "),
         (["sample", "PLACE"], "RUN is "),
     ],

@@ -60,9 +60,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (room / "empty").mkdir()
     with contextlib.chdir(room):
         for kind in ("bytes", "chars", "bpe"):
-            words = ["prepare", "--path", "text.txt", "--tokenizer", kind, "--out", kind]
+            words = ["prepare", "text.txt", "--tokenizer", kind, "--out", kind]
             words += ["--vocab-size", "300"] if kind == "bpe" else []
-            assert call(*words, "--workers", "1", "--shard-tokens", "7000") == 0
+            assert call(*words, "--shard-tokens", "7000") == 0
         assert call("train", str(GOLDEN / "room" / "small.yaml")) == 0
     for data in ("cut", "not_json", "newer", "gone", "other_tokenizer"):
         shutil.copytree(room / "bytes", room / data, dirs_exist_ok=True)

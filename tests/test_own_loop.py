@@ -83,7 +83,7 @@ def documents(folder: Path) -> str:
     rows = [json.dumps({"text": text_of(5 + seed % 40, seed)}) for seed in range(300)]
     file = folder / "rows.jsonl"
     file.write_text("\n".join(rows))
-    prepare(PrepareConfig(source="jsonl", path=str(file), tokenizer="bytes"), folder / "documents")
+    prepare(PrepareConfig(source=str(file), tokenizer="bytes"), folder / "documents")
     return str(folder / "documents")
 
 

@@ -111,8 +111,8 @@ def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
 def few_steps() -> list[str]:
     """Return options that make quickstart take seconds, on `text.txt`."""
     return [
-        *("--data.prepare.source", "text", "--data.prepare.path", "text.txt"),
-        *("--data.prepare.vocab_size", "270", "--data.prepare.workers", "1"),
+        *("--data.prepare.source", "text.txt"),
+        *("--data.prepare.vocab_size", "270"),
         *("--data.train", "data/text", "--train.max_steps", "3"),
         *("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "32"),
         *("--train.tokens_per_step", "128", "--train.micro_batch_size", "4"),

@@ -252,7 +252,7 @@ def test_a_folder_of_another_run_is_refused(
     assert "model.n_layer was 2, is 3, optim.lr was 0.01, is 0.5" in message
     assert "allow_change" not in message  # it would not help
     (tmp_path / "other.txt").write_text(text_of(5000, seed=1))
-    other = PrepareConfig(source="text", path=str(tmp_path / "other.txt"), tokenizer="bytes")
+    other = PrepareConfig(source=str(tmp_path / "other.txt"), tokenizer="bytes")
     prepare(other, tmp_path / "other")
     assert launch(small_run("--data.train", str(tmp_path / "other"))) == 2
     assert re.search(r"data\.train was .*corpus.* is .*other", capsys.readouterr().err)
@@ -323,8 +323,8 @@ def test_speed_counts_training_alone(
 def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text(text_of(3000))
-    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "text"]
-    made += ["--data.prepare.path", str(text), "--data.prepare.tokenizer", "chars"]
+    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", str(text)]
+    made += ["--data.prepare.tokenizer", "chars"]
     short = ("--train.max_steps", "1", "--schedule.warmup_steps", "0", *QUIET)
     assert launch(small_run(*made, *short)) == 0
     assert (tmp_path / "own" / "dataset.json").is_file()
@@ -340,10 +340,10 @@ def test_a_tracker_is_checked_before_data_are_prepared(
 
 def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
-    made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "jsonl"]
+    made = ["--data.train", str(tmp_path / "own")]
     made += ["--data.prepare.tokenizer", "bytes"]
     with pytest.raises(SystemExit) as stopped:
-        launch(small_run(*made, "--data.prepare.path", str(tmp_path / "bad.jsonl")))
+        launch(small_run(*made, "--data.prepare.source", str(tmp_path / "bad.jsonl")))
     assert stopped.value.code == 3
     assert not (tmp_path / "own").exists()
 

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, Self
 from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.commands.sweep_settings import Grid, read_grid
 from accel_gpt.config.convert import check_utf8
-from accel_gpt.config.data import DataConfig, PrepareConfig, SourceKind
+from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig, check_repo
 from accel_gpt.config.options import (
     REQUIRED,
@@ -100,56 +100,56 @@ class DumpConfigCommand(TrainCommand):
 
 
 @dataclass(frozen=True)
-class PrepareCommand(PrepareConfig, Command, exclusive=(("path", "dataset"),)):
+class PrepareCommand(PrepareConfig, Command):
     """Turn text into token shards; if it is stopped, the same command resumes.
 
-    PATH is short for --path. RECIPE is a YAML file with these options as `key: value`, or the name
-    of a shipped recipe. Options on the command line override it. Examples:
+    SOURCE is short for --source. RECIPE is a YAML file with these options as `key: value`, or the
+    name of a shipped recipe. Options on the command line override it. Examples:
       accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
-      accel-gpt prepare fineweb_edu_10bt --workers 8
-      accel-gpt prepare --path crawl.jsonl --tokenizer gpt2 --out data/crawl
+      accel-gpt prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/edu
+      accel-gpt prepare train.jsonl --val val.jsonl --tokenizer gpt2 --out data/crawl
     """
 
     name: ClassVar[str] = "prepare"
     summary: ClassVar[str] = "turn text into token shards"
 
-    source: SourceKind | None = option(
-        None,
-        "Kind of the source. null or auto: from the file endings in path; dataset with --dataset; "
-        "else stdlib, the standard library of this Python.",
+    source: str | None = option(
+        "stdlib",
+        "Text to prepare: a file, folder, glob or http(s) URL, a data set of the Hub (user/name), "
+        "or stdlib, the source code of Python's standard library.",
+        path=True,
     )
     out: str = option(
         "",
-        "Folder to create. empty: data/NAME_TOKENIZER, where NAME is the last part of the path, "
-        "or the source.",
+        "Folder to create. empty: data/NAME_TOKENIZER, where NAME is the last part of the source.",
         path=True,
     )
 
     def _check(self) -> None:
         super()._check()
-        require("" not in (self.path, self.dataset), "the path is empty; give the path of the text")
+        require(bool(self.source), "the source is empty; give a text")
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "PrepareCommand":
-        """Parse `[PATH|RECIPE] --key value ...`; a recipe and the options may set any option."""
+        """Parse `[SOURCE|RECIPE] --key value ...`; a recipe and the options may set any option."""
         with errors_name_options("data.prepare."):
             return parse_recipe(argv)
 
 
 def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
-    """Parse `[PATH|RECIPE] --key value ...`."""
+    """Parse `[SOURCE|RECIPE] --key value ...`."""
     arguments = list(argv)
     named = bool(arguments) and not arguments[0].startswith("-")
     argument = os.path.expanduser(arguments.pop(0)) if named else None
     if argument is None or {"-h", "--help"} & set(arguments):
-        return parse_command(PrepareCommand, arguments, "accel-gpt prepare [PATH|RECIPE]")
-    if is_text_path(argument):
-        twice = any(option.partition("=")[0] == "--path" for option in arguments)
-        require(not twice, f"both the path {argument} and --path are given; give one")
+        return parse_command(PrepareCommand, arguments, "accel-gpt prepare [SOURCE|RECIPE]")
+    check_utf8("SOURCE", argument)
+    if is_source(argument):
+        twice = any(option.partition("=")[0] == "--source" for option in arguments)
+        require(not twice, f"both the source {argument} and --source are given; give one")
         return parse_command(
-            PrepareCommand, ["--path", argument, *arguments], "accel-gpt prepare PATH"
+            PrepareCommand, ["--source", argument, *arguments], "accel-gpt prepare SOURCE"
         )
-    check_utf8("RECIPE", argument)
     check_recipe(argument)
     path = str(resolve_config(argument, "data"))
     return build(PrepareCommand, read_values(PrepareCommand, path, arguments))
@@ -164,12 +164,13 @@ def check_recipe(argument: str) -> None:
     require(is_recipe, f"there is no file {argument}; {near}")
 
 
-def is_text_path(argument: str) -> bool:
-    """Return whether an argument names text (a file, folder, glob or URL) instead of a recipe."""
+def is_source(argument: str) -> bool:
+    """Return whether an argument names text instead of a recipe."""
     shipped = argument in shipped_configs("data") and not Path(argument).is_file()
     if shipped or argument.endswith(YAML):
         return False
-    return Path(argument).exists() or "://" in argument or has_magic(argument)
+    is_stdlib = argument == PrepareCommand.source
+    return is_stdlib or "/" in argument or Path(argument).exists() or has_magic(argument)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ from typing import Any, Literal
 from accel_gpt.config.options import Section, duration, internal, option, own_options
 from accel_gpt.errors import require
 
-SourceKind = Literal["stdlib", "auto", "text", "jsonl", "parquet", "dataset"]
-
 
 @dataclass(frozen=True)
 class PrepareConfig(
@@ -17,51 +15,39 @@ class PrepareConfig(
 ):
     """How to prepare the data folder if it is missing."""
 
-    source: SourceKind | None = option(
+    source: str | None = option(
         None,
-        "Kind of the text. null: nothing is prepared, so the data folder must exist. stdlib: the "
-        "source code of Python's standard library. auto: the kind with the most bytes in path, by "
-        "file extension; an unknown extension counts as text. auto rejects tables (.csv, .tsv); "
-        "text reads them as they are.",
+        "Text to prepare: a file, folder, glob or http(s) URL, a data set of the Hub (user/name), "
+        "or stdlib, the source code of Python's standard library. null: nothing is prepared, so "
+        "the data folder must exist.",
         essential=True,
-    )
-    path: str | None = option(
-        None,
-        "File, folder, glob or http(s) URL. Used by text, jsonl, parquet and auto. Text and JSON "
-        "lines may end in .gz or .zst.",
-        replaces=(
-            "data.prepare.dataset",
-            "data.prepare.dataset_config",
-            "data.prepare.dataset_split",
-        ),
+        replaces=("data.prepare.val", "data.prepare.subset", "data.prepare.split"),
         published="name",
-        used_with=("source", ("text", "jsonl", "parquet", "auto", None)),
         path=True,
     )
-    dataset: str | None = option(
+    val: str | None = option(
         None,
-        "Id of a Hub dataset, used by source dataset. It is streamed, not downloaded as a whole.",
-        replaces=("data.prepare.path",),
+        "Text for validation, given as the source is. null: the source's own validation split if "
+        "it has one, otherwise val_fraction of the source.",
         published="name",
-        used_with=("source", ("dataset", None)),
+        path=True,
     )
-    dataset_config: str | None = option(
+    subset: str | None = option(
         None,
-        "Configuration name of the Hub dataset.",
+        "Subset (configuration) of a data set of the Hub. null: its only one.",
         published="name",
-        used_with=("source", ("dataset", None)),
     )
-    dataset_split: str = option(
+    split: str = option(
         "train",
-        "Split of the Hub dataset.",
+        "Split to train on, if the source is a data set of the Hub.",
         published="name",
-        used_with=("source", ("dataset", None)),
     )
     text_field: str = option(
         "text",
-        "Name of the column with the text. Used by jsonl, parquet and dataset.",
+        "Column with the text, if the source has columns; a.b is column b inside a. A list of "
+        "strings is joined by blank lines; a list of {role, content} is written with the chat "
+        "template of the tokenizer.",
         published="name",
-        used_with=("source", ("jsonl", "parquet", "dataset", "auto", None)),
     )
     tokenizer: str = option(
         "gpt2",
@@ -79,10 +65,15 @@ class PrepareConfig(
     )
     val_fraction: float = option(
         0.1,
-        "Share of the text held out for validation, 0 to 1. Whole documents are held out. If "
-        "there are few documents, the end of each text is held out.",
+        "Share of the text held out for validation, 0 to 1, if there is no validation text. Whole "
+        "documents are held out; of a text file above 100,000 characters, its end.",
         above=0,
         below=1,
+    )
+    encoding: Literal["auto", "utf-8"] = option(
+        "auto",
+        "Encoding of text files. auto: UTF-8, or the encoding that charset-normalizer detects. "
+        "utf-8: leave other files out.",
     )
     separator: str | None = option(
         None,
@@ -93,11 +84,6 @@ class PrepareConfig(
         100_000_000,
         "Number of tokens in one shard file.",
         above=0,
-    )
-    workers: int = option(
-        0,
-        "Number of processes that tokenize. 0: one per core.",
-        at_least=0,
     )
 
     def _check(self) -> None:
@@ -115,17 +101,6 @@ class PrepareConfig(
         made = self.tokenizer == "bpe" or self.tokenizer.endswith(".json")  # maybe not made yet
         if self.vocab_size != self.unset("vocab_size") and not made:
             self.require_use("vocab_size", "tokenizer", ("bpe",))
-        if self.source == "dataset":
-            require(
-                bool(self.dataset),
-                "data.prepare.source is dataset but data.prepare.dataset is empty; give a Hub id",
-            )
-        elif self.source not in (None, "stdlib"):
-            require(
-                bool(self.path),
-                f"data.prepare.source is {self.source} but data.prepare.path is empty; give a "
-                "file, a folder or a glob",
-            )
 
     def check_unused(self) -> None:
         """Raise `UserError` if an option is set but no source, so that nothing is prepared."""
@@ -134,7 +109,7 @@ class PrepareConfig(
         require(
             not used,
             f"data.prepare sets {', '.join(used)}, but data.prepare.source is null, so nothing is "
-            "prepared; set data.prepare.source, for example to text, or remove data.prepare",
+            "prepared; set data.prepare.source, or remove data.prepare",
         )
 
 
@@ -181,10 +156,9 @@ class DataConfig(Section, prefix="data.", published=True):
         replaces=(
             "data.train",
             "data.prepare.source",
-            "data.prepare.path",
-            "data.prepare.dataset",
-            "data.prepare.dataset_config",
-            "data.prepare.dataset_split",
+            "data.prepare.val",
+            "data.prepare.subset",
+            "data.prepare.split",
             "data.prepare.text_field",
             "data.prepare.separator",
             "sample.prompts",

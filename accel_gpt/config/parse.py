@@ -138,7 +138,7 @@ def with_text_of_user(values: Layer) -> dict[str, Any]:
             "a text",
         )
         return dict(values)
-    for key in ("data.train", "data.prepare.path", "data.prepare.dataset"):
+    for key in ("data.train", "data.prepare.source"):
         require(
             not values.get(key),
             f"data.text is {text} and {key} is {values.get(key)}; set one of them",
@@ -147,8 +147,7 @@ def with_text_of_user(values: Layer) -> dict[str, Any]:
         **values,
         "data.text": None,
         "data.train": own_text_folder(values.get("out_dir", Config.out_dir)),
-        "data.prepare.path": text,
-        "data.prepare.source": values.get("data.prepare.source") or "auto",
+        "data.prepare.source": text,
     }
 
 

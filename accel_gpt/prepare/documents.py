@@ -1,236 +1,242 @@
 """Read the documents of a source in order, and assign them to the splits train and val.
 
-Sources: Python's own library, files of text, JSON lines or Parquet, a Hub data set. Each is read in
-bounded memory, in a fixed order, from any `Position` on. `files` are the files that `select()` of
-`sources.py` chose; a data set has none.
+Sources: files of text, files with rows, data sets of the Hub. Each is read in bounded memory, in a
+fixed order, from any `Position` on.
 
-Splits: if the files of a folder are named after splits (`named_splits` of `sources.py`), each file
-belongs to its split. Otherwise, if there are fewer than `FEW_TEXTS` text files, the end of each is
-val, as in nanoGPT. Otherwise a hash of each document decides its split, so equal documents are in
-the same split. With a `separator`, each text between two separators is a document, and a hash
-decides its split.
+Splits: a source that has splits keeps them. Otherwise, a hash of each document decides its split,
+so equal documents are in the same split, and documents stay where they are if others are added. Of
+a text above `LONG_TEXT` characters, and of a source that is one text, the end is val, as in
+nanoGPT. With a `separator`, each text between two separators is a document, and a hash decides its
+split.
 """
 
-import hashlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from accel_gpt.config.data import PrepareConfig
+from accel_gpt.errors import DataError, UserError, did_you_mean, one_line
 from accel_gpt.prepare.pieces import FindCut, pieces
-from accel_gpt.prepare.readers import (
-    COMPRESSIONS,
-    Row,
-    State,
-    hub_rows,
-    json_rows,
-    parquet_rows,
-    separated_rows,
-    text_chunks,
+from accel_gpt.prepare.rows import State, as_text, is_chat, open_files, open_hub, read_rows
+from accel_gpt.prepare.sources import HUB, STDLIB, TEXT, Selected, splits_in
+from accel_gpt.prepare.text_files import (
+    Text,
+    examine,
+    is_packed,
+    read_text,
+    separated_texts,
+    text_hash,
 )
-from accel_gpt.prepare.sources import named_splits
 
-BATCH_CHARACTERS = 1_000_000  # characters of text that a process tokenizes at once
-FEW_TEXTS = 100  # with fewer text files, the end of each file is val
+BATCH_CHARACTERS = 1_000_000  # characters of text that are tokenized at once
+LONG_TEXT = 100_000  # characters of a text file; assumption: a tenth of it is a useful sample
 EXPANSION = 3  # bytes of text per byte of a compressed file; assumption for prose and code
-LINE_END = re.compile(r"\A\n|\n\Z")  # beside a separator
 SPLITS = ("train", "val")
+
+# Write the turns of a chat as text
+WriteChat = Callable[[list[dict[str, Any]]], str]
 
 
 class Position(NamedTuple):
     """The position at which to resume reading, as values that JSON can hold."""
 
+    source: int = 0
     file: int = 0
-    """Index of the file; 0 for a data set."""
+    """Index of the text file; 0 for rows."""
     row: int = 0
-    """Number of the row. A text file has two: 0 is its text, or its train part, 1 its val part."""
+    """Number of the row. A text file has two: its text or train part, and its val part."""
     piece: int = 0
     """Number of pieces of this row that were already read."""
     state: State | None = None
-    """State of a data set at this row or an earlier row."""
+    """State of `datasets` at this row or an earlier row."""
+
+
+class Document(NamedTuple):
+    """A document."""
+
+    file: int
+    row: int
+    split: str
+    text: str | Iterable[str]
+    """All of it, or chunks."""
+    key: bytes
+    """Hash of its text; empty for the second part of a text."""
+    state: State | None = None
+    is_chat: bool = False
+    """The text spells special tokens, which are read as such."""
+    detected: Text | None = None
+    """A text file that is not UTF-8."""
 
 
 class Piece(NamedTuple):
-    """A document or part of a document, with its split."""
+    """A document or part of a document."""
 
-    split: str
     text: str
     first: bool
     last: bool
+    document: Document
     after: Position
     """The position after this piece."""
 
 
-class Document(NamedTuple):
-    """A document, as chunks of text."""
-
-    row: int
-    split: str
-    chunks: Iterable[str]
-    state: State | None = None
+# --------------------------------------------------------------------------- sources
 
 
-def split_pieces(
-    config: PrepareConfig, files: Sequence[Path], find_cut: FindCut, start: Position
-) -> Iterator[Piece]:
-    """Yield the documents from position `start` on, in pieces of about `BATCH_CHARACTERS`."""
-    splits = named_splits(config.path, files)
-    for file in range(start.file, len(files) or 1):
-        begin = start if file == start.file else Position(file)
-        row = -1
-        count = 0  # pieces of the row
-        named = splits[files[file]] if splits else None
-        for document in file_documents(config, files, begin, named):
-            if document.row != row:
-                row = document.row
-                count = 0
-            first = True
-            texts = pieces(document.chunks, BATCH_CHARACTERS, find_cut)
-            text = next(texts)
-            while text:
-                after = next(texts, "")
-                count += 1
-                if row > begin.row or count > begin.piece:
-                    position = Position(file, row, count, document.state)
-                    yield Piece(document.split, text, first, not after, position)
-                first = False
-                text = after
+class TextSource:
+    """Files of text: one document a file, or the documents between separators."""
 
+    def __init__(self, config: PrepareConfig, source: Selected, whole: bool) -> None:
+        self.config = config
+        self.files = source.files
+        self.split = source.split
+        self.is_one = len(self.files) == 1 and not os.path.isdir(source.name)
+        self.is_cut = source.split is None and source.kind != STDLIB and not whole
+        self.total: int | None = None
+        """Bytes of text, None if they are not known in advance."""
+        if not any(is_packed(file) for file in self.files):
+            self.total = sum(file.stat().st_size for file in self.files)
+        self.estimate = sum(
+            file.stat().st_size * (EXPANSION if is_packed(file) else 1) for file in self.files
+        )
 
-def file_documents(
-    config: PrepareConfig, files: Sequence[Path], start: Position, named: str | None = None
-) -> Iterator[Document]:
-    """Yield the documents of file `start.file`, or of the data set, from `start.row` on.
+    def documents(self, start: Position) -> Iterator[Document]:
+        """Yield the documents from a position on."""
+        for number in range(start.file, len(self.files)):
+            first = start.row if number == start.file else 0
+            text = examine(self.files[number])
+            if self.is_one and not text.encoding:
+                raise DataError(f"{text.path} is no text in an encoding that is known")
+            for document in self.documents_of(text, number, first):
+                if document.row >= first:
+                    yield document
 
-    `named`: the split of all of them; None: each has its own.
-    """
-    if is_text(config):
-        if named is None:
-            few = len(files) < FEW_TEXTS
-            yield from text_documents(config, files[start.file], start.row, few)
-        elif start.row == 0:
-            yield Document(0, named, text_chunks(files[start.file]))
-        return
-    path = files[start.file] if files else Path()
-    for row in rows_of(config, path, start):
-        for text in row_documents(config, row):
-            split = named or split_by_hash(split_hash(text.encode()).digest(), config.val_fraction)
-            yield Document(row.number, split, [text], row.state)
-
-
-def text_documents(config: PrepareConfig, path: Path, first: int, few: bool) -> Iterator[Document]:
-    """Yield the documents in a text file: the whole file, or with `few` its train and val part.
-
-    The file is read in full before, to decide the splits.
-    """
-    if few:
-        characters = sum(len(chunk) for chunk in text_chunks(path))
-        cut = int(characters * (1 - config.val_fraction))
-        if first == 0:
-            yield Document(0, "train", part_of(path, 0, cut))
-        yield Document(1, "val", part_of(path, cut, characters))
-    elif first == 0:
-        key = split_hash()
-        for chunk in text_chunks(path):
-            key.update(chunk.encode())
-        yield Document(0, split_by_hash(key.digest(), config.val_fraction), text_chunks(path))
-
-
-def part_of(path: Path, start: int, end: int) -> Iterator[str]:
-    """Yield characters `start` to `end` of a text file, as chunks."""
-    for chunk in text_chunks(path):
-        if part := chunk[max(0, start) : max(0, end)]:
-            yield part
-        start -= len(chunk)
-        end -= len(chunk)
-
-
-def rows_of(config: PrepareConfig, path: Path, start: Position) -> Iterator[Row]:
-    """Yield the rows of a file, or of the data set, from `start.row` on."""
-    if config.source == "dataset":
-        return hub_rows(config, start.row, start.state)
-    if config.source == "jsonl":
-        return json_rows(path, config.text_field, start.row)
-    if config.source == "parquet":
-        return parquet_rows(path, config.text_field, start.row)
-    assert config.separator is not None
-    return separated_rows(path, config.separator, start.row)
-
-
-def row_documents(config: PrepareConfig, row: Row) -> list[str]:
-    """Return the documents in a row: its text, or the texts between its separators."""
-    if config.separator is None:
-        return [row.text]
-    return [LINE_END.sub("", one) for one in row.text.split(config.separator)]
-
-
-def is_text(config: PrepareConfig) -> bool:
-    """Return whether each file of the source is one text."""
-    return config.source in ("stdlib", "text") and config.separator is None
-
-
-# --------------------------------------------------------------------------- text for a tokenizer
-
-
-def documents(
-    config: PrepareConfig, files: Sequence[Path], size: int = BATCH_CHARACTERS
-) -> Iterator[str]:
-    """Yield the texts of the source in order, cut into pieces of about `size` characters."""
-    for file in range(len(files) or 1):
-        if is_text(config):
-            yield from pieces(text_chunks(files[file]), size)
-            continue
-        for document in file_documents(config, files, Position(file)):
-            yield from pieces(document.chunks, size)
-
-
-def sample_texts(config: PrepareConfig, files: Sequence[Path], size: int) -> Iterator[str]:
-    """Yield a sample of about `size` UTF-8 bytes: short documents, and pieces of long ones.
-
-    A hash of each text's number selects it, so the sample is spread evenly over the source. The
-    size of a data set is not known in advance, so the sample is its beginning.
-    """
-    texts = documents(config, files, min(BATCH_CHARACTERS, max(1, size // 16)))
-    total = size
-    if config.source != "dataset":
-        total = 0
-        for path in files:
-            total += path.stat().st_size * (EXPANSION if is_compressed(path) else 1)
-    keep = min(1.0, size / max(total, 1))
-    limit = size if keep == 1 else 2 * size  # the total of compressed files is an estimate
-    given = 0
-    owed = 0.0
-    for number, text in enumerate(text for text in texts if text):
-        length = len(text.encode())
-        owed += keep * length
-        if keep < 1 and owed < length * as_fraction(split_hash(str(number).encode()).digest()):
-            continue
-        owed -= length
-        given += length
-        yield text
-        if given >= limit:
+    def documents_of(self, text: Text, number: int, first: int) -> Iterator[Document]:
+        """Yield the documents in a text file; the first ones may have no chunks."""
+        detected = text if text.is_detected else None
+        if not text.encoding or (detected and self.config.encoding == "utf-8"):
+            yield Document(number, 0, "train", "", b"", detected=text._replace(encoding=""))
             return
+        chunks = partial(read_text, text.path, text.encoding)
+        if self.config.separator is not None:
+            for row, part in enumerate(separated_texts(chunks(), self.config.separator)):
+                key = text_hash(part)
+                yield Document(number, row, self.split_of(key), part, key, detected=detected)
+        elif self.is_cut and (self.is_one or text.characters > LONG_TEXT):
+            cut = int(text.characters * (1 - self.config.val_fraction))
+            train = part_of(chunks(), 0, cut)
+            yield Document(number, 0, "train", train, text.key, detected=detected)
+            yield Document(number, 1, "val", part_of(chunks(), cut, text.characters), b"")
+        else:
+            split = self.split_of(text.key)
+            yield Document(number, 0, split, chunks(), text.key, detected=detected)
+
+    def split_of(self, key: bytes) -> str:
+        """Return the split of a document with a hash."""
+        return self.split or split_by_hash(key, self.config.val_fraction)
 
 
-def expected_bytes(config: PrepareConfig, files: Sequence[Path]) -> int | None:
-    """Return the bytes of text in the source; None if they are not known in advance."""
-    if config.source not in ("stdlib", "text") or any(is_compressed(path) for path in files):
-        return None
-    return sum(path.stat().st_size for path in files)
+class RowSource:
+    """A column of files with rows, or of a data set of the Hub."""
+
+    def __init__(
+        self,
+        config: PrepareConfig,
+        where: str,
+        open_data: Callable[[], Any],
+        split: str | None,
+        write_chat: WriteChat,
+    ) -> None:
+        self.config = config
+        self.where = where
+        self.open_data = open_data
+        self.split = split
+        self.write_chat = write_chat
+        self.total: int | None = None
+        self.estimate: int | None = None
+        """Bytes of text, None for a data set of the Hub."""
+
+    def documents(self, start: Position) -> Iterator[Document]:
+        """Yield the documents from a position on."""
+        field = self.config.text_field
+        separator = self.config.separator
+        for row in read_rows(self.open_data, self.where, field, start.row, start.state):
+            where = f"row {row.number} of {self.where}"
+            chat = is_chat(row.value)
+            text = self.chat_text(row.value, where) if chat else as_text(row.value, where, field)
+            for part in [text] if separator is None else separated_texts([text], separator):
+                key = text_hash(part)
+                split = self.split or split_by_hash(key, self.config.val_fraction)
+                yield Document(0, row.number, split, part, key, row.state, chat)
+
+    def chat_text(self, turns: list[dict[str, Any]], where: str) -> str:
+        """Write the turns of a chat as text; an error of the template names the row."""
+        try:
+            return self.write_chat(turns)
+        except UserError:
+            raise
+        except Exception as error:  # errors of Jinja, also those that the template raises
+            raise DataError(f"{where} does not suit the chat template: {one_line(error)}") from None
 
 
-def is_compressed(path: Path) -> bool:
-    """Return whether a file is compressed, so that its size is not the size of its text."""
-    return path.name.lower().endswith((*COMPRESSIONS, ".parquet"))
+DocumentSource = TextSource | RowSource
 
 
-# --------------------------------------------------------------------------- splits
+def open_selected(
+    config: PrepareConfig, sources: Sequence[Selected], write_chat: WriteChat, whole: bool = False
+) -> tuple[list[DocumentSource], list[str]]:
+    """Open what was selected; return it with lines on the splits of data sets of the Hub.
+
+    `whole`: the end of a text is not held out, as for the training of a tokenizer.
+    """
+    found: list[DocumentSource] = []
+    lines: list[str] = []
+    for source in sources:
+        if source.kind == HUB:
+            splits = open_hub(source.name, config.subset, config.split)
+            chosen = hub_splits(config, source, list(splits))
+            for name, split in chosen.items():
+                where = f"split {name} of data set {source.name}"
+                found.append(
+                    RowSource(config, where, partial(splits.__getitem__, name), split, write_chat)
+                )
+                lines.append(f"reading {where}")
+            if left_out := [name for name in splits if name not in chosen]:
+                lines.append(f"left out of {source.name}: split {', '.join(left_out)}")
+        elif source.kind in (TEXT, STDLIB):
+            found.append(TextSource(config, source, whole))
+        else:
+            open_data = partial(open_files, source.kind, source.files)
+            rows = RowSource(config, source.name, open_data, source.split, write_chat)
+            size = sum(file.stat().st_size for file in source.files)
+            is_smaller = source.kind == "parquet" or any(is_packed(file) for file in source.files)
+            rows.estimate = size * (EXPANSION if is_smaller else 1)
+            found.append(rows)
+    return found, lines
 
 
-def split_hash(data: bytes = b"") -> "hashlib.blake2b":
-    """Start the hash (8 bytes) of a document's UTF-8 that decides its split."""
-    return hashlib.blake2b(data, digest_size=8, key=b"accel_gpt val")
+def hub_splits(config: PrepareConfig, source: Selected, names: list[str]) -> dict[str, str | None]:
+    """Return the splits of a data set that are read, and what they are used for.
+
+    Raises `UserError` if it has no split `data.prepare.split`.
+    """
+    val = [name for name in names if splits_in(name) == ["val"] and name != config.split]
+    if source.split == "val" and (val or len(names) == 1):
+        return {(val or names)[0]: "val"}
+    if config.split not in names:
+        near = did_you_mean(config.split, names, f"it has {', '.join(names)}")
+        raise UserError(
+            f"data.prepare.split is {config.split}, but the data set {source.name} has no such "
+            f"split; {near}"
+        )
+    if source.split is not None or not val:
+        return {config.split: source.split}
+    return {config.split: "train", val[0]: "val"}
+
+
+def split_by_hash(key: bytes, val_fraction: float) -> str:
+    """Return the split of a document from its hash: val for a share `val_fraction` of hashes."""
+    return "val" if as_fraction(key) < val_fraction else "train"
 
 
 def as_fraction(key: bytes) -> float:
@@ -238,6 +244,93 @@ def as_fraction(key: bytes) -> float:
     return int.from_bytes(key, "big") / 2**64
 
 
-def split_by_hash(key: bytes, val_fraction: float) -> str:
-    """Return the split of a document from its hash: val for a share `val_fraction` of hashes."""
-    return "val" if as_fraction(key) < val_fraction else "train"
+def part_of(chunks: Iterable[str], start: int, end: int) -> Iterator[str]:
+    """Yield characters `start` to `end` of a text, as chunks."""
+    for chunk in chunks:
+        if part := chunk[max(0, start) : max(0, end)]:
+            yield part
+        start -= len(chunk)
+        end -= len(chunk)
+
+
+# --------------------------------------------------------------------------- pieces
+
+
+def read_pieces(
+    sources: Sequence[DocumentSource], find_cut: FindCut, start: Position
+) -> Iterator[Piece]:
+    """Yield the documents from position `start` on, in pieces of about `BATCH_CHARACTERS`.
+
+    A document without text is one empty piece.
+    """
+    for number in range(start.source, len(sources)):
+        begin = start if number == start.source else Position(number)
+        place = (begin.file, begin.row)
+        count = 0  # pieces of the row
+        for document in sources[number].documents(begin):
+            if (document.file, document.row) != place:
+                place = (document.file, document.row)
+                count = 0
+            skipped = begin.piece if place == (begin.file, begin.row) else 0
+            texts = document_pieces(document, find_cut)
+            text: str | None = next(texts)
+            first = True
+            while text is not None:
+                following = next(texts, None)
+                count += 1
+                if count > skipped:
+                    after = Position(number, *place, count, document.state)
+                    yield Piece(text, first, following is None, document, after)
+                first = False
+                text = following
+
+
+def document_pieces(document: Document, find_cut: FindCut) -> Iterator[str]:
+    """Yield a document in pieces; the only piece of one without text is empty."""
+    text = document.text
+    if isinstance(text, str):
+        if document.is_chat or len(text) <= 2 * BATCH_CHARACTERS:
+            yield text
+            return
+        text = [text]
+    texts = pieces(text, BATCH_CHARACTERS, find_cut)
+    yield next(texts)
+    for piece in texts:
+        if piece:
+            yield piece
+
+
+# --------------------------------------------------------------------------- text for a tokenizer
+
+
+def all_texts(sources: Sequence[DocumentSource], size: int = BATCH_CHARACTERS) -> Iterator[str]:
+    """Yield the texts of all sources in order, cut into pieces of about `size` characters."""
+    for source in sources:
+        for document in source.documents(Position()):
+            text = document.text
+            yield from pieces([text] if isinstance(text, str) else text, size)
+
+
+def sample_texts(sources: Sequence[DocumentSource], size: int) -> Iterator[str]:
+    """Yield a sample of about `size` UTF-8 bytes: short documents, and pieces of long ones.
+
+    A hash of each text's number selects it, so the sample is spread evenly over the sources. The
+    size of a data set of the Hub is not known in advance, so the sample is its beginning.
+    """
+    texts = all_texts(sources, min(BATCH_CHARACTERS, max(1, size // 16)))
+    estimates = [source.estimate for source in sources]
+    total = size if None in estimates else sum(filter(None, estimates))
+    keep = min(1.0, size / max(total, 1))
+    limit = size if keep == 1 else 2 * size  # the total of compressed files is an estimate
+    given = 0
+    owed = 0.0
+    for number, text in enumerate(text for text in texts if text):
+        length = len(text.encode())
+        owed += keep * length
+        if keep < 1 and owed < length * as_fraction(text_hash(str(number))):
+            continue
+        owed -= length
+        given += length
+        yield text
+        if given >= limit:
+            return

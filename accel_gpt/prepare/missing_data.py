@@ -57,8 +57,9 @@ def ensure_data(config: Config) -> None:
         if prepares:
             check_text(config)
             prepare_config = config.data.prepare
-            text = prepare_config.path or prepare_config.dataset or prepare_config.source
-            write_err(f"data     {folder} does not exist: preparing it from {text}")
+            write_err(
+                f"data     {folder} does not exist: preparing it from {prepare_config.source}"
+            )
             settings = {"out": str(folder), **asdict(prepare_config)}
     run_prepare(settings)
     if missing:
@@ -100,14 +101,14 @@ def is_missing(data: DataConfig) -> bool:
 def check_text(config: Config) -> None:
     """Raise `UserError` if there is no text to prepare; the message names the key the user set."""
     prepare = config.data.prepare
-    if is_url(str(prepare.path)):
+    if is_url(str(prepare.source)):
         return
     try:
         select(prepare)
     except UserError as error:
         if config.data.train != own_text_folder(config.out_dir):
             raise
-        raise UserError(str(error).replace("data.prepare.path", "data.text")) from None
+        raise UserError(str(error).replace("data.prepare.source", "data.text")) from None
 
 
 def run_prepare(settings: dict[str, object] | None) -> None:

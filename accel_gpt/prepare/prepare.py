@@ -4,23 +4,25 @@ Reads the documents of a source. Writes shards, dataset.json and tokenizer.json 
 `<out>.partial`, and renames it to `<out>` when it is complete. A journal there is written whenever
 a shard is full. With it, the same command resumes after any interruption and writes the same bytes.
 
-Memory, with w workers: this process holds at most 2w + 1 batches of about 1 MB of text, and each
-worker holds one. The interpreter, its libraries and the vocabulary take 100 to 150 MB per process,
-partly shared. A process that streams a data set takes about 250 MB. A `tokenizer.json` that allows
-no cut (`pieces.py`) also needs about a hundred times the longest document. A bpe is trained before,
-on at most `BPE_BYTES`; its memory depends on them.
+Memory, with n cores: at most 2n + 1 batches of about 1 MB of text. The interpreter, its libraries
+and the vocabulary take 100 to 150 MB, `datasets` another 150 MB. The end of a preparation takes 8
+bytes per document. A `tokenizer.json` that allows no cut (`pieces.py`) also needs about a hundred
+times the longest document. A bpe is trained before, on at most `BPE_BYTES`; its memory depends on
+them.
 """
 
 import json
 import re
 import shutil
 import sys
+import threading
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +32,36 @@ from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import token_dtype
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
-from accel_gpt.files import locked_file, read_json, sync, write_file
+from accel_gpt.files import append_all_or_nothing, locked_file, read_json, sync, write_file
+from accel_gpt.launcher import available_cores
 from accel_gpt.prepare.bpe import make_tokenizer
+from accel_gpt.prepare.counts import Counts, count_duplicates
 from accel_gpt.prepare.documents import (
     SPLITS,
+    DocumentSource,
     Position,
-    documents,
-    expected_bytes,
+    WriteChat,
+    all_texts,
+    open_selected,
+    read_pieces,
     sample_texts,
-    split_pieces,
 )
-from accel_gpt.prepare.lost_text import LostText
+from accel_gpt.prepare.encoding import Encoder, Group, encode_all
 from accel_gpt.prepare.pieces import cut_finder
 from accel_gpt.prepare.shards import ShardWriter, write_index
-from accel_gpt.prepare.sources import select, source_fingerprint
-from accel_gpt.prepare.workers import child_processes, encode_all, worker_count
+from accel_gpt.prepare.sources import Selection, select, source_fingerprint
 from accel_gpt.training.display import Progress
 
 JOURNAL = "progress.json"
+HASHES = "hashes.bin"  # of the documents, until the end
 FINGERPRINT = "source_fingerprint"
 TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # names that are not a path or Hub id
 BPE_BYTES = 1_000_000_000  # bytes of UTF-8 text on which a bpe is trained, spread over the source
 # Names of the files in an unfinished folder
-OWN_FILES = rf"((train|val)_\d+\.npy|tokenizer(_config)?\.json|{INDEX}|{JOURNAL})(\.tmp.*)?"
-ROW_SOURCES = ("jsonl", "parquet", "dataset")
+OWN_NAMES = rf"(train|val)_\d+\.npy|tokenizer(_config)?\.json|{INDEX}|{JOURNAL}|{HASHES}"
+OWN_FILES = rf"({OWN_NAMES})(\.tmp.*)?"
 RESUMES = "run the same command again to resume"
 
 
@@ -71,7 +77,6 @@ def prepare(config: PrepareConfig, out: Path, keep_changed: bool = False) -> boo
     if is_ready(config, out, keep_changed):
         return False
     selection = select(config)  # raises before anything is written
-    config = replace(config, source=selection.source)
     folder = out.with_name(f"{out.name}.partial")
     start = time.monotonic()
     try:
@@ -80,11 +85,11 @@ def prepare(config: PrepareConfig, out: Path, keep_changed: bool = False) -> boo
         with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
             if is_ready(config, out, keep_changed):
                 return False
-            if config.source not in ("dataset", "stdlib"):
-                for line in selection.lines():
-                    write_err(line)
-            write_folder(config, selection.files, folder)
-            (folder / JOURNAL).unlink(missing_ok=True)
+            for line in selection.lines:
+                write_err(line)
+            write_folder(config, selection, folder)
+            for name in (JOURNAL, HASHES):
+                (folder / name).unlink(missing_ok=True)
             sync(folder)
             folder.rename(out)
             sync(out.parent)
@@ -97,46 +102,40 @@ def prepare(config: PrepareConfig, out: Path, keep_changed: bool = False) -> boo
     return True
 
 
-def write_folder(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
+def write_folder(config: PrepareConfig, selection: Selection, folder: Path) -> None:
     """Write the content of the data folder into `folder`, resuming if it is unfinished."""
-    requested = settings(config) | {FINGERPRINT: source_fingerprint(config, files)}
+    requested = settings(config) | {FINGERPRINT: source_fingerprint(config, selection)}
     if (folder / INDEX).exists() and read_index(folder).prepared == requested:
         return  # stopped before the folder was renamed
-    work = resume_or_start(config, files, folder, requested)
+    work = resume_or_start(config, selection, folder, requested)
     work.write_shards()
-    fill_empty_split(work.writers, config.val_fraction, work.tokenizer)
+    if all(source.split is None for source in work.sources):
+        fill_empty_split(work.writers, config.val_fraction, work.tokenizer)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
     if min(tokens.values()) < 2:
         shutil.rmtree(folder)
-        require(
-            config.source not in ROW_SOURCES or sum(tokens.values()) > 0,
-            f"column {config.text_field} holds no text in any row; set data.prepare.text_field to "
-            "the column that holds the text",
-        )
+        empty = f"; {work.counts.empty:,} rows or files without text" if work.counts.empty else ""
         raise UserError(
             f"there is too little text: {plural(tokens['train'], 'token')} for train and "
-            f"{tokens['val']} for val, expected at least 2 each; give more text, or change "
-            f"data.prepare.val_fraction ({config.val_fraction})"
+            f"{tokens['val']} for val, expected at least 2 each{empty}"
         )
-    if work.lost.is_all_lost:
+    if work.counts.is_all_lost:
         shutil.rmtree(folder)
-        named = ", ".join(map(repr, work.lost.examples))
+        named = ", ".join(map(repr, work.counts.examples))
         raise UserError(
             f"the tokenizer {config.tokenizer} has no token for any visible character of the text, "
-            f"such as {named}; set data.prepare.tokenizer to one "
-            "with a token for each byte: bpe, bytes or gpt2"
+            f"such as {named}"
         )
     sync(folder)
-    write_index(folder, work.tokenizer, splits, requested)
-    for line in work.lost.warnings(work.tokenizer):
-        write_err(f"WARNING: {line}")
-    documents = sum(shard.documents or 0 for name in SPLITS for shard in splits[name])
-    if work.tokenizer.eot_id is None and documents > len(SPLITS):
+    for line in work.counts.lines(work.tokenizer, count_duplicates(folder / HASHES)):
+        write_err(line)
+    if work.tokenizer.eot_id is None and work.counts.documents > len(SPLITS):
         write_err(
             f"WARNING: the {work.tokenizer.kind} tokenizer has no end-of-text token, so nothing "
             "lies between the documents"
         )
+    write_index(folder, work.tokenizer, splits, requested)
 
 
 def fill_empty_split(
@@ -178,11 +177,11 @@ def settings(config: PrepareConfig) -> dict[str, Any]:
     A URL loses its user and query, which may hold a password.
     """
     found = asdict(config)
-    del found["workers"]
-    if config.path is not None and is_url(config.path):
-        parts = urllib.parse.urlsplit(config.path)
-        netloc = parts.netloc.rpartition("@")[2]
-        found["path"] = parts._replace(netloc=netloc, query="").geturl()
+    for key in ("source", "val"):
+        if is_url(str(found[key])):
+            parts = urllib.parse.urlsplit(found[key])
+            netloc = parts.netloc.rpartition("@")[2]
+            found[key] = parts._replace(netloc=netloc, query="").geturl()
     return found
 
 
@@ -228,10 +227,7 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
     made = index.prepared
     if config.source is None:
         return True
-    found = config
-    if config.source == "auto":
-        found = replace(config, source=made.get("source", "auto"))
-    if differ := differing_settings(made, settings(found), index.tokenizer.fingerprint):
+    if differ := differing_settings(made, settings(config), index.tokenizer.fingerprint):
         advice = "delete it, or choose another folder"
         if keep_changed:  # the start of a run
             advice = (
@@ -241,7 +237,7 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
             )
         raise UserError(f"data folder {out} was prepared with other settings ({differ}); {advice}")
     if text_changed(config, made.get(FINGERPRINT)):
-        problem = f"the files of {config.path or config.source} have changed since {out} was"
+        problem = f"the files of {config.source} have changed since {out} was"
         require(keep_changed, f"{problem} prepared; delete it, or choose another folder")
         sys.stderr.write(
             f"WARNING: {problem} prepared, which is used as it is; to train on the changed files, "
@@ -252,12 +248,10 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
 
 def text_changed(config: PrepareConfig, made: str | None) -> bool:
     """Return whether the files of the source exist here and differ from the prepared files."""
-    if is_url(str(config.path)):
+    if is_url(str(config.source)) or is_url(str(config.val)):
         return False
     try:
-        selection = select(config)  # of auto: a given kind may read more files, such as tables
-        found = replace(config, source=selection.source)
-        return source_fingerprint(found, selection.files) != made
+        return source_fingerprint(config, select(config)) != made
     except (AccelGPTError, OSError):
         return False
 
@@ -268,24 +262,28 @@ def text_changed(config: PrepareConfig, made: str | None) -> bool:
 class Preparation:
     """An unfinished data folder whose shards are written from the position in its journal on.
 
-    The journal holds the settings, the fingerprint of the tokenizer, the position in the source,
-    the state of the shard writers, and what the tokens do not hold. Raises `DataError` if the
-    folder holds less than the journal says.
+    The journal holds the settings, the fingerprint of the tokenizer, the position in the sources,
+    the state of the shard writers, and the counts. Raises `DataError` if the folder holds less than
+    the journal says.
     """
 
     def __init__(
         self,
         config: PrepareConfig,
-        files: Sequence[Path],
+        selection: Selection,
         folder: Path,
         journal: dict[str, Any],
     ) -> None:
-        self.config = config
-        self.files = files
         self.folder = folder
         self.journal = journal
-        self.tokenizer = load_tokenizer(folder)
-        self.lost = LostText(**journal["lost"])
+        self.encoder = Encoder(folder)
+        self.tokenizer = self.encoder.tokenizer
+        self.counts = Counts(**journal["counts"])
+        self.hashes = bytearray()  # not yet in the file
+        write_chat = chat_writer(config.tokenizer, folder, self.tokenizer)
+        self.sources, lines = open_selected(config, selection.sources, write_chat)
+        for line in lines:
+            write_err(line)
         self.writers = {
             name: ShardWriter(
                 folder=folder,
@@ -296,64 +294,114 @@ class Preparation:
             )
             for name in SPLITS
         }
+        size = journal.get("hashes", 0)
+        path = folder / HASHES
+        if size and (not path.exists() or path.stat().st_size < size):
+            raise DataError(f"{HASHES} is missing, or shorter than the journal says")
+        with path.open("ab") as file:
+            file.truncate(size)
 
     def write_shards(self) -> None:
         """Tokenize the documents from the journal's position on, and append them to the shards."""
-        total = expected_bytes(self.config, self.files)
+        totals = [source.total for source in self.sources]
+        total = None if None in totals else sum(filter(None, totals))
         done = sum(writer.total_bytes for writer in self.writers.values())
         start = Position(*self.journal["position"])
-        pieces = split_pieces(self.config, self.files, cut_finder(self.tokenizer), start)
-        workers = worker_count(self.config.workers, total)
+        pieces = read_pieces(self.sources, cut_finder(self.tokenizer), start)
         with (
-            closing(encode_all(pieces, self.folder, workers)) as batches,
+            closing(encode_all(pieces, self.encoder, available_cores())) as batches,
             Progress("tokenizing", "bytes", total=total, done=done) as progress,
         ):
             for batch in batches:
-                self.lost.add(batch.lost)
-                full = False
-                for piece, tokens in zip(batch.pieces, batch.tokens, strict=True):
-                    utf8_bytes = len(piece.text.encode())
-                    if self.writers[piece.split].add(tokens, int(piece.first), utf8_bytes):
-                        full = True
-                    progress.advance(utf8_bytes)
-                if full:
-                    self.save(batch.pieces[-1].after)
+                self.counts.add(batch.counts)
+                self.hashes += batch.hashes
+                full = [
+                    add_group(self.writers[split], group) for split, group in batch.groups.items()
+                ]
+                progress.advance(sum(sum(group.utf8_bytes) for group in batch.groups.values()))
+                if any(full):
+                    self.save(batch.after)
+        self.write_hashes()
 
     def save(self, position: Position) -> None:
         """Sync all added tokens to disk, then write the journal with the position after them."""
         splits = {name: writer.save() for name, writer in self.writers.items()}
+        size = self.write_hashes()
         sync(self.folder)
         self.journal |= {
             "tokenizer": self.tokenizer.fingerprint,
             "splits": splits,
-            "lost": asdict(self.lost),
+            "counts": asdict(self.counts),
+            "hashes": size,
             "position": position,
         }
         write_file(self.folder / JOURNAL, [json.dumps(self.journal).encode()])
 
+    def write_hashes(self) -> int:
+        """Append the hashes of documents to their file and sync it; return its size."""
+        path = self.folder / HASHES
+        append_all_or_nothing(path, bytes(self.hashes))
+        self.hashes.clear()
+        sync(path)
+        return path.stat().st_size
+
+
+def add_group(writer: ShardWriter, group: Group) -> bool:
+    """Append the tokens of a group to the shards; return whether a shard became full."""
+    if writer.tokens + len(group.tokens) < writer.shard_tokens:
+        writer.add(group.tokens, sum(group.documents), sum(group.utf8_bytes))
+        return False
+    full = False
+    start = 0
+    for size, documents, utf8_bytes in zip(
+        group.sizes, group.documents, group.utf8_bytes, strict=True
+    ):
+        full |= writer.add(group.tokens[start : start + size], documents, utf8_bytes)
+        start += size
+    return full
+
+
+def chat_writer(name: str, folder: Path, tokenizer: Tokenizer | None) -> WriteChat:
+    """Return the function that writes a chat with the template of the tokenizer in `folder`.
+
+    It raises `UserError` if there is no template. Jinja runs the template in a sandbox.
+    """
+
+    @cache
+    def load() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+
+    def write(turns: list[dict[str, Any]]) -> str:
+        require(
+            tokenizer is not None and bool(tokenizer.config.get("chat_template")),
+            f"data.prepare.text_field names chats, but the tokenizer {name} has no chat template; "
+            "expected a tokenizer that has one",
+        )
+        return str(load().apply_chat_template(turns, tokenize=False))
+
+    return write
+
 
 def resume_or_start(
-    config: PrepareConfig, files: Sequence[Path], folder: Path, requested: Mapping[str, Any]
+    config: PrepareConfig, selection: Selection, folder: Path, requested: Mapping[str, Any]
 ) -> Preparation:
     """Resume in `folder` if possible; otherwise print the reason and start over."""
     if folder.exists():
         try:
-            return resume(config, files, folder, requested)
+            return resume(config, selection, folder, requested)
         except DataError as why:
             discard(folder)
             sys.stderr.write(f"{folder} cannot be resumed: {why}; starting over\n")
     folder.mkdir()
     sys.stderr.write(f"making the {config.tokenizer} tokenizer\n")
     try:
-        if config.tokenizer == "bpe":  # in a child: its threads must not exist when workers fork
-            with child_processes(1) as pool:
-                pool.submit(create_tokenizer, config, files, folder).result()
-        else:
-            create_tokenizer(config, files, folder)
+        create_tokenizer(config, selection, folder)
         for path in folder.iterdir():
             sync(path)
-        journal = {"settings": dict(requested), "splits": {}, "lost": {}}
-        work = Preparation(config, files, folder, journal)
+        journal = {"settings": dict(requested), "splits": {}, "counts": {}}
+        work = Preparation(config, selection, folder, journal)
         work.save(Position())
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -361,17 +409,34 @@ def resume_or_start(
     return work
 
 
-def create_tokenizer(config: PrepareConfig, files: Sequence[Path], folder: Path) -> None:
+def create_tokenizer(config: PrepareConfig, selection: Selection, folder: Path) -> None:
     """Make the tokenizer of the config and save it in `folder`."""
-    texts = partial(documents, config, files)
-    if config.tokenizer == "bpe":
-        texts = partial(sample_texts, config, files, BPE_BYTES)
-    tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, texts)
+
+    def sources() -> list[DocumentSource]:
+        write_chat = chat_writer(config.tokenizer, folder, None)
+        return open_selected(config, selection.sources, write_chat, whole=True)[0]
+
+    def texts() -> Iterator[str]:
+        if config.tokenizer == "bpe":
+            return sample_texts(sources(), BPE_BYTES)
+        return all_texts(sources())
+
+    made: Future[Tokenizer] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(make_tokenizer(config.tokenizer, config.vocab_size, texts))
+        except BaseException as error:
+            made.set_exception(error)
+
+    # Ctrl-C does not reach a library that trains for minutes, but this thread, which waits
+    threading.Thread(target=make, daemon=True).start()
+    tokenizer = made.result()
     tokenizer.save(folder, vocab_size=tokenizer.vocab_size)
 
 
 def resume(
-    config: PrepareConfig, files: Sequence[Path], folder: Path, requested: Mapping[str, Any]
+    config: PrepareConfig, selection: Selection, folder: Path, requested: Mapping[str, Any]
 ) -> Preparation:
     """Open the preparation that the journal in `folder` describes.
 
@@ -384,7 +449,8 @@ def resume(
     if not (folder / JOURNAL).exists():
         raise DataError(f"it has no {JOURNAL}")
     journal = read_json(folder / JOURNAL)
-    begun = journal["settings"] | {"path": requested["path"]}  # the fingerprint decides
+    # the fingerprint decides
+    begun = journal["settings"] | {name: requested[name] for name in ("source", "val")}
     differ = differing_settings(begun, requested, journal["tokenizer"])
     if begun[FINGERPRINT] != requested[FINGERPRINT]:
         differ = "other text: names or sizes of the files have changed"
@@ -393,7 +459,7 @@ def resume(
         require_resumable(folder, differ, held)
     if fingerprint not in (None, journal["tokenizer"]):
         raise DataError("the tokenizer has changed")
-    work = Preparation(config, files, folder, journal)
+    work = Preparation(config, selection, folder, journal)
     tokens = sum(writer.total_tokens for writer in work.writers.values())
     sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
     return work

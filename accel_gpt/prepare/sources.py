@@ -1,12 +1,9 @@
-"""Select the files of a source, in the order in which they are read.
+"""Select what is read of a source: its files in order, their kind, and their splits.
 
-The ending of a name decides the kind: JSON lines, Parquet, a table, or else text. `.gz` and `.zst`
-after it are decompressed. Only one kind is read: the source that the config names, or with `auto`
-the kind with the most bytes. A table is read only as text, if the config names that source.
-Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
+Files whose endings are in `ROW_KINDS` are read by row, with `datasets`. All others are text, one
+document a file. Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
 """
 
-import codecs
 import contextlib
 import glob
 import hashlib
@@ -20,9 +17,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.config.plan import plural
 from accel_gpt.console import write_err
 from accel_gpt.data.remote import (
     Missing,
@@ -34,33 +32,32 @@ from accel_gpt.data.remote import (
     short_hash,
 )
 from accel_gpt.errors import AccelGPTError, UserError, require
-from accel_gpt.files import cache_folder, sha256
-from accel_gpt.prepare.readers import (
+from accel_gpt.files import cache_folder, is_local, sha256
+from accel_gpt.hub import is_repo
+from accel_gpt.prepare.rows import ROW_KINDS
+from accel_gpt.prepare.text_files import (
     HEAD_BYTES,
-    encoding_of,
+    is_binary,
+    is_page,
     open_file,
+    placeholder_in,
     unpacked_name,
 )
 
-Kind = SourceKind | Literal["table"]
-
-JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
-TABLE_ENDINGS = (".csv", ".tsv")
-TEXT_ENDINGS = (".txt", ".text", ".md")
-NOT_TEXT = "not UTF-8 text"
+KEY = "data.prepare.source"
+STDLIB = "stdlib"
+HUB = "hub"
+TEXT = "text"
 PAGE = "an HTML page"
+HIDDEN = "hidden, a lock or a link to a folder"
 HTML_ENDINGS = (".html", ".htm", ".xhtml")
-# The beginning of an HTML page, after comments and the declaration of XML
-HTML = re.compile(rb"\s*((<\?xml[^>]*>|<!--.*?-->)\s*)*<(!doctype\s+html|html)\b", re.I | re.S)
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-SPECIAL = "hidden, a lock, a link to a folder, or not a regular file"
 # Files that mark the folder of a run, or a data folder, finished or not
 MARKER_FILES = (".lock", "run.json", "dataset.json", "progress.json")
 # Tests and installed packages do not count as the library's sources.
 STDLIB_SKIP = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled")
 )
-# Words in the paths of a folder that name a split, as `datasets` recognizes them
+# Words in the paths of a folder, or names of splits on the Hub, as `datasets` recognizes them
 SPLIT_WORDS = MappingProxyType(
     {
         "train": frozenset(("train", "training")),
@@ -68,154 +65,191 @@ SPLIT_WORDS = MappingProxyType(
         "test": frozenset(("test", "testing", "eval", "evaluation")),
     }
 )
-# Names, without endings, of files that lie beside splits and describe them
-BESIDE_SPLITS = ("readme", "license", "config", "dataset_info", "dataset_infos", "dataset_dict")
-KEY = "data.prepare.path"
-ADVICE = "give a file, a folder, a glob or an http(s) URL"
+# Names, without endings, of files that lie beside data and describe it
+BESIDE_DATA = frozenset(
+    ("readme", "license", "config", "dataset_info", "dataset_infos", "dataset_dict", "state")
+)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What is read in one go: files of a kind, or a data set of the Hub."""
+
+    name: str
+    """The path, URL or id that the user gave."""
+    kind: str
+    """text, stdlib, hub, or a kind of `ROW_KINDS`."""
+    files: list[Path] = field(default_factory=list)
+    split: str | None = None
+    """train or val; None: a hash of each document decides."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a source that are read, and what is left out."""
+    """The sources that are read, and lines that say what is read and what is left out."""
 
-    path: str
-    source: SourceKind
-    files: list[Path]
-    left_out: Mapping[str, list[Path]] = field(default_factory=dict)
-    """Reason -> files and folders that are left out for it."""
-
-    def lines(self) -> list[str]:
-        """Describe the selection: a line for the files that are read, then lines for the rest."""
-        size = sum(file.stat().st_size for file in self.files)
-        files = "1 file" if len(self.files) == 1 else f"{len(self.files):,} files"
-        val = list(named_splits(self.path, self.files).values()).count("val")
-        named = f"; {val:,} of them named validation, used for val" if val else ""
-        found = [f"reading {files} of {self.path} as {self.source}, {size:,} bytes{named}"]
-        for reason, paths in sorted(self.left_out.items()):
-            if not paths:
-                continue
-            size = sum(path.stat().st_size for path in paths if path.is_file())
-            found.append(f"left out: {reason}: {len(paths):,} ({size:,} bytes)")
-        return found
+    sources: list[Selected]
+    lines: list[str]
 
 
 def select(config: PrepareConfig) -> Selection:
-    """Select the files of a source, after downloading the file of a URL; a data set has none.
+    """Select what is read, after downloading the file of a URL.
 
-    Raises `UserError` if there is nothing to read.
+    A data set of the Hub is not opened. Raises `UserError` if there is nothing to read.
     """
     require(
-        config.source is not None,
-        "data.prepare.source is not set; set it to stdlib, text, jsonl, parquet or dataset, or set "
-        "data.train to an existing data folder",
+        bool(config.source),
+        f"{KEY} is not set; give a file, a folder, a glob, a URL, a data set of the Hub or stdlib",
     )
-    assert config.source is not None
-    path = str(config.path)
-    if config.source == "dataset":
-        return Selection(path, config.source, [])
-    if config.source == "stdlib":
-        return Selection(path, config.source, stdlib_files())
-    if is_url(path):
-        source = kind_of_file(path.split("?")[0].split("#")[0], config.source)
-        selection = Selection(path, source, [download_text(path)])
-    else:
-        selection = select_files(path, config.source)
-    require(
-        any(file.stat().st_size for file in selection.files),
-        f"{KEY} is {path}, but {selection.files[0]} is empty; give a file that holds text",
-    )
-    return selection
+    selection = select_source(str(config.source))
+    if config.val is None:
+        return selection
+    try:
+        other = select_source(config.val)
+    except UserError as error:
+        raise type(error)(str(error).replace(KEY, "data.prepare.val")) from None
+    own = [source for source in selection.sources if source.split != "val"]
+    found = [Selected(one.name, one.kind, one.files, "train") for one in own]
+    # of a source that has splits, its validation split
+    for_val = [one for one in other.sources if one.split == "val"] or other.sources
+    found += [Selected(one.name, one.kind, one.files, "val") for one in for_val]
+    lines = selection.lines
+    if len(own) < len(selection.sources):
+        lines = [*lines, f"left out: the validation split of {config.source}, for {config.val}"]
+    return Selection(found, [*lines, *other.lines])
 
 
-def kind_of_name(name: str) -> Kind:
-    """Return the kind of source by the ending of a name."""
-    if name.lower().endswith(".parquet"):
-        return "parquet"
-    name = unpacked_name(name)
-    if name.endswith(TABLE_ENDINGS):
-        return "table"
-    return "jsonl" if name.endswith(JSON_ENDINGS) else "text"
-
-
-def kind_of_file(path: str, source: SourceKind) -> SourceKind:
-    """Return `source`, or for auto the kind of a file; raise `UserError` if that is a table."""
-    kind = kind_of_name(path) if source == "auto" else source
-    if kind == "table":
-        raise is_a_table(path)
-    return kind
-
-
-def is_a_table(path: str) -> UserError:
-    """Return the error for a source of tables."""
-    return UserError(
-        f"{KEY} is {path}, a table; expected text, JSON lines or Parquet; to train on the table as "
-        "it is, set data.prepare.source to text"
+def select_source(name: str) -> Selection:
+    """Select what is read of one source."""
+    if name == STDLIB:
+        return Selection([Selected(name, STDLIB, stdlib_files())], [])
+    if is_url(name):
+        file = download_text(name)
+        kind = kind_of_file(name.split("?")[0].split("#")[0])
+        return Selection([Selected(name, kind, [file])], describe_read(name, kind, [file]))
+    if os.path.exists(name) or glob.has_magic(name):
+        return select_files(name)
+    if "/" in name and not is_local(name) and is_repo(name):
+        return Selection([Selected(name, HUB)], [])
+    raise UserError(
+        f"{KEY} is {name}, but there is no such file; expected a file, folder, glob, URL or data "
+        "set of the Hub (user/name)"
     )
 
 
-def select_files(path: str, source: SourceKind) -> Selection:
+def kind_of_file(name: str) -> str:
+    """Return the kind of a file by the ending of its name: one of `ROW_KINDS`, or else text."""
+    return ROW_KINDS.get(os.path.splitext(unpacked_name(name))[1], TEXT)
+
+
+# --------------------------------------------------------------------------- local files
+
+
+def select_files(name: str) -> Selection:
     """Select the files to read from a local file, folder or glob.
 
-    `source` auto selects the kind with the most bytes, except tables. Any other source reads a
-    file, or the files of a glob, regardless of their endings; of a folder it reads the files of its
-    kind. A file that is not text is left out of a folder or glob, unless it is named as a text.
-
-    Raises `UserError` if `path` does not exist or holds nothing to read.
+    If there are several kinds, the kind with the most bytes is read. A .json file beside text is
+    text, such as settings beside notes.
     """
-    if os.path.isfile(path):
-        return Selection(path, kind_of_file(path, source), [Path(path)])
     left_out: defaultdict[str, list[Path]] = defaultdict(list)
-    kinds: dict[Path, Kind] = {}
-    if os.path.isdir(path):
-        for file in walk(Path(path), left_out):
-            kind = kind_of_name(file.name)
-            kinds[file] = "text" if kind == "table" and source == "text" else kind
+    if os.path.isdir(name):
+        files = walk(Path(name), left_out)
     else:
-        for file in glob_files(path):
-            kinds[file] = kind_of_name(file.name) if source == "auto" else source
-    for file in list(kinds):
-        if kinds[file] == "text" and not is_named_text(file) and not holds_text(file):
-            left_out[f"{NOT_TEXT}, ending in {file.suffix or 'nothing'}"].append(file)
-            del kinds[file]
-    if source == "auto" and kinds:
-        amounts: Counter[SourceKind] = Counter()
-        for file, kind in kinds.items():
-            if kind != "table":
-                amounts[kind] += file.stat().st_size
-        if not amounts:
-            raise is_a_table(path)
-        source = max(amounts, key=amounts.__getitem__)
-    for file, kind in kinds.items():
-        if kind == "table":
-            left_out["table, read as text if data.prepare.source is text"].append(file)
-        elif kind != source:
-            left_out[f"{kind}, read instead if data.prepare.source is {kind}"].append(file)
-    files = [file for file, kind in kinds.items() if kind == source]
-    if splits := named_splits(path, files):
-        left_out["named test"] = [file for file in files if splits.get(file) == "test"]
-        left_out["beside the splits"] = [file for file in files if file not in splits]
-        files = [file for file in files if splits.get(file) in ("train", "val")]
-    selection = Selection(path, source, files, left_out)
-    require(
-        bool(files),
-        f"{KEY} is {path}, but it holds no {'text' if source == 'auto' else source} to read"
-        f"{''.join(f'; {line}' for line in selection.lines()[1:])}; {ADVICE}",
-    )
-    return selection
+        files = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
+        files = [path for path in files if path.is_file()] or [Path(name)]
+    kinds: dict[Path, str] = {}
+    for path in files:
+        if reason := why_not_read(path):
+            left_out[reason].append(path)
+        else:
+            kinds[path] = kind_of_file(path.name)
+    if not kinds:
+        problem = describe_left_out(left_out) or "it holds no file"
+        raise UserError(f"{KEY} is {name}, but {problem}; expected text, JSON, CSV or Parquet")
+    data = {path for path in kinds if not is_beside_data(path)} or set(kinds)
+    if any(kinds[path] == TEXT for path in data):
+        for path in kinds:
+            if unpacked_name(path.name).endswith(".json"):
+                kinds[path] = TEXT
+    amounts: Counter[str] = Counter()
+    for path in data:
+        amounts[kinds[path]] += path.stat().st_size
+    kind = max(sorted(amounts), key=amounts.__getitem__)
+    chosen = [path for path in kinds if kinds[path] == kind and (path in data or kind == TEXT)]
+    for path in kinds.keys() - set(chosen):
+        left_out[f"{path.suffix or 'text'} beside {kind}"].append(path)
+    return by_split(name, kind, chosen, left_out)
 
 
-def named_splits(path: str | None, files: Sequence[Path]) -> dict[Path, str]:
-    """Return the split that each file of the folder `path` is named after: train, val or test.
+def why_not_read(path: Path) -> str | None:
+    """Return why a file is not read; None: it is."""
+    if not path.is_file():
+        return "not a regular file"
+    if path.stat().st_size == 0:
+        return "empty"
+    with open_file(path) as file:
+        head = file.read(HEAD_BYTES)
+    if placeholder := placeholder_in(head):
+        return placeholder
+    if kind_of_file(path.name) == TEXT and is_binary(head):
+        return f"not text ({path.suffix or 'no ending'})"
+    return None
+
+
+def is_beside_data(path: Path) -> bool:
+    """Return whether a file describes the data beside it."""
+    return path.name.lower().partition(".")[0] in BESIDE_DATA
+
+
+def by_split(
+    name: str, kind: str, files: list[Path], left_out: defaultdict[str, list[Path]]
+) -> Selection:
+    """Return the sources of the files of one kind, by the splits that they are named after."""
+    sources = [Selected(name, kind, files)]
+    lines = describe_read(name, kind, files)
+    if splits := named_splits(name, files):
+        named: defaultdict[str, list[Path]] = defaultdict(list)
+        for file in files:
+            named[splits.get(file, "")].append(file)
+        left_out["named test"] = named["test"]
+        left_out["beside the splits"] = named[""]
+        sources = [Selected(name, kind, named["train"], "train" if named["val"] else None)]
+        lines = describe_read(name, kind, named["train"])
+        if named["val"]:
+            sources.append(Selected(name, kind, named["val"], "val"))
+            lines += describe_read(f"{name} named validation", kind, named["val"])
+    if any(left_out.values()):
+        lines.append(f"left out of {name}: {describe_left_out(left_out)}")
+    return Selection(sources, lines)
+
+
+def describe_read(name: str, kind: str, files: Sequence[Path]) -> list[str]:
+    """Return the line on the files that are read."""
+    size = sum(file.stat().st_size for file in files)
+    return [f"reading {plural(len(files), 'file')} of {name} as {kind}, {size:,} bytes"]
+
+
+def describe_left_out(left_out: Mapping[str, Sequence[Path]]) -> str:
+    """Return how many files are left out for each reason."""
+    found = []
+    for reason, paths in sorted(left_out.items()):
+        if paths:
+            found.append(f"{len(paths):,} {reason}")
+    return ", ".join(found)
+
+
+def named_splits(name: str, files: Sequence[Path]) -> dict[Path, str]:
+    """Return the split that each file of the folder `name` is named after: train, val or test.
 
     Returns none, unless each file names one split by its folders, or else by its name, and train
-    and another split are named. `BESIDE_SPLITS` need not. So a test.py among other code is text.
+    and another split are named. `BESIDE_DATA` need not. So a test.py among other code is text.
     """
-    root = Path(path or "")
-    if path is None or not root.is_dir():
+    root = Path(name)
+    if not root.is_dir():
         return {}
     found: dict[Path, str] = {}
     for file in files:
-        if file.name.lower().partition(".")[0] in BESIDE_SPLITS:
+        if is_beside_data(file):
             continue
         relative = file.relative_to(root)
         named = splits_in(relative.parent.as_posix()) or splits_in(relative.name)
@@ -231,67 +265,45 @@ def splits_in(name: str) -> list[str]:
     return [split for split, names in SPLIT_WORDS.items() if words & names]
 
 
-def is_named_text(path: Path) -> bool:
-    """Return whether the ending of a name promises text, so that other content is a mistake."""
-    return unpacked_name(path.name).endswith(TEXT_ENDINGS)
-
-
-def holds_text(path: Path) -> bool:
-    """Return whether the start of a file, decompressed, is text without a zero character."""
-    with open_file(path, "text") as file:
-        start = file.read(HEAD_BYTES)
-    decoder = codecs.getincrementaldecoder(encoding_of(start))()
-    try:
-        return "\0" not in decoder.decode(start, final=len(start) < HEAD_BYTES)
-    except UnicodeDecodeError:
-        return False
-
-
-def glob_files(path: str) -> list[Path]:
-    """List the files of a glob. Raises `UserError` if there are none."""
-    found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
-    found = [file for file in found if file.is_file()]
-    require(bool(found), f"{KEY} is {path}, but there is no such file; {ADVICE}")
-    return found
-
-
 def walk(root: Path, left_out: defaultdict[str, list[Path]]) -> list[Path]:
     """List the files below `root` by relative path, and add to `left_out` what is not read."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
-        paths = {name: Path(folder, name) for name in (*folders, *names)}
         for name in list(folders):
-            is_made = any((paths[name] / marker).exists() for marker in MARKER_FILES)
-            if is_made or name.startswith(".") or paths[name].is_symlink():
-                reason = "folders of runs and of prepared data" if is_made else SPECIAL
-                left_out[reason].append(paths[name])
+            path = Path(folder, name)
+            is_made = any((path / marker).exists() for marker in MARKER_FILES)
+            if is_made or name.startswith(".") or path.is_symlink():
+                reason = "folders of runs or of prepared data" if is_made else HIDDEN
+                left_out[reason].append(path)
                 folders.remove(name)
         for name in names:
-            is_special = name.startswith(".") or name.endswith(".lock")
-            if is_special or not paths[name].is_file():
-                left_out[SPECIAL].append(paths[name])
+            path = Path(folder, name)
+            if name.startswith(".") or name.endswith(".lock"):
+                left_out[HIDDEN].append(path)
             else:
-                found.append(paths[name])
+                found.append(path)
     found.sort(key=lambda path: path.relative_to(root).parts)
     return found
 
 
-def source_fingerprint(config: PrepareConfig, files: Sequence[Path]) -> str:
-    """Return a SHA-256 (hex) that identifies the source.
+def source_fingerprint(config: PrepareConfig, selection: Selection) -> str:
+    """Return a SHA-256 (hex) that identifies what is read.
 
     For files it covers names and sizes, so a copy of the files has the same. For a download it
-    covers URL and content; for a data set its id, configuration and split.
+    covers URL and content; for a data set its id, subset and split.
     """
     seen: list[object] = []
-    if config.source == "dataset":
-        seen = [config.dataset, config.dataset_config, config.dataset_split]
-    elif config.path is not None and is_url(config.path):
-        seen = [config.path, *(sha256(path) for path in files)]
-    else:
-        paths = [path.absolute() for path in files]
-        root = os.path.commonpath([path.parent for path in paths])
-        for path in paths:
-            seen.append([path.relative_to(root).as_posix(), path.stat().st_size])
+    for source in selection.sources:
+        seen.append([source.kind, source.split])
+        if source.kind == HUB:
+            seen.append([source.name, config.subset, config.split])
+        elif is_url(source.name):
+            seen.append([source.name, *(sha256(path) for path in source.files)])
+        else:
+            paths = [path.absolute() for path in source.files]
+            root = os.path.commonpath([path.parent for path in paths])
+            for path in paths:
+                seen.append([path.relative_to(root).as_posix(), path.stat().st_size])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
@@ -306,11 +318,11 @@ def stdlib_files() -> list[Path]:
             if name.lower().endswith(".py") and not name.startswith(".") and path.is_file():
                 found.append(path)
     found.sort(key=lambda path: path.relative_to(root).parts)
-    require(
-        bool(found),
-        f"this Python has no library sources in {root}; set data.prepare.source to another kind",
-    )
+    require(bool(found), f"this Python has no library sources in {root}; give another {KEY}")
     return found
+
+
+# --------------------------------------------------------------------------- downloads
 
 
 def download_text(url: str) -> Path:
@@ -339,7 +351,11 @@ def download_text(url: str) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         store.download(name, temporary)
-        require_text(url, placeholder_in(temporary))
+        with temporary.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        page = PAGE if is_page(head.decode("utf-8", "replace").removeprefix("\ufeff")) else None
+        require_text(url, placeholder_in(head) or page)
+        require(bool(head), f"{KEY} is {url}, but the file there is empty")
         if not version:
             target = cache / f"{beginning}-{sha256(temporary)[:16]}-{ending}"
         temporary.rename(target)
@@ -361,19 +377,7 @@ def download_text(url: str) -> Path:
 
 def not_downloaded(url: str, cache: Path, error: Exception) -> UserError:
     """Return the error for a file that could not be downloaded to the folder `cache`."""
-    return UserError(
-        f"{url} could not be downloaded to {cache}: {error}; if the network blocks it, download "
-        "the file yourself and set data.prepare.path to it"
-    )
-
-
-def placeholder_in(path: Path) -> str | None:
-    """Return what a downloaded file is, if it stands in place of a text."""
-    with path.open("rb") as file:
-        start = file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
-    if start.startswith(LFS_POINTER):
-        return "a pointer of Git LFS"
-    return PAGE if HTML.match(start) else None
+    return UserError(f"{url} could not be downloaded to {cache}: {error}")
 
 
 def require_text(url: str, placeholder: str | None) -> None:
@@ -381,6 +385,5 @@ def require_text(url: str, placeholder: str | None) -> None:
     named = url.partition("?")[0].lower().endswith(HTML_ENDINGS)
     require(
         placeholder is None or (placeholder == PAGE and named),
-        f"{KEY} is {url}, but {placeholder} comes from there; give the address of a file of text, "
-        "JSON lines or Parquet",
+        f"{KEY} is {url}, but {placeholder} comes from there; expected text, JSON, CSV or Parquet",
     )

@@ -210,7 +210,7 @@ def hub_id(name: str) -> str | None:
 
 def hub_datasets(config: Mapping[str, Any]) -> list[str]:
     """Return the Hub ids of the data sets that a run was trained on: its text, or its shards."""
-    names = [config.get("data.prepare.source"), config.get("data.prepare.dataset")]
+    names = [config.get("data.prepare.source")]
     for path in recorded_paths(config):
         if path.startswith("hf://datasets/"):
             names.append("/".join(path.removeprefix("hf://datasets/").split("/")[:2]))

@@ -76,7 +76,7 @@ def test_the_hours_of_the_whole_run_count_its_evaluations(
     [
         (["--data.prepare.tokenizer", "chars"], 96),
         (["--model.vocab_size", "300", "--data.document_mask", "true"], 300),
-        (["--data.prepare.tokenizer", "gpt2", "--data.prepare.dataset", "no/such"], 50_257),
+        (["--data.prepare.source", "no/such"], 50_257),
     ],
 )
 def test_no_data_is_prepared_or_read(
@@ -84,8 +84,7 @@ def test_no_data_is_prepared_or_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(bench, "RANDOM_TOKENS", 10_000)
-    source = "dataset" if "--data.prepare.dataset" in options else "stdlib"
-    words = ["--data.train", str(tmp_path / "missing"), "--data.prepare.source", source]
+    words = ["--data.train", str(tmp_path / "missing"), "--data.prepare.source", "stdlib"]
     assert call(*small_run(*SHORT, *words, *options)) == 0
     assert f"random, of {tokens:,} (" in capsys.readouterr().out
     assert not (tmp_path / "missing").exists()

@@ -122,8 +122,8 @@ def test_other_data_is_named(
     own, names = records(trained)[-1], ("val_loss", "val_loss_se", "val_bits_per_byte")
     found = evaluate(trained, "--data", tmp_path / "copy")["metrics"]
     assert found == {f"eval/{name}/copy": own[f"eval/{name}"] for name in names}
-    recipe = {"path": str(tmp_path / "text.txt"), "tokenizer": "chars"}
-    prepare(PrepareConfig(source="text", workers=1, **recipe), tmp_path / "chars")
+    recipe = {"source": str(tmp_path / "text.txt"), "tokenizer": "chars"}
+    prepare(PrepareConfig(**recipe), tmp_path / "chars")
     assert call(trained, "--data", tmp_path / "chars") == 3
     assert "the data has a different tokenizer (chars" in capsys.readouterr().err
 
@@ -141,8 +141,8 @@ def test_a_text_as_data_names_the_tokenizer_of_the_run(
     for path in (text, tmp_path / "folder"):
         assert call(trained, "--data", path) == 2
         words = re.findall(r"prepare TEXT --tokenizer (\S+)", capsys.readouterr().err)
-        recipe = {"source": "text", "path": str(text), "tokenizer": words[0]}
-        prepare(PrepareConfig(workers=1, **recipe), tmp_path / "data")  # type: ignore[arg-type]
+        recipe = {"source": str(text), "tokenizer": words[0]}
+        prepare(PrepareConfig(**recipe), tmp_path / "data")
         assert "eval/val_loss/data" in evaluate(trained, "--data", tmp_path / "data")["metrics"]
 
 
@@ -213,9 +213,7 @@ def test_equal_to_transformers_on_the_exported_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text, folder, run = tmp_path / "text.txt", tmp_path / "bpe", tmp_path / "run"
-    recipe = PrepareConfig(
-        source="text", path=str(text), tokenizer="bpe", vocab_size=300, shard_tokens=3000, workers=1
-    )
+    recipe = PrepareConfig(source=str(text), tokenizer="bpe", vocab_size=300, shard_tokens=3000)
     prepare(recipe, folder)
     shape = ["--data.train", str(folder), "--model.block_size", str(hellaswag.BLOCK)]
     shape += ["--train.micro_batch_size", "4"]

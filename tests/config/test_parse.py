@@ -78,7 +78,7 @@ def test_a_leading_tilde_of_a_path_is_the_home_folder(
     assert config.data.cache_dir == os.path.expanduser("~nobody/x")
     (tmp_path / "text.txt").write_text("text")
     prepared = PrepareCommand.parse(["~/text.txt", "--out=~/data"])
-    assert (prepared.path, prepared.out) == (f"{home}/text.txt", f"{home}/data")
+    assert (prepared.source, prepared.out) == (f"{home}/text.txt", f"{home}/data")
     assert ReportCommand.parse(["~/a", "b"]).run == (f"{home}/a", "b")
     grid = read_grid(["~/c.yaml"], ["--model.init_from=scratch", "--data.val=~/a,~/b"])
     assert grid.folder == Path(home, "run_sweep")

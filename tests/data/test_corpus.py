@@ -33,7 +33,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
         text = tmp_path / f"text{number}.txt"
         text.write_text(text_of(3000, seed=number))
         made.append(tmp_path / f"data{number}")
-        asked = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
+        asked = PrepareConfig(source=str(text), tokenizer="bytes")
         prepare(asked, made[-1])
     return made[0], made[1]
 
@@ -177,9 +177,7 @@ def test_document_mask_trains_and_does_not_depend_on_the_micro_batch(
     lines = [json.dumps({"text": text_of(30, seed=i)}) for i in range(60)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     corpus = tmp_path / "documents"
-    prepare(
-        PrepareConfig(source="jsonl", path=str(tmp_path / "text.jsonl"), tokenizer="bytes"), corpus
-    )
+    prepare(PrepareConfig(source=str(tmp_path / "text.jsonl"), tokenizer="bytes"), corpus)
     options = ["--data.train", str(corpus), "--model.dropout", "0"]
     masked = [*options, "--data.document_mask"]
     for out, more in (

@@ -18,7 +18,7 @@ from accel_gpt.data.shards import Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.prepare.readers import hub_rows
+from accel_gpt.prepare.rows import open_hub
 from accel_gpt.runs.checkpoint import read_state
 from tests.conftest import run_here, text_of
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
@@ -32,7 +32,7 @@ def shards(tmp_path: Path) -> Path:
     """A data folder of several shards."""
     text = tmp_path / "text.txt"
     text.write_text(text_of(4000))
-    source = PrepareConfig(source="text", path=str(text), tokenizer="bytes", shard_tokens=2000)
+    source = PrepareConfig(source=str(text), tokenizer="bytes", shard_tokens=2000)
     prepare(source, tmp_path / "shards")
     return tmp_path / "shards"
 
@@ -110,7 +110,7 @@ def test_offline_a_data_set_that_is_not_cached_is_one_sentence(
 ) -> None:
     go_offline()
     with pytest.raises(UserError, match=r"data set user/text .*; HF_HUB_OFFLINE is set"):
-        list(hub_rows(PrepareConfig(source="dataset", dataset="user/text"), 0, None))
+        open_hub("user/text", None, "train")
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     own = small_run("--data.train", URL, "--eval.tokens", "64", "--checkpoint.every", "4")
-    prepares = ["--data.prepare.source", "dataset", "--data.prepare.dataset", "user/text"]
+    prepares = ["--data.prepare.source", "user/text"]
     assert run_here(command.main, [*own, *prepares]) == 2
     assert "give --data.train on the command line" in capsys.readouterr().err
     assert run_here(command.main, [*own, "--train.stop_at", "4"]) == 0

@@ -427,7 +427,7 @@ def many(server: Server, tmp_path: Path) -> Callable[..., Config]:
     """The config of data behind the server: thirty-two shards of 500 tokens at most."""
     text = tmp_path / "text.txt"
     text.write_text(text_of(4000))
-    source = PrepareConfig(source="text", path=str(text), tokenizer="bytes", shard_tokens=500)
+    source = PrepareConfig(source=str(text), tokenizer="bytes", shard_tokens=500)
     prepare(source, server.root / "many")
     for path in (server.root / "many").iterdir():
         path.rename(server.root / path.name)

@@ -298,11 +298,9 @@ def test_a_data_folder_has_the_special_tokens_of_an_export(name: str, tmp_path: 
     (tmp_path / "text.txt").write_text("the king of a land far by the sea\n" * 50)
     prepare(
         PrepareConfig(
-            source="text",
-            path=str(tmp_path / "text.txt"),
+            source=str(tmp_path / "text.txt"),
             tokenizer=str(tmp_path / "source") if name == "hf" else name,
             vocab_size=270 if name == "bpe" else PrepareConfig.vocab_size,
-            workers=1,
         ),
         tmp_path / "data",
     )

@@ -182,8 +182,8 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     draw = random.Random(0)
     texts = [" ".join(draw.choices([*WORDS, *DECOMPOSED], k=8)) for _ in range(200)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    recipe = {"source": "jsonl", "path": str(tmp_path / "t.jsonl"), "tokenizer": str(path)}
-    prepare(PrepareConfig(**recipe, val_fraction=0.5, workers=1), folder)  # type: ignore[arg-type]
+    recipe = {"source": str(tmp_path / "t.jsonl"), "tokenizer": str(path)}
+    prepare(PrepareConfig(**recipe, val_fraction=0.5), folder)  # type: ignore[arg-type]
     split, tokenizer = open_data(str(folder), "val", DataConfig())
     encoded = {tuple(tokenizer.encode(text)): text for text in texts}
     ids = split.read(0, 0, split.tokens)
@@ -223,7 +223,7 @@ def other(tmp_path: Path) -> Path:
     """A second, smaller data folder of bytes."""
     text = tmp_path / "other.txt"
     text.write_text(text_of(900, seed=7))
-    recipe = PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1)
+    recipe = PrepareConfig(source=str(text), tokenizer="bytes")
     prepare(recipe, tmp_path / "other")
     return tmp_path / "other"
 

@@ -42,7 +42,7 @@ class Tiny:
         text = folder / "text.txt"
         text.write_text(text_of(100)[:302])  # 272 tokens to train on
         prepare(
-            PrepareConfig(source="text", path=str(text), tokenizer="bytes", workers=1),
+            PrepareConfig(source=str(text), tokenizer="bytes"),
             folder / "corpus",
         )
         self.config.write_text(

@@ -44,7 +44,6 @@ def test_while_data_is_prepared(small_run: Arguments, tmp_path: Path) -> None:
     number = signal.SIGTERM
     mark = f"preparing {number.name}"
     options = ["--data.train", "data", "--data.prepare.source", "text"]
-    options += ["--data.prepare.path", "text"]
     (tmp_path / "text").mkdir()
     for part in range(4):
         (tmp_path / "text" / f"{part}.txt").write_text("some words of a text\n" * 400_000)

@@ -30,8 +30,8 @@ def test_out_dir_that_is_not_shared(server: Server, argv: list[str], tmp_path: P
 
 
 def preparing(text: Path, folder: Path) -> list[str]:
-    given = ["--data.prepare.source", "text", "--data.prepare.path", str(text)]
-    given += ["--data.prepare.tokenizer", "bytes", "--data.prepare.workers", "1"]
+    given = ["--data.prepare.source", str(text)]
+    given += ["--data.prepare.tokenizer", "bytes"]
     return [*given, "--data.train", str(folder)]
 
 

@@ -21,7 +21,7 @@ ACCELERATE = [str(PROGRAMS / "accelerate"), "launch", "--multi_gpu", "--num_proc
 ACCELERATE += ["--main_process_port", "0", "--no_python"]
 TORCHRUN = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node", "2"]
 CONFIG = """
-data: {text: ., prepare: {tokenizer: bytes, workers: 2}}
+data: {text: ., prepare: {tokenizer: bytes}}
 model: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 32}
 train: {tokens_per_step: 128, micro_batch_size: 2, max_steps: 2, cpu_threads: 1}
 eval: {every: 0, tokens: 128}
@@ -32,7 +32,7 @@ IN_PYTHON = "import accel_gpt; accel_gpt.run('../c.yaml', {'out_dir': '../python
 # the command line, started in a folder of text and in the folder of a run
 STARTED = {
     "train": [OURS, "train", "../c.yaml", "--out_dir", "../a", "--checkpoint.copy_to", "../b"],
-    "prepare": [OURS, "prepare", ".", "--tokenizer", "bytes", "--workers", "2", "--out", "../data"],
+    "prepare": [OURS, "prepare", ".", "--tokenizer", "bytes", "--out", "../data"],
     "sample": [OURS, "sample", "../run", "--max_new_tokens", "2"],
     "evaluate": [OURS, "evaluate", "../run"],
     "export": [OURS, "export", "../run", "--to", "../exported"],

@@ -1,28 +1,36 @@
-"""Read the text of a config, after choosing its files."""
+"""Read the text of a config, after selecting its files."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare import documents
-from accel_gpt.prepare.documents import Piece, Position
+from accel_gpt.prepare.documents import DocumentSource, Piece, Position
 from accel_gpt.prepare.pieces import find_cut
 from accel_gpt.prepare.sources import select
 
 
-def chosen(config: PrepareConfig) -> tuple[PrepareConfig, list[Path]]:
-    selection = select(config)
-    return replace(config, source=selection.source), selection.files
+def no_chat(_: list[dict[str, Any]]) -> str:
+    raise AssertionError("the text holds no chats")
+
+
+def opened(config: PrepareConfig, whole: bool = False) -> list[DocumentSource]:
+    return documents.open_selected(config, select(config).sources, no_chat, whole)[0]
 
 
 def read_pieces(config: PrepareConfig, start: Position | None = None) -> Iterator[Piece]:
-    return documents.split_pieces(*chosen(config), find_cut, start or Position())
+    return documents.read_pieces(opened(config), find_cut, start or Position())
 
 
 def read_texts(config: PrepareConfig) -> Iterator[str]:
-    return documents.documents(*chosen(config))
+    return documents.all_texts(opened(config, whole=True))
 
 
 def read_sample(config: PrepareConfig, size: int) -> Iterator[str]:
-    return documents.sample_texts(*chosen(config), size)
+    return documents.sample_texts(opened(config, whole=True), size)
+
+
+def read(path: Path | str, **more: Any) -> list[str]:
+    """Return the documents of a source that have text."""
+    return [text for text in read_texts(PrepareConfig(source=str(path), **more)) if text]

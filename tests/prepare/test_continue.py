@@ -8,24 +8,30 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.prepare import documents as sources
+from accel_gpt.prepare import documents, encoding
 from accel_gpt.prepare import prepare as build
 from accel_gpt.prepare import shards as writer
-from accel_gpt.prepare import workers
 from accel_gpt.prepare.bpe import train_bpe
 from accel_gpt.prepare.prepare import prepare
+from tests.helpers.hub_server import HubServer, environment
 
 fork = multiprocessing.get_context("fork")
 
@@ -33,36 +39,32 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the journal every few documents, use small batches, split long documents."""
-    monkeypatch.setattr(workers, "BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(workers, "PIECE_OVERHEAD", 10)
-    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 60)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(encoding, "PIECE_OVERHEAD", 10)
+    monkeypatch.setattr(documents, "BATCH_CHARACTERS", 60)
+    monkeypatch.setattr("accel_gpt.prepare.rows.STATE_ROWS", 7)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> PrepareConfig:
     """A file of 120 documents, every sixth one a repeat, in shards of 900 tokens."""
+    datasets.disable_progress_bars()
     lines = []
     for i in range(120):
         number = i if i % 6 else i // 2
         text = f"Document {number} says é{'!' * (number % 7)} once\n" * (number % 5 + 1)
         lines.append(json.dumps({"text": text}) + "\n")
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    return PrepareConfig(
-        source="jsonl",
-        path=str(tmp_path / "a.jsonl"),
-        tokenizer="bytes",
-        shard_tokens=900,
-        workers=1,
-    )
+    return PrepareConfig(source=str(tmp_path / "a.jsonl"), tokenizer="bytes", shard_tokens=900)
 
 
 @pytest.fixture
 def separated(config: PrepareConfig) -> PrepareConfig:
     """The same documents in a text file, between separators."""
-    lines = Path(str(config.path)).read_text().splitlines()
-    path = Path(str(config.path)).with_name("b.txt")
+    lines = Path(str(config.source)).read_text().splitlines()
+    path = Path(str(config.source)).with_name("b.txt")
     path.write_text("<|endoftext|>" + "---".join(json.loads(line)["text"] for line in lines))
-    return replace(config, source="text", path=str(path), separator="---")
+    return replace(config, source=str(path), separator="---")
 
 
 @pytest.fixture
@@ -155,19 +157,8 @@ def check_nothing_half(out: Path) -> None:
                 open_split(partial(out), name)
 
 
-@pytest.mark.parametrize(
-    ("count", "tokenizer"),
-    [
-        (3, "bytes"),
-        pytest.param(3, "bpe", marks=pytest.mark.slow),
-    ],
-)
-def test_killed_again_and_again_it_makes_the_same_bytes(
-    config: PrepareConfig, out: Path, count: int, tokenizer: str
-) -> None:
-    vocab_size = 270 if tokenizer == "bpe" else config.vocab_size
-    config = replace(config, workers=count, tokenizer=tokenizer, vocab_size=vocab_size)
-    draw, kills = random.Random(count), 0
+def test_killed_again_and_again_it_makes_the_same_bytes(config: PrepareConfig, out: Path) -> None:
+    draw, kills = random.Random(3), 0
     while run_and_kill(config, out, draw.randint(12, 60)):
         kills += 1
         check_nothing_half(out)
@@ -184,10 +175,10 @@ def test_documents_between_separators_resume(
     prepare(separated, out)
     told = capsys.readouterr().err
     assert re.search(r"resuming from [1-9]", told)
-    assert "the text spells <|endoftext|> 1 time, which became letters" in told
+    assert "the text spells <|endoftext|> 1 time as letters" in told
     assert_undisturbed(separated, out)
     found = texts(out, "train") + texts(out, "val")
-    whole = re.split(r"---|<\|endoftext\|>", Path(str(separated.path)).read_text())
+    whole = re.split(r"---|<\|endoftext\|>", Path(str(separated.source)).read_text())
     assert sorted(found) == sorted(text.removesuffix("\n") for text in whole)
 
 
@@ -202,7 +193,7 @@ def test_a_kill_at_any_write_does_no_harm(
     process.join(30)
     number, continued = int(writes.value), 0
     capsys.readouterr()
-    for after in (1, 5, *range(9, number - 12, 40), *range(number, number - 13, -3)):
+    for after in (1, 5, *range(9, number - 12, 15), *range(number, number - 13, -3)):
         assert run_and_kill(config, out, after)
         if after == number:  # all but the sync of the parent folder
             assert_undisturbed(config, out)
@@ -318,7 +309,7 @@ def test_what_does_not_belong_together_starts_over(
         assert_undisturbed(stopped, out)
 
 
-def test_it_resumes_with_other_workers_and_another_path(
+def test_it_resumes_with_another_path(
     stopped: PrepareConfig,
     out: Path,
     tmp_path: Path,
@@ -326,7 +317,7 @@ def test_it_resumes_with_other_workers_and_another_path(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prepare(replace(stopped, workers=2, path="data/../a.jsonl"), out)
+    prepare(replace(stopped, source="data/../a.jsonl"), out)
     assert "resuming from" in capsys.readouterr().err
     prepare(stopped, tmp_path / "undisturbed")
     for name in content(out).keys() - {"dataset.json"}:
@@ -346,7 +337,7 @@ def broken_disk(*_: object) -> None:
     [
         ({"val_fraction": 0.2}, r"val_fraction: 0\.1, requested 0\.2\); run .*made\.partial to"),
         ("longer", r"partial was begun with other .*sizes of the files.*remove .*partial"),
-        ("load_tokenizer", "cannot be fetched"),
+        ("Encoder", "cannot be fetched"),
         ("read_json", "Input/output error"),
     ],
 )
@@ -362,7 +353,7 @@ def test_what_cannot_be_resumed_now_is_refused_and_the_work_is_kept(
         with (out.parents[1] / "a.jsonl").open("a") as file:
             file.write("\n")
     elif isinstance(change, str):
-        monkeypatch.setattr(build, change, offline if "tokenizer" in change else broken_disk)
+        monkeypatch.setattr(build, change, offline if change == "Encoder" else broken_disk)
     with pytest.raises((UserError, OSError), match=message):
         prepare(replace(stopped, **change) if isinstance(change, dict) else stopped, out)
     assert content(partial(out)) == before
@@ -372,12 +363,12 @@ def test_what_cannot_be_resumed_now_is_refused_and_the_work_is_kept(
 def test_a_corrected_command_starts_over_if_the_failed_one_saved_no_tokens(
     config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
-    path = Path(str(config.path))
+    path = Path(str(config.source))
     right = path.read_text()
     wrong = replace(config, text_field="body") if mistake == "settings" else config
     if mistake == "text":
         path.write_text("not JSON\n" + right)
-    with pytest.raises(UserError, match=r"no such column|is not JSON"):
+    with pytest.raises(UserError, match=r"no such column|JSON parse error"):
         prepare(wrong, out)
     path.write_text(right)
     prepare(config, out)
@@ -400,3 +391,60 @@ def test_a_strange_file_is_never_removed(stopped: PrepareConfig, out: Path) -> N
     with pytest.raises(UserError, match=r"made\.partial is .* holds thesis\.txt; remove that"):
         prepare(stopped, out)
     assert (partial(out) / "thesis.txt").read_text() == "mine"
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+def rows_file(number: int) -> bytes:
+    """A Parquet file of a data set, with 3 MB of text."""
+    texts = [f"row {i} of file {number}\n" * 10 for i in range(15_000)]
+    sink = io.BytesIO()
+    table = pa.table({"text": texts, "n": range(15_000)})
+    pq.write_table(table, sink, row_group_size=3000)
+    return sink.getvalue()
+
+
+@pytest.mark.slow
+def test_a_preparation_from_the_hub_that_is_killed_twice_makes_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    """It does not read earlier files again, and keeps no copy of the data set."""
+    words = [sys.executable, "-m", "accel_gpt", "prepare", "tester/text"]
+    words += ["--tokenizer", "bytes", "--shard_tokens", "300000", "--out"]
+    files = {f"train-{n}-of-3.parquet": rows_file(n) for n in range(3)}
+    with HubServer() as hub:
+        hub.add("tester/text", files | {"validation-0-of-1.parquet": rows_file(9)})
+        environ = os.environ | environment(hub, tmp_path / "home")
+
+        def start(name: str, **more: str) -> "subprocess.Popen[str]":
+            command = [*words, str(tmp_path / name)]
+            return subprocess.Popen(
+                command,
+                env=environ | more,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+
+        whole = start("whole")
+        assert "prepared" in whole.communicate()[0]
+        for shard in (5, 16):
+            stopped = start("stopped")
+            while not (tmp_path / "stopped.partial" / f"train_{shard:06d}.npy").exists():
+                assert stopped.poll() is None
+                time.sleep(0.001)
+            stopped.kill()
+            stopped.communicate()
+        hub.requests.clear()
+        assert "resuming from" in start("stopped").communicate()[1]
+        asked = Counter(path.rpartition("/")[2] for _, path in hub.requests)
+        assert asked["train-0-of-3.parquet"] < asked["train-2-of-3.parquet"]  # only for the columns
+        offline = start("other", HF_HUB_OFFLINE="1")
+        assert "HF_HUB_OFFLINE is set" in offline.communicate()[1]
+        assert offline.returncode == 2
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes()
+    assert texts(tmp_path / "whole", "val") == [f"row {i} of file 9\n" * 10 for i in range(15_000)]
+    cached = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in cached) < 20_000

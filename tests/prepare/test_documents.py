@@ -1,71 +1,83 @@
 """Documents come in a fixed order, from any position on, and each is in one split."""
 
+import bz2
+import csv
 import gzip
 import io
 import json
-import os
 import re
 import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.prepare.documents import Piece, Position, split_by_hash, split_hash
-from tests.helpers.hub_server import HubServer, environment
-from tests.helpers.texts import read_pieces, read_sample, read_texts
+from accel_gpt.prepare.documents import Piece, Position, split_by_hash
+from accel_gpt.prepare.text_files import text_hash
+from tests.helpers.texts import opened, read, read_pieces, read_sample
 
-ROWS = ["one", None, "", "two\r\nlines", "é 👍", "a\ud800b"]
-KEPT = ["one", "two\nlines", "é 👍", "a\ufffdb"]
+ROWS = ["one", None, "", "two\r\nlines", "é 👍"]
+KEPT = ["one", "two\nlines", "é 👍"]
 
 
 def zst(data: bytes) -> bytes:
     return bytes(pa.Codec("zstd").compress(data, asbytes=True))
 
 
-def parquet(texts: list[str | None], kind: pa.DataType | None = None) -> bytes:
+def parquet(texts: list[str | None], kind: pa.DataType) -> bytes:
     sink = io.BytesIO()
-    column = pa.array(texts, pa.string())
-    column = column.dictionary_encode() if kind is None else column.cast(kind)
-    table = pa.table({"n": range(len(texts)), "text": column})
+    table = pa.table({"n": range(len(texts)), "text": pa.array(texts, pa.string()).cast(kind)})
     pq.write_table(table, sink, row_group_size=2)
     return sink.getvalue()
 
 
-LINES = b"".join(json.dumps({"n": 1, "text": text}).encode() + b"\n\n" for text in ROWS)
-MARKED = b"\xef\xbb\xbf" + LINES
+def arrow() -> bytes:
+    sink = io.BytesIO()
+    table = pa.table({"text": ROWS})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def table(separator: str) -> bytes:
+    sink = io.StringIO()
+    csv.writer(sink, delimiter=separator).writerows([["n", "text"], *enumerate(ROWS)])
+    return sink.getvalue().encode()
+
+
 TEXT = "\ufeffone\r\ntwo\rthree é".encode()
-CLEAN: list[str | None] = [
-    None if text is None else text.replace("\ud800", "\ufffd") for text in ROWS
-]
+WHOLE = ["one\ntwo\rthree é"]
+OBJECTS = [{"n": 1, "text": text} for text in ROWS]
+LINES = b"".join(json.dumps(row).encode() + b"\n\n" for row in OBJECTS)
 KINDS: dict[str, tuple[bytes, list[str]]] = {
-    "x.txt": (TEXT, ["one\ntwo\rthree é"]),
+    "x.txt": (TEXT, WHOLE),
     "x.log": (b"a,b\n1,2\n", ["a,b\n1,2\n"]),
-    "utf16_le.txt": (TEXT.decode().encode("utf-16-le"), ["one\ntwo\rthree é"]),
-    "utf16_be.txt.gz": (gzip.compress(TEXT.decode().encode("utf-16-be")), ["one\ntwo\rthree é"]),
-    "utf32_le.txt": (TEXT.decode().encode("utf-32-le"), ["one\ntwo\rthree é"]),
-    "utf32_be.txt": (TEXT.decode().encode("utf-32-be"), ["one\ntwo\rthree é"]),
-    "utf16_le.jsonl": (MARKED.decode().encode("utf-16-le"), KEPT),
-    "utf16_be.jsonl.gz": (gzip.compress(MARKED.decode().encode("utf-16-be")), KEPT),
-    "x.txt.gz": (gzip.compress(TEXT[:9]) + gzip.compress(TEXT[9:]), ["one\ntwo\rthree é"]),
-    "x.md.zst": (zst(TEXT), ["one\ntwo\rthree é"]),
-    "x.jsonl": (MARKED, KEPT),
-    "x.json": (LINES, KEPT),
+    "utf16_le.txt": (TEXT.decode().encode("utf-16-le"), WHOLE),
+    "utf32_be.txt.gz": (gzip.compress(TEXT.decode().encode("utf-32-be")), WHOLE),
+    "two.txt.gz": (gzip.compress(TEXT[:9]) + gzip.compress(TEXT[9:]), WHOLE),
+    "x.md.zst": (zst(TEXT), WHOLE),
+    "x.txt.bz2": (bz2.compress(TEXT), WHOLE),
+    "x.jsonl": (b"\xef\xbb\xbf" + LINES, KEPT),
     "x.ndjson.gz": (gzip.compress(LINES), KEPT),
-    "x.jsonl.zst": (zst(LINES[:40]) + zst(LINES[40:]), KEPT),
-    "x.parquet": (parquet(CLEAN, pa.string()), KEPT),
-    "large.parquet": (parquet(CLEAN, pa.large_string()), KEPT),
-    "binary.parquet": (parquet(CLEAN, pa.binary()), KEPT),
-    "dictionary.parquet": (parquet(CLEAN), KEPT),
+    "x.jsonl.zst": (zst(LINES), KEPT),
+    "array.json": (json.dumps(OBJECTS).encode(), KEPT),
+    "pretty.json": (json.dumps(OBJECTS, indent=2).encode(), KEPT),
+    "object.json": (json.dumps(OBJECTS[0], indent=2).encode(), KEPT[:1]),
+    "strings.json": (b'["one", "two"]', ["one", "two"]),
+    "x.csv": (table(","), KEPT),
+    "x.tsv": (table("\t"), KEPT),
+    "na.csv": (b"text\nNA\nnull\n", ["NA", "null"]),
+    "x.parquet": (parquet(ROWS, pa.large_string()), KEPT),
+    "binary.parquet": (parquet(ROWS, pa.binary()), KEPT),
+    "x.arrow": (arrow(), KEPT),
+    "a[1]*.jsonl": (LINES, KEPT),
 }
 
 
@@ -73,238 +85,255 @@ KINDS: dict[str, tuple[bytes, list[str]]] = {
 def test_each_kind_of_file_is_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
+    monkeypatch.setattr("accel_gpt.prepare.text_files.CHUNK_BYTES", 7)
     data, expected = KINDS[name]
     (tmp_path / name).write_bytes(data)
-    config = PrepareConfig("auto", str(tmp_path / name))
-    assert [text for text in read_texts(config) if text] == expected
+    assert read(tmp_path / name) == expected
+    assert read(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "text"),
+    [
+        ({"text": ["a", None, "b"]}, "text", "a\n\nb"),
+        ({"text": []}, "text", None),
+        ({"a": {"b": "x"}}, "a.b", "x"),
+        ({"a.b": "x"}, "a.b", "x"),
+        ({"a": [{"b": "x"}, {"b": "y"}]}, "a.b", "x\n\ny"),
+        ({"a": {"b": ["x", "y"]}}, "a.b", "x\n\ny"),
+        ({"a": None}, "a.b", None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_lists_and_nested_columns_are_read(
+    row: dict[str, Any], field: str, text: str | None, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        path.write_text(json.dumps(row))
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    assert read(path, text_field=field) == [text] * (text is not None)
+
+
+def test_a_column_that_only_later_rows_have_is_read(tmp_path: Path) -> None:
+    lines = ['{"text": "a"}', '{"n": 1}', '{"text": "b", "n": 2}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    assert read(tmp_path / "x.jsonl") == ["a", "b"]
+    with pytest.raises(UserError, match=r"text_field is body, but .*x\.jsonl has no such column"):
+        read(tmp_path / "x.jsonl", text_field="body")
 
 
 # --------------------------------------------------------------------------- positions
 
 
-def make(folder: Path, source: SourceKind, count: int) -> PrepareConfig:
-    """Write files of a source: long documents in several pieces, short and empty documents."""
+def make(folder: Path, kind: str, count: int) -> PrepareConfig:
+    """Write files of a kind: long documents in several pieces, short and empty documents."""
     folder.mkdir()
-    separator = "<s>" if source == "text" and folder.name == "separated" else None
+    separator = "<s>" if folder.name == "separated" else None
     for unit in range(count):
         rows = ["", *("\n".join(f"{w}é {i}" for i in range(w)) for w in (unit, 9, 1, 30)), "x" * 9]
         path = folder / f"{unit}"
-        if source == "text":
+        if kind == "text":
             mark = "\ufeff" if unit % 2 else ""
             path.with_suffix(".txt").write_text(mark + (separator or "\r\n").join(rows))
-        elif source == "jsonl":
-            lines = "".join(json.dumps({"text": row}) + "\n\n" for row in rows)
-            with (gzip.open if unit else open)(f"{path}.jsonl{'.gz' * bool(unit)}", "wt") as file:
-                file.write(lines)
+        elif kind == "jsonl":
+            path.with_suffix(".jsonl").write_text(
+                "".join(json.dumps({"text": row}) + "\n\n" for row in rows)
+            )
         else:
-            table = pa.table({"text": rows, "n": list(range(6))})
-            pq.write_table(table, f"{path}.parquet", row_group_size=2)
-    return PrepareConfig(source=source, path=str(folder), val_fraction=0.3, separator=separator)
+            columns = pa.table({"text": rows, "n": list(range(6))})
+            pq.write_table(columns, f"{path}.parquet", row_group_size=2)
+    return PrepareConfig(source=str(folder), val_fraction=0.3, separator=separator)
 
 
-def read_from(config: PrepareConfig, start: Position) -> list[Piece]:
+def read_from(config: PrepareConfig, start: Position) -> list[tuple[Any, ...]]:
     """Return the pieces after a position, without the states of `datasets`, which vary."""
-    found = read_pieces(config, start)
-    return [piece._replace(after=piece.after._replace(state=None)) for piece in found]
+    return [
+        (one.text, one.first, one.last, one.document.split, one.after[:4])
+        for one in read_pieces(config, start)
+    ]
 
 
-def check_resume(config: PrepareConfig) -> None:
-    """Assert that reading resumes exactly after any piece."""
+def check_resume(config: PrepareConfig) -> list[Piece]:
+    """Assert that reading resumes exactly after any piece; return the pieces."""
     whole = list(read_pieces(config))
-    places = [piece.after[:3] for piece in whole]
+    places = [piece.after[:4] for piece in whole]
     assert places == sorted(set(places))
-    assert len(whole) > 1
     expected = read_from(config, Position())
     for i, piece in enumerate(whole):
         again = json.loads(json.dumps(piece.after))
         assert read_from(config, Position(*again)) == expected[i + 1 :]
+    return whole
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "count", "few"),
+    ("name", "kind", "count", "longest"),
     [
-        ("few", "text", 3, 100),
-        ("many", "text", 3, 2),
-        ("separated", "text", 2, 100),
-        ("lines", "jsonl", 3, 100),
-        ("columns", "parquet", 3, 100),
+        ("long", "text", 3, 10),
+        ("whole", "text", 3, 10**6),
+        ("separated", "text", 2, 10),
+        ("lines", "jsonl", 3, 0),
+        ("columns", "parquet", 3, 0),
     ],
 )
 def test_reading_goes_on_after_any_piece(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    source: SourceKind,
+    kind: str,
     count: int,
-    few: int,
+    longest: int,
 ) -> None:
     monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 12)
-    monkeypatch.setattr("accel_gpt.prepare.documents.FEW_TEXTS", few)
-    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
-    config = make(tmp_path / name, source, count)
-    check_resume(config)
-    found = list(read_pieces(config))
+    monkeypatch.setattr("accel_gpt.prepare.documents.LONG_TEXT", longest)
+    monkeypatch.setattr("accel_gpt.prepare.text_files.CHUNK_BYTES", 7)
+    monkeypatch.setattr("accel_gpt.prepare.rows.STATE_ROWS", 4)
+    found = check_resume(make(tmp_path / name, kind, count))
     assert sum(piece.first for piece in found) == sum(piece.last for piece in found) < len(found)
-    assert {piece.split for piece in found} == {"train", "val"} or few == 2
 
 
 # --------------------------------------------------------------------------- splits
 
 
-def key_of(text: str) -> bytes:
-    return split_hash(text.encode()).digest()
-
-
 def splits(config: PrepareConfig) -> list[tuple[str, str]]:
-    return [(piece.split, piece.text) for piece in read_pieces(config)]
+    return [(piece.document.split, piece.text) for piece in read_pieces(config)]
 
 
-def test_few_texts_are_parted_at_their_end(tmp_path: Path) -> None:
+def test_the_end_of_a_long_text_and_of_a_single_file_is_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.prepare.documents.LONG_TEXT", 50)
     (tmp_path / "a.txt").write_text("abcdefghij" * 10)
-    (tmp_path / "b.txt").write_text("é" * 7)
-    config = PrepareConfig(source="text", path=str(tmp_path), val_fraction=0.1)
-    parted = [("train", "abcdefghij" * 9), ("val", "abcdefghij"), ("train", "é" * 6), ("val", "é")]
-    assert splits(config) == parted
+    (tmp_path / "b.txt").write_text("é" * 10)
+    config = PrepareConfig(source=str(tmp_path), val_fraction=0.1)
+    short = ("train", "é" * 10)
+    assert splits(config) == [("train", "abcdefghij" * 9), ("val", "abcdefghij"), short]
+    config = replace(config, source=str(tmp_path / "b.txt"))
+    assert splits(config) == [("train", "é" * 9), ("val", "é")]
 
 
-def test_many_texts_are_held_out_whole_by_their_content(tmp_path: Path) -> None:
-    for i in range(400):
-        (tmp_path / f"{i}.txt").write_text(f"document {i % 200}")
-    config = PrepareConfig(source="text", path=str(tmp_path), val_fraction=0.2)
-    found = splits(config)
-    assert sorted(text for _, text in found) == sorted(f"document {i % 200}" for i in range(400))
+def test_held_out_documents_stay_when_a_folder_grows(tmp_path: Path) -> None:
+    held: set[str] = set()
+    trained: set[str] = set()
+    for count in (40, 99, 101, 400):
+        for i in range(count):
+            (tmp_path / f"{i}.txt").write_text(f"document {i % 200}")
+        found = splits(PrepareConfig(source=str(tmp_path), val_fraction=0.2))
+        assert len(found) == count
+        now = {text for split, text in found if split == "val"}
+        assert held <= now
+        assert not trained & now
+        held = now
+        trained = {text for split, text in found if split == "train"}
     assert len(set(found)) == 200  # equal texts are in one split
-    assert 20 <= sum(split == "val" for split, _ in set(found)) <= 60
-    more = {text for split, text in set(found) if split == "val"}
+    assert 20 <= len(held) <= 60
     # a larger val split keeps its documents
-    assert all(split_by_hash(key_of(text), 0.5) == "val" for text in more)
+    assert all(split_by_hash(text_hash(text), 0.5) == "val" for text in held)
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
-def test_a_sample_is_spread_over_the_source(tmp_path: Path, source: SourceKind) -> None:
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_a_sample_is_spread_over_the_source(tmp_path: Path, kind: str) -> None:
     words = [f"{number:05d} " + "word " * 40 for number in range(2000)]
-    place = tmp_path / f"x.{source}"
-    if source == "text":
+    place = tmp_path / f"x.{kind}"
+    if kind == "txt":
         place.write_text("\n".join(words))
-    elif source == "jsonl":
+    elif kind == "jsonl":
         place.write_text("".join(json.dumps({"text": w}) + "\n" for w in words))
     else:
         pq.write_table(pa.table({"text": words}), place, compression="none", use_dictionary=False)
-    config = PrepareConfig(source=source, path=str(place))
+    config = PrepareConfig(source=str(place))
     size = 50_000
     sample = list(read_sample(config, size))
-    expected = size if source != "parquet" else size / 3
+    expected = size if kind != "parquet" else size / 3
     assert expected * 0.7 < sum(len(t.encode()) for t in sample) < expected * 1.3
     taken = [int(n) for n in re.findall(r"\d{5}", " ".join(sample))]
     assert all(any(low <= n < low + 500 for n in taken) for low in range(0, 2000, 500))
     assert taken == sorted(set(taken))
     assert list(read_sample(config, size)) == sample
-    assert "".join(read_sample(config, 10**7)) == "".join(read_texts(config))
+    assert "".join(read_sample(config, 10**7)) == "".join(read(place))
 
 
-# --------------------------------------------------------------------------- data sets
+# --------------------------------------------------------------------------- the Hub
+
+Splits = Callable[[dict[str, list[dict[str, Any]]]], list[Any]]
 
 
-def test_a_hub_data_set_is_streamed_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_the_hub(monkeypatch: pytest.MonkeyPatch) -> Splits:
+    """Put a data set on the Hub by its splits; return what was asked of `load_dataset`."""
+    import datasets
+
     asked: list[Any] = []
-    rows: list[dict[str, Any]] = [{"text": "a", "n": 1}, {"text": None}, {"text": "b"}]
 
-    def load(*args: Any, **kwargs: Any) -> Iterator[dict[str, Any]]:
-        asked.append((args, kwargs))
-        return iter(rows)
+    def put(splits: dict[str, list[dict[str, Any]]]) -> list[Any]:
+        def load(*args: Any, **named: Any) -> Any:
+            asked.append((args, named))
+            return {
+                name: datasets.Dataset.from_list(rows).to_iterable_dataset(min(3, len(rows)))
+                for name, rows in splits.items()
+            }
 
-    monkeypatch.setattr("datasets.load_dataset", load)
-    config = PrepareConfig(
-        source="dataset", dataset="me/data", dataset_config="10BT", dataset_split="validation"
+        monkeypatch.setattr("datasets.load_dataset", load)
+        return asked
+
+    return put
+
+
+def rows_of(*texts: Any) -> list[dict[str, Any]]:
+    return [{"n": n, "text": text} for n, text in enumerate(texts)]
+
+
+def test_a_data_set_of_the_hub_is_streamed_and_its_splits_are_kept(on_the_hub: Splits) -> None:
+    asked = on_the_hub(
+        {"train": rows_of("a", None, "b"), "validation": rows_of("c"), "test": rows_of("d")}
     )
-    assert "".join(read_texts(config)) == "ab"
+    config = PrepareConfig(source="me/data", subset="10BT")
+    assert [one for one in splits(config) if one[1]] == [
+        ("train", "a"),
+        ("train", "b"),
+        ("val", "c"),
+    ]
+    assert asked[0] == (("me/data", "10BT"), {"streaming": True})
     assert "".join(read_sample(config, 1)) == "a"  # its size is unknown, so its beginning
-    assert asked[0] == (("me/data", "10BT"), {"split": "validation", "streaming": True})
-    rows[2] = {"text": 3}
-    with pytest.raises(DataError, match="row 2 of data set me/data has 3 in column text"):
-        list(read_texts(config))
-    rows[0] = {"body": "a"}
-    with pytest.raises(UserError, match=r"'text', but row 0 of data set me/data .*columns: body"):
-        list(read_texts(config))
+    test = replace(config, split="test")
+    assert splits(test) == [("train", "d"), ("val", "c")]
+    with pytest.raises(UserError, match=r"split is tset, but .* no such split; did you mean test"):
+        opened(replace(config, split="tset"))
+    with pytest.raises(UserError, match=r"text_field is body, but split train of data set me/data"):
+        read("me/data", text_field="body")
+    on_the_hub({"train": rows_of(3, 4)})
+    with pytest.raises(DataError, match="row 0 of split train of data set me/data has 3 in col"):
+        read("me/data")
 
 
-def test_what_the_hub_refuses_is_told_with_what_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
-        raise ValueError("Bad split: x")
+        raise ValueError("Bad subset: x")
 
     monkeypatch.setattr("datasets.load_dataset", load)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    told = r"data set me/data .*ValueError: Bad split: x\); check its id, configuration and split"
-    with pytest.raises(UserError, match=told):
-        list(read_pieces(PrepareConfig(source="dataset", dataset="me/data")))
+    with pytest.raises(UserError, match=r"data set me/data .* from the Hub: Bad subset: x$"):
+        read("me/data")
 
 
-def test_reading_a_hub_data_set_goes_on_after_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_data_set_goes_on_after_any_row(
+    on_the_hub: Splits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It uses the state of the data set, so that few rows are read again."""
-    import datasets
-
-    monkeypatch.setattr("accel_gpt.prepare.readers.STATE_ROWS", 3)
+    monkeypatch.setattr("accel_gpt.prepare.rows.STATE_ROWS", 3)
     monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 12)
     texts = [f"row {i} of it\n" * (1 + i % 3) + "end" for i in range(20)]
-
-    def load(*_: Any, **__: Any) -> Any:
-        return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=3)
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    config = PrepareConfig(source="dataset", dataset="me/data")
-    check_resume(config)
-    whole = list(read_pieces(config))
+    rows = rows_of(*texts)
+    on_the_hub({"train": rows})
+    config = PrepareConfig(source="me/data")
+    whole = check_resume(config)
     assert "".join(piece.text for piece in whole) == "".join(texts)
     state = whole[-2].after.state
     assert state is not None
     assert state["row"] == 18
-    texts[:7] = ["of another shard"] * 7  # the first shard is not read again
+    rows[:7] = rows_of(*["of another shard"] * 7)  # the first shard is not read again
     assert [piece.text for piece in read_pieces(config, whole[-2].after)] == [whole[-1].text]
-
-
-def rows_file(number: int) -> bytes:
-    """A Parquet file of a data set, with 3 MB of text."""
-    texts = [f"row {i} of file {number}\n" * 10 for i in range(15_000)]
-    sink = io.BytesIO()
-    pq.write_table(pa.table({"text": texts, "n": range(15_000)}), sink, row_group_size=3000)
-    return sink.getvalue()
-
-
-@pytest.mark.slow
-def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path) -> None:
-    """It gives the same bytes without reading earlier files, and without a disk cache."""
-    words = [sys.executable, "-m", "accel_gpt", "prepare", "--dataset", "tester/text"]
-    words += ["--tokenizer", "bytes", "--shard_tokens", "300000", "--workers", "1", "--out"]
-    with HubServer() as hub:
-        hub.add("tester/text", {f"train-{n}.parquet": rows_file(n) for n in range(3)})
-        environ = os.environ | environment(hub, tmp_path / "home")
-
-        def start(name: str, **more: str) -> "subprocess.Popen[str]":
-            command = [*words, str(tmp_path / name)]
-            return subprocess.Popen(
-                command, env=environ | more, text=True, stdout=PIPE, stderr=PIPE
-            )
-
-        whole = start("whole")
-        assert "prepared" in whole.communicate()[0]
-        stopped = start("stopped")
-        while not (tmp_path / "stopped.partial" / "train_000014.npy").exists():
-            assert stopped.poll() is None
-            time.sleep(0.001)
-        stopped.kill()
-        stopped.communicate()
-        hub.requests.clear()
-        assert "resuming from" in start("stopped").communicate()[1]
-        read = Counter(path.rpartition("/")[2] for _, path in hub.requests)
-        assert read["train-0.parquet"] < read["train-1.parquet"]  # only for the columns
-        offline = start("other", HF_HUB_OFFLINE="1")
-        assert "unset HF_HUB_OFFLINE" in offline.communicate()[1]
-        assert offline.returncode == 2
-    for path in (tmp_path / "whole").iterdir():
-        assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes()
-    cached = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in cached) < 20_000
 
 
 # --------------------------------------------------------------------------- memory
@@ -312,14 +341,14 @@ def test_a_stopped_preparation_from_the_hub_resumes_where_it_was(tmp_path: Path)
 PEAK = """
 import sys
 from pathlib import Path
-import pyarrow.parquet
+import datasets, pyarrow.parquet
 from accel_gpt.config.data import PrepareConfig
 from tests.helpers.texts import read_pieces
 def memory_mb():  # without the pages of files
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1000
-for source in ("text", "jsonl", "parquet"):
+for name in ("x.txt", "x.jsonl", "x.parquet"):
     before, most, total = memory_mb(), 0, 0
-    for i, piece in enumerate(read_pieces(PrepareConfig(source=source, path=sys.argv[1]))):
+    for i, piece in enumerate(read_pieces(PrepareConfig(source=f"{sys.argv[1]}/{name}"))):
         most = most if i % 20 else max(most, memory_mb())
         total += len(piece.text)
     print(total, most - before)
@@ -329,17 +358,17 @@ for source in ("text", "jsonl", "parquet"):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """130 MB of each kind. Measured: 68 MB for Parquet at 100 and 400 MB alike, else 10 MB."""
+    """130 MB of each kind; Parquet in row groups of 13 MB, which `datasets` reads at once."""
     row = "some words of a text\n" * 500
     count = 130_000_000 // len(row)
     (tmp_path / "x.txt").write_text(row * count)
     (tmp_path / "x.jsonl").write_text((json.dumps({"text": row}) + "\n") * count)
-    table = pa.table({"text": [f"{i}{row}" for i in range(count)]})
-    pq.write_table(table, tmp_path / "x.parquet", row_group_size=count)
+    columns = pa.table({"text": [f"{i}{row}" for i in range(count)]})
+    pq.write_table(columns, tmp_path / "x.parquet", row_group_size=count // 10)
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True
     )
     for line in done.stdout.splitlines():
         total, grown_mb = map(float, line.split())
         assert total > 129_000_000
-        assert grown_mb < 100, done.stdout
+        assert grown_mb < 150, done.stdout

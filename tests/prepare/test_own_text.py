@@ -37,19 +37,16 @@ def load(folder: Path, *words: str, text: str = "") -> Config:
 def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> None:
     data = load(tmp_path, "--data.text", "a b/*.txt", "--data.prepare.tokenizer", "bytes").data
     assert (data.train, data.text) == ("runs/x/data", None)
-    prepared = (data.prepare.source, data.prepare.path, data.prepare.tokenizer)
-    assert prepared == ("auto", "a b/*.txt", "bytes")
-    words = ("--data.text", "x.log", "--data.prepare.source", "text", "--out_dir", "runs/z")
-    data = load(tmp_path, *words).data
-    assert (data.train, data.prepare.source) == ("runs/z/data", "text")
+    assert (data.prepare.source, data.prepare.tokenizer) == ("a b/*.txt", "bytes")
 
 
 def test_another_path_is_read_as_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    prepare = "{source: jsonl, path: a.jsonl, text_field: body, separator: END}"
+    prepare = "{source: a.jsonl, subset: x, text_field: body, separator: END}"
     path.write_text(f"data: {{train: data/y, prepare: {prepare}}}")
-    found = load_config([str(path), "--data.prepare.path", "b.jsonl"], "test").data.prepare
-    assert (found.path, found.text_field, found.separator) == ("b.jsonl", "body", "END")
+    found = load_config([str(path), "--data.prepare.source", "b.jsonl"], "test").data.prepare
+    assert (found.source, found.subset) == ("b.jsonl", None)
+    assert (found.text_field, found.separator) == ("body", "END")
 
 
 @pytest.mark.parametrize("train", ["mine", "hf://datasets/user/text", "[{path: a}, {path: b}]"])
@@ -127,10 +124,10 @@ def test_a_run_prepares_in_a_child_and_gives_it_no_setting_on_the_command_line(
     with pytest.raises(SystemExit) as ended:
         missing_data.ensure_data(load(tmp_path, *words))
     assert ended.value.code == 2
-    assert "error: data.prepare.text_field is 'text', but line 1 of" in capfd.readouterr().err
+    assert "error: data.prepare.text_field is text, but rows.jsonl has" in capfd.readouterr().err
     field = ("--data.prepare.text_field", "body", "--data.prepare.val_fraction", "0.5")
     missing_data.ensure_data(load(tmp_path, *words, *field))
-    assert read_index(Path("runs/x/data")).prepared["path"] == "rows.jsonl"
+    assert read_index(Path("runs/x/data")).prepared["source"] == "rows.jsonl"
     assert all("rows" not in str(child.args) for child in children)
 
 
@@ -158,7 +155,7 @@ def test_few_documents_have_both_splits(tmp_path: Path, rows: int, kind: str) ->
     text = tmp_path / "a.jsonl"
     texts = [f"row {i} " * 8 + "é" * 3 for i in range(rows)]
     text.write_text("".join(json.dumps({"text": row}) + "\n" for row in texts))
-    config = PrepareConfig("auto", str(text), tokenizer=kind, val_fraction=0.2, workers=1)
+    config = PrepareConfig(source=str(text), tokenizer=kind, val_fraction=0.2)
     prepare(config, tmp_path / "out")
     train, val = (open_split(tmp_path / "out", name) for name in ("train", "val"))
     assert val.tokens >= 2 <= train.tokens
@@ -169,7 +166,6 @@ def test_few_documents_have_both_splits(tmp_path: Path, rows: int, kind: str) ->
         assert [shard.bytes for shard in split.shards] == [len(held.encode())]
         both += held
     assert sorted(both) == sorted("".join(texts))
-    assert read_index(tmp_path / "out").prepared["source"] == "jsonl"
     text.unlink()
     assert not prepare(config, tmp_path / "out")
 
@@ -179,9 +175,9 @@ def test_line_ends_of_windows_become_those_of_unix(
 ) -> None:
     """At any cut of a file: between chunks, pieces and splits."""
     monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 20)
-    monkeypatch.setattr("accel_gpt.prepare.readers.CHUNK_BYTES", 7)
+    monkeypatch.setattr("accel_gpt.prepare.text_files.CHUNK_BYTES", 7)
     text = "ab cd\n\nefg. h\n  \n" * 4
-    config = PrepareConfig("text", str(tmp_path / "a.txt"), tokenizer="chars", workers=1)
+    config = PrepareConfig(source=str(tmp_path / "a.txt"), tokenizer="chars")
     for lines in ("\n", "\r\n"):
         (tmp_path / "a.txt").write_bytes(text.replace("\n", lines).encode())
         for i in range(1, 20, 3):
@@ -202,7 +198,7 @@ def test_a_text_is_prepared_by_its_name_alone(
     (tmp_path / "b").mkdir()
     for name in ("input.txt", "b/1.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": "some text\r\n" * 9}) + "\n")
-    options = ("--tokenizer", "bytes", "--workers", "1")
+    options = ("--tokenizer", "bytes")
     for word, out in (("input.txt", "input_bytes"), ("b", "b_bytes"), ("b/*", "b_bytes")):
         shutil.rmtree(tmp_path / "data", ignore_errors=True)
         assert run_main(dispatch, ["prepare", word, *options]) == 0

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Library
 
 from accel_gpt.data.tokenizer import HFTokenizer, Tokenizer
 from accel_gpt.prepare.bpe import train_bpe
-from accel_gpt.prepare.pieces import cut_finder, pieces
-from accel_gpt.prepare.workers import encode_pieces
+from accel_gpt.prepare.encoding import encode_parts
+from accel_gpt.prepare.pieces import cut_finder, lead_of, pieces
 
 SCRIPTS = (
     "the cat sat on mat and looked don't 12345 3.14 foo_bar() <b>bold</b> <s> THE Quick é naïve "
@@ -149,7 +149,7 @@ def test_a_long_text_is_cut_into_pieces_that_do_not_depend_on_its_chunks(name: s
     found = list(pieces([text], 3000, cut_finder(tokenizer)))
     chunks = [text[i : i + 700] for i in range(0, len(text), 700)]
     assert list(pieces(chunks, 3000, cut_finder(tokenizer))) == found
-    ids = encode_pieces(tokenizer, [(part, i == 0, False) for i, part in enumerate(found)])
+    ids = encode_parts(tokenizer, lead_of(tokenizer), [(p, i == 0) for i, p in enumerate(found)])
     assert [token for one in ids for token in one.tolist()] == tokenizer.encode(text)
     assert max(map(len, found)) < 3 * 3000
 
@@ -168,7 +168,9 @@ def test_a_long_text_without_spaces_is_cut_too(name: str) -> None:
     tokenizer = loaded(MAKERS[name]())
     for text in WITHOUT_SPACES:
         found = list(pieces([text], 2000, cut_finder(tokenizer)))
-        ids = encode_pieces(tokenizer, [(part, i == 0, False) for i, part in enumerate(found)])
+        ids = encode_parts(
+            tokenizer, lead_of(tokenizer), [(p, i == 0) for i, p in enumerate(found)]
+        )
         assert [token for one in ids for token in one.tolist()] == tokenizer.encode(text)
         assert max(map(len, found)) < 3 * 2000
 

@@ -5,8 +5,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +18,7 @@ from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.data.tokenizer_json import EOT
 from accel_gpt.errors import UserError
-from accel_gpt.files import locked_file
 from accel_gpt.prepare import prepare as room
-from accel_gpt.prepare import workers
 from accel_gpt.prepare.prepare import prepare
 
 
@@ -33,9 +29,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     folder.mkdir()
     for i in range(130):
         (folder / f"{i:03d}.txt").write_text(f"Document {i} says é{'!' * (i % 7)}\n" * (i % 5 + 1))
-    return PrepareConfig(
-        source="text", path=str(folder), tokenizer="bytes", shard_tokens=500, workers=1
-    )
+    return PrepareConfig(source=str(folder), tokenizer="bytes", shard_tokens=500)
 
 
 @pytest.fixture
@@ -66,8 +60,7 @@ def test_every_document_is_in_one_split_and_ends_with_end_of_text(
         assert sum(shard.documents for shard in shards) == len(texts) > 3
         assert sum(shard.bytes for shard in shards) == sum(len(t.encode()) for t in texts)
         found += texts
-    assert config.path is not None
-    assert sorted(found) == sorted(p.read_text() for p in Path(config.path).iterdir())
+    assert sorted(found) == sorted(p.read_text() for p in Path(str(config.source)).iterdir())
     assert os.listdir(out.parent) == ["made"]
     said = capsys.readouterr().out
     assert said.startswith(f"prepared {out}: ")
@@ -79,9 +72,7 @@ def test_one_text_is_parted_where_nanogpt_parts_it(tmp_path: Path, out: Path) ->
     letters = np.random.default_rng(0).integers(97, 123, 1_115_394)  # the length of shakespeare
     text = "".join(map(chr, letters))
     (tmp_path / "input.txt").write_text(text)
-    config = PrepareConfig(
-        source="text", path=str(tmp_path / "input.txt"), tokenizer="chars", val_fraction=0.1
-    )
+    config = PrepareConfig(source=str(tmp_path / "input.txt"), tokenizer="chars", val_fraction=0.1)
     prepare(config, out)
     cut = int(len(text) * 0.9)
     assert (open_split(out, "train").tokens, open_split(out, "val").tokens) == (1_003_854, 111_540)
@@ -90,14 +81,15 @@ def test_one_text_is_parted_where_nanogpt_parts_it(tmp_path: Path, out: Path) ->
     assert tokenizer.decode(tokens(out, "val")) == text[cut:]
 
 
-def test_any_number_of_workers_and_pieces_writes_the_same_bytes(
+def test_any_number_of_cores_and_pieces_writes_the_same_bytes(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(config, tokenizer="bpe", vocab_size=280)
     prepare(config, tmp_path / "1")
-    monkeypatch.setattr("accel_gpt.prepare.workers.BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("accel_gpt.prepare.encoding.BATCH_CHARACTERS", 300)
     monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", 40)
-    prepare(replace(config, workers=3), tmp_path / "3")
+    monkeypatch.setattr("accel_gpt.prepare.prepare.available_cores", lambda: 3)
+    prepare(config, tmp_path / "3")
     one, three = content(tmp_path / "1"), content(tmp_path / "3")
     del one["dataset.json"], three["dataset.json"]  # a shard counts the bytes of its pieces
     assert one == three
@@ -109,7 +101,7 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     out.mkdir(parents=True)
     prepare(config, out)
     before = content(out), os.stat(out).st_mtime_ns
-    for same in (replace(config, workers=2), replace(config, source="auto"), PrepareConfig()):
+    for same in (config, PrepareConfig()):
         assert not prepare(same, out)
     with pytest.raises(UserError, match=r"\(val_fraction: 0\.1, requested 0\.2\); delete"):
         prepare(replace(config, val_fraction=0.2), out)
@@ -124,35 +116,15 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     assert not prepare(PrepareConfig(), out)  # the shards are read, not made
 
 
-def test_rows_without_text_and_documents_without_an_end_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": null, "body": "a b"}\n' * 4)
-    config = PrepareConfig("jsonl", str(path), val_fraction=0.5, workers=1)
+    config = PrepareConfig(source=str(path), val_fraction=0.5)
     for tokenizer in ("bytes", "bpe"):
-        with pytest.raises(UserError, match=r"column text holds no text in any row; set .*field"):
+        with pytest.raises(UserError, match=r"0 tokens for train .*; 4 rows or files without text"):
             prepare(replace(config, tokenizer=tokenizer), tmp_path / "out")
-    with pytest.raises(UserError, match=r"the text is empty; .* the column that holds the text"):
+    with pytest.raises(UserError, match="the text is empty"):
         prepare(replace(config, tokenizer="chars"), tmp_path / "out")
-    for tokenizer in ("chars", "bytes"):
-        out = tmp_path / tokenizer
-        prepare(replace(config, text_field="body", tokenizer=tokenizer), out)
-        told = "no end-of-text token, so nothing lies between the documents"
-        assert (told in capsys.readouterr().err) == (tokenizer == "chars")
-
-
-def test_a_table_beside_the_texts_is_no_change(
-    config: PrepareConfig, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Source auto leaves it out, text would read it."""
-    auto = replace(config, source="auto")
-    Path(str(auto.path), "table.csv").write_text("name,number\none,1\n")
-    assert prepare(auto, out)
-    capsys.readouterr()
-    assert not prepare(auto, out)
-    assert not prepare(auto, out, keep_changed=True)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
@@ -160,7 +132,7 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
 ) -> None:
     prepare(config, out)
     before = content(out)
-    path = Path(str(config.path))
+    path = Path(str(config.source))
     os.utime(path / "000.txt", (1, 1))  # as in a copy
     capsys.readouterr()
     assert not prepare(config, out)
@@ -177,22 +149,6 @@ def test_a_ready_folder_whose_text_has_changed_is_left_with_a_warning(
     assert not prepare(config, out)
     assert capsys.readouterr().err == ""
     assert content(out) == before
-
-
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the patch reaches forked processes only")
-@pytest.mark.parametrize("work", ["prepare.create_tokenizer", "workers.encode_batch"])
-def test_a_killed_worker_is_reported(
-    config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch, work: str
-) -> None:
-    monkeypatch.setattr(f"accel_gpt.prepare.{work}", die)
-    config = replace(config, tokenizer="bpe" if work.startswith("prepare") else "bytes")
-    with pytest.raises(UserError, match=r"was killed.*lower data\.prepare\.workers"):
-        prepare(config, out)
-    assert not out.exists()
 
 
 # --------------------------------------------------------------------------- several processes
@@ -223,34 +179,3 @@ def test_of_several_processes_one_builds(config: PrepareConfig, out: Path) -> No
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert built.value == 1
     assert os.listdir(out.parent) == ["made"]
-
-
-def hold_with_child(path: Path) -> None:
-    with locked_file(path), workers.child_processes(1) as pool:
-        pool.submit(time.sleep, 600)
-        time.sleep(600)
-
-
-def take(path: Path) -> None:
-    with locked_file(path):
-        pass
-
-
-def test_no_worker_outlives_its_parent_with_the_lock(tmp_path: Path) -> None:
-    path = tmp_path / "x.lock"
-    holder = fork.Process(target=hold_with_child, args=(path,))
-    holder.start()
-    children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
-    if not children.parent.exists():
-        pytest.skip("needs /proc")
-    while not children.read_text():
-        assert holder.is_alive()
-        time.sleep(0.01)
-    time.sleep(0.2)
-    os.kill(holder.pid or 0, signal.SIGKILL)
-    holder.join(60)
-    taker = fork.Process(target=take, args=(path,))
-    taker.start()
-    taker.join(60)
-    taker.kill()
-    assert taker.exitcode == 0

@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text(f"Text {i}.\n" * 50)
     path = tmp_path / "mine.yaml"
-    path.write_text(f"path: {tmp_path}/*.txt\ntokenizer: bytes\nshard_tokens: 100\nworkers: 1\n")
+    path.write_text(f"source: {tmp_path}/*.txt\ntokenizer: bytes\nshard_tokens: 100\n")
     return path
 
 
@@ -44,10 +44,10 @@ def call(*words: Any) -> int:
 
 
 def test_the_command_line_goes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:
-    assert load(recipe, "--shard_tokens", "70", "--workers=2").shard_tokens == 70
+    assert load(recipe, "--shard_tokens", "70").shard_tokens == 70
     assert call(recipe, "--shard_tokens", "70", "--out", tmp_path / "out") == 0
     prepared = read_index(tmp_path / "out").prepared
-    assert (prepared["source"], prepared["tokenizer"]) == ("text", "bytes")
+    assert (prepared["source"], prepared["tokenizer"]) == (f"{tmp_path}/*.txt", "bytes")
     assert open_split(tmp_path / "out", "train").lengths[0] == 70
 
 

@@ -1,5 +1,6 @@
-"""The files of a source are selected in order; what is left out, missing or invalid is named."""
+"""What a source names is selected in order; what is left out, missing or invalid is named."""
 
+import gc
 import gzip
 import http.server
 import json
@@ -7,25 +8,19 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from accel_gpt.config.data import PrepareConfig, SourceKind
+from accel_gpt.config.data import PrepareConfig
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.sources import select, source_fingerprint, stdlib_files
 from tests.data.test_remote import serving
-from tests.helpers.texts import read_pieces, read_texts
-
-
-def read(path: object, source: SourceKind = "auto", **more: Any) -> list[str]:
-    return list(read_texts(PrepareConfig(source=source, path=str(path), **more)))
+from tests.helpers.texts import read, read_pieces
 
 
 @pytest.fixture
@@ -37,47 +32,46 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+TEXTS = ["a/b/c.py", "a/z.md", "a.TXT", "b.txt", "odd.log"]
+
+
 def test_a_folder_gives_its_text_files_in_order(tree: Path) -> None:
-    assert read(tree) == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt", "odd.log"]
+    assert read(tree) == TEXTS
     assert read(tree / "odd.log") == ["odd.log"]
     assert read(tree / "*.[ltp]*") == ["b.txt", "odd.log"]
     assert read(tree / "**/*.py") == ["a/b/c.py"]
-    (tree / "lines.jsonl").write_text('{"text": "row"}')
-    assert read(tree / "*.jsonl", "text") == ['{"text": "row"}']  # a glob names its files
     (tree / "odd.log").write_text("wide", encoding="utf-16")  # with a byte order mark
-    assert read(tree, "text") == ["a/b/c.py", "a/z.md", "a.TXT", "b.txt", "wide"]
+    assert read(tree) == [*TEXTS[:-1], "wide"]
 
 
-def test_the_kind_with_the_most_bytes_is_read(tree: Path) -> None:
+def test_json_beside_texts_is_text_and_the_kind_with_the_most_bytes_is_read(tree: Path) -> None:
+    pretty = json.dumps({"name": "x", "list": [1, 2]}, indent=2)
+    (tree / "settings.json").write_text(pretty)
+    assert read(tree) == [*TEXTS, pretty]
     packed = json.dumps({"text": os.urandom(99).hex()}).encode()
-    (tree / "data.jsonl.GZ").write_bytes(gzip.compress(packed))
+    (tree / "data.jsonl.gz").write_bytes(gzip.compress(packed))
     assert read(tree) == [json.loads(packed)["text"]]
-    assert len(read(tree, "text")) == 5
-    with pytest.raises(UserError, match=r"holds no parquet to read; .* jsonl, read instead"):
-        read(tree, "parquet")
 
 
-def test_what_is_left_out_is_counted(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_one_line(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "rows.jsonl").write_text('{"text": "a"}\n')
-    (tree / "latin.tex").write_bytes(b"caf\xe9")
     (tree / "program").write_bytes(b"ELF\0")
+    (tree / "large.txt").write_bytes(POINTER)
+    (tree / "none.txt").touch()
     (tree / "link").symlink_to("a")
-    (tree / "gone.txt").symlink_to("nowhere")
     for mark in ("runs/a/run.json", "data/b/dataset.json", "data/c.partial/progress.json"):
         (tree / mark).parent.mkdir(parents=True)
         (tree / mark).write_text("{}")
         (tree / mark).with_name("notes.txt").write_text("made here")
-    prepare(PrepareConfig("auto", str(tree), tokenizer="bytes", workers=1), tree / "data" / "d")
-    assert capsys.readouterr().err.splitlines()[:-1] == [
-        f"reading 5 files of {tree} as text, {sum(map(len, read(tree)))} bytes",
-        "left out: folders of runs and of prepared data: 3 (0 bytes)",
-        "left out: hidden, a lock, a link to a folder, or not a regular file: 4 (11 bytes)",
-        "left out: jsonl, read instead if data.prepare.source is jsonl: 1 (14 bytes)",
-        "left out: not UTF-8 text, ending in .png: 1 (16 bytes)",
-        "left out: not UTF-8 text, ending in .tex: 1 (4 bytes)",
-        "left out: not UTF-8 text, ending in nothing: 1 (4 bytes)",
+    config = PrepareConfig(source=str(tree), tokenizer="bytes")
+    prepare(config, tree / "data" / "d")
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        f"reading 5 files of {tree} as text, {sum(map(len, TEXTS))} bytes",
+        f"left out of {tree}: 1 .jsonl beside text, 1 a pointer of Git LFS, 1 empty, "
+        "3 folders of runs or of prepared data, 3 hidden, a lock or a link to a folder, "
+        "1 not text (.png), 1 not text (no ending)",
     ]
-    assert not prepare(PrepareConfig("auto", str(tree), tokenizer="bytes"), tree / "data" / "d")
+    assert not prepare(config, tree / "data" / "d")
     assert capsys.readouterr().err == ""
 
 
@@ -102,24 +96,44 @@ def test_the_splits_of_a_folder_are_kept(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = name * 5
         (tmp_path / name).write_text(json.dumps({"text": text}) if ".json" in name else text)
-    config = PrepareConfig("auto", str(tmp_path))
-    found = {split: "" for split in ("train", "val")}
+    config = PrepareConfig(source=str(tmp_path), val_fraction=0.5)
+    found: dict[str, list[str]] = {"train": [], "val": []}
     for piece in read_pieces(config):
-        found[piece.split] += piece.text
-    told = "\n".join(select(config).lines())
+        found[piece.document.split].append(piece.text)
+    told = "\n".join(select(config).lines)
     if not splits:
-        assert all(found.values())
-        assert sum(map(len, found.values())) == 5 * sum(map(len, names))
+        assert len(found["train"] + found["val"]) == len(names)
         assert "left out" not in told
         return
     train, *rest = names[: len(splits)]
     if "validation" in splits:
-        assert found == {"train": train * 5, "val": rest[0] * 5}
-        assert "1 of them named validation, used for val" in told
+        assert found == {"train": [train * 5], "val": [rest[0] * 5]}
+        assert "named validation" in told
     else:
-        assert found["train"] + found["val"] == train * 5
-    assert "left out: named test: 1" in told
-    assert len(select(replace(config, path=f"{tmp_path}/**/*")).files) == len(names)  # a glob
+        assert found["train"] + found["val"] == [train * 5]
+    assert re.search("left out of .* 1 named test", told)
+
+
+def test_a_validation_text_of_ones_own_is_used(tmp_path: Path) -> None:
+    """A file or a folder; of a folder with splits, its validation split."""
+    (tmp_path / "a.txt").write_text("to train on")
+    (tmp_path / "b.jsonl").write_text('{"text": "to validate with"}\n')
+    for split in SPLITS:
+        (tmp_path / "c" / split).mkdir(parents=True)
+        (tmp_path / "c" / split / "1.txt").write_text(split)
+    for source, val, expected in (
+        ("a.txt", "b.jsonl", {"to train on": "train", "to validate with": "val"}),
+        ("a.txt", "c", {"to train on": "train", "validation": "val"}),
+        ("c", "b.jsonl", {"train": "train", "to validate with": "val"}),
+    ):
+        config = PrepareConfig(source=str(tmp_path / source), val=str(tmp_path / val))
+        assert {one.text: one.document.split for one in read_pieces(config)} == expected
+        told = any("left out: the validation split" in line for line in select(config).lines)
+        assert told == (source == "c")
+    with pytest.raises(
+        UserError, match=r"data\.prepare\.val is .*/no\.txt, but there is no such file"
+    ):
+        select(PrepareConfig(source=str(tmp_path / "a.txt"), val=str(tmp_path / "no.txt")))
 
 
 def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,38 +144,23 @@ def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    assert list(read_texts(PrepareConfig(source="stdlib"))) == ["# a/x.py\n", "# b.py\n"]
+    assert read("stdlib") == ["# a/x.py\n", "# b.py\n"]
 
 
 def test_a_fingerprint_tells_what_is_read(tree: Path) -> None:
-    config = PrepareConfig(source="text", path=str(tree))
-    seen = [source_fingerprint(config, select(config).files)]
+    def print_of(**more: str) -> str:
+        config = PrepareConfig(**{"source": str(tree), **more})
+        return source_fingerprint(config, select(config))
+
+    seen = [print_of()]
     os.utime(tree / "b.txt", ns=(1, 1))  # as in a copy
-    assert seen == [source_fingerprint(config, select(config).files)]
+    assert seen == [print_of()]
     (tree / "b.txt").rename(tree / "c.txt")
-    seen.append(source_fingerprint(config, select(config).files))
+    seen.append(print_of())
     (tree / "c.txt").write_text("others")
-    seen.append(source_fingerprint(config, select(config).files))
-    hub = PrepareConfig(source="dataset", dataset="me/data")
-    seen += [source_fingerprint(one, []) for one in (hub, replace(hub, dataset_config="10BT"))]
-    assert len(set(seen)) == 5
-
-
-def test_a_text_in_a_folder_that_is_not_utf8_is_named_and_not_left_out(tree: Path) -> None:
-    (tree / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 3"):
-        read(tree)
-
-
-def test_a_table_is_text_only_if_the_source_says_so(tree: Path) -> None:
-    (tree / "rows.csv").write_text("id,text\n")
-    assert "id,text\n" not in read(tree)
-    assert "id,text\n" in read(tree, "text")
-    assert read(tree / "rows.csv", "text") == ["id,text\n"]
-    (tree / "large.csv").write_text("id,text\n" * 10_000)
-    selection = select(PrepareConfig("auto", str(tree)))
-    assert selection.source == "text"
-    assert "table, read as text if data.prepare.source is text" in selection.left_out
+    seen += [print_of(), print_of(val=str(tree / "c.txt"))]
+    seen += [print_of(source="me/data"), print_of(source="me/data", subset="10BT")]
+    assert len(set(seen)) == 6
 
 
 # --------------------------------------------------------------------------- bad input
@@ -180,42 +179,25 @@ def cut_gzip(path: Path) -> None:
     path.write_bytes(gzip.compress(os.urandom(9000).hex().encode())[:-900])
 
 
-GOOD = b'{"text": "ab"}\n'
 BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError], str]] = [
-    ("empty", Path.mkdir, UserError, "holds no text to read; give a file"),
-    ("pipe", os.mkfifo, UserError, "but there is no such file"),
-    ("x.png", b"\x89PNG\r", DataError, r"x\.png is not UTF-8: byte 0x89 at offset 0$"),
-    ("x.txt", "ab\n".encode("utf-16-le"), DataError, "zero byte at offset 1; expec"),
-    ("x.txt", "ab\n".encode("utf-16-be"), DataError, "zero byte at offset 0; expected UTF-8"),
-    (
-        "x.jsonl",
-        '{"text": 1}'.encode("utf-16-le"),
-        DataError,
-        "zero byte at offset 1; expected UTF-8",
-    ),
-    ("x.CSV", b"id,text", UserError, r"x\.CSV, a table; expected text"),
-    ("x.txt", b"", UserError, r"x\.txt is empty"),
-    ("x.txt", b"\xef\xbb\xbf" + b"a" * 9000 + b"\xff", DataError, "0xff at offset 9003$"),
-    ("x.jsonl", b'["text"]\n', DataError, r"line 1 of .*x\.jsonl is \['text'\]; expected an obj"),
-    ("x.jsonl", b'{"text": 3}\n', DataError, r"line 1 of .*x\.jsonl has 3 in column text; expec"),
-    ("x.jsonl", b'{"text": "\xff"}', DataError, r"line 1 of .* is not JSON: 'utf-8'"),
-    ("x.jsonl", GOOD * 2 + b'{"a": 1, "b": 2}', UserError, r"line 3 of .* set it to .* a, b$"),
-    ("x.jsonl", b" " * 250, DataError, r"line 1 of .*x\.jsonl is longer than 200 bytes; write one"),
-    ("x.jsonl.gz", b"no archive", DataError, r"gz cannot be read completely as jsonl: "),
-    ("x.txt.gz", cut_gzip, DataError, r"x\.txt\.gz cannot be read completely as text: "),
-    ("x.jsonl.zst", b"no archive", DataError, r"zst cannot be read completely as jsonl: "),
-    ("x.parquet", broken_parquet, DataError, r"x\.parquet cannot be read completely as parquet"),
-    ("x.parquet", parquet_of(pa.array([1])), DataError, "column text of .* holds int64; expected"),
-    ("x.parquet", parquet_of(pa.array([[1]])), DataError, "column text of .* holds list<"),
-    (
-        "x.parquet",
-        parquet_of(pa.array([b"a", b"c\xff"]).view(pa.string())),
-        DataError,
-        r"x\.parquet cannot be read completely as parquet: 'utf-8' codec",
-    ),
+    ("folder", Path.mkdir, UserError, "but it holds no file; expected text"),
+    ("pipe", os.mkfifo, UserError, "1 not a regular file"),
+    ("x.png", b"\x89PNG\r\0", UserError, r"x\.png, but 1 not text"),
+    ("x.txt", "ab\n".encode("utf-16-le"), UserError, r"x\.txt, but 1 not text"),
+    ("x.txt", b"", UserError, r"x\.txt, but 1 empty"),
+    ("x.txt", b"version https://git-lfs.github.com/spec/v1\n", UserError, "a pointer of Git LFS"),
+    ("x.txt.gz", cut_gzip, DataError, r"x\.txt\.gz cannot be read completely: "),
+    ("x.jsonl", b'{"text": 3}\n', DataError, r"row 0 of .*x\.jsonl has 3 in column text; expec"),
+    ("x.jsonl", b'{"a": 1, "b": 2}', UserError, r"is text, but .* no such column; .* a, b$"),
+    ("x.jsonl", b'{"text": "a"}\nnot JSON\n', DataError, r"x\.jsonl cannot be read: JSON parse er"),
+    ("x.csv", b"id,body\n1,a\n", UserError, r"no such column; expected one of id, body$"),
+    ("x.parquet", broken_parquet, DataError, r"x\.parquet cannot be read: "),
+    ("x.parquet", parquet_of(pa.array([[1]])), DataError, r"row 0 of .* has \[1\] in column text"),
 ]
 
 
+# `datasets` leaves a file open that it does not read to its end
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("name", "content", "kind", "message"), BAD_INPUT)
 def test_bad_input_is_named(
     name: str,
@@ -223,10 +205,7 @@ def test_bad_input_is_named(
     kind: type[AccelGPTError],
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limit = 200 if content == b" " * 250 else 10**6
-    monkeypatch.setattr("accel_gpt.prepare.readers.LONGEST_JSON_LINE", limit)
     path = tmp_path / name
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -234,6 +213,7 @@ def test_bad_input_is_named(
         content(path)
     with pytest.raises(kind, match=message):
         read(path)
+    gc.collect()  # here, where the warning of an open file is ignored
 
 
 # --------------------------------------------------------------------------- network
@@ -312,11 +292,11 @@ def test_a_file_that_changed_at_its_url_is_read(
     url = f"{web.url}/good.txt"
     for date, content in enumerate((b"one", b"two", b"two"), 1_000_000):
         web.put("good.txt", content, date)
-        config = PrepareConfig("text", url)
+        config = PrepareConfig(source=url)
         assert read(url) == [content.decode()]
-    prints = {source_fingerprint(config, select(config).files)}
+    prints = {source_fingerprint(config, select(config))}
     web.put("good.txt", b"six", 2_000_000)
-    assert source_fingerprint(config, select(config).files) not in prints
+    assert source_fingerprint(config, select(config)) not in prints
     assert "cache" not in capsys.readouterr().err
     web.shutdown()
     web.server_close()
@@ -349,7 +329,7 @@ def test_a_placeholder_is_refused(
     web.put(name, b'{"text": "repaired"}')
     if name != "redirect.txt":
         assert "repaired" in read(f"{web.url}/{name}")[0]
-    assert read(f"{web.url}/login.html") == [PAGE.decode()]
+    assert "".join(read(f"{web.url}/login.html")) == PAGE.decode()
 
 
 def test_a_failed_download_leaves_nothing(tmp_path: Path, web: Web) -> None:
@@ -360,7 +340,7 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, web: Web) -> None:
             ("good.txt", "(received 2 of 5 bytes|payload is not completed)"),
             ("none.txt", "does not exist; check"),
         ):
-            told = rf"{name} could not be downloaded.*{message}.*yourself"
+            told = rf"{name} could not be downloaded.*{message}"
             with pytest.raises(UserError, match=told):
                 read(f"{server.url}/{name}")
     assert list((tmp_path / "cache/accel_gpt").iterdir()) == []

@@ -262,12 +262,12 @@ def test_a_checkpoint_without_its_run_shows_what_it_can(make: Make, tmp_path: Pa
 
 def test_a_data_set_and_a_model_of_the_hub_are_linked(make: Make, tmp_path: Path) -> None:
     """In the header by their ids, in the text by their last parts."""
-    hub = {"data.prepare.source": "dataset", "data.prepare.dataset": "roneneldan/TinyStories"}
+    hub = {"data.prepare.source": "roneneldan/TinyStories"}
     settings = {"data.train": "data/stories", "model.init_from": "openai-community/gpt2", **hub}
     text = write(make(settings), tmp_path / "card")
     assert "from the weights of gpt2 on **stories**" in text
     config = yaml.safe_load(config_in(text))
-    assert config["data"]["prepare"]["dataset"] == "TinyStories"
+    assert config["data"]["prepare"]["source"] == "TinyStories"
     assert config["model"]["init_from"] == "gpt2"
     header = ModelCard(text).data
     assert header.datasets == ["roneneldan/TinyStories"]

@@ -38,7 +38,7 @@ def test_a_url_with_credentials_is_refused_and_not_repeated(
         lambda: launch([str(file), *out, "--data.train", f"[{{path: '{url}', weight: 1}}]"]),
         lambda: launch([str(file), *out, "--data.val", f"{{web: '{url}'}}"]),
         lambda: launch([str(file), *out, "--checkpoint.copy_to", url]),
-        lambda: run_here(cli.dispatch, ["prepare", "--path", url, "--out", str(tmp_path / "o")]),
+        lambda: run_here(cli.dispatch, ["prepare", url, "--out", str(tmp_path / "o")]),
         lambda: run_here(cli.dispatch, ["inspect", url]),
     ]
     for command in commands:

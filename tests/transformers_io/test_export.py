@@ -316,7 +316,7 @@ def test_shakespeare_is_exported_and_continued_by_a_pipeline(
     """80 steps on real text; greedy text of transformers' pipeline equals ours."""
     config = str(ROOT / "configs" / "shakespeare_char_cpu.yaml")
     short = ["--train.max_steps", "80", "--schedule.warmup_steps", "10", "--eval.every", "0"]
-    data = ["--data.prepare.path", str(shakespeare), "--data.train", "data", "--out_dir", "run"]
+    data = ["--data.prepare.source", str(shakespeare), "--data.train", "data", "--out_dir", "run"]
     finish("-m", "accel_gpt", "train", config, *short, *data, cwd=tmp_path)
     told = finish("-m", "accel_gpt", "export", "run", "--to", "out", cwd=tmp_path)
     assert "opened by transformers" in told

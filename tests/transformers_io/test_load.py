@@ -197,7 +197,7 @@ def test_the_same_tokenizer_at_another_place_is_no_other_preparation(
     folder: Path, tmp_path: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
-    prepare = ["--data.prepare.source", "text", "--data.prepare.path", str(text)]
+    prepare = ["--data.prepare.source", str(text)]
     data = ["--data.train", str(tmp_path / "new"), *prepare]
     first = small_run(*QUICK, *data, "--model.init_from", str(folder))
     assert launch(first) == 0

@@ -1,0 +1,263 @@
+"""What was read, and what the tokens do not hold, is told once at the end."""
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from accel_gpt.cli import dispatch
+from accel_gpt.config.data import PrepareConfig
+from accel_gpt.data.shards import open_split
+from accel_gpt.data.tokenizer import load_tokenizer
+from accel_gpt.errors import UserError
+from accel_gpt.prepare.prepare import prepare
+from tests.conftest import run_here, text_of
+
+EOT = "<|endoftext|>"
+
+
+def write_tokenizer(kind: str, folder: Path) -> Path:
+    """Write a tokenizer.json that was trained on a few words of English."""
+    unknown = None if kind in ("dropping", "bytes") else "[UNK]"
+    made = tokenizers.Tokenizer(models.BPE(unk_token=unknown))
+    alphabet = []
+    if kind == "bytes":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel()
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    elif kind == "words":
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+    if kind == "lower":
+        made.normalizer = normalizers.Lowercase()
+    if kind == "accents":
+        made.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>", *filter(None, [unknown])],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    made.train_from_iterator([text_of(500) + "\n  x"], trainer)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+UNKNOWN = r"\d+ of \d+ tokens \(\d\d\.\d%\) are \[UNK\]"
+LACKING = r"[2-4] of \d+ characters are not in the tokens, such as ('.'(, )?)+"
+SPACES = r"\d of \d+ characters are not in the tokens, such as '( |\\n)'.*"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("bytes", "the king: 中文 é\n  x", []),
+        ("unknown", "the king", []),
+        ("unknown", "the king \n  x", []),
+        ("unknown", "中 the ж", [UNKNOWN, LACKING]),
+        ("lower", "THE KING", []),
+        ("accents", "thé king", []),
+        ("dropping", "the king", []),
+        ("dropping", "the 中文\n  x", [LACKING]),
+        ("words", "the king", []),
+        ("words", "the kinga", []),
+        ("words", "the king\n  went", [SPACES]),
+        ("words", "the 中文\n  went", [UNKNOWN, SPACES]),
+    ],
+)
+def test_what_the_tokens_do_not_hold_is_told(
+    kind: str, text: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n" + '{"text": "the war"}\n')
+    tokenizer = write_tokenizer(kind, tmp_path / "tokenizer")
+    words = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]
+    assert run_here(dispatch, ["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warnings) == len(told)
+    for line, expected in zip(warnings, told, strict=True):
+        assert re.search(f"{expected}$", line)
+
+
+@pytest.mark.parametrize("kind", ["unknown", "dropping"])
+def test_a_text_of_which_no_character_has_a_token_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("中文 日本\n" * 50)
+    tokenizer = str(write_tokenizer(kind, tmp_path / "tokenizer"))
+    config = PrepareConfig(source=str(tmp_path / "a.txt"), tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"no token for any visible character .*, such as '.', '"):
+        prepare(config, tmp_path / "out")
+    assert not list(tmp_path.glob("out*/"))
+
+
+# --------------------------------------------------------------------------- separators
+
+STORIES = [f"Story {i}.\n\nIt ends " + "so " * (i % 9) for i in range(60)]
+
+
+def config_of(tmp_path: Path, kind: str, line_end: str) -> PrepareConfig:
+    """Return the config of a text file, or of rows of ten stories each."""
+    between = f"{line_end}{EOT}{line_end}"
+    stories = [story.replace("\n", line_end) for story in STORIES]
+    path = tmp_path / f"stories.{kind}"
+    if kind == "txt":
+        path.write_bytes((between.join(stories) + between).encode())
+    else:
+        rows = [between.join(stories[i : i + 10]) for i in range(0, 60, 10)]
+        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return PrepareConfig(source=str(path), tokenizer="bytes")
+
+
+def open_text(folder: Path, name: str) -> str:
+    """Return the text of a split."""
+    split = open_split(folder, name)
+    return load_tokenizer(folder).decode(split.read(0, 0, split.tokens).tolist())
+
+
+def documents_of(folder: Path) -> list[str]:
+    """Return the documents of both splits."""
+    found = []
+    for name in ("train", "val"):
+        split = open_split(folder, name)
+        text = open_text(folder, name)
+        found += text.split(EOT)[:-1]
+        assert sum(shard.documents or 0 for shard in split.shards) == text.count(EOT)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
+    kind: str,
+    line_end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("accel_gpt.prepare.text_files.CHUNK_BYTES", 7)
+    config = config_of(tmp_path, kind, line_end)
+    prepare(config, tmp_path / "letters")
+    told = capsys.readouterr().err
+    count = 60 if kind == "txt" else 54
+    assert f"the text spells {EOT} {count} times as letters" in told
+    assert f"--separator '{EOT}' ends documents there" in told
+    prepare(replace(config, separator=EOT), tmp_path / "split")
+    assert "WARNING" not in capsys.readouterr().err
+    assert sorted(documents_of(tmp_path / "split")) == sorted(STORIES)
+    with pytest.raises(UserError, match="chars tokenizer has no end-of-text token to put there"):
+        replace(config, separator=EOT, tokenizer="chars")
+    assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)
+
+
+# --------------------------------------------------------------------------- rows and duplicates
+
+
+def run_prepare(source: Path, out: Path, capsys: pytest.CaptureFixture[str], **more: str) -> str:
+    """Prepare with bytes; return what is told."""
+    prepare(PrepareConfig(source=str(source), tokenizer="bytes", **more), out)  # type: ignore[arg-type]
+    return capsys.readouterr().err
+
+
+def test_rows_without_text_and_duplicates_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine of ten are copies, beside a null and an empty text."""
+    rows = [{"text": f"text {i // 10}"} for i in range(100)] + [{"text": None}, {"text": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = run_prepare(tmp_path / "a.jsonl", tmp_path / "out", capsys)
+    assert "100 documents; 2 without text; 90 exact duplicates (90.0%)" in told
+    (tmp_path / "folder").mkdir()
+    for i in range(4):
+        (tmp_path / "folder" / f"{i}.txt").write_text("same")
+    told = run_prepare(tmp_path / "folder", tmp_path / "files", capsys)
+    assert "4 documents; 0 without text; 3 exact duplicates (75.0%)" in told
+
+
+def test_pages_of_html_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = "<!-- saved -->\n<!DOCTYPE html>\n<html><body><p>text</p></body></html>"
+    for name, text in (("page.txt", page), ("notes.md", "a < b\n" * 9), ("x.html", page)):
+        (tmp_path / name).write_text(text)
+    told = run_prepare(tmp_path, tmp_path / "data" / "out", capsys)
+    assert "WARNING: 2 documents look like HTML, and their markup is in the tokens" in told
+
+
+# --------------------------------------------------------------------------- encodings
+
+FRENCH = "L'été dernier, nous sommes allés à la plage avec nos frères.\n" * 3
+ENCODED = {
+    "fr.txt": (FRENCH, "latin-1"),
+    "de.txt": ("Die Straße führt über die große Brücke.\n" * 3, "cp1252"),
+    "ru.txt": ("Привет, как дела? Это обычный русский текст.\n" * 3, "koi8-r"),
+    "ja.txt": ("これは日本語のテキストです。漢字も含まれています。\n" * 3, "shift_jis"),
+    "pl.txt": ("Zażółć gęślą jaźń, proszę bardzo, to jest tekst.\n" * 3, "cp1250"),
+}
+
+
+def test_files_that_are_not_utf8_are_read_as_detected_and_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    for name, (text, encoding) in ENCODED.items():
+        (source / name).write_bytes(text.encode(encoding))
+    (source / "packed.txt.gz").write_bytes(gzip.compress(FRENCH.encode("latin-1")))
+    (source / "plain.txt").write_text("naïve")
+    texts = [text for text, _ in ENCODED.values()]
+    told = run_prepare(source, tmp_path / "out", capsys)
+    assert sorted(documents_of(tmp_path / "out")) == sorted([*texts, FRENCH, "naïve"])
+    (line,) = [line for line in told.splitlines() if "UTF-8" in line]
+    assert line.startswith("WARNING: 6 files not in UTF-8, read as detected: ")
+    assert all(name in line for name in [*ENCODED, "packed.txt.gz"])
+    told = run_prepare(source, tmp_path / "other", capsys, encoding="utf-8")
+    assert "WARNING: 6 files not in UTF-8, left out: de.txt, fr.txt" in told
+    held = "".join(
+        open_text(tmp_path / "other", name).replace(EOT, "") for name in ("train", "val")
+    )
+    assert held == "naïve"
+
+
+def test_a_few_invalid_bytes_leave_a_text_utf8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "un été à la plage très agréable\n" * 20
+    (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff\n" + text.encode())
+    (tmp_path / "b.txt").write_text(text)
+    told = run_prepare(tmp_path, tmp_path / "data" / "out", capsys)
+    assert "1 file not in UTF-8, read as detected: utf-8 with invalid bytes: a.txt" in told
+    assert f"{text}\ufffd\n{text}" in documents_of(tmp_path / "data" / "out")
+
+
+# --------------------------------------------------------------------------- chats
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+
+
+def test_chats_are_written_with_the_template_of_the_tokenizer(tmp_path: Path) -> None:
+    """The special tokens of the template are tokens; in a text they would be letters."""
+    path = write_tokenizer("bytes", tmp_path / "tokenizer")
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.add_special_tokens(["<|user|>", "<|assistant|>"])
+    made.save(str(path))
+    settings = {"eos_token": "</s>", "chat_template": TEMPLATE}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(settings))
+    turns = [{"role": "user", "content": "the king"}, {"role": "assistant", "content": "went"}]
+    lines = [json.dumps({"chat": {"turns": turns}}), json.dumps({"chat": {"turns": turns[:1]}})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = PrepareConfig(
+        source=str(tmp_path / "a.jsonl"), text_field="chat.turns", tokenizer=str(path)
+    )
+    prepare(config, tmp_path / "out")
+    both = open_text(tmp_path / "out", "train") + open_text(tmp_path / "out", "val")
+    assert "<|user|>the king</s><|assistant|>went</s></s>" in both.replace("|> ", "|>")
+    special = [made.token_to_id(name) for name in ("<|user|>", "<|assistant|>", "</s>")]
+    ids = open_split(tmp_path / "out", "train").read(0, 0, 4).tolist()
+    assert ids[0] == special[0]
+    assert run_here(dispatch, ["inspect", str(tmp_path / "out")]) == 0
+    with pytest.raises(UserError, match="the tokenizer bytes has no chat template"):
+        prepare(replace(config, tokenizer="bytes"), tmp_path / "bytes")

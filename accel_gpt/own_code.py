@@ -97,16 +97,16 @@ class HeldSource(SourceLoader):
     """Execute a source that was read before; never read or write compiled code.
 
     So what runs has the hash that a checkpoint records, also if the file changes meanwhile.
-    `given`: the path as the user typed it, for errors.
+    `typed`: the path as the user typed it, for errors.
     """
 
-    def __init__(self, given: str, source: bytes) -> None:
-        self.given = given
+    def __init__(self, typed: str, source: bytes) -> None:
+        self.typed = typed
         self.source = source
 
     def get_filename(self, fullname: str) -> str:
         """Return the absolute path of the file."""
-        return os.path.abspath(self.given)
+        return os.path.abspath(self.typed)
 
     def get_data(self, path: str | bytes) -> bytes:
         """Return the source."""
@@ -163,7 +163,7 @@ def line_of(function: Function) -> str:
 def place_of(function: Function) -> str:
     """Return the file, line and name of a function of --code, for an error."""
     loader = getattr(function, "__globals__", {}).get("__loader__")
-    file = f"{loader.given}{line_of(function)}: " if isinstance(loader, HeldSource) else ""
+    file = f"{loader.typed}{line_of(function)}: " if isinstance(loader, HeldSource) else ""
     return f"{file}{getattr(function, '__name__', 'the function')}()"
 
 
@@ -199,6 +199,6 @@ def place_in_own_code(error: BaseException) -> str | None:
         if isinstance(loader, HeldSource):
             code = frame.f_code
             where = "" if code.co_name == "<module>" else f", in {code.co_qualname}"
-            place = f"{loader.given}, line {trace.tb_lineno}{where}"
+            place = f"{loader.typed}, line {trace.tb_lineno}{where}"
         trace = trace.tb_next
     return place

@@ -45,16 +45,14 @@ def evaluate(
     metrics = dict(known)
     for evaluation in evaluations:
         if last_step or not evaluation.last_step_only:
-            found = evaluation.metrics(
-                model=model, accelerator=accelerator, on_progress=on_progress
-            )
-            both = sorted(metrics.keys() & found.keys())
+            new = evaluation.metrics(model=model, accelerator=accelerator, on_progress=on_progress)
+            both = sorted(metrics.keys() & new.keys())
             require(
                 not both,
                 f"evaluate() in the file of --code returned {both[:1]}, the name of another "
                 "metric; choose another name",
             )
-            metrics |= found
+            metrics |= new
     return metrics
 
 

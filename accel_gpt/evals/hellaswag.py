@@ -59,7 +59,7 @@ def read_questions(
     `vocab_size`: tokens of the model. Raises `DataError` naming the line if an entry is not a
     question or does not fit the model.
     """
-    found = []
+    questions = []
     for where, entry in islice(read_entries(path), limit):
         try:
             query, endings, label = parse_question(entry)
@@ -67,10 +67,10 @@ def read_questions(
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
         check_question(question, vocab_size, where)
-        found.append(question)
-    if not found:
+        questions.append(question)
+    if not questions:
         raise DataError(f"eval.hellaswag {path} holds no questions")
-    return tuple(found)
+    return tuple(questions)
 
 
 def read_entries(path: str) -> Iterator[tuple[str, Any]]:

@@ -89,14 +89,14 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]
 
     Without the prompt, some decoders drop a leading space.
     """
-    found = list(ids)
-    if tokenizer.eot_id in found:
-        found = found[: found.index(tokenizer.eot_id)]
+    text_ids = list(ids)
+    if tokenizer.eot_id in text_ids:
+        text_ids = text_ids[: text_ids.index(tokenizer.eot_id)]
     before = tokenizer.decode(prompt)
-    text = tokenizer.decode([*prompt, *found])
+    text = tokenizer.decode([*prompt, *text_ids])
     if text.startswith(before):
         return text.removeprefix(before)
-    return tokenizer.decode(found)
+    return tokenizer.decode(text_ids)
 
 
 def write_text(

@@ -63,17 +63,17 @@ class Score:
 
     def metrics(self, split: str, source: str | None = None) -> dict[str, float]:
         """Return the known eval/ metrics of a split, or of a named source in it."""
-        known = {"loss": self.loss}
+        values = {"loss": self.loss}
         if not math.isnan(self.loss_se):
-            known["loss_se"] = self.loss_se
+            values["loss_se"] = self.loss_se
         if source is None:
-            known["perplexity"] = math.exp(self.loss) if self.loss < 700 else math.inf
+            values["perplexity"] = math.exp(self.loss) if self.loss < 700 else math.inf
         if not math.isnan(self.bits_per_byte):
-            known["bits_per_byte"] = self.bits_per_byte
+            values["bits_per_byte"] = self.bits_per_byte
         if source is None and not math.isnan(self.bits_per_byte_se):
-            known["bits_per_byte_se"] = self.bits_per_byte_se
+            values["bits_per_byte_se"] = self.bits_per_byte_se
         suffix = f"/{source}" if source else ""
-        return {f"eval/{split}_{name}{suffix}": value for name, value in known.items()}
+        return {f"eval/{split}_{name}{suffix}": value for name, value in values.items()}
 
 
 def score_splits(

@@ -147,13 +147,13 @@ def use_compile_cache() -> None:
     try:
         folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except (OSError, MachineError):  # MachineError: there is no home
         return
     if not os.access(folder, os.W_OK):
         return
     require(
-        found.st_uid == os.geteuid() and not found.st_mode & 0o022,
+        status.st_uid == os.geteuid() and not status.st_mode & 0o022,
         f"other users can write to {folder}, and torch.compile would execute code from it; run "
         f"chmod 700 on it, or set {CACHE} to another folder",
     )

@@ -42,27 +42,27 @@ def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
     """
     assert config.own.model is not None
     place = config.own.place("model")
-    made = config.own.model(config, vocab_size)
-    if not isinstance(made, nn.Module) or not any(p.requires_grad for p in made.parameters()):
-        raise unexpected(place, made, "a torch.nn.Module with trainable parameters")
-    for module in made.modules():
-        for name, value in vars(module).items():
+    module = config.own.model(config, vocab_size)
+    if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
+        raise unexpected(place, module, "a torch.nn.Module with trainable parameters")
+    for part in module.modules():
+        for name, value in vars(part).items():
             require(
                 not isinstance(value, Tensor),
-                f"{place}: {name} of {type(module).__name__} is a tensor, but neither a parameter "
+                f"{place}: {name} of {type(part).__name__} is a tensor, but neither a parameter "
                 f'nor a buffer, so no checkpoint holds it; use register_buffer("{name}", ...)',
             )
-    if isinstance(made, GPT):
+    if isinstance(module, GPT):
         require(
-            made.vocab_size == vocab_size and made.config.block_size >= config.model.block_size,
-            f"{place} returned a GPT of {made.vocab_size:,} tokens and a block_size of "
-            f"{made.config.block_size:,}; give it the vocab_size {vocab_size:,} and "
+            module.vocab_size == vocab_size and module.config.block_size >= config.model.block_size,
+            f"{place} returned a GPT of {module.vocab_size:,} tokens and a block_size of "
+            f"{module.config.block_size:,}; give it the vocab_size {vocab_size:,} and "
             f"config.model.block_size, {config.model.block_size:,}",
         )
-        made.given = config.model
-        made.tie_weights()
-        made.build_buffers()
-        return made
+        module.given = config.model
+        module.tie_weights()
+        module.build_buffers()
+        return module
     require(
         config.train.activation_checkpointing == "none",
         f"train.activation_checkpointing is {config.train.activation_checkpointing}, but {place} "
@@ -70,11 +70,11 @@ def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
         "module",
     )
     require(
-        not config.data.document_mask or takes_documents(made),
+        not config.data.document_mask or takes_documents(module),
         f"data.document_mask is true, but the module of {place} takes the tokens alone; give its "
         "forward a second argument, documents, or set data.document_mask to false",
     )
-    return OwnModel(made, place, config.model, vocab_size)
+    return OwnModel(module, place, config.model, vocab_size)
 
 
 def takes_documents(module: nn.Module) -> bool:

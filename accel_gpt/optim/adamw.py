@@ -72,7 +72,7 @@ def given_to_kernel(
     optimizer: torch.optim.Optimizer, skip: Tensor | None, divisor: Tensor | None
 ) -> Iterator[None]:
     """Let the fused kernel of `optimizer` read `skip` and `divisor`; restore its attributes."""
-    given = {name: getattr(optimizer, name) for name in AMP if hasattr(optimizer, name)}
+    before = {name: getattr(optimizer, name) for name in AMP if hasattr(optimizer, name)}
     own: Any = optimizer
     own.found_inf = skip
     own.grad_scale = divisor
@@ -81,7 +81,7 @@ def given_to_kernel(
     finally:
         for name in AMP:
             delattr(optimizer, name)
-        for name, value in given.items():
+        for name, value in before.items():
             setattr(optimizer, name, value)
 
 

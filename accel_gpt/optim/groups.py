@@ -87,22 +87,22 @@ def parts_with_rates(model: nn.Module, config: OptimConfig) -> dict[str, list[Te
     The parts are `EMBEDDING`, `HEAD` and `RESIDUAL`, the projections onto the residual stream.
     Raises `UserError` for a `head_lr` if the head shares the weights of the embedding.
     """
-    found: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[Tensor]] = {}
     if config.embedding_lr is not None or config.head_lr is not None:
-        found[EMBEDDING] = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-        shared = {id(weight) for weight in found[EMBEDDING]}
+        parts[EMBEDDING] = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+        shared = {id(weight) for weight in parts[EMBEDDING]}
         heads = [m.get_parameter("weight") for m in model.modules() if getattr(m, "is_head", False)]
-        found[HEAD] = [weight for weight in heads if id(weight) not in shared]
+        parts[HEAD] = [weight for weight in heads if id(weight) not in shared]
         require(
-            bool(found[HEAD]) or config.head_lr is None,
+            bool(parts[HEAD]) or config.head_lr is None,
             f"optim.head_lr is {config.head_lr} but model.tie_embeddings is true: the head shares "
             "the weights of the embedding; set optim.embedding_lr",
         )
     if config.residual_lr_factor is not None:
-        found[RESIDUAL] = [
+        parts[RESIDUAL] = [
             m.get_parameter("weight") for m in model.modules() if getattr(m, "onto_residual", False)
         ]
-    return {part: [w for w in weights if w.requires_grad] for part, weights in found.items()}
+    return {part: [w for w in weights if w.requires_grad] for part, weights in parts.items()}
 
 
 def configure(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:

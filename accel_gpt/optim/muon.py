@@ -41,12 +41,12 @@ def muon_weights(model: nn.Module) -> dict[tuple[int, ...], list[Tensor]]:
     Queries, keys and values are three matrices in one weight; gate and up of a SwiGLU are two. Each
     matrix is orthogonalized separately. The key () is for weights that are one matrix.
     """
-    found: dict[tuple[int, ...], list[Tensor]] = {}
+    by_rows: dict[tuple[int, ...], list[Tensor]] = {}
     for module in model.modules():
         rows = getattr(module, "muon_rows", None)
         if rows is not None and module.get_parameter("weight").requires_grad:
-            found.setdefault(rows, []).append(module.get_parameter("weight"))
-    return found
+            by_rows.setdefault(rows, []).append(module.get_parameter("weight"))
+    return by_rows
 
 
 # --------------------------------------------------------------------------- the update

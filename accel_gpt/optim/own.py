@@ -167,11 +167,11 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
 
     def group_values(self) -> list[dict[str, Any]]:
         """Return the values of each group for JSON, without its parameters; see `state_dict`."""
-        found = []
+        groups = []
         for group in self.state_dict()["param_groups"]:
             values = {key: value for key, value in group.items() if key != "params"}
-            found.append(tree_map(as_number, values))
-        return found
+            groups.append(tree_map(as_number, values))
+        return groups
 
     def load_group_values(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Load what `group_values` or the groups of `state_dict` hold; see `keep_options`."""
@@ -235,15 +235,17 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
     assert config.own.optimizer is not None
     place = config.own.place("optimizer")
     with seeded(config.seed):
-        made = config.own.optimizer(model, config)
-    is_optimizer = isinstance(made, torch.optim.Optimizer)
-    if not is_optimizer or not all("lr" in group for group in made.param_groups):
-        raise unexpected(place, made, "a torch.optim.Optimizer whose groups have lr, their peak")
-    held = {id(p) for group in made.param_groups for p in group["params"]}
+        optimizer = config.own.optimizer(model, config)
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    if not is_optimizer or not all("lr" in group for group in optimizer.param_groups):
+        raise unexpected(
+            place, optimizer, "a torch.optim.Optimizer whose groups have lr, their peak"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         require(
             id(p) in held or not p.requires_grad,
             f"the optimizer of {place} lacks {name}, which would never train; give it all "
             "parameters, or set requires_grad of the others to False",
         )
-    return OwnOptimizer(made, place)
+    return OwnOptimizer(optimizer, place)

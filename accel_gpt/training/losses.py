@@ -92,8 +92,8 @@ class OwnLoss:
         means = torch.stack(rows).mean(0)
         if accelerator.num_processes > 1:
             means = accelerator.reduce(means, "mean")
-        found = {f"train/{name}": value for name, value in zip(names, means.tolist(), strict=True)}
-        return checked_record(found, self.place)
+        record = {f"train/{name}": value for name, value in zip(names, means.tolist(), strict=True)}
+        return checked_record(record, self.place)
 
 
 def is_scalar(value: object) -> bool:

@@ -201,18 +201,11 @@ class DataConfig(Section, prefix="data.", published=True):
         "true: end attention and loss at the end of each document, and restart the positions. "
         "false: treat a sequence as one text.",
     )
-    cache_dir: str | None = option(
-        None,
-        "Folder for cached remote shards. Each run has its own cache on each machine. null: "
-        "~/.cache/accel_gpt/shards.",
-        resume="free",
-        per_machine=True,
-        path=True,
-    )
     cache_gb: float = option(
         50.0,
         "Size limit of a run's cache of remote shards on a machine, in GB (1e9 bytes). The cache "
-        "is removed at the end of the run.",
+        "is a folder in ~/.cache/accel_gpt/shards, or in XDG_CACHE_HOME, and is removed at the end "
+        "of the run.",
         above=0,
         resume="free",
         per_machine=True,

@@ -73,7 +73,7 @@ def open_sources(
 
 def open_cache(data: DataConfig, run: str | None = None) -> Cache:
     """Open the cache for remote shards of the run in the folder `run`, or of this process."""
-    return Cache(data.cache_dir, data.cache_gb, run)
+    return Cache(None, data.cache_gb, run)
 
 
 def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> DataFolder:

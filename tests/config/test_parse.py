@@ -58,7 +58,7 @@ def test_command_line_beats_yaml_beats_preset_beats_default(config_file: str) ->
 
 IN_HOME = """
 out_dir: ~/run
-data: {train: [{path: ~/a, weight: 1}, {path: "hf://~/b"}], val: {web: ~/web}, cache_dir: ~nobody/x}
+data: {train: [{path: ~/a, weight: 1}, {path: "hf://~/b"}], val: {web: ~/web}, tokenizer: ~nobody/x}
 sample: {prompts: [~/prompt]}
 """
 
@@ -75,7 +75,7 @@ def test_a_leading_tilde_of_a_path_is_the_home_folder(
     assert [one.path for one in config.data.train] == [f"{home}/a", "hf://~/b"]
     assert config.data.val == {"web": f"{home}/web"}
     assert (config.eval.hellaswag, config.sample.prompts) == ("user/~", ("~/prompt",))
-    assert config.data.cache_dir == os.path.expanduser("~nobody/x")
+    assert config.data.tokenizer == os.path.expanduser("~nobody/x")
     (tmp_path / "text.txt").write_text("text")
     prepared = PrepareCommand.parse(["~/text.txt", "--out=~/data"])
     assert (prepared.source, prepared.out) == (f"{home}/text.txt", f"{home}/data")

@@ -102,6 +102,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep cached shards in the folder of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
 
@@ -396,7 +402,7 @@ def served(server: Server, corpus: Path) -> Server:
 
 def test_data_of_a_url_equal_the_local_ones(served: Server, corpus: Path, tmp_path: Path) -> None:
     local, tokenizer = open_data(str(corpus), "train", DataConfig())
-    split, fetched = open_data(served.url, "train", DataConfig(cache_dir=str(tmp_path / "cache")))
+    split, fetched = open_data(served.url, "train", DataConfig())
     split.prefetch(range(len(split.shards)))
     assert ends(split) == ends(local)
     assert split.fingerprint == local.fingerprint
@@ -406,7 +412,7 @@ def test_data_of_a_url_equal_the_local_ones(served: Server, corpus: Path, tmp_pa
 def test_a_shard_that_another_process_removes_before_it_is_opened_is_fetched_again(
     served: Server, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, _ = open_data(served.url, "train", DataConfig(cache_dir=str(tmp_path / "cache")))
+    split, _ = open_data(served.url, "train", DataConfig())
     local, _ = open_data(str(corpus), "train", DataConfig())
     fetch, removed = RemoteFolder.fetch, set()
 
@@ -435,7 +441,7 @@ def many(server: Server, tmp_path: Path) -> Callable[..., Config]:
     def config(shuffle: Shuffle, shards: float, url: str = server.url) -> Config:
         """Return a config with a cache of `shards` shards."""
         gb = (shards * 1130 + 9000) / 1e9  # plus the index and tokenizer
-        data = DataConfig(url, shuffle=shuffle, cache_dir=f"{tmp_path}/cache", cache_gb=gb)
+        data = DataConfig(url, shuffle=shuffle, cache_gb=gb)
         return Config(data=data, model=ModelConfig(block_size=32), eval=EvalConfig(tokens=100))
 
     return config

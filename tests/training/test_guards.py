@@ -79,7 +79,7 @@ def test_ranks_compare_config_code_and_versions(
     """They do not compare where each machine has its data."""
     config = Config()
     own = machine.rank_identity(to_flat(config))
-    elsewhere = DataConfig(train="/scratch/a", cache_dir="/scratch/b")
+    elsewhere = DataConfig(train="/scratch/a", tokenizer="/scratch/b")
     assert machine.rank_identity(to_flat(replace(config, data=elsewhere))) == own
     assert machine.rank_identity(to_flat(replace(config, seed=2)))["seed"] == 2
     with monkeypatch.context() as patch:

@@ -62,7 +62,7 @@ class OwnLoss:
         loss, parts = returned if pair else (returned, {})
         has_gradient = getattr(loss, "requires_grad", False) or not torch.is_grad_enabled()
         if not is_scalar(loss) or not has_gradient:
-            expected = "a real scalar tensor with a gradient, or (it, {name: scalar tensor})"
+            expected = "a real scalar tensor with a gradient, or (loss, {name: scalar tensor})"
             raise unexpected(self.place, loss, expected)
         if not isinstance(parts, Mapping) or not all(map(is_scalar, parts.values())):
             raise unexpected(self.place, parts, "{name: real scalar tensor} beside the loss")

@@ -3,7 +3,7 @@
 Reads and writes data_files.json in the run's folder: sizes and times of each local token file. A
 file that was written since is compared with its SHA-256 in dataset.json. Files of other projects
 have none: their size and the blocks of their fingerprint are compared, and a warning says so.
-Remote shards are compared when they are downloaded (`remote.py`).
+Remote shards are compared when they are downloaded (`downloads.py`).
 """
 
 import contextlib

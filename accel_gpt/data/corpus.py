@@ -12,9 +12,10 @@ import torch
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
+from accel_gpt.data.downloads import Cache
 from accel_gpt.data.loader import Loader, read_sequences
 from accel_gpt.data.mixture import Mixture, Pattern
-from accel_gpt.data.remote import Cache, is_url
+from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import (
     Source,

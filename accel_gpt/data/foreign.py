@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from accel_gpt.data.downloads import RemoteFolder
 from accel_gpt.data.index import INDEX, is_shard_name
-from accel_gpt.data.remote import FileInfo, RemoteFolder
+from accel_gpt.data.remote import FileInfo
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import (
     NoSplit,

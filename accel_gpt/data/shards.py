@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_gpt.damage import Damage, Expected, damage_of, find_damage
+from accel_gpt.data.downloads import RemoteFolder
 from accel_gpt.data.index import INDEX, read_index
-from accel_gpt.data.remote import RemoteFolder
 from accel_gpt.errors import DataError
 
 Tokens = NDArray[Any]

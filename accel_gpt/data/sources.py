@@ -9,18 +9,10 @@ from typing import Annotated
 import msgspec
 
 from accel_gpt.config.data import DataConfig, Weighted
+from accel_gpt.data.downloads import SMALL_FILES, Cache, HubFolder, RemoteFolder
 from accel_gpt.data.foreign import DataFolder, open_foreign
 from accel_gpt.data.own_shards import open_own_shards
-from accel_gpt.data.remote import (
-    SMALL_FILES,
-    Cache,
-    HubFolder,
-    Missing,
-    Refused,
-    RemoteFolder,
-    is_repository,
-    is_url,
-)
+from accel_gpt.data.remote import Missing, Refused, is_repository, is_url
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, require

@@ -13,7 +13,7 @@ from huggingface_hub import constants, snapshot_download
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import train as command
 from accel_gpt.config.data import DataConfig, PrepareConfig
-from accel_gpt.data import remote
+from accel_gpt.data import downloads
 from accel_gpt.data.shards import Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, UserError
@@ -40,7 +40,7 @@ def shards(tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A Hub that has the shards."""
-    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(downloads, "PAUSE_SECONDS", 0.01)
     with HubServer() as server:
         point_at(monkeypatch, server, tmp_path / "home")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

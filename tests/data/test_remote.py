@@ -22,11 +22,12 @@ from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config, EvalConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import Plan
-from accel_gpt.data import loader, remote
+from accel_gpt.data import downloads, loader, remote
 from accel_gpt.data.corpus import open_corpus
+from accel_gpt.data.downloads import Cache, RemoteFolder
 from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
-from accel_gpt.data.remote import Cache, Missing, Refused, RemoteFolder
+from accel_gpt.data.remote import Missing, Refused
 from accel_gpt.data.shards import HEADER, Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, MachineError, UserError
@@ -109,7 +110,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(downloads, "PAUSE_SECONDS", 0.01)
 
 
 @contextlib.contextmanager
@@ -339,7 +340,7 @@ def test_the_next_shards_come_while_the_reader_is_busy(server: Server, opened: O
 
 FETCH = """
 import json, sys
-from accel_gpt.data.remote import Cache, RemoteFolder
+from accel_gpt.data.downloads import Cache, RemoteFolder
 url, cache, files = json.loads(sys.argv[1])
 folder = RemoteFolder(url, Cache(cache, 1.0, "run"), 60)
 for file in files:

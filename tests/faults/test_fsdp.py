@@ -22,6 +22,7 @@ from accel_gpt.evals.samples import write_text
 from accel_gpt.model.gpt import GPT
 from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_pretrained
+from tests.conftest import thorough
 from tests.faults import test_fsdp
 from tests.faults.harness import FSDP, Server, Tiny, finish
 from tests.helpers.ports import free_port
@@ -155,6 +156,7 @@ def test_any_number_of_processes_takes_up_the_shards_of_any_other(
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-4)
 
 
+@thorough
 @pytest.mark.slow
 def test_sharded_processes_of_a_compiled_model_write_what_each_would_write_alone(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

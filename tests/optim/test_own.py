@@ -263,6 +263,18 @@ def test_numbers_texts_and_tensors_of_any_shape_survive_a_resume(
     assert [record["own/updates"] for record in records(whole)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_it_draws_comes_from_the_seed(small_run: Arguments, tmp_path: Path) -> None:
+    made = returns("torch.optim.SGD(model.parameters(), lr=torch.rand(()).item())")
+    options = (*QUIET, "--code", write(tmp_path, made), "--schedule.warmup_steps", "0")
+    rates = []
+    for name in ("one", "two"):
+        torch.rand(7)  # another state of the generator
+        out = ("--train.max_steps", "1", "--out_dir", str(tmp_path / name))
+        assert launch(small_run(*options, *out)) == 0
+        rates.append(records(tmp_path / name)[0]["train/lr"])
+    assert rates[0] == rates[1]
+
+
 def test_an_option_that_changes_wins_over_the_checkpoint_and_counts_continue(
     small_run: Arguments, tmp_path: Path
 ) -> None:

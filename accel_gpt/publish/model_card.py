@@ -23,6 +23,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import changed_keys, to_nested
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.files import is_local
 from accel_gpt.hub import OPENAI, is_repo
 from accel_gpt.model.sizes import flops_per_token, parameter_counts
 from accel_gpt.publish.redaction import (
@@ -33,7 +34,7 @@ from accel_gpt.publish.redaction import (
 )
 from accel_gpt.report.plots import loss_curves, short
 from accel_gpt.runs.checkpoint import read_shape, read_state
-from accel_gpt.runs.folder import RunFolder, is_benchmark, is_number
+from accel_gpt.runs.folder import RunFolder, is_benchmark, is_number, number
 from accel_gpt.runs.state import TrainState
 
 if TYPE_CHECKING:
@@ -141,9 +142,17 @@ def facts_of_model(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def facts_of_run(run: RunFolder, state: TrainState) -> dict[str, Any]:
     """Return what led to a checkpoint, by title."""
-    launches = [one for i, one in enumerate(run.launches) if i == 0 or one["step"] < state.step]
+    launches = [
+        launch
+        for index, launch in enumerate(run.launches)
+        if index == 0 or number(launch.get("step")) < state.step
+    ]
     last = launches[-1] if launches else {}
-    devices = [f"{one.get('processes')} x {one['device']}" for one in launches if one.get("device")]
+    devices = [
+        f"{launch.get('processes')} x {launch['device']}"
+        for launch in launches
+        if launch.get("device")
+    ]
     precision = last.get("mixed_precision")
     return {
         "Steps": state.step,
@@ -205,7 +214,7 @@ def hub_id(name: str) -> str | None:
     if repo in OPENAI:
         return f"openai-community/{repo}"
     is_id = "/" in repo and is_repo(repo) and public_name(repo) != "data"
-    return repo if is_id and not Path(repo).exists() else None
+    return repo if is_id and not Path(repo).exists() and not is_local(repo) else None
 
 
 def hub_datasets(config: Mapping[str, Any]) -> list[str]:

@@ -181,12 +181,13 @@ PRIVATE = (
     "alice@build-node-17:/data/acme/books",
     "https://alice:s3cr3t@build-node-17.internal/shards/books?token=s3cr3t",
     "https://build-node-17.internal",
+    "s3://acme-bucket/books?X-Amz-Signature=s3cr3t",
     "hf://datasets/acme/books@alice/x?x=s3cr3t",
     "export HF_TOKEN=s3cr3t from $SECRET_ENV",
     "/home/alice",
 )
 FORBIDDEN = (
-    *("alice", "/home", "s3cr3t", "build-node-17", "internal", "SECRET_ENV"),
+    *("alice", "/home", "s3cr3t", "acme-bucket", "build-node-17", "internal", "SECRET_ENV"),
     *("~", "Users", "/data/", "tmp", "laptop"),
 )
 

@@ -469,13 +469,12 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     # a checkpoint's JSON stores null for a number that is not finite
     for key, value in (state.pending_record or {}).items():
         record[key] = math.nan if value is None else value
-    record = evaluate(
+    record |= evaluate(
         evaluations=run.evaluations,
         model=run.gpt,
         accelerator=run.accelerator,
         on_progress=on_progress,
         last_step=last,
-        known=record,
     )
     is_best = state.note_evaluation(record["eval/val_loss"])
     run.reporter.publish(state, record)

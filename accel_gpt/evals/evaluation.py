@@ -1,9 +1,8 @@
 """List and make the evaluations of a run: each computes metrics of a model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 from accelerate import Accelerator
 
@@ -18,8 +17,6 @@ from accel_gpt.evals.validation import OnProgress, check_evaluated, ignore_progr
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.training.metrics import checked_record
-
-NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -39,20 +36,14 @@ def evaluate(
     accelerator: Accelerator,
     on_progress: OnProgress = ignore_progress,
     last_step: bool = True,
-    known: Mapping[str, float] = NO_METRICS,
 ) -> dict[str, float]:
-    """Add the metrics of all evaluations to the `known` ones of the step; a collective."""
-    metrics = dict(known)
+    """Return the metrics of all evaluations; a collective."""
+    metrics: dict[str, float] = {}
     for evaluation in evaluations:
         if last_step or not evaluation.last_step_only:
-            new = evaluation.metrics(model=model, accelerator=accelerator, on_progress=on_progress)
-            both = sorted(metrics.keys() & new.keys())
-            require(
-                not both,
-                f"evaluate() in the file of --code returned {both[:1]}, the name of another "
-                "metric; choose another name",
+            metrics |= evaluation.metrics(
+                model=model, accelerator=accelerator, on_progress=on_progress
             )
-            metrics |= new
     return metrics
 
 

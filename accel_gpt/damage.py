@@ -32,19 +32,8 @@ class Expected:
     hash_file: Callable[[Path], str] = sha256
 
 
-@dataclass(frozen=True)
-class Damage:
-    """What is wrong with a file, as the begin of a sentence."""
-
-    path: Path
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.problem}"
-
-
-def find_damage(files: Sequence[Expected]) -> Damage | None:
-    """Return the first damage of `files`; None if all are as expected.
+def find_damage(files: Sequence[Expected]) -> str | None:
+    """Return the first damage of `files`, as the begin of a sentence; None if there is none.
 
     Looks at all sizes before it hashes a file. Raises `MachineError` if a file cannot be read.
     """
@@ -53,13 +42,11 @@ def find_damage(files: Sequence[Expected]) -> Damage | None:
         if damage:
             return damage
     hashed = [file for file in files if file.digest is not None]
-    if not hashed:
-        return None
     with ThreadPoolExecutor() as pool:  # hash files in parallel
         return next(filter(None, pool.map(wrong_content, hashed)), None)
 
 
-def wrong_size(file: Expected) -> Damage | None:
+def wrong_size(file: Expected) -> str | None:
     """Return the damage if a file is missing or has another size."""
     try:
         size = file.path.stat().st_size
@@ -67,10 +54,10 @@ def wrong_size(file: Expected) -> Damage | None:
         return damage_of(file.path, error)
     if file.size in (None, size):
         return None
-    return Damage(file.path, f"was altered: it has {size:,} bytes, expected {file.size:,}")
+    return f"{file.path} was altered: it has {size:,} bytes, expected {file.size:,}"
 
 
-def wrong_content(file: Expected) -> Damage | None:
+def wrong_content(file: Expected) -> str | None:
     """Return the damage if the hash of a file is another one."""
     try:
         digest = file.hash_file(file.path)
@@ -79,14 +66,14 @@ def wrong_content(file: Expected) -> Damage | None:
     if digest == file.digest:
         return None
     begins = f"its SHA-256 begins with {digest[:12]}, expected {str(file.digest)[:12]}"
-    return Damage(file.path, f"was altered: {begins}")
+    return f"{file.path} was altered: {begins}"
 
 
-def damage_of(path: Path, error: OSError) -> Damage:
+def damage_of(path: Path, error: OSError) -> str:
     """Return the damage that an error of reading `path` shows: the file is missing.
 
     Any other error is no damage: raises a `MachineError` with the reason of the operating system.
     """
     if isinstance(error, MISSING):
-        return Damage(path, "is missing")
+        return f"{path} is missing"
     raise MachineError(f"{path} cannot be read: {error.strerror or error}") from None

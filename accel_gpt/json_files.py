@@ -52,7 +52,7 @@ def read_json_object(path: Path, error: type[AccelGPTError]) -> dict[str, Any]:
     try:
         content = read_json(path)
     except OSError as problem:
-        raise error(str(damage_of(path, problem))) from None
+        raise error(damage_of(path, problem)) from None
     except ValueError as problem:
         raise error(f"{path} is not valid JSON ({problem})") from None
     if not isinstance(content, dict):

@@ -125,10 +125,10 @@ def requested_threads() -> int | None:
 
     torchrun and `accelerate launch` set the variable themselves, so under them it is not read.
     """
-    match = re.match(r"\s*([1-9][0-9]{0,3})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
-    if match is None or started_by_launcher():
+    outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list
+    if not outer.isdecimal() or started_by_launcher():
         return None
-    return int(match[1])  # of the outer parallel regions, if the variable is a list
+    return int(outer) or None
 
 
 def starts_on_gpus() -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_gpt.damage import Damage, Expected, damage_of, find_damage
+from accel_gpt.damage import Expected, damage_of, find_damage
 from accel_gpt.data.downloads import RemoteFolder
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.errors import DataError
@@ -43,7 +43,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
 
 
-def data_error(damage: Damage) -> DataError:
+def data_error(damage: str) -> DataError:
     """Return the error for a damaged shard."""
     return DataError(f"shard {damage}; restore it, or prepare the data again")
 

@@ -164,8 +164,25 @@ def restore(
     `CheckpointError` if a value is missing or does not fit; `load_state` skips some silently.
     """
     saved: TrainState = on_main(lambda: read_evaluated(path))
+    same_world = saved.world_size == now.world_size
+    if not same_world:
+        count = plural(saved.world_size, "process", "processes")
+        log(f"{path} was trained by {count}; this run has {now.world_size}")
     with all_ranks(), only_listed(path) as files:
-        load_on_this_rank(accelerator, path, files, saved, now, gpt, optimizer, log)
+        random_states = files / f"random_states_{accelerator.process_index}.pkl"
+        if same_world and not random_states.is_file():
+            raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
+        if accelerator.scaler is not None and not (files / SCALER_NAME).is_file():
+            log(f"{path} was not trained in fp16: the loss scale restarts at its initial value")
+        try:
+            load_files(accelerator, files, gpt, optimizer, random_states=same_world)
+        except Exception as error:  # torch, safetensors and Accelerate raise no common class
+            problem = describe_load_error(error)
+            raise CheckpointError(f"{path} does not fit this run: {problem}") from None
+        accelerator.step = 0  # a checkpoint is saved between steps: no micro-step is pending
+        check_optimizer(path, gpt, optimizer)
+        if same_world:
+            check_random_states(random_states)
     state = replace(
         saved,
         config=now.config,
@@ -180,58 +197,36 @@ def restore(
     return state
 
 
-def load_on_this_rank(
+def load_files(
     accelerator: Accelerator,
-    path: Path,
-    files: Path,
-    saved: TrainState,
-    now: TrainState,
+    folder: Path,
     gpt: LanguageModel,
     optimizer: AcceleratedOptimizer,
-    log: Callable[[str], None],
+    random_states: bool,
 ) -> None:
-    """Load a checkpoint on this rank; raise `CheckpointError` if a file does not fit.
-
-    `path`: its folder. `files`: the folder to read, see `only_listed`.
-    """
-    same_world = saved.world_size == now.world_size
-    random_states = files / f"random_states_{accelerator.process_index}.pkl"
-    if same_world and not random_states.is_file():
-        raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
-    scaler = accelerator.scaler
-    if scaler is not None and not (files / SCALER_NAME).is_file():
-        log(f"{path} was not trained in fp16: the loss scale restarts at its initial value")
-        accelerator.scaler = None
+    """Load a checkpoint on this rank, with its `random_states` if they are of as many ranks."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded or not (folder / SAFE_WEIGHTS_NAME).is_file():
+        read_weights(folder, gpt)
+        read_optimizer(folder, gpt, optimizer)
+        if random_states:  # FSDP excludes fp16, so there is no scaler
+            load_accelerator_state(
+                input_dir=str(folder),
+                models=[],
+                optimizers=[],
+                schedulers=[],
+                dataloaders=[],
+                process_index=accelerator.process_index,
+                scaler=None,
+            )
+        return
+    scaler = accelerator.scaler
+    if not (folder / SCALER_NAME).is_file():
+        accelerator.scaler = None
     try:
-        if sharded or not (files / SAFE_WEIGHTS_NAME).is_file():
-            read_weights(files, gpt)
-            read_optimizer(files, gpt, optimizer)
-            if same_world:  # load the random states; FSDP excludes fp16, so there is no scaler
-                load_accelerator_state(
-                    input_dir=str(files),
-                    models=[],
-                    optimizers=[],
-                    schedulers=[],
-                    dataloaders=[],
-                    process_index=accelerator.process_index,
-                    scaler=accelerator.scaler,
-                )
-        else:
-            accelerator.load_state(str(files))
-    except Exception as error:  # torch, safetensors and Accelerate raise no common class
-        raise CheckpointError(
-            f"{path} does not fit this run: {describe_load_error(error)}"
-        ) from None
+        accelerator.load_state(str(folder))
     finally:
         accelerator.scaler = scaler
-    accelerator.step = 0  # a checkpoint is saved between steps: no micro-step is pending
-    check_optimizer(path, gpt, optimizer)
-    if same_world:
-        check_random_states(random_states)
-    else:
-        count = plural(saved.world_size, "process", "processes")
-        log(f"{path} was trained by {count}; this run has {now.world_size}")
 
 
 def best_step_is_valid(path: Path, saved: TrainState, now: TrainState) -> bool:

@@ -150,10 +150,11 @@ def open_foreign(
         shards.append(Shard(file.name, tokens, sample=sample, offset=file.offset))
     if not shards:
         raise DataError(f"the {split} shards of {folder.path} are all empty")
+    is_default = dtype is None and first.name.endswith(".bin") and first.offset == 0
     require(
-        token_dtype(made_by.vocab_size).itemsize <= first.dtype.itemsize,
-        f"the ids of {folder.path / first.name} are {first.dtype}, which does not hold all "
-        f"{made_by.vocab_size:,} tokens of the tokenizer; check data.dtype and data.tokenizer",
+        not is_default or token_dtype(made_by.vocab_size).itemsize <= first.dtype.itemsize,
+        f"{folder.path / first.name} does not say the type of its ids, and the default, uint16, "
+        f"does not hold all {made_by.vocab_size:,} tokens of the tokenizer; set data.dtype",
     )
     opened = split_without_index(
         folder=folder.path,

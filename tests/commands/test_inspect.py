@@ -155,7 +155,7 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     (problem,) = reported(capsys, tmp_path, "--data.tokenizer", "bytes", code=3)["problems"]
     assert "token 300, expected less than vocab_size 257" in problem
     (tmp_path / "raw").mkdir()
-    np.array([65_535, 5, EOT], "<u4").tofile(tmp_path / "raw" / "part-0.npy")
+    np.array([65_535, 5, EOT], "<u4").tofile(tmp_path / "raw" / "part-0.bin")
     assert call("inspect", tmp_path / "raw", "--data.tokenizer", "bytes") == 2
     assert "set data.dtype to uint16 or uint32" in capsys.readouterr().err
     options = ("--data.tokenizer", "bytes", "--data.dtype", "uint32")
@@ -176,7 +176,7 @@ def test_uint16_ids_of_a_vocabulary_that_fills_uint16(
     if vocab_size > 65_536:
         assert call("inspect", tmp_path) == 2
         problem = "uint16, does not hold all 65,537 tokens of the tokenizer"
-        assert f"{problem}; set data.dtype to uint32" in capsys.readouterr().err
+        assert f"{problem}; set data.dtype" in capsys.readouterr().err
     train = reported(capsys, tmp_path, *options)["splits"]["train"]
     assert (train["documents"], train["largest_id"]) == (1, 65_535)
 

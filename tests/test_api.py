@@ -56,6 +56,7 @@ def process() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_in_a_thread_trains_fails_and_leaves_the_process_as_it_was(
     small_run: Arguments, corpus: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_run_from_start_to_export(
     assert (run.export(tmp_path / "exported") / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_mistakes_are_exceptions(small_run: Arguments, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean train\.max_steps"):
         accel_gpt.run("quickstart", {"train.max_step": 3})

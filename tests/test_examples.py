@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 SCRIPTS = ("own_loop.py",)  # not files for --code
 CODES = [name for name in EXAMPLES if name not in SCRIPTS]
+ALWAYS = ("own_model.py", "z_loss.py")  # the others are slow
 KILLED = CODES if THOROUGH else ["lion.py"]
 FEW_STEPS = ("--train.max_steps", "4", "--eval.every", "2", "--sample.every", "0")
 # what an example needs beside the config of the small run
@@ -109,7 +110,10 @@ def test_the_command_of_an_example_is_accepted(name: str, monkeypatch: pytest.Mo
         assert config.own.name == name
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in CODES],
+)
 def test_an_example_trains_stops_resumes_and_is_sampled(
     name: str, example_run: Arguments, tmp_path: Path, capsys: Printed
 ) -> None:

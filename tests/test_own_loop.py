@@ -118,6 +118,7 @@ def test_the_loop_equals_accel_gpt_train_and_resumes(
     assert_same_run(stopped, ours)
 
 
+@pytest.mark.slow
 def test_each_resumes_what_the_other_began(small_run: Arguments, tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     assert launch(small_run("--out_dir", str(ours))) == 0

@@ -71,7 +71,11 @@ def attack(
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("fitting", [False, True], ids=["manifest_left", "manifest_fits"])
+@pytest.mark.parametrize(
+    "fitting",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["manifest_left", "manifest_fits"],
+)
 def test_planted_pickles_are_never_executed_by_a_resume(
     checkpoint: Path,
     fitting: bool,

@@ -35,7 +35,9 @@ Trained = Callable[..., Path]
 EVERY = ("--checkpoint.every", "4", "--checkpoint.keep_last", "1")
 
 
-@pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow), "hub"])
+@pytest.fixture(
+    params=["folder", *(pytest.param(place, marks=pytest.mark.slow) for place in ("store", "hub"))]
+)
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:

@@ -139,7 +139,9 @@ def test_every_tokenizer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
+@pytest.mark.parametrize(
+    "dtype", ["q8_0", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp16", "bf16"))]
+)
 def test_the_difference_of_a_smaller_type_is_measured(dtype: str, tmp_path: Path) -> None:
     model = model_of("qwen3", 257)
     compared = prove(model, BytesTokenizer(), tmp_path)

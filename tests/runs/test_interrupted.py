@@ -69,7 +69,10 @@ def assert_same_run(run: Path, whole: Path) -> None:
         assert (run / "samples" / name).read_text() == (whole / "samples" / name).read_text()
 
 
-@pytest.mark.parametrize(("options", "evaluation"), [((), 3), (BEST, 1), (RARELY, 3)])
+@pytest.mark.parametrize(
+    ("options", "evaluation"),
+    [((), 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((BEST, 1), (RARELY, 3)))],
+)
 def test_a_signal_during_an_evaluation_saves_at_once(
     options: tuple[str, ...],
     evaluation: int,

@@ -170,6 +170,7 @@ def write_llama_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_text_gets_the_tokens_of_the_training_by_default(
     small_run: Arguments,

@@ -20,7 +20,7 @@ def seeds_until_clear(differences: np.ndarray, settings: int = 1) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("settings", [1, 4])
+@pytest.mark.parametrize("settings", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_thing_compared_with_itself_is_rarely_better_or_worse(settings: int) -> None:
     """At most 5 % of 200 sweeps give any verdict, with 20 looks at each setting."""
     draw = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def test_a_large_difference_is_found_within_few_seeds() -> None:
     assert np.quantile(seeds, 0.9) <= 6
 
 
-@pytest.mark.parametrize(("n", "mean"), [(2, 0.0), (5, -0.5)])
+@pytest.mark.parametrize(("n", "mean"), [(2, 0.0), pytest.param(5, -0.5, marks=pytest.mark.slow)])
 def test_the_bayes_factor_is_that_of_an_integral(n: int, mean: float) -> None:
     """Integrate the likelihood over log sigma (the right Haar prior) and over the effect."""
     x = np.random.default_rng(n).standard_normal(n) + mean

@@ -3,12 +3,9 @@
 Reads the model, the data and the questions. Writes no files.
 """
 
-import math
-import re
-import shlex
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +18,11 @@ from accel_gpt.commands.resolve import load_code, load_config, with_code
 from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.console import write_out
+from accel_gpt.console import table, write_out
 from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
-from accel_gpt.data.index import DATA_MARKS
-from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import open_sources, train_paths
+from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import require
 from accel_gpt.evals.evaluation import (
     Evaluation,
     evaluate,
@@ -53,7 +48,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.targets import TargetMask
 from accel_gpt.runs.checkpoint import check_code, read_state
-from accel_gpt.runs.folder import RunFolder
+from accel_gpt.runs.folder import ERROR_ENDINGS, RunFolder
 from accel_gpt.training.display import Progress, print_line
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
@@ -66,69 +61,6 @@ EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
 )
 DTYPES = MappingProxyType({"no": "float32", "bf16": "bf16", "fp16": "fp16"})
 BATCH_SIZE = 8  # sequences, if train.micro_batch_size is auto; assumption
-LARGEST_EXPONENT = 700.0  # exp() of more overflows float64
-
-LOSS = re.compile(r"eval/(train|val)_loss(/.+)?")
-OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
-
-
-@dataclass(frozen=True)
-class Report:
-    """The metrics of an evaluated model."""
-
-    name: str
-    step: int | None  # of the checkpoint; None: not a checkpoint
-    precision: str  # of `Accelerator.mixed_precision`
-    metrics: Mapping[str, float]
-
-    def as_json(self) -> str:
-        """Return one JSON object; values that are not finite become null."""
-        content = {
-            "model": self.name,
-            "step": self.step,
-            "precision": DTYPES[self.precision],
-            "metrics": self.metrics,
-        }
-        return strict_json(content) + "\n"
-
-    def as_table(self) -> str:
-        """Return a table of the losses with standard errors, followed by all other metrics."""
-        title = self.name if self.step is None else f"{self.name}, step {self.step:,}"
-        lines = [f"{title}, in {DTYPES[self.precision]}"]
-        losses = self.loss_lines()
-        if losses:
-            header = f"{'':<20}{'loss':>16}  {'perplexity':>12}  {'bits per byte':>16}"
-            lines += ["", header, *losses]
-        rest = [key for key in self.metrics if not OF_LOSSES.fullmatch(key)]
-        if rest:
-            lines.append("")
-        for key in rest:
-            if not (key.endswith("_se") and key.removesuffix("_se") in rest):
-                lines.append(f"{key.removeprefix('eval/'):<32}{self.with_error(key):>20}")
-        return "\n".join([*lines, ""])
-
-    def loss_lines(self) -> list[str]:
-        """Return a line for each split and source: loss, perplexity and bits per byte."""
-        lines = []
-        for key, value in self.metrics.items():
-            match = LOSS.fullmatch(key)
-            if match is None:
-                continue
-            split = match[1]
-            source = match[2] or ""
-            loss = self.with_error(f"eval/{split}_loss", source)
-            perplexity = f"{math.exp(value):,.2f}" if value < LARGEST_EXPONENT else "inf"
-            bits = self.with_error(f"eval/{split}_bits_per_byte", source)
-            lines.append(f"{split + source:<20}{loss:>16}  {perplexity:>12}  {bits:>16}")
-        return lines
-
-    def with_error(self, key: str, source: str = "") -> str:
-        """Return a metric with its standard error, as `3.1416 ±0.0123`; "" if it is missing."""
-        value = self.metrics.get(key + source)
-        if value is None:
-            return ""
-        error = self.metrics.get(f"{key}_se{source}", math.nan)
-        return f"{value:.4f}" + (f" ±{error:.4f}" if math.isfinite(error) else "")
 
 
 # --------------------------------------------------------------------------- the command
@@ -141,18 +73,19 @@ def run(options: EvaluateCommand) -> int:
     with exiting_on_signals():
         report = evaluate_named(options)
     if is_main():
-        write_out(report.as_json() if options.json else report.as_table())
+        write_out(f"{strict_json(report)}\n" if options.json else report_text(report))
     return 0
 
 
-def evaluate_named(options: EvaluateCommand) -> Report:
+def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
     """Find, load and evaluate the model that the options name; all ranks must call it."""
     with explain_lost_rank(world_size()):
         source = find_on_main(options.run, options.checkpoint)
         run = run_of(source)
         config = evaluated_config(options, source, run)
-        if source.is_checkpoint:
-            check_code(source.folder, config.own, needed_functions(options))
+        if source.is_checkpoint:  # without these functions, it would differ from the run's
+            needed = {"model", "targets"} if options.data else {"model", "targets", "shards"}
+            check_code(source.folder, config.own, needed)
         accelerator = start_evaluation(config, run)
         with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened the model"):
             model, tokenizer = load_found(source, accelerator.device, config.own)
@@ -169,14 +102,38 @@ def evaluate_named(options: EvaluateCommand) -> Report:
                     folder=exported,
                     tasks=tasks,
                     path=options.tasks_path,
-                    limit=options.tasks_limit,
+                    limit=options.limit,
                     batch_size=config.train.micro_batch_sequences,
                     device=str(accelerator.device),
                     precision=accelerator.mixed_precision,
                 )
         accelerator.end_training()
-        step = read_state(source.folder).step if source.is_checkpoint else None
-        return Report(options.run, step, accelerator.mixed_precision, metrics)
+        return {
+            "model": options.run,
+            "step": read_state(source.folder).step if source.is_checkpoint else None,
+            "precision": DTYPES[accelerator.mixed_precision],
+            "metrics": metrics,
+        }
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """Return a line for each metric, with its standard error."""
+    title = report["model"]
+    if report["step"] is not None:
+        title += f", step {report['step']:,}"
+    rows = []
+    errors = set()
+    for key, value in report["metrics"].items():
+        name, slash, source = key.removeprefix("eval/").partition("/")
+        error = ""
+        for ending in ERROR_ENDINGS:
+            error_key = f"eval/{name}{ending}{slash}{source}"
+            if error_key in report["metrics"]:
+                errors.add(error_key)
+                error = f"±{report['metrics'][error_key]:.4f}"
+        rows.append((key, f"{value:,.4f}", error))
+    shown = [(key.removeprefix("eval/"), *rest) for key, *rest in rows if key not in errors]
+    return f"{title}, in {report['precision']}\n\n{table(shown, '<', '>', '<')}"
 
 
 # --------------------------------------------------------------------------- options
@@ -213,50 +170,12 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
     if options.tokens != "run":
         evals = replace(evals, tokens=options.tokens, whole_at_end=False)
     evals = replace(evals, hellaswag=options.hellaswag or evals.hellaswag)
-    require(
-        options.hellaswag_limit is None or evals.hellaswag is not None,
-        f"--hellaswag_limit is {options.hellaswag_limit}, but the questions are not named; give "
-        "--hellaswag, or leave --hellaswag_limit out",
-    )
-    batch_size = options.batch_size or (config.train.micro_batch_size if run else BATCH_SIZE)
+    batch_size = config.train.micro_batch_size if run else BATCH_SIZE
     if batch_size == "auto":
         batch_size = BATCH_SIZE
     train = replace(config.train, micro_batch_size=batch_size)
     config = replace(config, eval=evals, train=train)
-    config = with_code(config, load_code(options.code))
-    if not options.data:
-        require_data(config)
-    elif not is_url(options.data) and config.own.shards is None:
-        require_data_folder(options.data, source)
-    return config
-
-
-def needed_functions(options: EvaluateCommand) -> set[str]:
-    """Return the functions of --code without which an evaluation would differ from the run's."""
-    return {"model", "targets"} if options.data else {"model", "targets", "shards"}
-
-
-def require_data(config: Config) -> None:
-    """Raise `UserError` if a data folder of the run is missing."""
-    if not config.data.train or config.own.shards is not None:
-        return
-    for source in train_paths(config.data):
-        require(
-            is_url(source.path) or Path(source.path).exists(),
-            f"data.train {source.path} of the run does not exist; name the data with --data "
-            "FOLDER, or run the command in the folder where the run was launched",
-        )
-
-
-def require_data_folder(path: str, source: Pretrained) -> None:
-    """Raise `UserError` if `path` holds no token shards; `source`: the model to evaluate on it."""
-    if Path(path).is_dir() and any(any(Path(path).glob(mark)) for mark in DATA_MARKS):
-        return
-    tokenizer = shlex.quote(str(source.tokenizer))
-    raise UserError(
-        f"--data {path} is not a folder of token shards, which accel-gpt prepare TEXT --tokenizer "
-        f"{tokenizer} makes"
-    )
+    return with_code(config, load_code(options.code))
 
 
 def open_tasks_of(
@@ -268,20 +187,14 @@ def open_tasks_of(
     """
     if not options.tasks:
         return []
-    require_all(
-        world_size() == 1,
-        f"tasks need a single process, but there are {world_size()}; start without a launcher, or "
-        "export the model and run accelerate launch -m lm_eval --model hf on the folder",
-    )
+    require_all(world_size() == 1, f"--tasks need one process, but there are {world_size()}")
     require(
         tokenizer.eot_id is not None,
-        f"the {tokenizer.kind} tokenizer of the model has no end-of-text token, but tasks need "
-        "one; train with another tokenizer",
+        f"--tasks need an end-of-text token; the tokenizer {tokenizer.kind} has none",
     )
     require(
         isinstance(model, GPT) and options.code is None,
-        "tasks need a model of transformers, so they cannot be used with --code; evaluate without "
-        "--tasks",
+        "--tasks need a model of transformers, so they cannot be used with --code",
     )
     assert isinstance(model, GPT)
     exportable_preset(model)  # raises if transformers has no such model
@@ -364,9 +277,7 @@ def open_all(
     if config.eval.hellaswag is not None:
         block_size = model.config.block_size
         evaluations.append(
-            open_hellaswag(
-                config, tokenizer, block_size, model.vocab_size, limit=options.hellaswag_limit
-            )
+            open_hellaswag(config, tokenizer, block_size, model.vocab_size, limit=options.limit)
         )
     return [*evaluations, *open_own_evaluations(config, tokenizer, corpus)]
 

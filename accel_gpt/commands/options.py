@@ -274,19 +274,14 @@ class EvaluateCommand(Command):
         "Rowan/hellaswag. null: the run's eval.hellaswag.",
         path=True,
     )
-    hellaswag_limit: int | None = option(
-        None,
-        "Number of HellaSwag questions, from the first. null: all.",
-        above=0,
-    )
     tasks: tuple[str, ...] = option(
         (),
         "Task of lm-evaluation-harness, such as arc_easy. Needs lm-eval and a single process. "
         "Repeat the option for several tasks.",
     )
-    tasks_limit: int | None = option(
+    limit: int | None = option(
         None,
-        "Number of questions of each task, from the first. null: all.",
+        "Number of questions of HellaSwag and of each task, from the first. null: all.",
         above=0,
     )
     tasks_path: str | None = option(
@@ -294,24 +289,10 @@ class EvaluateCommand(Command):
         "Folder with YAML files that define more tasks.",
         path=True,
     )
-    batch_size: int | None = option(
-        None,
-        "Number of sequences per process in a forward pass. null: the run's "
-        "train.micro_batch_size, else 8.",
-        above=0,
-    )
     json: bool = option(
         False,
         "Print one JSON object instead of a table.",
     )
-
-    def _check(self) -> None:
-        for name in ("tasks_limit", "tasks_path"):
-            value = getattr(self, name)
-            require(
-                value is None or bool(self.tasks),
-                f"--{name} is {value}, but no --tasks are given; give --tasks, or leave it out",
-            )
 
 
 @dataclass(frozen=True)

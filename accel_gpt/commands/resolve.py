@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config.depth import depth_defaults
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import all_options
@@ -38,6 +37,9 @@ def complete(given: Mapping[str, Any], offline: bool = False) -> Config:
 
         values |= inherit_published(values) if offline else inherit(values)
     if values.get("model.depth") is not None:
+        # computes with plans and vocabularies, which a command line does not need
+        from accel_gpt.config.depth import depth_defaults
+
         for key, one in all_options(Config).items():  # the rules compute with them
             problem = one.problem(values.get(key))
             require(problem is None, f"{key} is {values.get(key)}; {problem}")

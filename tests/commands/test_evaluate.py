@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.evaluate import Report
+from accel_gpt.commands.evaluate import report_text
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.data.shards import open_split
 from accel_gpt.evals.hellaswag import ending_losses, read_questions
@@ -25,7 +24,7 @@ from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.folder import locked
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here, text_of
+from tests.conftest import launch, run_here
 from tests.evals import test_hellaswag as hellaswag
 from tests.evals.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
@@ -81,7 +80,7 @@ def test_the_command_prints_the_metrics_of_the_run_and_changes_no_file(
     shown = capsys.readouterr().out
     for words in ("step 2", "hellaswag_acc_norm"):
         assert words in shown
-    few = evaluate(trained, "--hellaswag", questions, "--hellaswag_limit", "2")["metrics"]
+    few = evaluate(trained, "--hellaswag", questions, "--limit", "2")["metrics"]
     assert few["eval/hellaswag_acc"] in (0, 0.5, 1)
     after = contents(trained)
     after.pop(trained / ".lock", None)
@@ -128,24 +127,6 @@ def test_other_data_is_named(
     assert "the data has a different tokenizer (chars" in capsys.readouterr().err
 
 
-def test_a_text_as_data_names_the_tokenizer_of_the_run(
-    trained: Path,
-    tmp_path: Path,
-    evaluate: Callable[..., Any],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """What the sentence says to prepare can be evaluated."""
-    (tmp_path / "folder").mkdir()
-    text = tmp_path / "folder" / "notes.md"
-    text.write_text(text_of(2000))
-    for path in (text, tmp_path / "folder"):
-        assert call(trained, "--data", path) == 2
-        words = re.findall(r"prepare TEXT --tokenizer (\S+)", capsys.readouterr().err)
-        recipe = {"source": str(text), "tokenizer": words[0]}
-        prepare(PrepareConfig(**recipe), tmp_path / "data")
-        assert "eval/val_loss/data" in evaluate(trained, "--data", tmp_path / "data")["metrics"]
-
-
 def test_a_checkpoint_without_its_run_needs_data(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,19 +154,21 @@ def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
 # --------------------------------------------------------------------------- tables
 
 
-def test_table_and_json() -> None:
+def test_a_metric_is_shown_with_its_standard_error() -> None:
     metrics = {
         **{"eval/val_loss": 3.0, "eval/val_loss_se": 0.01, "eval/val_perplexity": 20.1},
-        **{"eval/val_bits_per_byte": 1.1, "eval/val_bits_per_byte_se": math.nan},
-        **{"eval/val_loss/code": 2.0, "eval/hellaswag_acc": 0.5, "eval/hellaswag_acc_se": 0.1},
+        **{"eval/val_loss/code": 2.0, "eval/val_loss_se/code": 0.02},
+        **{"eval/piqa_acc": 0.5, "eval/piqa_acc_stderr": 0.1},
     }
-    shown = Report("runs/x", 1200, "no", metrics).as_table().splitlines()
-    assert shown[0] == "runs/x, step 1,200, in float32"
-    assert shown[3].split() == ["val", "3.0000", "±0.0100", "20.09", "1.1000"]
-    assert shown[4].split() == ["val/code", "2.0000", "7.39"]
-    assert shown[6].split() == ["hellaswag_acc", "0.5000", "±0.1000"]
-    found = json.loads(Report("gpt2", None, "bf16", metrics).as_json())["metrics"]
-    assert found == metrics | {"eval/val_bits_per_byte_se": None}
+    report = {"model": "runs/x", "step": 1200, "precision": "float32", "metrics": metrics}
+    assert [line.split() for line in report_text(report).splitlines()] == [
+        ["runs/x,", "step", "1,200,", "in", "float32"],
+        [],
+        ["val_loss", "3.0000", "±0.0100"],
+        ["val_perplexity", "20.1000"],
+        ["val_loss/code", "2.0000", "±0.0200"],
+        ["piqa_acc", "0.5000", "±0.1000"],
+    ]
 
 
 # --------------------------------------------------------------------------- slow

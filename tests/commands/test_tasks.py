@@ -69,7 +69,7 @@ def test_the_command_prints_the_metrics_of_tasks(
     others = {"piqa_acc", "piqa_acc_norm", "lambada_acc", "lambada_perplexity"}
     others |= {"answers_exact_match"}
     assert new == {f"eval/local_{name}{end}" for name in others for end in ("", "_stderr")}
-    assert run_here(cli.dispatch, [*command, "local_piqa", "--tasks_limit", "3"]) == 0
+    assert run_here(cli.dispatch, [*command, "local_piqa", "--limit", "3"]) == 0
     accuracy = json.loads(capfd.readouterr().out)["metrics"]["eval/local_piqa_acc"]
     assert accuracy * 3 == pytest.approx(round(accuracy * 3))
     assert records(run) == before

@@ -150,7 +150,7 @@ def hub_error(error: BaseException, repo: str, action: str) -> UserError:
     from huggingface_hub import errors
 
     failed = f"{repo} cannot be {action}"
-    if isinstance(error, errors.RepositoryNotFoundError | errors.GatedRepoError):
+    if action == "read" and isinstance(error, errors.RepositoryNotFoundError):
         return UserError(
             f"{repo} is neither a local folder nor a repository on the Hub that you can read; "
             "check its name, or log in with hf auth login"

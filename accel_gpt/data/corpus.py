@@ -246,9 +246,7 @@ def open_corpus(config: Config) -> Corpus:
             "val": eval_splits(val, config.eval.tokens, named=bool(val_names(data))),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
-        target_mask=TargetMask(
-            document_end(data, [*sources, *other_folders(val, sources)]), config.own
-        ),
+        target_mask=TargetMask(document_end(data, [*sources, *val]), config.own),
         commits=data.commits or {},
         cache=cache,
     )
@@ -321,11 +319,6 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
     return vocab_size
 
 
-def other_folders(val: Sequence[Source], train: Sequence[Source]) -> list[Source]:
-    """Return the sources of `val` whose folders are not among the folders of `train`."""
-    return [source for source in val if source.path not in {one.path for one in train}]
-
-
 def document_end(data: DataConfig, sources: Sequence[Source]) -> int | None:
     """Return the token at which attention ends, or None without `data.document_mask`.
 
@@ -334,8 +327,8 @@ def document_end(data: DataConfig, sources: Sequence[Source]) -> int | None:
     """
     if not data.document_mask:
         return None
-    for source in sources:
-        check_documents(source)
+    for source in {source.path: source for source in reversed(sources)}.values():
+        check_documents(source)  # the first split of each folder
     return sources[0].tokenizer.eot_id
 
 

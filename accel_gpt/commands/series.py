@@ -72,8 +72,8 @@ class SeriesRun:
         if changed:
             key, (then, now) = next(iter(changed.items()))
             raise UserError(
-                f"{self.folder} was trained with {key} {then}, but now has {now}; set it to the "
-                "same value, or choose another folder"
+                f"{self.folder} was trained with {key} {then}, but now has {now}; set another "
+                "out_dir"
             )
         self.budget = config.train.budget
         self.stop_at = config.train.stop_at
@@ -81,7 +81,7 @@ class SeriesRun:
         require(
             folder.step <= self.steps,
             f"{self.folder} was trained to step {folder.step}, but now ends at step {self.steps}; "
-            "leave out train.stop_at, or choose another folder",
+            "set another out_dir",
         )
         self.divergence = self.folder / "diverged.txt"  # the error of a run that diverged
         out.mkdir(parents=True, exist_ok=True)

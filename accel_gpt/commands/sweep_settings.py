@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from accel_gpt.config.values import to_flat
 from accel_gpt.errors import require
 
 PROGRAM = "accel-gpt sweep"
-MOST_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class Grid:
 def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     """Read the configs and keys of a sweep.
 
-    Raises `UserError` if there is only one setting, if a value is invalid, or for more than
-    `MOST_RUNS` runs.
+    Raises `UserError` if there is only one setting, or if a value is invalid.
     """
     given, common = read_arguments(arguments)
     out_dir = given.pop("out_dir", None)
@@ -56,13 +53,8 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     several = [key for key, values in swept.items() if len(values) > 1]
     require(
         bool(several),
-        "there is nothing to compare; give a second config, or an option several values, as in "
-        f"{example_of_values(given)}",
-    )
-    runs = math.prod(map(len, swept.values())) * max(1, len(seeds))
-    require(
-        runs <= MOST_RUNS,
-        f"the values make {runs:,} runs, but a sweep has at most {MOST_RUNS:,}; list fewer values",
+        "nothing to compare; expected several configs, or a key with several values, such as "
+        "--optim.lr 1e-3,3e-3",
     )
     if out_dir is None:
         first = read_values(Config, str(resolve_config(configs[0])), [])
@@ -79,18 +71,13 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     require(
         len(with_targets) in (0, len(settings)),
         f"{', '.join(with_targets[:3])} has a function targets(), but another setting has none, so "
-        "their losses are means over other targets; define targets() in the files of all settings",
+        "their losses are means over other targets",
     )
     return Grid(
         folder=Path(settings[0].config.out_dir),
         seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
         settings=[with_own_text(setting, settings[0]) for setting in settings],
     )
-
-
-def example_of_values(given: Mapping[str, str]) -> str:
-    """Return an option with two values, for an error; null: the run without a file of --code."""
-    return f"--code null,{given['code']}" if "code" in given else "--optim.lr 1e-3,3e-3"
 
 
 def word_of(key: str, value: str, values: Sequence[str]) -> str:

@@ -34,7 +34,7 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
     )
     require(
         path is None or Path(path).is_dir(),
-        f"{path} is not a folder; name a folder with YAML files of tasks",
+        f"{path} is not a folder",
     )
     manager = task_manager(path)
     known = [match for name in names for match in matching_tasks(name, manager)]
@@ -43,8 +43,7 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
     except Exception as error:  # from datasets, the Hub, the network or a task's own code
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"the tasks {', '.join(known)} could not be loaded ({type(error).__name__}: {reason}); "
-            "check that the Hub is reachable, or that the files in the tasks' YAML exist"
+            f"the tasks {', '.join(known)} could not be loaded ({type(error).__name__}: {reason})"
         ) from error
     inside = {name for children in loaded["group_map"].values() for name in children}
     named = loaded["groups"] | loaded["tasks"]
@@ -66,8 +65,6 @@ def matching_tasks(name: str, manager: Any) -> list[str]:
         return [name]
     if not found:
         hint = did_you_mean(name, manager.all_tasks, "`lm_eval ls tasks` lists all tasks")
-        if "," in name:
-            hint = "repeat --tasks for several tasks"
         raise UserError(f"unknown task {name!r}; {hint}")
     return found
 

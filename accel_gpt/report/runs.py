@@ -79,13 +79,10 @@ def open_runs(folders: Sequence[str]) -> list[NamedRun]:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """Return a unique name for each path: its last part, or its last two or three parts.
-
-    If three parts are not unique either, the names are numbered.
-    """
+    """Return the last part of each path; if two are equal, the last two parts, or whole paths."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
-    for count in (1, 2, 3):
+    for count in (1, 2):
         names = ["/".join(path.parts[-count:]) for path in absolute]
         if len(set(names)) == len(names):
             return names
-    return [f"{name} ({i})" for i, name in enumerate(names, start=1)]
+    return [str(path) for path in paths]

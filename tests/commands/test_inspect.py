@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from safetensors.torch import load_file
-from tokenizers.models import WordLevel
 
 from accel_gpt.cli import dispatch
 from accel_gpt.console import run_main
@@ -161,24 +159,6 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     options = ("--data.tokenizer", "bytes", "--data.dtype", "uint32")
     train = reported(capsys, tmp_path / "raw", *options, code=3)["splits"]["train"]
     assert (train["tokens"], train["largest_id"]) == (3, 65_535)
-
-
-@pytest.mark.parametrize("vocab_size", [65_536, 65_537])
-def test_uint16_ids_of_a_vocabulary_that_fills_uint16(
-    tmp_path: Path, capsys: Printed, vocab_size: int
-) -> None:
-    words = {f"w{i}": i for i in range(1, vocab_size)} | {"<|endoftext|>": 0}
-    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="w1"))
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    np.array([65_535, 5, 0, 7], "<u2").tofile(tmp_path / "train.bin")
-    options = ("--data.dtype", "uint16") if vocab_size > 65_536 else ()
-    if vocab_size > 65_536:
-        assert call("inspect", tmp_path) == 2
-        problem = "uint16, does not hold all 65,537 tokens of the tokenizer"
-        assert f"{problem}; set data.dtype" in capsys.readouterr().err
-    train = reported(capsys, tmp_path, *options)["splits"]["train"]
-    assert (train["documents"], train["largest_id"]) == (1, 65_535)
 
 
 # --------------------------------------------------------------------------- runs

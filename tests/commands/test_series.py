@@ -34,11 +34,9 @@ PROGRAM = (
 @pytest.mark.parametrize(
     ("count", "given", "devices"),
     [
-        (0, None, [None]),
         (0, "", [None]),
         (2, None, ["0", "1"]),
         (2, "3,5", ["3", "5"]),
-        (1, "GPU-8932f937", ["GPU-8932f937"]),
     ],
 )
 def test_each_visible_gpu_takes_a_run(

@@ -456,6 +456,7 @@ def test_auto_tries_a_step_with_the_own_model_loss_and_optimizer(folder: Path) -
     assert (folder / "called").read_text() == "model optimizer loss loss "
 
 
+@pytest.mark.slow
 def test_an_own_model_and_loss_compile_without_a_graph_break(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -338,6 +338,7 @@ def test_a_tracker_is_checked_before_data_are_prepared(
     assert not (tmp_path / "own").exists()
 
 
+@pytest.mark.slow
 def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
     made = ["--data.train", str(tmp_path / "own")]

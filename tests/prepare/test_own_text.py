@@ -85,6 +85,7 @@ def nanogpt_folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settings_kept")
 def test_a_shipped_config_trains_on_a_data_folder_as_it_is(
     corpus: Path,
@@ -108,6 +109,7 @@ def test_a_shipped_config_trains_on_a_data_folder_as_it_is(
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_run_prepares_in_a_child_and_gives_it_no_setting_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

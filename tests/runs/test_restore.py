@@ -99,6 +99,7 @@ def test_another_number_of_processes_is_stated(
     assert "was trained by 2 processes; this run has 1" in said
 
 
+@pytest.mark.slow
 def test_a_checkpoint_between_other_micro_steps_begins_a_step_of_its_own(
     small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_a_change_that_is_allowed_is_named_and_in_force(
     assert [(g["weight_decay"], g["betas"][1]) for g in groups] == [(0.3, 0.9), (0.0, 0.9)]
 
 
+@pytest.mark.slow
 def test_a_longer_run_needs_no_permission_where_no_step_changes(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,13 +26,12 @@ def implied_vocab_size(given: Mapping[str, Any]) -> int:
         given.get("model.vocab_size")
         or tokenizer_vocab_size(tokenizer, trained)
         or prepared_vocab_size(given.get("data.train"))
-        or file_vocab_size(str(tokenizer))
     )
     subject = f"the size of tokenizer {tokenizer}" if tokenizer else "its size"
     require(
         size is not None,
         f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
-        f"{subject} is unknown; set data.tokenizer or model.vocab_size",
+        f"{subject} is unknown; set model.vocab_size, or prepare the data first",
     )
     assert size is not None
     return int(size)
@@ -46,25 +45,6 @@ def tokenizer_vocab_size(name: str | None, trained: int) -> int | None:
     if name == "bpe":
         return trained
     return KNOWN_VOCABULARIES.get(str(name))
-
-
-def file_vocab_size(name: str) -> int | None:
-    """Return the vocabulary size of a tokenizer.json; None if there is none.
-
-    `name` is a file, a folder, or a Hub id that is in the local cache.
-    """
-    path: Any = Path(name, "tokenizer.json") if Path(name).is_dir() else name
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        if not Path(name).exists() and "/" in name:
-            from huggingface_hub import try_to_load_from_cache
-
-            repo, _, revision = name.removeprefix("hf://").partition("@")
-            path = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
-        content = read_json(Path(path))
-        known = content["model"]["vocab"]
-        ids = known.values() if isinstance(known, dict) else range(len(known))
-        return int(max([*ids, *(token["id"] for token in content["added_tokens"])])) + 1
-    return None
 
 
 def prepared_vocab_size(train: Any) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_gpt import train
 from accel_gpt.commands import clock
@@ -21,6 +22,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.launch import resolve
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.runs.folder import RunFolder
+from accel_gpt.training.metrics import Stopwatch
 from tests.conftest import launch
 from tests.test_launch import TORCHRUN, TRAIN, finish
 from tests.test_train import records
@@ -321,10 +323,12 @@ def test_a_run_of_another_length_equals_one_that_has_it_from_the_start(
     forty_steps(0.0)
     often = ["--eval.every", "3", "--checkpoint.every", "3", "--schedule.name", schedule]
     often += ["--train.max_steps", "40"]  # so that no interval is scaled at first
+    often += ["--log.every", "20"]  # scaled to 5 at the second look
     assert launch(small_run(*FOR_TEN_MINUTES, *often)) == 0
     run = tmp_path / "run"
     assert planned(run)["max_steps"] == 8
     assert planned(run)["budget"]["looked_at"] == 4
+    assert [record["step"] for record in records(run)] == [1, 3, 5, 6, 8]
     assert re.search(r"^budget   8 steps in 10m, not 40: a step", capsys.readouterr().err, re.M)
     assert launch([str(run / "config.yaml"), "--out_dir", str(tmp_path / "again")]) == 0
     assert without_speed(run) == without_speed(tmp_path / "again")
@@ -431,3 +435,16 @@ def test_a_schedule_that_falls_from_the_start_is_told(
     assert planned(tmp_path / "run")["max_steps"] == 40
     assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "12")) == 0
     assert "WARNING: up to step" not in capsys.readouterr().err
+
+
+def test_the_first_lap_of_a_launch_is_not_the_speed_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It compiles."""
+    now = [0.0]
+    monkeypatch.setattr("accel_gpt.training.metrics.time.monotonic", lambda: now[0])
+    watch = Stopwatch(torch.device("cpu"), step=3, seconds_before=0)
+    for seconds, step in ((50.0, 4), (56.0, 6), (62.0, 9)):
+        now[0] = seconds
+        watch.lap(step)
+    assert watch.step_seconds == 12 / 5

@@ -10,6 +10,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,27 +93,29 @@ def test_lowest_constraints_are_the_lower_bounds() -> None:
 
 
 @pytest.mark.slow
-def test_training_needs_neither_datasets_nor_pyarrow(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the king went to war by the sea\n" * 400)
+def test_training_needs_neither_datasets_nor_pyarrow(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Only the preparation of a text does."""
     code = (
         "import sys; sys.modules.update(datasets=None, pyarrow=None)\n"
         "import accel_gpt.cli, accel_gpt.commands.report, accel_gpt.transformers_io.export\n"
         "sys.exit(accel_gpt.cli.dispatch(sys.argv[1:]))"
     )
-    words = [sys.executable, "-c", code, "train", "quickstart", *few_steps()]
+    words = [sys.executable, "-c", code, "train", *small_run("--train.max_steps", "3")]
     done = subprocess.run(
         words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs/quickstart/checkpoints/step_00000003").is_dir()
+    assert (tmp_path / "run/checkpoints/step_00000003").is_dir()
 
 
 def few_steps() -> list[str]:
     """Return options that make quickstart take seconds, on `text.txt`."""
     return [
         *("--data.prepare.source", "text.txt"),
-        *("--data.prepare.vocab_size", "270"),
+        *("--data.prepare.tokenizer", "bpe", "--data.prepare.vocab_size", "270"),
         *("--data.train", "data/text", "--train.max_steps", "3"),
         *("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "32"),
         *("--train.tokens_per_step", "128", "--train.micro_batch_size", "4"),

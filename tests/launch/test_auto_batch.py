@@ -141,7 +141,7 @@ def test_a_trial_has_the_moments_of_the_optimizer_from_its_first_backward_pass(
             return super().forward(*args, **options)
 
     monkeypatch.setattr(sizing, "build_optimizer", keep)
-    monkeypatch.setattr("accel_gpt.model.own.GPT", Watched)
+    monkeypatch.setattr("accel_gpt.model.make.GPT", Watched)
     sizing.try_step(load_config(small_run(), "test"), 257, Accelerator(cpu=True))
 
 

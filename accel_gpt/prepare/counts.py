@@ -84,10 +84,7 @@ class Counts:
             named = ", ".join(left_out)
             yield f"WARNING: {plural(len(left_out), 'file')} not in UTF-8, left out: {named}"
         if self.pages:
-            yield (
-                f"WARNING: {plural(self.pages, 'document')} look like HTML, and their markup is "
-                "in the tokens"
-            )
+            yield f"WARNING: the markup of HTML is in {plural(self.pages, 'document')}"
         if self.unknown:
             assert tokenizer.unk_id is not None
             yield (

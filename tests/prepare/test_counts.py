@@ -184,7 +184,7 @@ def test_pages_of_html_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for name, text in (("page.txt", page), ("notes.md", "a < b\n" * 9), ("x.html", page)):
         (tmp_path / name).write_text(text)
     told = run_prepare(tmp_path, tmp_path / "data" / "out", capsys)
-    assert "WARNING: 2 documents look like HTML, and their markup is in the tokens" in told
+    assert "WARNING: the markup of HTML is in 2 documents" in told
 
 
 # --------------------------------------------------------------------------- encodings

@@ -82,9 +82,14 @@ def code_of(state: TrainState) -> str:
 
 
 def check_same_config(config: Config, allowed: tuple[str, ...]) -> None:
-    """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint."""
+    """Raise `UserError` if `out_dir` holds a run with another config, but no checkpoint.
+
+    Also if its config.yaml cannot be read: the run would replace it.
+    """
     run = RunFolder(config.out_dir)
-    check_known_options(run.path / "config.yaml", run.config)
+    file = run.path / "config.yaml"
+    require(bool(run.config) or not file.exists(), f"{file} cannot be read as the config of a run")
+    check_known_options(file, run.config)
     changes = config_changes(run.config, to_flat(config)) if run.config else {}
     rejected = {key: change for key, change in changes.items() if not is_allowed(key, allowed)}
     if rejected:

@@ -191,6 +191,15 @@ def test_an_option_of_another_version_is_never_dropped(
         check_same_config(config, ())
 
 
+@pytest.mark.parametrize("content", ["seed: [", "a note", ""])
+def test_a_config_of_a_run_that_cannot_be_read_is_not_replaced(
+    content: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+        check_same_config(Config(out_dir=str(tmp_path)), ())
+
+
 def test_the_best_loss_so_far_is_that_of_the_same_text_in_all_named_sets(
     small_run: Arguments, corpus: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, check_folder
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import train_paths
-from accel_gpt.errors import UserError, require
+from accel_gpt.errors import require
 from accel_gpt.launch.ranks import (
     all_gather,
     all_ranks,
@@ -31,7 +31,7 @@ from accel_gpt.launch.stopping import exiting_on_signals
 from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
 from accel_gpt.prepare.child import SETTINGS
 from accel_gpt.prepare.prepare import prepare
-from accel_gpt.prepare.sources import select
+from accel_gpt.prepare.sources import KEY, select
 
 
 def ensure_data(config: Config) -> None:
@@ -100,15 +100,9 @@ def is_missing(data: DataConfig) -> bool:
 
 def check_text(config: Config) -> None:
     """Raise `UserError` if there is no text to prepare; the message names the key the user set."""
-    prepare = config.data.prepare
-    if is_url(str(prepare.source)):
-        return
-    try:
-        select(prepare)
-    except UserError as error:
-        if config.data.train != own_text_folder(config.out_dir):
-            raise
-        raise UserError(str(error).replace("data.prepare.source", "data.text")) from None
+    is_own = config.data.train == own_text_folder(config.out_dir)
+    if not is_url(str(config.data.prepare.source)):
+        select(config.data.prepare, key="data.text" if is_own else KEY)
 
 
 def run_prepare(settings: dict[str, object] | None) -> None:

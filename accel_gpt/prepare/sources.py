@@ -1,46 +1,34 @@
 """Select what is read of a source: its files in order, their kind, and their splits.
 
 Files whose endings are in `ROW_KINDS` are read by row, with `datasets`. All others are text, one
-document a file. Downloads go to ~/.cache/accel_gpt (or $XDG_CACHE_HOME/accel_gpt).
+document a file. Downloads go to ~/.cache/accel_gpt/text (or $XDG_CACHE_HOME/accel_gpt/text).
 """
 
-import contextlib
 import glob
 import hashlib
 import json
 import os
 import re
 import sysconfig
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.console import write_err
-from accel_gpt.data.remote import (
-    Missing,
-    Refused,
-    Store,
-    Unreachable,
-    file_info,
-    is_url,
-    short_hash,
-)
-from accel_gpt.errors import AccelGPTError, UserError, require
+from accel_gpt.data.remote import Store, Unreachable, file_info, is_url, short_hash
+from accel_gpt.errors import UserError, require
 from accel_gpt.files import cache_folder, is_local, sha256
 from accel_gpt.hub import is_repo
 from accel_gpt.prepare.rows import ROW_KINDS
 from accel_gpt.prepare.text_files import (
-    HEAD_BYTES,
     is_binary,
     is_page,
-    open_file,
     placeholder_in,
+    read_head,
     unpacked_name,
 )
 
@@ -48,7 +36,7 @@ KEY = "data.prepare.source"
 STDLIB = "stdlib"
 HUB = "hub"
 TEXT = "text"
-PAGE = "an HTML page"
+EXPECTED = "expected text, JSON, CSV or Parquet"
 HIDDEN = "hidden, a lock or a link to a folder"
 HTML_ENDINGS = (".html", ".htm", ".xhtml")
 # Files that mark the folder of a run, or a data folder, finished or not
@@ -92,47 +80,40 @@ class Selection:
     lines: list[str]
 
 
-def select(config: PrepareConfig) -> Selection:
-    """Select what is read, after downloading the file of a URL.
+def select(config: PrepareConfig, key: str = KEY) -> Selection:
+    """Select what is read, after downloading the file of a URL; errors name `key`.
 
     A data set of the Hub is not opened. Raises `UserError` if there is nothing to read.
     """
-    require(
-        bool(config.source),
-        f"{KEY} is not set; give a file, a folder, a glob, a URL, a data set of the Hub or stdlib",
-    )
-    selection = select_source(str(config.source))
+    selection = select_source(str(config.source), key)
     if config.val is None:
         return selection
-    try:
-        other = select_source(config.val)
-    except UserError as error:
-        raise type(error)(str(error).replace(KEY, "data.prepare.val")) from None
-    own = [source for source in selection.sources if source.split != "val"]
-    found = [Selected(one.name, one.kind, one.files, "train") for one in own]
+    other = select_source(config.val, "data.prepare.val")
+    for_train = [source for source in selection.sources if source.split != "val"]
     # of a source that has splits, its validation split
-    for_val = [one for one in other.sources if one.split == "val"] or other.sources
-    found += [Selected(one.name, one.kind, one.files, "val") for one in for_val]
+    for_val = [source for source in other.sources if source.split == "val"] or other.sources
+    sources = [replace(source, split="train") for source in for_train]
+    sources += [replace(source, split="val") for source in for_val]
     lines = selection.lines
-    if len(own) < len(selection.sources):
+    if len(for_train) < len(selection.sources):
         lines = [*lines, f"left out: the validation split of {config.source}, for {config.val}"]
-    return Selection(found, [*lines, *other.lines])
+    return Selection(sources, [*lines, *other.lines])
 
 
-def select_source(name: str) -> Selection:
-    """Select what is read of one source."""
+def select_source(name: str, key: str) -> Selection:
+    """Select what is read of the source `name`, which is the value of `key`."""
     if name == STDLIB:
         return Selection([Selected(name, STDLIB, stdlib_files())], [])
     if is_url(name):
-        file = download_text(name)
-        kind = kind_of_file(name.split("?")[0].split("#")[0])
-        return Selection([Selected(name, kind, [file])], describe_read(name, kind, [file]))
+        file = download_text(name, key)
+        kind = kind_of_file(file.name)
+        return Selection([Selected(name, kind, [file])], [describe_read(name, kind, [file])])
     if os.path.exists(name) or glob.has_magic(name):
-        return select_files(name)
+        return select_files(name, key)
     if "/" in name and not is_local(name) and is_repo(name):
         return Selection([Selected(name, HUB)], [])
     raise UserError(
-        f"{KEY} is {name}, but there is no such file; expected a file, folder, glob, URL or data "
+        f"{key} is {name}, but there is no such file; expected a file, folder, glob, URL or data "
         "set of the Hub (user/name)"
     )
 
@@ -145,7 +126,7 @@ def kind_of_file(name: str) -> str:
 # --------------------------------------------------------------------------- local files
 
 
-def select_files(name: str) -> Selection:
+def select_files(name: str, key: str) -> Selection:
     """Select the files to read from a local file, folder or glob.
 
     If there are several kinds, the kind with the most bytes is read. A .json file beside text is
@@ -165,7 +146,7 @@ def select_files(name: str) -> Selection:
             kinds[path] = kind_of_file(path.name)
     if not kinds:
         problem = describe_left_out(left_out) or "it holds no file"
-        raise UserError(f"{KEY} is {name}, but {problem}; expected text, JSON, CSV or Parquet")
+        raise UserError(f"{key} is {name}, but {problem}; {EXPECTED}")
     data = {path for path in kinds if not is_beside_data(path)} or set(kinds)
     if any(kinds[path] == TEXT for path in data):
         for path in kinds:
@@ -187,8 +168,7 @@ def why_not_read(path: Path) -> str | None:
         return "not a regular file"
     if path.stat().st_size == 0:
         return "empty"
-    with open_file(path) as file:
-        head = file.read(HEAD_BYTES)
+    head = read_head(path)
     if placeholder := placeholder_in(head):
         return placeholder
     if kind_of_file(path.name) == TEXT and is_binary(head):
@@ -206,7 +186,7 @@ def by_split(
 ) -> Selection:
     """Return the sources of the files of one kind, by the splits that they are named after."""
     sources = [Selected(name, kind, files)]
-    lines = describe_read(name, kind, files)
+    lines = [describe_read(name, kind, files)]
     if splits := named_splits(name, files):
         named: defaultdict[str, list[Path]] = defaultdict(list)
         for file in files:
@@ -214,19 +194,19 @@ def by_split(
         left_out["named test"] = named["test"]
         left_out["beside the splits"] = named[""]
         sources = [Selected(name, kind, named["train"], "train" if named["val"] else None)]
-        lines = describe_read(name, kind, named["train"])
+        lines = [describe_read(name, kind, named["train"])]
         if named["val"]:
             sources.append(Selected(name, kind, named["val"], "val"))
-            lines += describe_read(f"{name} named validation", kind, named["val"])
+            lines.append(describe_read(f"{name} named validation", kind, named["val"]))
     if any(left_out.values()):
         lines.append(f"left out of {name}: {describe_left_out(left_out)}")
     return Selection(sources, lines)
 
 
-def describe_read(name: str, kind: str, files: Sequence[Path]) -> list[str]:
+def describe_read(name: str, kind: str, files: Sequence[Path]) -> str:
     """Return the line on the files that are read."""
     size = sum(file.stat().st_size for file in files)
-    return [f"reading {plural(len(files), 'file')} of {name} as {kind}, {size:,} bytes"]
+    return f"reading {plural(len(files), 'file')} of {name} as {kind}, {size:,} bytes"
 
 
 def describe_left_out(left_out: Mapping[str, Sequence[Path]]) -> str:
@@ -265,10 +245,16 @@ def splits_in(name: str) -> list[str]:
     return [split for split, names in SPLIT_WORDS.items() if words & names]
 
 
-def walk(root: Path, left_out: defaultdict[str, list[Path]]) -> list[Path]:
-    """List the files below `root` by relative path, and add to `left_out` what is not read."""
+def walk(
+    root: Path, left_out: defaultdict[str, list[Path]], skipped: frozenset[str] = frozenset()
+) -> list[Path]:
+    """List the files below `root` by relative path, and add to `left_out` what is not read.
+
+    `skipped`: names of folders that are not entered.
+    """
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
         for name in list(folders):
             path = Path(folder, name)
             is_made = any((path / marker).exists() for marker in MARKER_FILES)
@@ -310,14 +296,8 @@ def source_fingerprint(config: PrepareConfig, selection: Selection) -> str:
 def stdlib_files() -> list[Path]:
     """List the Python sources of the standard library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [n for n in folders if n not in STDLIB_SKIP and not n.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if name.lower().endswith(".py") and not name.startswith(".") and path.is_file():
-                found.append(path)
-    found.sort(key=lambda path: path.relative_to(root).parts)
+    files = walk(root, defaultdict(list), STDLIB_SKIP)
+    found = [path for path in files if path.suffix.lower() == ".py" and path.is_file()]
     require(bool(found), f"this Python has no library sources in {root}; give another {KEY}")
     return found
 
@@ -325,65 +305,35 @@ def stdlib_files() -> list[Path]:
 # --------------------------------------------------------------------------- downloads
 
 
-def download_text(url: str) -> Path:
+def download_text(url: str, key: str) -> Path:
     """Download the file at `url`; return its path in the cache.
 
-    A file in the cache is read again if the tag or date that the server gives is the same. If the
-    server cannot be reached, the newest file of this URL is read, and a line says so. Raises
-    `UserError` if there is none, or if a placeholder comes, such as an HTML page.
+    A file in the cache is read again if the server gives the same size, and the same tag or date.
+    Raises `UserError` if there is none, or if a placeholder comes, such as an HTML page.
     """
-    cache = cache_folder()
     address, mark, query = url.partition("?")
-    folder, _, name = address.rstrip("/").rpartition("/")
+    folder, _, name = address.rpartition("/")
     store = Store(f"{folder}{mark}{query}")
-    beginning = short_hash(url)
-    ending = re.sub(r"[^A-Za-z0-9._-]", "_", name)
-    info: dict[str, Any] = {}
-    with contextlib.suppress(AccelGPTError, Unreachable):  # the download says why
-        info = store.info(name)
-    require_text(url, PAGE if info.get("mimetype") == "text/html" else None)
-    known = file_info(info)
-    version = known.tag or known.changed
-    target = cache / f"{beginning}-{short_hash(f'{known.size} {version}')}-{ending}"
-    if version and target.exists():
-        return target
-    temporary = cache / f"{beginning}.tmp-{os.getpid()}"
     try:
+        info = file_info(store.info(name))
+        version = info.tag or info.changed
+        cache = cache_folder() / "text" / short_hash(f"{url} {info.size} {version}")
+        target = cache / (name or "text")
+        if version and target.exists():
+            return target
         cache.mkdir(parents=True, exist_ok=True)
-        store.download(name, temporary)
-        with temporary.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-        page = PAGE if is_page(head.decode("utf-8", "replace").removeprefix("\ufeff")) else None
-        require_text(url, placeholder_in(head) or page)
-        require(bool(head), f"{KEY} is {url}, but the file there is empty")
-        if not version:
-            target = cache / f"{beginning}-{sha256(temporary)[:16]}-{ending}"
-        temporary.rename(target)
-    except Unreachable as error:
-        earlier = [(path.stat().st_mtime, path) for path in cache.glob(f"{beginning}-*-{ending}")]
-        if not earlier:
-            raise not_downloaded(url, cache, error) from None
-        seconds, target = max(earlier)
-        write_err(
-            f"{url} cannot be reached ({error}); reading {target} from the cache, downloaded on "
-            f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d}"
-        )
-    except (OSError, Missing, Refused) as error:
-        raise not_downloaded(url, cache, error) from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target
-
-
-def not_downloaded(url: str, cache: Path, error: Exception) -> UserError:
-    """Return the error for a file that could not be downloaded to the folder `cache`."""
-    return UserError(f"{url} could not be downloaded to {cache}: {error}")
-
-
-def require_text(url: str, placeholder: str | None) -> None:
-    """Raise `UserError` if a placeholder comes from a URL, but not for a page named as one."""
-    named = url.partition("?")[0].lower().endswith(HTML_ENDINGS)
-    require(
-        placeholder is None or (placeholder == PAGE and named),
-        f"{KEY} is {url}, but {placeholder} comes from there; expected text, JSON, CSV or Parquet",
-    )
+        with tempfile.TemporaryDirectory(dir=cache) as temporary:
+            file = Path(temporary, target.name)
+            store.download(name, file)
+            reason = why_not_read(file)
+            text = read_head(file).decode("utf-8-sig", "replace")
+            if is_page(text) and not address.lower().endswith(HTML_ENDINGS):
+                reason = "an HTML page"
+            if reason is not None:
+                raise UserError(
+                    f"{key} is {url}, but what comes from there is {reason}; {EXPECTED}"
+                )
+            file.rename(target)
+        return target
+    except (OSError, Unreachable) as error:
+        raise UserError(f"{key} is {url}, but it cannot be downloaded: {error}") from None

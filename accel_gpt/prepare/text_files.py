@@ -110,6 +110,13 @@ def open_file(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read completely: {error}") from None
 
 
+def read_head(path: Path) -> bytes:
+    """Return the first bytes of a file, decompressed, which tell what it is."""
+    with open_file(path) as file:
+        head: bytes = file.read(HEAD_BYTES)
+    return head
+
+
 def unpacked_name(name: str) -> str:
     """Return a file name in small letters without the ending of a compression that is read."""
     name = name.lower()
@@ -167,9 +174,7 @@ def read_text(path: Path, encoding: str) -> Iterator[str]:
 
 def examine(path: Path) -> Text:
     """Read a text file for the first time, to learn its encoding, length and hash."""
-    with open_file(path) as file:
-        head = file.read(HEAD_BYTES)
-    marked = marked_encoding(head)
+    marked = marked_encoding(read_head(path))
     with contextlib.suppress(UnicodeDecodeError):
         return measure_text(path, marked or UTF8)
     detected = None if marked else detect_encoding(beyond_ascii(path))

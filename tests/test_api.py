@@ -144,7 +144,7 @@ def test_two_processes_train_beside_one(
     run = accel_gpt.run(*small_run(), options, processes=2)
     assert "2 processes" in capfd.readouterr().err
     assert list(run.metrics.index) == [1, 2, 3]
-    with pytest.raises(UserError, match="micro_batch_size"):
+    with pytest.raises(UserError, match="tokens_per_step"):
         accel_gpt.run(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)
 
 

@@ -441,6 +441,11 @@ class PlanCommand(ConfigCommand):
         None,
         "Kind of the devices: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ... null: CPUs.",
     )
+    memory_gb: float | None = option(
+        None,
+        "Memory of a device in GB (1e9 bytes). null: the memory of --gpu.",
+        above=0,
+    )
     distribution: Literal["ddp", "fsdp"] = option(
         "ddp",
         "ddp: each device holds the whole model. fsdp: all devices share the model.",

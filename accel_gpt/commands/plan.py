@@ -141,7 +141,7 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
         precision == "no" or supported,
         f"train.mixed_precision is {precision}, but {gpu or 'a CPU'} does not support it",
     )
-    return Machine(options.gpus, gpu, sharded, precision)
+    return Machine(options.gpus, gpu, sharded, precision, options.memory_gb)
 
 
 def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
@@ -251,7 +251,7 @@ def verdict(report: Mapping[str, Any]) -> str:
     if memory is None:
         return f"The memory of the model() in {report['code']} is unknown; accel-gpt bench tells.\n"
     if memory["fits"] is None:
-        return "The memory of the device is unknown; give --gpu to see if the run fits.\n"
+        return "The memory of the device is unknown; give --gpu or --memory_gb.\n"
     largest = memory["largest_micro_batch_size"]
     if memory["fits"]:
         return f"It fits; train.micro_batch_size may be up to {largest}.\n"

@@ -47,6 +47,7 @@ class Machine:
     gpu: str | None  # a name that `launch/devices.py` finds; None: CPUs
     sharded: bool  # FSDP
     precision: str  # no, bf16, fp16 or fp8
+    memory_gb: float | None = None  # of a device; None: that of the GPU, unknown on a CPU
 
     @property
     def shards(self) -> int:
@@ -59,8 +60,10 @@ class Machine:
         return FLOAT_BYTES if self.precision == "no" else 2
 
     @property
-    def device_bytes(self) -> int | None:
-        """Return the memory of a GPU; None on a CPU."""
+    def device_bytes(self) -> float | None:
+        """Return the memory of a device; None if it is unknown."""
+        if self.memory_gb is not None:
+            return self.memory_gb * 1e9
         return None if self.gpu is None else device_memory(self.gpu)
 
     def dtype(self, matmul_precision: str) -> str:

@@ -166,6 +166,7 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     [
         ("gpt2_350m --gpu t4", 8),
         ("gpt2_1558m --gpu t4", None),
+        ("gpt2_124m --gpu t4 --memory_gb 6 --train.mixed_precision no", 2),
     ],
 )
 def test_a_run_that_does_not_fit_is_told_what_fits(

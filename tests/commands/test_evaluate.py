@@ -1,7 +1,6 @@
 """`accel-gpt evaluate`: print the metrics of a model, and change no file."""
 
 import json
-import math
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -9,23 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands.evaluate import report_text
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.data.shards import open_split
-from accel_gpt.evals.hellaswag import ending_losses, read_questions
-from accel_gpt.evals.validation import eval_sequences
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.folder import locked
-from accel_gpt.transformers_io.export import export
-from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here
-from tests.evals import test_hellaswag as hellaswag
 from tests.evals.test_hellaswag import short
 from tests.test_launch import ACCELERATE, PLAIN
 from tests.test_train import records
@@ -127,15 +117,6 @@ def test_other_data_is_named(
     assert "the data has a different tokenizer (chars" in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_its_run_needs_data(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lone = shutil.copytree(trained / "checkpoints" / "step_00000004", tmp_path / "lone")
-    assert call(lone) == 2
-    told = "is not the folder of a run, so its val data is unknown; give --data"
-    assert told in capsys.readouterr().err
-
-
 def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
     small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
@@ -187,40 +168,3 @@ def test_real_processes_give_the_same_bits(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == evaluate(*words)  # rank 0 prints
-
-
-@pytest.mark.slow
-def test_equal_to_transformers_on_the_exported_model(
-    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
-) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    text, folder, run = tmp_path / "text.txt", tmp_path / "bpe", tmp_path / "run"
-    recipe = PrepareConfig(source=str(text), tokenizer="bpe", vocab_size=300, shard_tokens=3000)
-    prepare(recipe, folder)
-    shape = ["--data.train", str(folder), "--model.block_size", str(hellaswag.BLOCK)]
-    shape += ["--train.micro_batch_size", "4"]
-    assert launch(small_run(*FOUR, *shape)) == 0
-    export(str(run), tmp_path / "exported")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
-    encode = AutoTokenizer.from_pretrained(tmp_path / "exported").encode
-    questions = [hellaswag.question(i) for i in range(9)]
-    file = hellaswag.write(tmp_path / "h.jsonl", questions)
-    found = evaluate(run, "--tokens", "null", "--hellaswag", file)["metrics"]
-
-    split, nats, count = open_split(folder, "val"), 0.0, 0
-    with torch.no_grad():
-        for shard, start in eval_sequences(split, hellaswag.BLOCK, None).tolist():
-            size = min(hellaswag.BLOCK + 1, int(split.lengths[shard]) - start)
-            row = torch.from_numpy(split.read(shard, start, size).astype("int64"))
-            logits = theirs(row[None, :-1]).logits[0].double()
-            nats += F.cross_entropy(logits, row[1:], reduction="sum").item()
-            count += size - 1
-        likely = hellaswag.by_hand(questions, encode, lambda ids: theirs(ids).logits)
-    assert found["eval/val_loss"] == pytest.approx(nats / count, abs=1e-4)
-    assert found["eval/val_perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
-    hellaswag.check_figures(found, likely)
-    model, tokenizer = load_pretrained(str(run))
-    read = read_questions(str(file), tokenizer, hellaswag.BLOCK, tokenizer.vocab_size)
-    losses = ending_losses(model, read, Accelerator(cpu=True), 4)
-    assert (-losses).tolist() == pytest.approx([x for row in likely for x in row], abs=1e-4)

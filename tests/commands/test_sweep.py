@@ -3,13 +3,8 @@
 import contextlib
 import json
 import math
-import os
-import random
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +22,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.runs.folder import step_name
-from tests.conftest import THOROUGH, run_here, thorough
+from tests.conftest import run_here
 from tests.helpers.runs import LAUNCH, make_run, record
 
 LOSSES = {1e-3: 3.0, 2e-3: 3.0, 3e-3: 2.0, 1e-2: 2.5, 1.0: math.inf, 2.0: 9.0}
@@ -271,42 +266,6 @@ def test_the_runs_of_another_sweep_are_not_taken(
     assert "was trained to step 12, but now ends at step 5; " in capsys.readouterr().err
 
 
-@thorough
-@pytest.mark.slow
-def test_killed_and_started_again_gives_the_same_losses(
-    small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    def start(name: str) -> subprocess.Popen[bytes]:
-        words = ["--optim.lr", "1e-3,1e-2", "--seed=1", "--out_dir", str(tmp_path / name)]
-        command = [sys.executable, "-m", "accel_gpt", "sweep", *small_run(), *words]
-        return subprocess.Popen(command, env={**os.environ, "ACCEL_GPT_FAULT": "step:5=sleep"})
-
-    began = time.monotonic()
-    assert start("whole").wait() == 0
-    whole, draw = time.monotonic() - began, random.Random(0)
-    for _ in range(3 * THOROUGH):
-        killed = start("killed")
-        time.sleep(draw.uniform(0.2, 0.7) * whole)
-        killed.kill()
-        killed.wait()
-    assert start("killed").wait() == 0
-    found = []
-    for name in ("whole", "killed"):
-        settings = json.loads((tmp_path / name / "sweep.json").read_text())["settings"]
-        found.append([setting | {"time": None} for setting in settings])
-    assert found[0] == found[1]
-
-
-def test_settings_that_learn_other_targets_are_not_compared(
-    small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    code = tmp_path / "masks.py"
-    code.write_text("def targets(tokens, targets, documents):\n    return targets\n")
-    config = small_run()[0]
-    with pytest.raises(UserError, match=r"masks\.py has a function targets\(\), but another"):
-        read_grid([config], ["--code", f"null,{code}"])
-
-
 def test_files_that_keep_other_targets_are_not_compared(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -317,6 +276,8 @@ def test_files_that_keep_other_targets_are_not_compared(
             f"    return targets.masked_fill(tokens != ord({letter!r}), -100)\n"
         )
     config = small_run()[0]
+    with pytest.raises(UserError, match=r"one\.py has a function targets\(\), but another"):
+        read_grid([config], ["--code", f"null,{tmp_path / 'one.py'}"])
     for other, refused in (("two", True), ("three", False)):
         files = f"{tmp_path / 'one.py'},{tmp_path / other}.py"
         grid = read_grid([config], ["--code", files, "--out_dir", str(tmp_path / "sweep")])

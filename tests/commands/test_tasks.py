@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on the exported model: metrics and errors."""
+"""Tasks of lm-evaluation-harness on the exported model."""
 
 import importlib.util
 import json
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from accel_gpt import cli
-from accel_gpt.commands.tasks import metrics_of, open_tasks
-from accel_gpt.errors import UserError
+from accel_gpt.commands.tasks import metrics_of
 from tests.conftest import launch, run_here
 from tests.helpers.harness_tasks import write_tasks
 from tests.test_train import records
@@ -75,15 +74,6 @@ def test_the_command_prints_the_metrics_of_tasks(
     assert records(run) == before
     assert run_here(cli.dispatch, [*command, "local_piga"]) == 2
     assert "error: unknown task 'local_piga'; did you mean local_piqa" in capfd.readouterr().err
-
-
-# --------------------------------------------------------------------------- mistakes
-
-
-def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"; run pip install -e '\.\[lm-eval\]' in the clone"):
-        open_tasks(["piqa"], None)
 
 
 def test_names_of_metrics() -> None:

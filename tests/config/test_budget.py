@@ -159,14 +159,6 @@ def test_lengths_are_scaled_from_the_length_that_they_are_meant_for() -> None:
     assert with_length(nothing, 50).eval.every == 0
 
 
-@given(st.integers(2, 10**6), st.integers(0, 2000), st.integers(1, 2000))
-def test_a_schedule_fits_any_length(steps: int, warmup: int, decay: int) -> None:
-    config = config_with(
-        schedule__name="wsd", schedule__warmup_steps=warmup, schedule__decay_steps=decay
-    )
-    assert make_plan(with_length(config, steps), 1).max_steps == steps
-
-
 # --------------------------------------------------------------------------- the second look
 
 RUNS = st.fixed_dictionaries(

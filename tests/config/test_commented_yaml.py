@@ -54,8 +54,3 @@ def test_a_dumped_config_has_every_key_with_its_docstring() -> None:
         inner = {name for name in field_types(type(part)) if is_section(getattr(part, name))}
         assert documented.keys() | inner == field_types(type(part)).keys()
     assert "Default: 524288.\n  tokens_per_step: 4096" in text
-
-
-def test_options_count_as_for_a_run() -> None:
-    config = named_config(["gpt2_124m", "--train.max_steps", "5"])  # overrides its max_tokens
-    assert (config.train.max_steps, config.train.max_tokens) == (5, None)

@@ -153,11 +153,3 @@ def test_the_vocabulary_is_that_of_the_prepared_folder(load: Load, corpus: Path)
     assert config.train == load("--model.depth", 2, "--model.vocab_size", 257).train
     mixture = f"[{{path: {corpus}, weight: 1}}]"
     assert load("--data.train", mixture, "--model.depth", 2).train == config.train
-
-
-def test_a_depth_on_the_command_line_goes_before_the_shape_in_the_file(load: Load) -> None:
-    text = "model: {n_layer: 3, n_head: 2, n_embd: 192, vocab_size: 257}\noptim: {lr: 0.5}"
-    config = load("--model.depth", 4, "--model.n_head", 1, text=text)
-    assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (4, 256, 1)
-    assert config.optim.lr == 0.5
-    assert load(text="model: {depth: 4, n_layer: 3, vocab_size: 257}").model.n_layer == 3

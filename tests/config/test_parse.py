@@ -170,23 +170,6 @@ def test_a_command_takes_its_options_and_the_keys_of_its_config(config_file: str
     assert BenchCommand.parse(["--steps", "9", config_file]).steps == 9
 
 
-def test_every_knob_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        load_config(["--help-all"], "train.py")
-    assert not stopped.value.code
-    shown = capsys.readouterr().out
-    assert all(f"--{key} " in shown for key in leaves(Config))
-
-
-def test_an_option_replaces_what_excludes_it_in_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.yaml"
-    path.write_text("train: {max_tokens: 1e6}\nschedule: {decay_share: 0.3}\n")
-    config = load(str(path), "--train.max_steps", "2", "--schedule.decay_steps", "1")
-    assert (config.train.max_steps, config.train.max_tokens) == (2, None)
-    schedule = config.schedule
-    assert (schedule.decay_steps, schedule.decay_share) == (1, None)
-
-
 def test_an_option_replaces_options_of_the_layers_before_it() -> None:
     lower = {"model.n_layer": 3, "model.n_embd": 192, "data.prepare.source": "stdlib", "seed": 1}
     upper = {"model.depth": 4, "model.n_embd": 256, "data.train": "mine"}

@@ -21,14 +21,6 @@ def config(schedule: ScheduleConfig | None = None, block_size: int = 1024, **tra
     )
 
 
-def test_half_a_million_tokens_are_spelled_out() -> None:
-    plan = make_plan(config(tokens_per_step=524_288, micro_batch_size=16), world_size=4)
-    assert plan.accumulation_steps == 8
-    assert plan.describe().startswith(
-        "524,288 tokens per step = 16 sequences x 1,024 tokens x 8 micro-steps x 4 processes"
-    )
-
-
 @given(micro=st.integers(1, 8), accumulation=st.integers(1, 8), world=st.integers(1, 8))
 def test_micro_steps_of_all_processes_number_the_sequences_of_a_step(
     micro: int, accumulation: int, world: int

@@ -13,7 +13,7 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
-from accel_gpt.console import format_hours, run_main
+from accel_gpt.console import run_main
 from accel_gpt.cost.data_sizes import EvaluationTokens, evaluated_tokens
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
@@ -185,19 +185,6 @@ def test_a_run_that_does_not_fit_is_told_what_fits(
     assert plan(capsys, *words.split(), *setting.split())["memory"]["fits"] is True
 
 
-@pytest.mark.parametrize(("flags", "shown"), [((), "float32"), (("amx_bf16",), "bf16")])
-def test_auto_is_the_precision_of_this_cpu(
-    flags: tuple[str, ...],
-    shown: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("accel_gpt.launch.devices.cpu_flags", lambda: frozenset(flags))
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    found = plan(capsys, GPT2, "--train.mixed_precision", "auto")
-    assert found["machine"] == f"1 x CPU process, {shown}"
-
-
 def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixture[str]) -> None:
     asked = (GPT2, "--gpu", "h100", "--train.micro_batch_size")
     largest = plan(capsys, *asked, 1)["memory"]["largest_micro_batch_size"]
@@ -257,8 +244,3 @@ def test_every_split_that_is_evaluated_counts(corpus: Path, tmp_path: Path) -> N
     away = ("--data.val", str(tmp_path / "away"))
     assert tokens(*away).each == 512 + 512
     assert tokens(*away, "--eval.tokens", "null").each is None
-
-
-def test_times_are_written_as_people_do() -> None:
-    given = (0.01, 0.4, 1.995, 2.17, 80.0)
-    assert [*map(format_hours, given)] == ["36 s", "24 min", "2 h 0 min", "2 h 10 min", "3.3 days"]

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.experiment import Config, TrainConfig
-from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import UserError
-from accel_gpt.launch import accelerator, process, unsupported
 from accel_gpt.launch import compile as compilation
+from accel_gpt.launch import process, unsupported
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import Block
 from tests.conftest import QUIET, launch
@@ -157,19 +152,6 @@ def test_the_type_of_the_residual_stream_is_that_of_the_precision_and_blocks_are
     assert seen == [dtype] * (3 * 2 * passes)  # in three steps, of two blocks
 
 
-@pytest.mark.usefixtures("settings_kept")
-def test_a_bucket_of_ddp_holds_several_blocks() -> None:
-    """DDP assigns the parameters from the last one, and ends a bucket as soon as it is full."""
-    gpt = GPT.allocate(ModelConfig(n_layer=12, n_head=12, n_embd=768), 50257, "meta")
-    last_first = list(gpt.parameters())[::-1]
-    config = Config(train=TrainConfig(max_steps=1))
-    process.join_ranks(config.train)
-    ddp = accelerator.make_accelerator(config, make_plan(config, 1)).ddp_handler
-    assert ddp is not None
-    buckets, _ = dist._compute_bucket_assignment_by_size(last_first, [ddp.bucket_cap_mb * 2**20])
-    assert len(buckets) == 4
-
-
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"}
 
 
@@ -196,32 +178,6 @@ def test_threads_are_those_of_the_user_but_not_those_of_a_launcher(
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     process.join_ranks(train)
     assert torch.get_num_threads() == threads
-
-
-@pytest.mark.parametrize(
-    ("environment", "warns"),
-    [
-        ({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}, True),  # one_gpu.yaml
-        ({**LAUNCHED, "WORLD_SIZE": "2"}, True),  # --multi_gpu
-        ({**LAUNCHED, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, False),
-        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, False),  # torchrun
-    ],
-)
-def test_a_launcher_of_gpus_without_a_gpu_is_one_warning(
-    environment: dict[str, str],
-    warns: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    for key in ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
-        monkeypatch.setenv(key, "0")
-    process.warn_without_gpu()
-    shown = capsys.readouterr().err
-    assert shown.count("WARNING") == warns
-    assert ("trains on the CPU" in shown) == warns
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,22 +227,6 @@ def test_what_fp8_lacks_is_named(
         unsupported.check_fp8("fp8")
 
 
-@pytest.mark.parametrize(
-    ("tracker", "advice"),
-    [
-        ("wandb", "run pip install -e '.[wandb]' in the clone of accel_gpt"),
-        ("swanlab", "run pip install swanlab"),
-    ],
-)
-def test_a_missing_tracker_is_named_with_the_command_that_installs_it(
-    tracker: str, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unsupported, "get_available_trackers", list)
-    with pytest.raises(UserError) as raised:
-        unsupported.check_trackers((tracker,))
-    assert str(raised.value) == f"log.trackers has {tracker} but it is not installed; {advice}"
-
-
 # --------------------------------------------------------------------------- compiled code
 
 
@@ -313,26 +253,6 @@ def test_a_compiled_run_keeps_its_code_where_nobody_else_writes(
     with pytest.raises(UserError, match=r"other users can write to .* chmod 700"):
         compilation.use_compile_cache()
     assert compilation.CACHE not in os.environ
-
-
-EXIT = """
-import atexit, gc, sys, types
-from accel_gpt.launch.accelerator import freeze_objects
-sys.modules["triton"] = types.ModuleType("triton") if sys.argv[1] == "loaded" else None
-atexit.register(lambda: print(gc.get_freeze_count() > 0))  # called last
-freeze_objects()
-assert gc.get_freeze_count() > 0
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("triton", "frozen"), [("loaded", False), ("blocked", True)])
-def test_at_exit_objects_are_frozen_unless_triton_would_report_them(
-    triton: str, frozen: bool
-) -> None:
-    words = [sys.executable, "-c", EXIT, triton]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{frozen}\n"
 
 
 @pytest.mark.gpu

@@ -21,7 +21,6 @@ from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.launch import resolve
 from accel_gpt.launcher import PREEMPTED
-from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.metrics import Stopwatch
 from tests.conftest import launch
 from tests.test_launch import TORCHRUN, TRAIN, finish
@@ -91,30 +90,6 @@ def test_a_rehearsal_leaves_no_trace(
 
 
 @pytest.mark.slow
-def test_a_later_launch_keeps_the_length(
-    small_run: Arguments,
-    eight_steps: list[Costs],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    whole = tmp_path / "whole"
-    run = tmp_path / "run"
-    assert launch(small_run(*FOR_TEN_MINUTES, "--out_dir", str(whole))) == 0
-    assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "5")) == 0
-    capsys.readouterr()
-    assert launch(small_run(*FOR_TEN_MINUTES)) == 0
-    assert len(eight_steps) == 2  # the last launch measured nothing
-    shown = capsys.readouterr().err
-    assert f"8 steps in 10m: as in {run / 'config.yaml'}" in shown
-    assert without_speed(whole)[-1] == without_speed(run)[-1]
-    config = (whole / "config.yaml").read_text().replace("/whole", "/run")
-    assert (run / "config.yaml").read_text() == config
-    longer = ("--train.max_steps", "10", "--checkpoint.allow_change", "train.max_steps")
-    assert launch([str(run / "config.yaml"), *longer]) == 0
-    assert records(run)[-1]["step"] == 10
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
 def test_a_launch_of_the_runs_own_config_keeps_the_budget(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -130,19 +105,6 @@ def test_a_launch_of_the_runs_own_config_keeps_the_budget(
     assert launch([own, *longer]) == 0
     assert launch(small_run(*FOR_TEN_MINUTES)) == 2
     assert "has 10 steps, and no budget changes" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_steps")
-def test_a_rehearsal_makes_no_step_after_the_last_one(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The config sets 12 steps; an own rate need not be defined after them."""
-    monkeypatch.setattr(clock, "FEWEST_MEASURED", 20)
-    code = tmp_path / "own.py"
-    code.write_text("def lr(step, config, plan):\n    return 1 / (plan.max_steps - step)\n")
-    assert launch(small_run(*FOR_TEN_MINUTES, "--code", str(code))) == 0
-    assert records(tmp_path / "run")[-1]["step"] == 8
 
 
 @pytest.mark.slow
@@ -174,20 +136,6 @@ def test_another_budget_is_another_run(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
-def test_an_older_checkpoint_brings_its_length(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(small_run(*FOR_TEN_MINUTES, "--checkpoint.every", "4")) == 0
-    older = min((tmp_path / "run/checkpoints").iterdir())
-    again = ("--checkpoint.resume", str(older), "--out_dir", str(tmp_path / "again"))
-    assert launch(small_run("--train.budget", "20m", *again)) == 2
-    assert "has 8 steps, from train.budget 10m" in capsys.readouterr().err
-    assert launch(small_run(*FOR_TEN_MINUTES, *again)) == 0
-    assert without_speed(tmp_path / "run")[-1] == without_speed(tmp_path / "again")[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_steps")
 @pytest.mark.usefixtures("uploads_here")
 def test_a_copy_knows_the_length(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -201,15 +149,6 @@ def test_a_copy_knows_the_length(
     assert launch(small_run(*FOR_TEN_MINUTES, *copied, "--train.stop_at", "6")) == 0
     assert launch(small_run(*FOR_TEN_MINUTES, *copied)) == 0  # once more, without the copy
     assert records(tmp_path / "run")[-1]["step"] == 8
-
-
-def test_too_short_a_budget(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(small_run("--train.budget", "0.01s")) == 2
-    shown = capsys.readouterr().err
-    assert re.search(r"error: train.budget is 0.01s, but 10 steps .* take \d+ s .* to \d+s,", shown)
-    assert not [*(tmp_path / "run").glob(".re*")]
 
 
 def test_the_cost_of_a_step_is_that_of_the_fastest_third(
@@ -381,31 +320,6 @@ def test_the_second_look_is_made_once_whatever_was_saved_before_a_kill(
 
 
 @pytest.mark.slow
-def test_a_length_that_cannot_be_recorded_stays(
-    small_run: Arguments,
-    forty_steps: Callable[[float], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    forty_steps(0.0)
-    update = train.update
-    run = tmp_path / "run"
-
-    def without_room(training: Any) -> None:
-        if training.plan.budget:
-            (run / "run.json.tmp").mkdir(exist_ok=True)  # run.json cannot be written any more
-        update(training)
-
-    monkeypatch.setattr(train, "update", without_room)
-    words = ("--schedule.name", "wsd", "--train.stop_at", "10")
-    assert launch(small_run(*FOR_TEN_MINUTES, *words)) == 0
-    assert "cannot record another length: Is a directory" in capsys.readouterr().err
-    assert RunFolder(run).config["train.max_steps"] == planned(run)["max_steps"] == 40
-    assert records(run)[-1]["step"] == 10
-
-
-@pytest.mark.slow
 def test_a_launch_after_a_kill_looks_if_none_has(
     small_run: Arguments, forty_steps: Callable[[float], None], tmp_path: Path
 ) -> None:
@@ -418,23 +332,6 @@ def test_a_launch_after_a_kill_looks_if_none_has(
     assert launch([str(run / "config.yaml"), "--train.stop_at", "40"]) == 0
     assert planned(run)["budget"]["looked_at"] == 7
     assert planned(run)["max_steps"] == records(run)[-1]["step"] == 14
-
-
-@pytest.mark.slow
-def test_a_schedule_that_falls_from_the_start_is_told(
-    small_run: Arguments,
-    forty_steps: Callable[[float], None],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    forty_steps(1e6)
-    assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "6")) == 0
-    told = re.findall(r"^WARNING: up to step 4, .*", capsys.readouterr().err, re.MULTILINE)
-    assert len(told) == 1
-    assert "not 100 s; the run takes 0% of train.budget 10m, since schedule cosine" in told[0]
-    assert planned(tmp_path / "run")["max_steps"] == 40
-    assert launch(small_run(*FOR_TEN_MINUTES, "--train.stop_at", "12")) == 0
-    assert "WARNING: up to step" not in capsys.readouterr().err
 
 
 def test_the_first_lap_of_a_launch_is_not_the_speed_of_its_steps(

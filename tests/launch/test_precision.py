@@ -241,10 +241,6 @@ def test_a_model_is_compiled_with_the_options_of_cuda_graphs(
     assert given == [dict(compilation.GRAPH_OPTIONS) if requested == "graphs" else None]
 
 
-def test_inductor_knows_the_options_of_cuda_graphs() -> None:
-    assert compilation.GRAPH_OPTIONS.keys() <= set(torch._inductor.list_options())
-
-
 @pytest.mark.parametrize(
     ("device", "world_size", "accumulation_steps", "fits"),
     [

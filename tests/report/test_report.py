@@ -17,7 +17,7 @@ from accel_gpt import cli
 from accel_gpt.config.experiment import OptimConfig
 from accel_gpt.console import run_main
 from accel_gpt.files import locked_file
-from accel_gpt.report.payload import MOST_POINTS, all_marks, nine_digits, thin
+from accel_gpt.report.payload import MOST_POINTS, all_marks, thin
 from accel_gpt.report.runs import open_runs
 from tests.helpers.runs import LAUNCH, make_run, record
 
@@ -169,21 +169,6 @@ def test_of_several_runs_the_differences_are_shown(tmp_path: Path) -> None:
     assert re.findall(r'class="number best">([\d.]+)', text) == ["1.6366"]
 
 
-def test_named_sets_and_other_tasks(tmp_path: Path) -> None:
-    more = {"eval/val_loss/web": 2.5, "eval/val_loss/code": 1.5, "eval/val_loss_se": 0.1}
-    more |= {"eval/hellaswag_acc_norm": 0.305, "eval/hellaswag_acc_norm_se": 0.004}
-    more |= {"eval/arc_easy/acc": 0.44, "eval/arc_easy/acc_stderr": 0.01}
-    text = page(make_run(tmp_path / "run", [record(20, **more), record(40)]))
-    panels = {panel["title"]: panel for panel in drawn(text)["panels"]}
-    assert [c["name"] for c in panels["Val loss by set"]["curves"]] == ["code", "web"]
-    assert panels["hellaswag_acc_norm"]["curves"][0]["v"] == [0.305]
-    rows = re.findall(r'<th scope="row">(.+?)</th><td>(.+?)</td>', section(text, "evaluations"))
-    assert rows == [
-        ("arc_easy/acc", "0.44 ± 0.01 (step 20)"),
-        ("hellaswag_acc_norm", "0.305 ± 0.004 (step 20)"),
-    ]
-
-
 def test_the_file_of_code_is_named_and_its_metrics_have_plots(tmp_path: Path) -> None:
     """Those with one prefix share a plot; ours have no second one."""
     own = {"train/z_loss": 0.5, "train/norm/0": 1.0, "train/norm/1": 2.0, "score": 3.0}
@@ -250,9 +235,3 @@ def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
     longer = run("bpe_longer", "b" * 64, loss=4.5, bits=1.95)
     assert marked(chars, bpe) == {"2.16"}
     assert marked(bpe, longer) == {"4.5000"}
-
-
-def test_values_in_plots_round_as_in_tables() -> None:
-    loss = 3.9110504  # of six digits, 3.91105 is a little less as a float: 3.9110
-    (value,) = nine_digits(np.array([loss]))
-    assert f"{value:.4f}" == f"{loss:.4f}" == "3.9111"

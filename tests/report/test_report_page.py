@@ -32,17 +32,6 @@ DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
 })"""  # noqa: E501
 
 # for each value written into a plot: whether it is inside, and the pixels of curves under it
-LABELS = """[...document.querySelectorAll('.canvas text:not(.axis text)')].map((label) => {
-  const frame = label.ownerSVGElement.getBoundingClientRect(), box = label.getBoundingClientRect();
-  const inside = box.left >= frame.left && box.right <= frame.right && box.top >= frame.top && box.bottom <= frame.bottom;
-  let covered = 0;
-  for (const curve of label.ownerSVGElement.querySelectorAll('path.curve'))
-    for (let at = 0; at < curve.getTotalLength(); at++) {
-      const point = curve.getPointAtLength(at), x = frame.left + point.x, y = frame.top + point.y;
-      if (x > box.left && x < box.right && y > box.top && y < box.bottom) covered++;
-    }
-  return { text: label.textContent, inside, covered };
-})"""  # noqa: E501
 
 
 def rich(step: int) -> dict[str, float]:
@@ -119,16 +108,6 @@ def test_every_plot_is_drawn(
     assert browser.evaluate("document.querySelectorAll('main b b, main > b').length") == 0
     browser.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 20_000
-
-
-@pytest.mark.parametrize("width", WIDTHS.values())
-def test_labels_lie_on_no_curve(width: int, browser: Browser, pages: dict[str, str]) -> None:
-    show(browser, pages["one"], width=width)
-    labels = browser.evaluate(LABELS)
-    assert len(labels) >= 2
-    for label in labels:
-        assert label["inside"], label
-        assert label["covered"] == 0, label
 
 
 def test_every_switch_draws(browser: Browser, pages: dict[str, str]) -> None:

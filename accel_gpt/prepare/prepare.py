@@ -190,23 +190,23 @@ def differing_settings(
 ) -> str:
     """Describe the settings that differ from `made`, whose tokenizer has this fingerprint.
 
-    `vocab_size` counts only for a bpe. The same tokenizer.json at another place is no difference. A
-    setting that only another version of accel_gpt knows always differs.
+    The same tokenizer at another place is no difference.
     """
     found = []
-    for key in made:
-        if key not in requested and key != FINGERPRINT:
-            found.append(f"{key}: {made[key]}, unknown to this version of accel_gpt")
-    for key, value in requested.items():
-        if key == FINGERPRINT or (key == "vocab_size" and requested["tokenizer"] != "bpe"):
-            continue
+    for key in {**made, **requested}:
+        value = requested.get(key)
         if made.get(key) == value:
             continue
-        is_given = key == "tokenizer" and value not in TOKENIZER_NAMES
-        if is_given and named_tokenizer(value).fingerprint == tokenizer_fingerprint:
-            continue
-        found.append(f"{key}: {made.get(key)}, requested {value}")
+        if key == FINGERPRINT:
+            found.append("other names or sizes of the files")
+        elif key != "tokenizer" or given_fingerprint(requested[key]) != tokenizer_fingerprint:
+            found.append(f"{key}: {made.get(key)}, requested {value}")
     return "; ".join(found)
+
+
+def given_fingerprint(tokenizer: str) -> str | None:
+    """Return the fingerprint of a tokenizer.json or a tokenizer of the Hub; None for the others."""
+    return None if tokenizer in TOKENIZER_NAMES else named_tokenizer(tokenizer).fingerprint
 
 
 def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
@@ -215,34 +215,21 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
     Raises `UserError` if it was prepared with other settings or is not a data folder, and unless
     `keep_changed`, if the text has changed since.
     """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        if config.source is None:
-            read_index(out)  # raises
-        return False
-    if not (out / INDEX).exists():
-        raise UserError(
-            f"{out} exists and has no {INDEX}, so it is not a data folder; choose another folder"
-        )
-    index = read_index(out)
-    made = index.prepared
     if config.source is None:
+        read_index(out)
         return True
-    if differ := differing_settings(made, settings(config), index.tokenizer.fingerprint):
-        advice = "delete it, or choose another folder"
-        if keep_changed:  # the start of a run
-            advice = (
-                "to prepare the text with these settings, set another out_dir and data folder; to "
-                "train on the folder as it is, give --data.train on the command line, or remove "
-                "data.prepare from the config"
-            )
-        raise UserError(f"data folder {out} was prepared with other settings ({differ}); {advice}")
-    if text_changed(config, made.get(FINGERPRINT)):
-        problem = f"the files of {config.source} have changed since {out} was"
-        require(keep_changed, f"{problem} prepared; delete it, or choose another folder")
-        sys.stderr.write(
-            f"WARNING: {problem} prepared, which is used as it is; to train on the changed files, "
-            "start a new run with another out_dir and data folder\n"
-        )
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    require((out / INDEX).exists(), f"{out} exists and has no {INDEX}, so it is not a data folder")
+    index = read_index(out)
+    fingerprint = index.prepared.get(FINGERPRINT)
+    requested = settings(config) | {FINGERPRINT: fingerprint}
+    differ = differing_settings(index.prepared, requested, index.tokenizer.fingerprint)
+    require(not differ, f"data folder {out} was prepared with other settings ({differ})")
+    if text_changed(config, fingerprint):
+        problem = f"the files of {config.source} have changed since {out} was prepared"
+        require(keep_changed, problem)
+        write_err(f"WARNING: {problem}, which is used as it is")
     return True
 
 
@@ -443,36 +430,21 @@ def resume(
     Raises `DataError` if it cannot be resumed and may be discarded, and another `UserError` if it
     must be kept.
     """
-    fingerprint = None
-    if config.tokenizer not in TOKENIZER_NAMES:
-        fingerprint = named_tokenizer(config.tokenizer).fingerprint
     if not (folder / JOURNAL).exists():
         raise DataError(f"it has no {JOURNAL}")
     journal = read_json(folder / JOURNAL)
-    # the fingerprint decides
-    begun = journal["settings"] | {name: requested[name] for name in ("source", "val")}
-    differ = differing_settings(begun, requested, journal["tokenizer"])
-    if begun[FINGERPRINT] != requested[FINGERPRINT]:
-        differ = "other text: names or sizes of the files have changed"
-    if differ:
-        held = any(state["shards"] for state in journal["splits"].values())
-        require_resumable(folder, differ, held)
-    if fingerprint not in (None, journal["tokenizer"]):
+    if differ := differing_settings(journal["settings"], requested, journal["tokenizer"]):
+        if not any(state["shards"] for state in journal["splits"].values()):
+            raise DataError(f"it was begun with other settings ({differ}) and holds no tokens")
+        raise UserError(
+            f"{folder} was begun with other settings ({differ}); remove it to start over"
+        )
+    if given_fingerprint(config.tokenizer) not in (None, journal["tokenizer"]):
         raise DataError("the tokenizer has changed")
     work = Preparation(config, selection, folder, journal)
     tokens = sum(writer.total_tokens for writer in work.writers.values())
     sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
     return work
-
-
-def require_resumable(folder: Path, differ: str, holds_tokens: bool) -> None:
-    """Raise the error for a folder that was begun differently; it is kept if it holds tokens."""
-    if not holds_tokens:
-        raise DataError(f"it was begun with other settings or text ({differ}) and holds no tokens")
-    raise UserError(
-        f"{folder} was begun with other settings or text ({differ}); run the command with the "
-        f"earlier ones, or remove {folder} to start over"
-    )
 
 
 def discard(folder: Path) -> None:

@@ -30,21 +30,12 @@ from torch import nn
 
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.plan import Plan
-from accel_gpt.console import write_err
 from accel_gpt.errors import require
 from accel_gpt.launch.compile import GRAPH_OPTIONS, forget_compiled, use_compile_cache
-from accel_gpt.launch.devices import bf16_instructions
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.process import collective_timeout
-from accel_gpt.launch.unsupported import (
-    REPLICATED,
-    check_engine,
-    check_fp8,
-)
-from accel_gpt.launcher import (
-    is_main,
-    local_world_size,
-)
+from accel_gpt.launch.unsupported import REPLICATED, check_engine, check_fp8
+from accel_gpt.launcher import local_world_size
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.make import make_model
 from accel_gpt.model.own import OwnModel
@@ -80,7 +71,8 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     cpu = PartialState().device.type == "cpu"
     if cpu and PartialState().use_distributed and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         cpu = False
-        allow_fsdp_on_cpus()
+        # Accelerate starts FSDP only for kinds of processes on GPUs
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     with patch_environment(accelerate_use_cpu=cpu):
         accelerator = Accelerator(
             cpu=cpu,
@@ -109,20 +101,7 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
         if config.own.model is not None:  # the accelerate config may name the blocks of GPT
             plugin: Any = accelerator.state.fsdp_plugin
             plugin.transformer_cls_names_to_wrap = None
-    bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
-    if bf16_on_cpu and is_main() and bf16_instructions() is None:
-        write_err(
-            "WARNING: mixed_precision is bf16 but this CPU has no bf16 instructions: a step "
-            "takes several times as long as in float32; set train.mixed_precision to auto or no"
-        )
     return accelerator
-
-
-def allow_fsdp_on_cpus() -> None:
-    """Let Accelerate shard on CPUs; it starts FSDP only for kinds of processes on GPUs."""
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    if is_main():
-        write_err("FSDP on CPUs is slow; use it to try a model or an optimizer without GPUs")
 
 
 def set_up_fsdp(accelerator: Accelerator) -> None:
@@ -277,7 +256,5 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     require(
         held == names.keys(),
         f"after accelerator.prepare the optimizer holds {len(names) - len(lost)} of the "
-        f"model's {len(names)} parameters ({', '.join(lost[:2])} would never train): this "
-        "combination of engine, precision and versions is not supported; use DDP and "
-        "train.mixed_precision bf16",
+        f"model's {len(names)} parameters ({', '.join(lost[:2])} would never train)",
     )

@@ -93,7 +93,6 @@ def launch(
     ]
     told = [process.communicate(timeout=900)[1] for process in processes]
     assert [process.returncode for process in processes] == [code] * world, "\n".join(told)
-    assert "".join(told).count("FSDP on CPUs is slow") == 1
 
 
 def moments(run: Path, step: int) -> dict[str, Tensor]:

@@ -91,8 +91,6 @@ def test_the_cpu_decides_and_the_reason_is_printed(
     why = "train.reproducible is set" if options else "auto compiles on CUDA only"
     assert re.search(f"auto +not compiled: {why}", shown)
     assert f"precision {printed}, " in shown  # the precision that Accelerate uses
-    slow = "WARNING: mixed_precision is bf16 but this CPU has no"
-    assert shown.count(slow) == int(by_launcher)
 
 
 @pytest.mark.parametrize(

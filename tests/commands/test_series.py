@@ -1,7 +1,6 @@
 """A series of runs: devices, failures, signals, kills."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from accel_gpt.commands import series
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import Series, SeriesRun, visible_devices
 from accel_gpt.errors import DivergedError
-from accel_gpt.launcher import PREEMPTED, requested_threads, stops_with_parent
+from accel_gpt.launcher import PREEMPTED
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training import display
 from tests.conftest import thorough
 
 PROGRAM = (
@@ -49,38 +47,19 @@ def test_each_visible_gpu_takes_a_run(
     assert visible_devices() == devices
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
-    """Replace each run by a process that diverges; return the variables of each."""
-    found: list[Mapping[str, str]] = []
-    program = f"import sys; print('error: not finite'); sys.exit({DivergedError.exit_code})"
+def test_a_diverged_run_is_not_launched_again_and_keeps_its_error(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diverges = f"import sys; print('error: not finite'); sys.exit({DivergedError.exit_code})"
+    launched: list[str] = []
 
-    def launch(_words: list[str], environment: Mapping[str, str], **options: Any) -> Any:
-        found.append(environment)
-        options.pop("own_group")
-        return subprocess.Popen([sys.executable, "-c", program], text=True, **options)
+    def launch(words: list[str], own_group: bool, **options: Any) -> Any:
+        launched.extend(words[:1])
+        assert own_group
+        options.pop("environment")
+        return subprocess.Popen([sys.executable, "-c", diverges], text=True, **options)
 
     monkeypatch.setattr(series, "launch_child", launch)
-    return found
-
-
-def test_a_run_reads_the_threads_of_the_user_and_stops_with_its_series(
-    launched: list[Mapping[str, str]],
-    small_run: Callable[..., list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    Series([SeriesRun("a", tmp_path, load_config(small_run(), ""))]).train()
-    (environment,) = launched
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert (stops_with_parent(), requested_threads()) == (True, 1)
-
-
-def test_a_diverged_run_is_not_launched_again_and_keeps_its_error(
-    launched: list[Mapping[str, str]], small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
     for _ in range(2):
         runs = [SeriesRun("a", tmp_path, load_config(small_run(), ""))]
         assert Series(runs).train() == {"a": "not finite"}
@@ -119,21 +98,13 @@ def test_finished_runs_are_skipped_and_a_failure_leaves_the_others_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(series, "visible_devices", lambda: ["0", "1"])
-    monkeypatch.setattr(series, "READ_SECONDS", 0.1)
-    monkeypatch.setattr(display, "LINE_SECONDS", 0.0)
     config = load_config(small_run(), "")
     wrong = replace(config, model=replace(config.model, init_from="none"))
     runs = [SeriesRun(name, tmp_path, wrong if name == "b" else config) for name in "abc"]
     failures = Series(runs).train()
     assert "none" in failures.pop("b")
     assert failures == {}
-    printed = capsys.readouterr().err.splitlines()
-    assert sorted(line for line in printed if " run " in line)[:2] == [
-        "a: run 1 of 3, to step 12 on GPU 0",
-        "b: run 2 of 3, to step 12 on GPU 1",
-    ]
-    assert any(re.match(r"c: [0-9]+ of 12 steps", line) for line in printed)
-    assert any(line.startswith("c: step 12, val loss ") for line in printed)
+    assert "b: run 2 of 3, to step 12 on GPU 1" in capsys.readouterr().err
     again = [SeriesRun(name, tmp_path, config) for name in "abc"]
     assert Series(again).train() == {}
     assert [len(RunFolder(run.folder).launches) for run in again] == [1, 1, 1]

@@ -78,7 +78,7 @@ def differences(folder: Path, **doctored: Any) -> list[str]:
     return [line.partition(": ")[0] for line in differing_values(whole, other)]
 
 
-def test_the_same_run_is_equal(tmp_path: Path) -> None:
+def test_the_same_run_is_equal_and_one_without_checkpoint_is_refused(tmp_path: Path) -> None:
     assert not differences(tmp_path)
     (tmp_path / "other" / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").unlink()
     with pytest.raises(UserError, match="other holds no checkpoint"):

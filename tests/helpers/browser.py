@@ -4,7 +4,6 @@ https://chromedevtools.github.io/devtools-protocol: `--remote-debugging-pipe` re
 descriptor 3 and writes answers and events to 4, each a JSON text that ends with a zero byte.
 """
 
-import base64
 import fcntl
 import json
 import os
@@ -128,7 +127,3 @@ class Browser:
         """Set media features, such as `prefers_color_scheme="dark"`."""
         listed = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
         self.send("Emulation.setEmulatedMedia", features=listed)
-
-    def screenshot(self, path: Path) -> None:
-        """Write what is visible as PNG."""
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))

@@ -1,7 +1,6 @@
 """The report in a browser: every plot drawn, in both themes, wide and on a phone; no error."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -94,7 +93,7 @@ def check_plots(browser: Browser) -> None:
     ("name", "theme", "device"), [("one", "light", "phone"), ("two", "dark", "desktop")]
 )
 def test_every_plot_is_drawn(
-    name: str, theme: str, device: str, browser: Browser, pages: dict[str, str], tmp_path: Path
+    name: str, theme: str, device: str, browser: Browser, pages: dict[str, str]
 ) -> None:
     show(browser, pages[name], theme, WIDTHS[device])
     check_plots(browser)
@@ -106,8 +105,6 @@ def test_every_plot_is_drawn(
     assert browser.evaluate("document.querySelectorAll('#plot-loss line.resume').length") == 1
     assert browser.evaluate("document.querySelectorAll('#plot-loss path.skip').length") >= 2
     assert browser.evaluate("document.querySelectorAll('main b b, main > b').length") == 0
-    browser.screenshot(tmp_path / "page.png")
-    assert (tmp_path / "page.png").stat().st_size > 20_000
 
 
 def test_every_switch_draws(browser: Browser, pages: dict[str, str]) -> None:

@@ -35,10 +35,10 @@ def write_tokenizer(kind: str, folder: Path) -> Path:
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace()
         made.decoder = decoders.Metaspace()
-    if kind == "lower":
-        made.normalizer = normalizers.Lowercase()
     if kind == "accents":
-        made.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Lowercase(), normalizers.NFD(), normalizers.StripAccents()]
+        )
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=["</s>", *filter(None, [unknown])],
@@ -60,16 +60,10 @@ SPACES = r"\d of \d+ characters are not in the tokens, such as '( |\\n)'.*"
     ("kind", "text", "told"),
     [
         ("bytes", "the king: 中文 é\n  x", []),
-        ("unknown", "the king", []),
-        ("unknown", "the king \n  x", []),
         ("unknown", "中 the ж", [UNKNOWN, LACKING]),
-        ("lower", "THE KING", []),
-        ("accents", "thé king", []),
-        ("dropping", "the king", []),
+        ("accents", "Thé king", []),
         ("dropping", "the 中文\n  x", [LACKING]),
-        ("words", "the king", []),
         ("words", "the kinga", []),
-        ("words", "the king\n  went", [SPACES]),
         ("words", "the 中文\n  went", [UNKNOWN, SPACES]),
     ],
 )
@@ -86,10 +80,9 @@ def test_what_the_tokens_do_not_hold_is_told(
         assert re.search(f"{expected}$", line)
 
 
-@pytest.mark.parametrize("kind", ["unknown", "dropping"])
-def test_a_text_of_which_no_character_has_a_token_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_text_of_which_no_character_has_a_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("中文 日本\n" * 50)
-    tokenizer = str(write_tokenizer(kind, tmp_path / "tokenizer"))
+    tokenizer = str(write_tokenizer("unknown", tmp_path / "tokenizer"))
     config = PrepareConfig(source=str(tmp_path / "a.txt"), tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"no token for any visible character .*, such as '.', '"):
         prepare(config, tmp_path / "out")
@@ -131,8 +124,7 @@ def documents_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize(("kind", "line_end"), [("txt", "\r\n"), ("jsonl", "\n")])
 def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
     kind: str,
     line_end: str,
@@ -172,11 +164,6 @@ def test_rows_without_text_and_duplicates_are_told(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = run_prepare(tmp_path / "a.jsonl", tmp_path / "out", capsys)
     assert "100 documents; 2 without text; 90 exact duplicates (90.0%)" in told
-    (tmp_path / "folder").mkdir()
-    for i in range(4):
-        (tmp_path / "folder" / f"{i}.txt").write_text("same")
-    told = run_prepare(tmp_path / "folder", tmp_path / "files", capsys)
-    assert "4 documents; 0 without text; 3 exact duplicates (75.0%)" in told
 
 
 def test_pages_of_html_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from tokenizers.models import WordLevel
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import make_plan
 from accel_gpt.data.corpus import open_corpus, sequences_given
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.errors import UserError
@@ -66,13 +65,6 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     assert last["data/epochs/data1"] == pytest.approx(7 / 3 * last["data/epochs/data2"], rel=0.05)
     mean = 0.7 * last["eval/val_loss/data1"] + 0.3 * last["eval/val_loss/data2"]
     assert last["eval/val_loss"] == pytest.approx(mean)
-
-
-def test_a_text_that_is_read_too_often_is_told(small_run: Arguments, corpus: Path) -> None:
-    for steps, warned in (("1100", False), ("1150", True)):
-        config = load_config(small_run("--train.max_steps", steps), "")
-        warning = open_corpus(config).epochs_warning(make_plan(config, 1))
-        assert (f"this run reads {corpus} 16 times" in (warning or "")) == warned
 
 
 def stopped(
@@ -207,18 +199,3 @@ def test_document_mask_needs_end_of_text_in_shards_without_an_index(tmp_path: Pa
         open_corpus(config)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     assert open_corpus(config).target_mask.document_end == 1
-
-
-def test_micro_batches_of_end_of_text_alone_count_nothing(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    tokens = np.full(2000, 256, np.uint16)
-    tokens[1000:] = np.arange(1000) % 256
-    for split in ("train", "val"):
-        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
-    options = ["--data.train", str(tmp_path), "--data.tokenizer", "bytes", "--data.document_mask"]
-    options += ["--train.micro_batch_size", "1", "--train.tokens_per_step", "64"]
-    assert launch(small_run(*options, "--data.shuffle", "none")) == 0
-    losses = [line["train/loss"] for line in records(tmp_path / "run")]
-    assert losses[0] == 0
-    assert all(loss < 10 for loss in losses)

@@ -258,14 +258,6 @@ def test_the_fingerprint_of_a_remote_folder_changes_with_its_tags(source: Path) 
     assert prints[2] == prints[3]  # at another time
 
 
-def test_a_remote_shard_of_another_type_than_the_first_is_refused(source: Path) -> None:
-    npy(source / "train_0.npy", [1, 2])
-    npy(source / "train_1.npy", [1, 2], "<u4")
-    split = Remote(source).open("train", "bytes")
-    with pytest.raises(DataError, match="holds 2 tokens of uint32, expected 4 of uint16"):
-        split.read(1, 0, 2)
-
-
 def test_a_fingerprint_changes_with_content_and_tokenizer_alone(tmp_path: Path) -> None:
     ids = np.arange(50_000) % 200
     cases = [(ids, "gpt2"), (ids[:-200], "gpt2"), (ids, "bytes")]

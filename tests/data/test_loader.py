@@ -14,7 +14,6 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.data.foreign import DataFolder
 from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash, read_sequences
 from accel_gpt.data.mixture import Mixture
-from accel_gpt.data.order import Order
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.sources import Source
 from accel_gpt.data.tokenizer import load_tokenizer
@@ -51,14 +50,6 @@ def take(loader: Loader, count: int) -> list[Tensor]:
     loader.close()
     assert not loader.thread.is_alive()
     return rows
-
-
-def test_windows_are_those_of_the_order(start: Start, corpus: Path) -> None:
-    split = open_split(corpus, "train")
-    order = Order(split.lengths, 32, "global", 1, 1, split.fingerprint)
-    shards, starts = order.locate(np.arange(36))
-    for row, shard, first in zip(take(start(), 3), shards, starts, strict=True):
-        assert row.tolist() == split.read(int(shard), int(first), 33).tolist()
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 4), (2, 6), (3, 4), (4, 3)])

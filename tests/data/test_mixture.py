@@ -1,7 +1,6 @@
 """Mixtures: exact proportions at every prefix, an order per source, exact resume."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,17 +40,6 @@ def test_each_source_is_never_one_sequence_off_its_share(weights: list[float]) -
         assert (index[source == number] == np.arange((source == number).sum())).all()
 
 
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(weights=WEIGHTS, k=st.integers(0, 10**12))
-def test_counts_are_those_of_the_sequences_before(weights: list[float], k: int) -> None:
-    pattern = Pattern(tuple(weights))
-    counts = pattern.counts(k)
-    assert sum(counts) == k
-    source, index = pattern.locate(np.array([k]))
-    assert index[0] == counts[source[0]]
-
-
 def test_weights_that_never_repeat_are_refused() -> None:
     with pytest.raises(UserError, match=r"0\.3333333, 0\.71.* repeat only after .* sequences"):
         Pattern((0.3333333, 0.71)).shares  # noqa: B018
@@ -88,20 +76,6 @@ def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixtu
     return Mixture(tuple(sources), 32, shuffle, group=2, seed=1)
 
 
-@pytest.mark.parametrize("shuffle", ["global", "groups", "shards", "none", "replacement"])
-def test_every_source_gives_its_own_order(corpus: Path, shuffle: Shuffle) -> None:
-    mixed = mixture(corpus, shuffle, (2, 1, 1))
-    k = np.arange(500, 1700)  # over several epochs of each
-    source, shard, first = mixed.locate(k)
-    for number, order in enumerate(mixed.orders):
-        here = source == number
-        begin = mixed.counts(500)[number]
-        expected = order.locate(np.arange(begin, begin + here.sum()))
-        assert (shard[here] == expected[0]).all()
-        assert (first[here] == expected[1]).all()
-    assert Counter(source.tolist()) == {0: 600, 1: 300, 2: 300}
-
-
 def test_a_changed_mixture_counts_what_earlier_ones_gave(corpus: Path) -> None:
     """So epochs go on, and the shards that are fetched ahead are those that are read next."""
     earlier = {"0": 300, "1": 200, "of a source that left": 70}
@@ -120,19 +94,6 @@ def test_a_changed_mixture_counts_what_earlier_ones_gave(corpus: Path) -> None:
         assert (first[here] == expected[1]).all()
 
 
-def test_one_source_is_its_order_alone(corpus: Path) -> None:
-    mixed = mixture(corpus, "global", (1.0,))
-    k = np.arange(1000)
-    assert (np.stack(mixed.locate(k)[1:]) == np.stack(mixed.orders[0].locate(k))).all()
-    assert mixed.fingerprint == mixed.sources[0].split.fingerprint
-
-
 def test_fingerprint_depends_on_sources_and_proportions_only(corpus: Path) -> None:
     prints = [mixture(corpus, "none", weights).fingerprint for weights in ((2, 1), (4, 2), (1, 2))]
     assert prints[0] == prints[1] != prints[2]
-
-
-def test_epochs_of_each_source_are_counted(corpus: Path) -> None:
-    mixed = mixture(corpus, "global", (3, 1))
-    epoch = mixed.orders[0].sequences_per_epoch
-    assert mixed.epochs(4 * epoch) == [3.0, 1.0]

@@ -84,10 +84,3 @@ def test_a_pickle_that_calls_something_is_refused_and_runs_nothing(
     assert not canary.exists()
     pickle.loads(pickle.dumps(Runs(canary), protocol))
     assert canary.exists(), "the payload would have worked"
-
-
-@pytest.mark.parametrize("content", [b"", b"NN", b"\x80\x06N.", b"h\x07.", b"NNs."])
-def test_damage_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "meta.pkl").write_bytes(content)
-    with pytest.raises(DataError, match=r"meta\.pkl cannot be read"):
-        read_vocabulary(tmp_path / "meta.pkl")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from accel_gpt.data.tokenizer import (
     load_tokenizer,
     named_tokenizer,
 )
-from accel_gpt.errors import AccelGPTError, DataError, UserError
+from accel_gpt.errors import AccelGPTError, UserError
 from accel_gpt.prepare.bpe import make_tokenizer, train_bpe
 from accel_gpt.prepare.prepare import prepare
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
@@ -148,17 +147,6 @@ def test_transformers_gives_the_same_ids_for_any_text(
         assert opened[kind].encode(text) == tokenizers[kind].encode_prompt(text)
 
 
-def test_trained_ids_are_bytes_then_merges_then_end_of_text(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    trained = tokenizers["bpe"]
-    assert (trained.vocab_size, trained.eot_id) == (300, 299)
-    assert [trained.encode(chr(b)) for b in range(128)] == [[b] for b in range(128)]
-    assert trained.token_bytes[256:-1].min() >= 2
-    assert trained.decode([0xC3, 0xA9, 299]) == "é<|endoftext|>"
-    assert trained.decode(trained.encode("a" + " " * 1_100_000)) == "a" + " " * 1_100_000
-
-
 def test_lone_surrogates_become_the_replacement_character(
     kind: str, tokenizers: dict[str, Tokenizer]
 ) -> None:
@@ -225,15 +213,6 @@ def test_what_differs_from_a_known_kind_is_of_kind_hf(kind: str, folders: dict[s
         {"post_processor": {"type": "BertProcessing"}},
     ):
         assert tokenizer_json.kind_of(changed(content, **changes)) == "hf", changes
-
-
-def test_gpt2_without_its_files_names_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiktoken.load.read_file_cached", None)  # raises if called
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="set TIKTOKEN_CACHE_DIR"):
-        load_gpt2()
 
 
 def test_gpt2_comes_from_the_hubs_cache_in_its_first_form(
@@ -421,43 +400,25 @@ def test_the_settings_name_another_end_of_a_known_tokenizer(tmp_path: Path) -> N
     assert tokenizer.encode("the then") == trained.encode("the then")
 
 
-# --------------------------------------------------------------------------- bad input
-
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 @pytest.mark.parametrize(
-    ("files", "error", "message"),
+    ("settings", "message"),
     [
-        ({}, UserError, r"no tokenizer at .*; give the path of a tokenizer\.json$"),
-        ({FILE: "{"}, DataError, r"tokenizer.json is not valid JSON \(.*\)$"),
-        ({FILE: '{"model": {}}'}, DataError, "is not a valid tokenizer.json"),
-        ({CONFIG: "["}, DataError, r"tokenizer_config\.json is "),
-        ({CONFIG: '{"eos_token": "<stop>"}'}, UserError, "has no end-of-text token <stop>"),
-        ({FILE: None}, UserError, "no end-of-text token of a known name; set eos_token in"),
+        ({"eos_token": "<stop>"}, "has no end-of-text token <stop>"),
+        ({}, "no end-of-text token of a known name"),
     ],
 )
-def test_bad_files_are_one_sentence(
-    files: dict[str, str | None], error: type[AccelGPTError], message: str, tmp_path: Path
+def test_a_tokenizer_without_an_end_of_text_is_refused(
+    settings: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     path = other(tmp_path)
-    without_end = path.read_text().replace('"special": true', '"special": false')
-    if CONFIG not in files:
-        path.unlink()
-    for name, text in files.items():
-        (tmp_path / name).write_text(without_end if text is None else text)
-    with pytest.raises(error, match=message) as refusal:
+    if not settings:
+        path.write_text(path.read_text().replace('"special": true', '"special": false'))
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path)
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path) -> None:
-    words = other(tmp_path, model={"type": "WordLevel", "vocab": {"a": 1}, "unk_token": "?"})
-    problem = (
-        r"tokenizer.json cannot encode the text that begins with 'b' .*; .* bpe, bytes or gpt2"
-    )
-    with pytest.raises(DataError, match=problem):
-        load_tokenizer(words).encode("b")
 
 
 # --------------------------------------------------------------------------- the Hub
@@ -465,29 +426,16 @@ def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path) -> None:
 REPO = "tester/words"
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        point_at(monkeypatch, server, tmp_path / "home")
+def test_a_tokenizer_of_the_hub_also_comes_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign(tmp_path / "source", eos_token="h")
+    files = {name: (tmp_path / "source" / name).read_bytes() for name in (FILE, CONFIG)}
+    with HubServer() as hub:
+        point_at(monkeypatch, hub, tmp_path / "home")
         no_waiting(monkeypatch)
-        foreign(tmp_path / "source", eos_token="h")
-        files = {name: (tmp_path / "source" / name).read_bytes() for name in (FILE, CONFIG)}
-        server.add(REPO, files | {"model.safetensors": b"weights"})
-        server.add("tester/weights", {"model.safetensors": b"weights"})
-        yield server
-
-
-def test_a_tokenizer_of_the_hub_also_comes_from_its_cache(hub: HubServer, tmp_path: Path) -> None:
-    found = [named_tokenizer(REPO)]
-    assert not any("safetensors" in path for _, path in hub.requests)
-    hub.stop()
+        hub.add(REPO, files | {"model.safetensors": b"weights"})
+        found = [named_tokenizer(REPO)]
+        assert not any("safetensors" in path for _, path in hub.requests)
     found.append(named_tokenizer(f"hf://{REPO}@main"))
     assert all(equal(one, load_tokenizer(tmp_path / "source")) for one in found)
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_wrong_name_is_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"'a b/c', .*; expected gpt2, bytes, the path of a"):
-        named_tokenizer("a b/c")
-    with pytest.raises(UserError, match="there is no tokenizer at "):
-        named_tokenizer("tester/weights")

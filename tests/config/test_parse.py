@@ -15,7 +15,6 @@ from accel_gpt.commands.options import (
     EvaluateCommand,
     PrepareCommand,
     ReportCommand,
-    SampleCommand,
     VerifyResumeCommand,
 )
 from accel_gpt.commands.resolve import load_config
@@ -175,16 +174,6 @@ def test_an_option_replaces_options_of_the_layers_before_it() -> None:
     assert merge(Config, [lower, without]) == {**lower, **without}
     for key, one in all_options(Config).items():
         assert {*one.replaces} <= {*leaves(Config), *sections(Config)}, key
-
-
-def test_none_of_python_is_null(config_file: str, tmp_path: Path) -> None:
-    config = load(config_file, "--eval.tokens", "None", "--train.max_steps=None")
-    assert (config.eval.tokens, config.train.max_steps) == (None, None)
-    path = tmp_path / "none.yaml"
-    path.write_text("model: {n_kv_head: None}\nsample: {prompts: None}")
-    assert load(str(path)).model.n_kv_head is None
-    assert load(str(path)).sample.prompts == ("None",)
-    assert SampleCommand.parse(["runs/x", "--top_k", "None", "--prompt", "None"]).prompt == "None"
 
 
 IMPORTED = """

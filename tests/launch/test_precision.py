@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.errors import UserError
@@ -132,29 +131,6 @@ def test_a_run_that_cannot_use_fp16_gets_float32_on_a_gpu_without_bf16(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(fsdp))
     chosen, reason = precision.choose_precision_on_gpu(torch.device("cuda"), reproducible)
     assert (chosen, reason[: len(expected[1])]) == expected
-
-
-def test_a_resumed_run_keeps_the_choice_and_its_bits(
-    cpu: Callable[..., None], small_run: Arguments, tmp_path: Path
-) -> None:
-    whole, parts, moved = (tmp_path / name for name in ("whole", "parts", "moved"))
-    same = (*AUTO, "--schedule.decay_steps", "5", "--checkpoint.allow_change", "train.max_steps")
-    same += ("--checkpoint.every", "3", "--log.trackers", "[]")
-    six = ("--train.max_steps", "6")
-    cpu("amx_bf16")
-    assert launch(small_run(*same, *six, "--out_dir", str(whole))) == 0
-    assert launch(small_run(*same, "--out_dir", str(parts), "--train.max_steps", "3")) == 0
-    cpu("avx2")
-    assert launch(small_run(*same, *six, "--out_dir", str(parts))) == 0
-    start = ("--checkpoint.resume", str(whole / "checkpoints" / "step_00000003"))
-    assert launch(small_run(*same, *six, "--out_dir", str(moved), *start)) == 0
-    weights = []
-    for folder in (whole, parts, moved):
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        assert config["train"]["mixed_precision"] == "bf16"
-        weights.append(load_file(folder / "checkpoints" / "step_00000006" / "model.safetensors"))
-    for name, expected in weights[0].items():
-        assert all(torch.equal(other[name], expected) for other in weights[1:])
 
 
 def test_a_run_that_moves_to_a_faster_device_keeps_what_it_does(

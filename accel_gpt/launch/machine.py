@@ -59,15 +59,6 @@ def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def code_versions() -> dict[str, str]:
-    """Return the package versions, and the commit if it is known, for a checkpoint."""
-    versions = dict(package_versions())
-    revision = commit()
-    if revision:
-        versions["commit"] = revision
-    return versions
-
-
 def rank_identity(options: Mapping[str, Any], own_code: str = "") -> dict[str, Any]:
     """Return values that must be the same on all ranks: options, code and versions.
 

@@ -50,7 +50,10 @@ def join_ranks(train: TrainConfig) -> PartialState:
     # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
     cpu = uses_cpu()
     check_devices(cpu)
-    state = PartialState(cpu=cpu, timeout=group_timeout(train))
+    init_seconds = duration("train.init_timeout", train.init_timeout) or 0
+    # for collectives before and after the first step
+    timeout = max(collective_timeout(train), timedelta(seconds=init_seconds))
+    state = PartialState(cpu=cpu, timeout=timeout)
     started = world_size()
     require(
         state.num_processes == started,
@@ -125,12 +128,6 @@ def collective_timeout(train: TrainConfig) -> timedelta:
     """
     seconds = duration("train.step_timeout", train.step_timeout)
     return timedelta(seconds=seconds or 0) + LONGEST_PAUSE
-
-
-def group_timeout(train: TrainConfig) -> timedelta:
-    """Return the timeout of the process group, for collectives before and after the first step."""
-    seconds = duration("train.init_timeout", train.init_timeout)
-    return max(collective_timeout(train), timedelta(seconds=seconds or 0))
 
 
 def make_host_group(train: TrainConfig, processes: int) -> dist.ProcessGroup | None:

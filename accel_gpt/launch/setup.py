@@ -18,7 +18,7 @@ from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.launch.context import Context, nothing_to_check
-from accel_gpt.launch.machine import code_versions, rank_identity
+from accel_gpt.launch.machine import commit, package_versions, rank_identity
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.process import join_ranks, make_host_group, warn_without_gpu
 from accel_gpt.launch.ranks import (
@@ -145,12 +145,16 @@ def new_state(context: Context, corpus: Corpus) -> TrainState:
     flat = to_flat(config)
     if config.train.reproducible:  # otherwise the precision may change at a resume
         flat["train.mixed_precision"] = requested_precision(config.train)
+    versions = dict(package_versions())
+    revision = commit()
+    if revision:
+        versions["commit"] = revision
     return TrainState(
         world_size=context.plan.world_size,
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,
         config=flat,
         budget=context.plan.budget,
-        versions=code_versions(),
+        versions=versions,
         code=record_code(config.own),
         **corpus.state_dict(),
     )

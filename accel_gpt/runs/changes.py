@@ -40,7 +40,12 @@ def check_same_run(
     """
     check_known_options(path / "trainer_state.json", saved.config, "config.")
     changes = run_changes(saved, now)
-    refused = [key for key in changes if resume_kind_of(key, saved.config, now.config) == "refuse"]
+    kinds = {"code": "ask", "tokenizer": "refuse"}
+    refused = [
+        key
+        for key in changes
+        if (kinds.get(key) or resume_kind(key, saved.config, now.config)) == "refuse"
+    ]
     rejected = {
         key: change
         for key, change in changes.items()
@@ -57,28 +62,17 @@ def check_same_run(
 def run_changes(saved: TrainState, now: TrainState) -> Differences:
     """Return what differs between a checkpoint and a run: options, data, code and tokenizer."""
     changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
-    if code_of(saved) != code_of(now):
+    if getattr(saved.code, "sha256", "") != getattr(now.code, "sha256", ""):
         changes["code"] = (saved.code, now.code)
     if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
         changes["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
     return changes
 
 
-def resume_kind_of(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return `ask` or `refuse` for a key of `run_changes`."""
-    kinds = {"code": "ask", "tokenizer": "refuse"}
-    return kinds.get(key) or resume_kind(key, before, now)
-
-
 def is_allowed(key: str, allowed: tuple[str, ...]) -> bool:
     """Return whether `allowed` lists a key, or the option that the key belongs to."""
     name = key.partition("[")[0]
     return any(name == one or name.startswith(f"{one}.") for one in allowed)
-
-
-def code_of(state: TrainState) -> str:
-    """Return the SHA-256 of the file of --code that made a step; "" without a file."""
-    return state.code.sha256 if state.code else ""
 
 
 def check_same_config(config: Config, allowed: tuple[str, ...]) -> None:
@@ -160,7 +154,9 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
         f"{config.out_dir} is at step {saved.step:,} but the config ends at step "
         f"{plan.max_steps:,}; raise train.max_steps or train.max_tokens, or set another out_dir",
     )
-    before = with_length_of(saved, config)
+    steps = saved.config.get("train.max_steps")
+    tokens = saved.config.get("train.max_tokens")
+    before = replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
     try:
         plan_before = make_plan(before, world_size())
     except UserError:  # the old length does not fit the schedule of `config`, or is unknown
@@ -176,10 +172,3 @@ def budget_keys(budget: Budget | None, step: int) -> tuple[str, ...]:
     if budget is None or (budget.looked_at or 0) < step:
         return ()
     return (*LENGTH_KEYS, "schedule.decay_steps", "schedule.decay_share")
-
-
-def with_length_of(saved: TrainState, config: Config) -> Config:
-    """Return `config` with the run's length from a checkpoint."""
-    steps = saved.config.get("train.max_steps")
-    tokens = saved.config.get("train.max_tokens")
-    return replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))

@@ -136,7 +136,12 @@ def verify_checkpoint(path: Path, model_only: bool = False) -> None:
     if damage:
         raise CheckpointError(f"checkpoint file {damage}")
     read_model_fields(path)
-    check_step(path)
+    named = CHECKPOINT.fullmatch(path.name)
+    if named is None:
+        return
+    step = read_state(path).step
+    if step != int(named[1]):
+        raise CheckpointError(f"checkpoint {path} holds step {step:,}, not the step in its name")
 
 
 def read_manifest(path: Path) -> dict[str, SavedFile]:
@@ -175,16 +180,6 @@ def only_listed(path: Path) -> Iterator[Path]:
         for name in listed:
             os.symlink((path / name).resolve(), Path(links, name))
         yield Path(links)
-
-
-def check_step(path: Path) -> None:
-    """Raise `CheckpointError` if the step in a checkpoint's name differs from its state."""
-    named = CHECKPOINT.fullmatch(path.name)
-    if named is None:
-        return
-    step = read_state(path).step
-    if step != int(named[1]):
-        raise CheckpointError(f"checkpoint {path} holds step {step:,}, not the step in its name")
 
 
 def set_aside(path: Path) -> None:

@@ -172,8 +172,6 @@ def restore(
         random_states = files / f"random_states_{accelerator.process_index}.pkl"
         if same_world and not random_states.is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
-        if accelerator.scaler is not None and not (files / SCALER_NAME).is_file():
-            log(f"{path} was not trained in fp16: the loss scale restarts at its initial value")
         try:
             load_files(accelerator, files, gpt, optimizer, random_states=same_world)
         except Exception as error:  # torch, safetensors and Accelerate raise no common class

@@ -222,16 +222,13 @@ class Display:
 
     def log(self, text: str) -> None:
         """Print a line that stays."""
-        if self.active and is_shown(self.level, text):
-            self.print(text)
+        if is_shown(self.level, text):
+            self.acknowledge(text)
 
     def acknowledge(self, text: str) -> None:
-        """Print a line at every `log.level`."""
-        if self.active:
-            self.print(text)
-
-    def print(self, text: str) -> None:
-        """Print a line, above the panel if there is one."""
+        """Print a line at every `log.level`, above the panel if there is one."""
+        if not self.active:
+            return
         with contextlib.suppress(OSError, ValueError):  # a full disk, or the terminal is gone
             if self.live is None:
                 write_err(text)
@@ -303,25 +300,18 @@ class Display:
 
     def bar(self, width: int) -> Table:
         """Return the progress bar, with the step before it and the time left behind it."""
-        left = max(self.ends_at - time.monotonic(), 0.0)
-        return progress_row(
-            before=f"step {self.step:,}/{self.max_steps:,}",
-            done=self.step,
-            total=self.max_steps,
-            after=f"{self.step / self.max_steps:.0%} left {format_clock(left)}",
-            width=width,
+        left = format_clock(max(self.ends_at - time.monotonic(), 0.0))
+        row = Table.grid(padding=(0, 1), expand=False)
+        row.width = width
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(
+            figures([f"step {self.step:,}/{self.max_steps:,}"]),
+            ProgressBar(total=self.max_steps, completed=self.step),
+            figures([f"{self.step / self.max_steps:.0%} left {left}"]),
         )
-
-
-def progress_row(before: str, done: int, total: int, after: str, width: int) -> Table:
-    """Return a progress bar between two texts."""
-    row = Table.grid(padding=(0, 1), expand=False)
-    row.width = width
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True)
-    row.add_row(figures([before]), ProgressBar(total=total, completed=done), figures([after]))
-    return row
+        return row
 
 
 def figures(parts: Sequence[str]) -> Text:

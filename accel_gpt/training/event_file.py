@@ -73,16 +73,12 @@ def event_of_values(values: Mapping[str, float | str], step: int, wall_time: flo
     summary = Summary()
     for tag, value in values.items():
         if isinstance(value, str):
-            code = as_code(value)
+            # a code block of Markdown: TensorBoard shows it unchanged
+            code = "\n".join(f"    {line}" for line in value.splitlines())
             summary.MergeFrom(text(tag, code))  # type: ignore[no-untyped-call]  # as above
         else:
             summary.value.add(tag=tag, simple_value=value)
     return Event(wall_time=wall_time, step=step, summary=summary)
-
-
-def as_code(text: str) -> str:
-    """Indent `text` as a code block of Markdown, so that TensorBoard shows it unchanged."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def as_records(events: Iterable["Event"]) -> bytes:

@@ -26,7 +26,6 @@ from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, synchronize
 from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.own_code import OwnCode
 from accel_gpt.runs.folder import CODE, RunFolder
 from accel_gpt.runs.state import TrainState
 from accel_gpt.training.dashboard import Dashboard
@@ -168,6 +167,9 @@ class Reporter:
         """Describe the folder, options, model, data, plan and device of the run."""
         megaflops = self.speed.flops_per_token / 1e6
         own = self.config.own
+        code = []
+        if own.file:
+            code = [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
         model = self.config.model.preset if own.model is None else own.name
         plan = self.plan.describe().splitlines()
         asked = self.config.train.micro_batch_size
@@ -179,7 +181,7 @@ class Reporter:
         lines = [
             f"run      {self.config.out_dir}",
             *option_lines(self.config),
-            *code_lines(self.config.own),
+            *code,
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.plan),
@@ -195,12 +197,9 @@ class Reporter:
         if precision == "no":
             precision = "fp32"
         threads = plural(machine["threads_per_process"], "thread")
-        unknown_peak = ""
-        if not self.speed.peak:
-            unknown_peak = f"; no MFU: the device's {self.speed.dtype} peak is not known"
         return (
             f"device   {machine['processes']} x {machine['device']}, precision {precision}, "
-            f"{threads}{unknown_peak}"
+            f"{threads}"
         )
 
     def cut_back(self, state: TrainState) -> None:
@@ -348,13 +347,6 @@ def option_lines(config: Config) -> list[str]:
         text = value if isinstance(value, str) else strict_json(value)
         sections.setdefault(key.partition(".")[0], []).append(f"{key} {text}")
     return [f"options  {', '.join(options)}" for options in sections.values()]
-
-
-def code_lines(own: OwnCode) -> list[str]:
-    """Describe the file of --code, if there is one."""
-    if not own.file:
-        return []
-    return [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
 
 
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:

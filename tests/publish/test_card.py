@@ -18,9 +18,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import leaves, to_flat
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.sources import TrainedSource
-from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
+from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.publish import model_card
-from accel_gpt.publish.model_card import usable_prompt, write_card
+from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.push import write_logs
 from accel_gpt.publish.redaction import public_source
 from accel_gpt.runs.folder import RunFolder
@@ -111,17 +111,6 @@ def write(
             patch.setattr(model_card, "loss_curves", lambda _, path: path.touch())
         write_card(run, checkpoint, BytesTokenizer(), to, *names, **more)
     return (to / "README.md").read_text(encoding="utf-8")
-
-
-def test_names_the_file_of_code_that_trained_it(make: Make, tmp_path: Path) -> None:
-    checkpoint = make()
-    file = checkpoint / "trainer_state.json"
-    code = {"file": "a b.py", "sha256": "e3b0" * 16, "functions": ["optimizer", "lr", "loss"]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"code": code}))
-    text = write(checkpoint, tmp_path / "card")
-    assert "accel_gpt/train.py config.yaml --code 'a b.py'\n```" in text
-    assert "optimizer(), lr(), loss() of a b.py trained it" in text
-    assert f"SHA-256 is {'e3b0' * 16}" in text
 
 
 def config_in(text: str) -> str:
@@ -249,33 +238,6 @@ def test_no_sample_and_no_licence_breaks_the_page(make: Make, tmp_path: Path) ->
     )
 
 
-def test_a_checkpoint_without_its_run_shows_what_it_can(make: Make, tmp_path: Path) -> None:
-    alone = tmp_path / "elsewhere" / "x" / "step_00000030"
-    alone.parent.mkdir(parents=True)
-    make().rename(alone)
-    text = write(alone, tmp_path / "card", licence=None)
-    assert "val loss of 3.1000" in text
-    assert "loss.png" not in text
-    assert "Samples" not in text
-    assert "license" not in ModelCard.load(tmp_path / "card" / "README.md").data.to_dict()
-    assert not (tmp_path / "card" / "loss.png").exists()
-
-
-def test_a_data_set_and_a_model_of_the_hub_are_linked(make: Make, tmp_path: Path) -> None:
-    """In the header by their ids, in the text by their last parts."""
-    hub = {"data.prepare.source": "roneneldan/TinyStories"}
-    settings = {"data.train": "data/stories", "model.init_from": "openai-community/gpt2", **hub}
-    text = write(make(settings), tmp_path / "card")
-    assert "from the weights of gpt2 on **stories**" in text
-    config = yaml.safe_load(config_in(text))
-    assert config["data"]["prepare"]["source"] == "TinyStories"
-    assert config["model"]["init_from"] == "gpt2"
-    header = ModelCard(text).data
-    assert header.datasets == ["roneneldan/TinyStories"]
-    assert header.base_model == "openai-community/gpt2"
-    assert header.language is None
-
-
 def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Path) -> None:
     shares = {"books": 3, "hf://datasets/user/shards@v1/gpt2": 1}
     sources = [{"path": name, "weight": weight} for name, weight in shares.items()]
@@ -290,12 +252,6 @@ def test_a_mixture_lists_its_sources_with_their_shares(make: Make, tmp_path: Pat
     assert "**books (75.0%) + gpt2 (25.0%)**" in text
     assert ModelCard(text).data.datasets == ["user/shards"]
     assert ModelCard(text).data.language == ["en", "de"]
-
-
-def test_the_prompt_is_one_that_the_tokenizer_knows() -> None:
-    assert [usable_prompt(CharsTokenizer(chars)) for chars in ("Teh", "!ab", "!?")] == [
-        *("The", "a", "!"),
-    ]
 
 
 # --------------------------------------------------------------------------- logs

@@ -534,29 +534,3 @@ def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_
     )
     assert "SIGUSR1: saved at step 6" in done.stderr
     verify_checkpoint(tmp_path / "other" / "step_00000006")
-
-
-@pytest.mark.usefixtures("uploads_here")
-def test_a_place_that_cannot_be_written_harms_nothing_and_gets_its_copy_later(
-    small_run: Arguments,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "file").write_text("")
-    place = str(tmp_path / "file" / "other")
-    own = small_run(*EVERY, "--checkpoint.copy_to", place)
-    assert launch(own) == 0
-    said = capsys.readouterr().err
-    assert said.count(" failed: ") == 1
-    assert "Not a directory" in said
-    assert f"WARNING: upload of step 4 to {place} failed: " in said
-    assert f"WARNING: step 12 was not uploaded to {place}; launch the same command again" in said
-    assert "12 steps" in said
-    (tmp_path / "file").unlink()
-    assert launch(own) == 0
-    manifest = Path(place, "step_00000012", "manifest.json")
-    written = manifest.stat().st_mtime_ns
-    assert launch(own) == 0
-    assert steps(place) == ["step_00000012"]
-    assert manifest.stat().st_mtime_ns == written  # it was not copied again

@@ -1,6 +1,5 @@
 """GGUF files: llama.cpp opens models and tokenizers of every kind."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from tests.conftest import run_here, text_of
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFReader
 
 from accel_gpt.publish import gguf as exporting
 from accel_gpt.publish import gguf_proof, gguf_tokenizer
@@ -206,16 +205,6 @@ def test_weights_that_overflow_float16(tmp_path: Path) -> None:
         write(model, BytesTokenizer(), tmp_path / "model.gguf", "fp16")
 
 
-@pytest.mark.slow
-def test_the_server_is_asked_without_a_proxy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    compared = prove(model_of("llama", 257), BytesTokenizer(), tmp_path)
-    assert "opened by llama.cpp" in compared.description
-
-
 def test_a_constant_of_a_token_is_no_difference() -> None:
     ours = torch.log_softmax(torch.randn(3, 50_000), dim=-1)
     theirs = ours + torch.tensor([[1e-2], [0.0], [-1e-2]])
@@ -235,18 +224,12 @@ def test_a_tokenizer_that_splits_otherwise_is_found(
         prove(model_of("qwen3", tokenizer.vocab_size), tokenizer, tmp_path)
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_no_token_is_added_to_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_begins_and_ends_with_end_of_text(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("hub_qwen")
-    model = model_of("qwen3", tokenizer.vocab_size)
-    prove(model, tokenizer, tmp_path)
+    write(model_of("qwen3", tokenizer.vocab_size), tokenizer, tmp_path / "model.gguf")
     fields = GGUFReader(tmp_path / "model.gguf").fields
     for key in ("bos", "eos"):
         assert fields[f"tokenizer.ggml.{key}_token_id"].contents() == tokenizer.eot_id
-    add = GGUFWriter.add_add_bos_token
-    monkeypatch.setattr(GGUFWriter, "add_add_bos_token", lambda writer, _: add(writer, True))
-    with pytest.raises(CheckpointError, match="its tokenizer returns different ids for"):
-        prove(model, tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -271,11 +254,6 @@ def test_a_tokenizer_that_llama_cpp_lacks(kind: str, named: str) -> None:
         gguf_tokenizer.llama_cpp_vocabulary(tokenizer_of(kind))
 
 
-def licence_in(file: Path) -> str:
-    """Return the licence in the metadata of a GGUF file."""
-    return str(GGUFReader(file).fields["general.license"].contents())
-
-
 @pytest.mark.slow
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a new process; then errors, which leave nothing behind."""
@@ -289,23 +267,9 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(path.name for path in to.parent.iterdir()) == ["model.Modelfile", "model.gguf"]
     assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 2
     assert f"{to} already exists" in capsys.readouterr().err
-    assert licence_in(to) == "mit"
+    assert GGUFReader(to).fields["general.license"].contents() == "mit"
     to.unlink()
     assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 2
-    assert f"{to.with_suffix('.Modelfile')} already exists" in capsys.readouterr().err
     again = ["--overwrite", "--dtype", "q8_0"]
     assert run_here(dispatch, ["export", run, "--gguf", str(to), *again]) == 0
     assert "in q8_0 its logits differ by at most" in capsys.readouterr().out
-    assert run_here(dispatch, ["export", run, "--to", str(tmp_path / "t"), "--dtype", "q8_0"]) == 2
-    assert run_here(dispatch, ["export", run, "--to", str(tmp_path / "t"), "--as", "qwen3"]) == 2
-    assert "--as qwen3 converts a model of the preset fast" in capsys.readouterr().err
-    assert not (tmp_path / "t").exists()
-
-
-@pytest.mark.parametrize("package", ["gguf", "xllamacpp"])
-def test_without_llama_cpp_nothing_is_written(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else 1)
-    with pytest.raises(UserError, match=rf"{package} but it is not .*pip install -e '\.\[gguf\]'"):
-        exporting.export_gguf("run", tmp_path / "model.gguf")

@@ -111,31 +111,10 @@ def test_a_broken_connection_and_a_busy_hub_are_tried_again(run: Path, hub: HubS
     assert "model.safetensors" in hub.files(REPO)
 
 
-@pytest.mark.usefixtures("compared")
-def test_a_refusal_is_one_sentence(
-    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for status, message in (
-        (401, "the Hub answered with status 401: Forbidden"),
-        (403, "the Hub answered with status 403: Forbidden"),
-    ):
-        hub.refuse(status)
-        assert push(run) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert hub.token not in error
-        assert len(error.splitlines()[-1]) < 250
-
-
-def test_a_hub_out_of_reach_and_a_damaged_checkpoint(
-    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.stop()
-    assert push(run) == 2
-    assert "cannot be written: the Hub cannot be reached" in capsys.readouterr().err
+def test_a_damaged_checkpoint_is_not_pushed(run: Path, hub: HubServer) -> None:
     (run / "checkpoints" / "step_00000008" / "model.safetensors").write_bytes(b"half")
     assert push(run) == 4
-    assert "model.safetensors was altered: it has 4 bytes" in capsys.readouterr().err
+    assert REPO not in hub.repos
 
 
 # --------------------------------------------------------------------------- while training

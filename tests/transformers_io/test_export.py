@@ -16,17 +16,14 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from torch.nn import Linear
 from transformers import AutoTokenizer
 
 from accel_gpt import cli
 from accel_gpt.data.tokenizer import HFTokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError
+from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
-from accel_gpt.publish import gguf
 from accel_gpt.transformers_io import export as exporting
 from accel_gpt.transformers_io.export import export
-from accel_gpt.transformers_io.hf_weights import load_weights
 from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here, text_of, thorough
 
@@ -127,29 +124,6 @@ def test_an_export_that_computes_something_else_fails(
         with pytest.raises(CheckpointError, match=problem):
             export(str(run), tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))  # nothing was kept
-
-
-@pytest.mark.parametrize("to", ["--to", "--gguf"])
-def test_a_model_with_other_weights_is_one_sentence(
-    run: Path,
-    to: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model, tokenizer = load_pretrained(str(run))
-    model.blocks[0].attn.gate = Linear(32, 32, bias=False)
-    for module in (exporting, gguf):
-        monkeypatch.setattr(module, "load_exportable", lambda *_: (model, tokenizer))
-    assert run_here(cli.dispatch, ["export", str(run), to, str(tmp_path / "new.gguf")]) == 2
-    told = capsys.readouterr().err
-    assert "the weights of this model are not those of GPT2LMHeadModel" in told
-    assert "blocks.0.attn.gate.weight" in told
-    assert not (tmp_path / "new.gguf").exists()
-    with pytest.raises(
-        UserError, match="are not those of GPT2LMHeadModel"
-    ):  # at the start of a run
-        load_weights(model, "gpt2", {}, "theirs")
 
 
 def write_llama_tokenizer(folder: Path) -> None:
@@ -261,22 +235,6 @@ def test_a_target_that_holds_something(
     assert run_here(cli.dispatch, ["export", str(run), "--to", str(link)]) == 0
     assert link.is_symlink()
     assert (tmp_path / "real" / "config.json").exists()
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_an_empty_folder_is_filled_and_not_replaced(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    before = here.stat().st_ino
-    monkeypatch.chdir(here)
-    assert run_here(cli.dispatch, ["export", str(run), "--to", "."]) == 0
-    assert here.stat().st_ino == before
-    assert sorted(path.name for path in here.iterdir()) == [
-        *("config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "tokenizer_config.json"),
-    ]
 
 
 # --------------------------------------------------------------------------- fresh processes

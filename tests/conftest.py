@@ -306,11 +306,6 @@ def clean_accelerate() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def same(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Return whether two values are equal bit for bit."""
-    return [x.hex() for x in a] == [x.hex() for x in b]
-
-
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare exports in this process, since a new one takes seconds to start."""

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import venv
 import zipfile
 from collections.abc import Callable
 from importlib.metadata import packages_distributions
@@ -20,7 +19,6 @@ import pytest
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.shipped import copy_shipped, resolve_config, shipped_folder
 from accel_gpt.errors import UserError
-from tests.conftest import thorough
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -111,31 +109,6 @@ def test_training_needs_neither_datasets_nor_pyarrow(
     assert (tmp_path / "run/checkpoints/step_00000003").is_dir()
 
 
-def few_steps() -> list[str]:
-    """Return options that make quickstart take seconds, on `text.txt`."""
-    return [
-        *("--data.prepare.source", "text.txt"),
-        *("--data.prepare.tokenizer", "bpe", "--data.prepare.vocab_size", "270"),
-        *("--data.train", "data/text", "--train.max_steps", "3"),
-        *("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "32"),
-        *("--train.tokens_per_step", "128", "--train.micro_batch_size", "4"),
-        *("--schedule.warmup_steps", "1", "--sample.every", "0", "--log.trackers", "[]"),
-        *("--eval.tokens", "256", "--train.cpu_threads", "1"),
-    ]
-
-
-@thorough
-@pytest.mark.slow
-def test_the_packages_for_s3_and_gcs_install_under_the_constraints(tmp_path: Path) -> None:
-    """In a fresh environment, without torch."""
-    venv.create(tmp_path, with_pip=True)
-    python = str(tmp_path / "bin" / "python")
-    words = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*words, *EXTRAS["s3"], *EXTRAS["gcs"]], check=True)
-    code = "from fsspec import get_filesystem_class as get; get('s3'), get('gs')"
-    subprocess.run([python, "-c", code], check=True)
-
-
 # --------------------------------------------------------------------------- configs by name
 
 
@@ -222,7 +195,16 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
     assert Path(found.stdout.decode().strip()).is_relative_to(target)
     assert "--train.max_steps" in shown("train", "quickstart", "--help").replace("-steps", "_steps")
     assert "quickstart on 1 x CPU process" in shown("plan", "quickstart")
-    shown("train", "quickstart", *few_steps())
+    few_steps = [
+        *("--data.prepare.source", "text.txt"),
+        *("--data.prepare.tokenizer", "bpe", "--data.prepare.vocab_size", "270"),
+        *("--data.train", "data/text", "--train.max_steps", "3"),
+        *("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "32"),
+        *("--train.tokens_per_step", "128", "--train.micro_batch_size", "4"),
+        *("--schedule.warmup_steps", "1", "--sample.every", "0", "--log.trackers", "[]"),
+        *("--eval.tokens", "256", "--train.cpu_threads", "1"),
+    ]
+    shown("train", "quickstart", *few_steps)
     run = folder / "runs/quickstart"
     assert (run / "checkpoints/step_00000003").is_dir()
     assert (run / "quickstart.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()

@@ -153,26 +153,6 @@ def test_loss_curve_is_the_stored_one_and_the_contract_names_what_is_left(
     assert shown.index(f"run      {tmp_path / 'run'}\n") < shown.index("model    ")
 
 
-@pytest.mark.slow
-def test_batch_hash_tells_the_tokens_of_each_step(small_run: Arguments, tmp_path: Path) -> None:
-    """It is equal after a resume and for other micro-batch sizes, not for other seeds."""
-
-    def hashes(name: str, *options: str) -> dict[float, float]:
-        asked = ["--log.batch_hash", "--out_dir", str(tmp_path / name), *options]
-        assert launch(small_run(*asked)) == 0
-        return {line["step"]: line["data/batch_hash"] for line in records(tmp_path / name)}
-
-    first = hashes("first", "--eval.every", "0")
-    assert len(set(first.values())) == 12
-    assert len(hashes("micro", "--eval.every", "0", "--train.stop_at", "5")) == 5
-    assert hashes("micro", "--eval.every", "0", "--train.micro_batch_size", "2") == first
-    some = hashes("some", "--eval.every", "0", "--log.every", "5")
-    assert some == {step: first[step] for step in (1, 5, 10, 12)}
-    assert set(hashes("seed", "--seed", "7", "--eval.every", "0").values()).isdisjoint(
-        first.values()
-    )
-
-
 def test_stopped_and_launched_again_equals_never_stopped(
     small_run: Arguments,
     trained: Trained,

@@ -56,8 +56,3 @@ def test_muons_momentum_warms_up() -> None:
     assert values == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert momentum_at(0, 0.95, 0) == 0.95
     assert momentum_at(0, 0.5, 100) == 0.5
-
-
-def test_an_unknown_name_is_no_linear_decay() -> None:
-    with pytest.raises(ValueError, match="unknown schedule 'exponential'"):
-        lr_fraction(50, "exponential", plan(100, 10, 90), 0.1)

@@ -33,10 +33,8 @@ def profile(
     """
     rank = accelerator.process_index
     cuda = accelerator.device.type == "cuda"
-    recorded = 0
 
     def write(profiler: Any) -> None:
-        nonlocal recorded
         recorded = profiler.step_num - STEPS_BEFORE
         if recorded <= 0:
             return
@@ -44,7 +42,8 @@ def profile(
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
             if cuda:
-                save_memory_history(folder / f"memory_{rank}.pickle")
+                dump: Any = torch.cuda.memory._dump_snapshot
+                dump(str(folder / f"memory_{rank}.pickle"))
             log(f"profiled {plural(recorded, 'step')}: open {folder}/ in ui.perfetto.dev")
         except OSError as error:
             log(f"WARNING: the profile could not be written: {error}; training continues")
@@ -68,14 +67,3 @@ def profile(
     finally:
         if cuda:
             torch.cuda.memory._record_memory_history(enabled=None)
-    if recorded <= 0:
-        log(
-            f"WARNING: train.profile is {steps}, but this launch made only "
-            f"{plural(profiler.step_num, 'step')}; the first {STEPS_BEFORE} are not recorded"
-        )
-
-
-def save_memory_history(path: Path) -> None:
-    """Write the history of the CUDA allocator to `path`."""
-    dump: Any = torch.cuda.memory._dump_snapshot
-    dump(str(path))

@@ -21,7 +21,6 @@ from accel_gpt.launcher import PRECISIONS, launcher_precision, local_world_size,
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 ENGINES = "one process, DDP, FSDP version 2 or HSDP"
 FP8_CAPABILITY = (8, 9)  # Ada, the first with fp8 products: lists of torchao and NVIDIA
-TRACKER_EXTRAS = ("wandb", "trackio", "mlflow")  # trackers that are extras of this package
 
 
 def check_accelerate_config() -> None:
@@ -154,5 +153,4 @@ def check_trackers(names: tuple[str, ...]) -> None:
             name in known,
             f"log.trackers has {name!r}; {did_you_mean(name, known, f'expected {known}')}",
         )
-        install = install_extra(name) if name in TRACKER_EXTRAS else f"run pip install {name}"
-        require(name in usable, f"log.trackers has {name} but it is not installed; {install}")
+        require(name in usable, f"log.trackers has {name} but it is not installed")

@@ -171,13 +171,6 @@ class Reporter:
         if own.file:
             code = [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
         model = self.config.model.preset if own.model is None else own.name
-        plan = self.plan.describe().splitlines()
-        asked = self.config.train.micro_batch_size
-        if asked != self.plan.micro_batch_size:
-            plan.append(
-                f"train.micro_batch_size is {asked}, lowered to {self.plan.micro_batch_size}: "
-                f"{self.plan.world_size} processes share the step"
-            )
         lines = [
             f"run      {self.config.out_dir}",
             *option_lines(self.config),
@@ -186,7 +179,7 @@ class Reporter:
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.plan),
             *corpus.lines_on_bytes(),
-            *(f"plan     {line}" for line in plan),
+            *(f"plan     {line}" for line in self.plan.describe().splitlines()),
             self.device_line(machine),
         ]
         return "\n".join(lines)

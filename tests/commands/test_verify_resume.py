@@ -171,19 +171,6 @@ def test_a_difference_ends_with_1_and_the_folder_is_kept_and_named(
     assert f"kept: {next(rooms.iterdir())}" in shown.err
 
 
-def test_a_launch_that_fails_is_shown(
-    small_run: Arguments, rooms: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fails = "import sys; print('disk on fire'); sys.exit(9)"
-    monkeypatch.setattr(
-        verify_resume, "launch_child", lambda *_, stdout, **__: start_code(fails, stdout=stdout)
-    )
-    assert call(*small_run("--steps", "4")) == 1
-    shown = capsys.readouterr().err
-    assert "launch 1, undisturbed on 1 process failed with exit code 9:\ndisk on fire" in shown
-    assert f"kept: {next(rooms.iterdir())}" in shown
-
-
 # a process with a child in another session, as under torchrun; both would run for long
 FAMILY = """
 import subprocess, sys, time

@@ -370,31 +370,6 @@ def test_commands_that_open_a_run_with_an_own_model_ask_for_its_file(
     assert "but --code is my.py as it is now" in capfd.readouterr().err
 
 
-def test_no_file_that_is_read_can_name_code(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "my.py").write_text("raise SystemExit('executed')\n")
-    named = folder / "named.yaml"
-    named.write_text((folder / "small.yaml").read_text() + "code: my.py\n")
-    copied = folder / "someones" / "config.yaml"
-    copied.parent.mkdir()
-    copied.write_text(named.read_text())
-    for words in (
-        ["train", "named.yaml"],
-        ["train", "someones/config.yaml"],
-        ["plan", "named.yaml"],
-        ["bench", "named.yaml"],
-        ["sweep", "named.yaml", "--optim.lr", "1e-3,2e-3"],
-        ["verify-resume", "named.yaml"],
-    ):
-        assert call(*words) == 2, words
-        error = capfd.readouterr().err
-        assert "would execute a file, so only the command line may set it" in error, words
-        assert "executed" not in error
-    named.write_text((folder / "small.yaml").read_text() + "code: null\n")
-    assert call("plan", "named.yaml") == 0
-
-
 @pytest.mark.slow
 def test_the_python_interface_takes_the_file(folder: Path) -> None:
     own = folder / "my.py"

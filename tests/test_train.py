@@ -174,22 +174,6 @@ def test_stopped_and_launched_again_equals_never_stopped(
         assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
-def test_a_run_that_stops_at_a_step_continues_to_its_end(
-    small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(2):
-        assert launch(small_run("--train.stop_at", "7")) == 0
-        assert "train.stop_at: saved at step 7 of 12 after" in capsys.readouterr().err
-    stopped = records(tmp_path / "run")
-    assert launch(small_run()) == 0
-    whole, run = records(trained(to="whole")), records(tmp_path / "run")
-    assert run[:7] == stopped
-    assert run[6].items() > whole[6].items()  # it was also evaluated there
-    assert run[:6] + run[7:] == whole[:6] + whole[7:]
-    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-
-
 def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
     short = ["--train.max_steps", "4", "--out_dir"]
     often = ["--eval.every", "1", "--sample.every", "1"]

@@ -21,7 +21,7 @@ from accel_gpt.runs.checkpoint import (
 )
 from accel_gpt.runs.folder import checkpoint_steps, step_name
 from accel_gpt.runs.resume import find_resume
-from accel_gpt.runs.saving import name_best_and_prune, remove_debris
+from accel_gpt.runs.saving import name_best_and_prune
 from accel_gpt.runs.state import TrainState
 from accel_gpt.transformers_io.load import load_checkpoint
 from tests.conftest import launch, reseal, run_here
@@ -73,18 +73,6 @@ def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) ->
     assert checkpoint_steps(root) == [2, 3, 4, 200]
 
 
-def test_a_checkpoint_of_another_step_than_its_name_ends_the_launch(
-    run: Path, small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = run / "checkpoints"
-    shutil.rmtree(root / "step_00000012")
-    (root / "step_00000008").rename(root / "step_00000010")
-    assert launch(small_run()) == 4
-    said = capsys.readouterr().err
-    assert "step_00000010 holds step 8, not the step in its name" in said
-    assert checkpoint_steps(root) == [10]  # neither used nor set aside
-
-
 def test_a_copy_under_the_name_of_another_step_is_set_aside(run: Path) -> None:
     root = run / "checkpoints"
     shutil.copytree(root / "step_00000008", root / "step_00000100")
@@ -122,17 +110,6 @@ def test_a_key_of_another_version_is_never_dropped(
     assert launch(small_run()) == 4
     assert f"{newest / file}: {key} is an unknown key; upd" in capsys.readouterr().err
     assert checkpoint_steps(run / "checkpoints") == [8, 12]  # nothing is set aside
-
-
-def test_debris_is_removed_and_never_taken_for_a_checkpoint(run: Path) -> None:
-    root = run / "checkpoints"
-    shutil.copytree(root / "step_00000012", root / ".tmp_step_00000016")
-    assert checkpoint_steps(root) == [8, 12]
-    (root / "step_00000020").mkdir()  # not ours: we rename after the manifest is written
-    remove_debris(root)
-    assert not (root / ".tmp_step_00000016").exists()
-    assert find_checkpoint(run).name == "step_00000012"
-    assert find_resume(run, "auto", lambda _: None) == root / "step_00000012"
 
 
 def test_damage_is_named(run: Path) -> None:

@@ -52,16 +52,6 @@ def test_a_moved_run_is_evaluated_and_resumed_from_another_folder(
     assert run_here(dispatch, ["evaluate", str(run)]) == 0
 
 
-def test_the_config_of_a_copied_run_trains_the_copy(
-    work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree("runs/a", "runs/b")
-    assert launch(["runs/b/config.yaml", *LONGER]) == 0
-    assert "sets out_dir to runs/a; the run continues in runs/b" in capsys.readouterr().err
-    assert (RunFolder("runs/a").step, RunFolder("runs/b").step) == (4, 6)
-    assert RunFolder("runs/b").config["data.train"] == "runs/b/data"
-
-
 def test_the_config_of_a_run_starts_another_one_where_out_dir_is_given(work: Path) -> None:
     config = load_config(["runs/a/config.yaml", "--out_dir", "runs/c"], "train")
     assert (config.out_dir, config.data.train) == ("runs/c", "runs/a/data")

@@ -67,14 +67,6 @@ def test_a_mixture_trains_stops_and_goes_on_exactly(
     assert last["eval/val_loss"] == pytest.approx(mean)
 
 
-def stopped(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, step: int, expected: int = 75
-) -> None:
-    with monkeypatch.context() as patch:
-        signal_after(patch, step, 15)
-        assert launch(arguments) == expected
-
-
 def test_fewer_tokens_are_evaluated_of_train_than_of_val(
     small_run: Arguments, two: tuple[Path, Path]
 ) -> None:
@@ -102,7 +94,9 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     six = ["--train.max_steps", "6"]
-    stopped(small_run(*mixture((two[0], 1), (two[1], 1)), *six), monkeypatch, 3)
+    with monkeypatch.context() as patch:
+        signal_after(patch, 3, 15)
+        assert launch(small_run(*mixture((two[0], 1), (two[1], 1)), *six)) == 75
     other = [*mixture((two[0], 3), (two[1], 1), (corpus, 4)), *six]
     assert launch(small_run(*other)) == 2
     shown = capsys.readouterr().err
@@ -149,14 +143,11 @@ def test_sources_come_and_go_and_each_goes_on_where_it_was() -> None:
         ({"a": 3, "b": 1}, 154, {"a": 103, "b": 51}),
     ]
     for weights_, end, expected in steps:
-        state |= {"data_sources": sources(**weights_), "sequences": end}
+        sources = [TrainedSource(name, weight, name) for name, weight in weights_.items()]
+        state |= {"data_sources": sources, "sequences": end}
         state["data_given"] = sequences_given(state)
         assert state["data_given"] == expected
         state["data_origin"] = end
-
-
-def sources(**weights: float) -> list[TrainedSource]:
-    return [TrainedSource(name=n, weight=w, fingerprint=n) for n, w in weights.items()]
 
 
 # --------------------------------------------------------------------------- documents

@@ -47,7 +47,8 @@ def raw(path: Path, ids: Ids, dtype: str = "<u2") -> None:
 def meta(path: Path, chars: str) -> None:
     """nanoGPT, data/shakespeare_char/prepare.py."""
     stoi = {char: i for i, char in enumerate(chars)}
-    content = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": stoi}
+    itos = dict(reversed(list(enumerate(chars))))
+    content = {"vocab_size": len(chars), "itos": itos, "stoi": stoi}
     path.write_bytes(pickle.dumps(content))
 
 

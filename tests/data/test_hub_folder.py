@@ -93,22 +93,12 @@ def test_what_hf_download_downloaded_is_read_in_place(hub: HubServer, shards: Pa
 # --------------------------------------------------------------------------- HF_HUB_OFFLINE
 
 
-@pytest.fixture
-def go_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Set HF_HUB_OFFLINE, as the client reads it at import."""
-
-    def go() -> None:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        hub.requests.clear()
-
-    return go
-
-
 def test_offline_data_that_are_not_cached_end_the_run_at_once(
-    hub: HubServer, go_offline: Callable[[], None]
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = opened()
-    go_offline()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as the client reads it at import
+    hub.requests.clear()
     with pytest.raises(UserError, match="not in the cache of the Hub, and HF_HUB_OFFLINE is set"):
         opened().read(0, 0, 10)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):

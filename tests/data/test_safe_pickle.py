@@ -7,36 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.errors import DataError
-
-
-def meta(chars: str) -> dict[str, Any]:
-    """The file that data/shakespeare_char/prepare.py writes."""
-    return {
-        "vocab_size": len(chars),
-        "itos": dict(enumerate(chars)),
-        "stoi": {char: i for i, char in enumerate(chars)},
-    }
-
-
-@settings(max_examples=15)
-@given(st.lists(st.characters(codec="utf-8"), unique=True, min_size=1), st.integers(0, 5))
-def test_a_vocabulary_in_any_order_is_read(
-    tmp_path_factory: pytest.TempPathFactory, chars: list[str], protocol: int
-) -> None:
-    path = tmp_path_factory.mktemp("v") / "meta.pkl"
-    content = meta("".join(chars))
-    content["itos"] = dict(reversed(content["itos"].items()))
-    path.write_bytes(pickle.dumps(content, protocol))
-    assert read_vocabulary(path) == "".join(chars)
-    cut = len(path.read_bytes()) // 2
-    os.truncate(path, cut)
-    with pytest.raises(DataError, match="cannot be read"):
-        read_vocabulary(path)
 
 
 @pytest.mark.parametrize(

@@ -151,13 +151,6 @@ def test_the_difference_of_a_smaller_type_is_measured(dtype: str, tmp_path: Path
     assert 1e-4 < gguf_proof.measure_difference(tmp_path / "model.gguf", compared) < 1.0
 
 
-def test_learned_positions_stay_in_float32(tmp_path: Path) -> None:
-    write(model_of("gpt2", 257), BytesTokenizer(), tmp_path / "model.gguf", "fp16")
-    stored = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "model.gguf").tensors}
-    assert stored["position_embd.weight"] == "F32"
-    assert stored["token_embd.weight"] == "F16"
-
-
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("std", [0.02, 0.2])
 def test_a_file_that_computes_something_else_is_refused(

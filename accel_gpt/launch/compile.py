@@ -15,13 +15,20 @@ from accelerate import PartialState
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
+from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import MachineError, first_line, require
 from accel_gpt.files import cache_folder
+from accel_gpt.launch.devices import MATRIX_UNITS, bf16_instructions
+from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.model.make import make_model
 
 CAPABILITY = (7, 0)  # of CUDA: Volta, the first GPUs that Triton supports
-# Compiling takes 20 s on an H100 (benchmarks/RESULTS.md). From when on it pays is an assumption
+# On a CPU with matrix units, compiling takes 45 s and saves a quarter of a step, so it pays after
+# 180 s (benchmarks/notes/precision.md). On an H100, it takes 20 s (benchmarks/RESULTS.md).
 LEAST_SECONDS = 180.0
+# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
+MATRIX_UNIT_FLOPS = 1.2e11
 # Options of inductor for `train.compile: graphs`
 GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -39,7 +46,7 @@ def check_compile(train: TrainConfig, plan: Plan) -> None:
     )
 
 
-def choose_compile(config: Config, earlier: object, as_before: str) -> tuple[bool, str]:
+def choose_compile(config: Config, plan: Plan, earlier: object, as_before: str) -> tuple[bool, str]:
     """Return whether to compile, for `train.compile: auto`, and the reason; a collective.
 
     A run keeps its choice, `earlier`, if torch.compile works here; `as_before` is then the reason.
@@ -49,7 +56,7 @@ def choose_compile(config: Config, earlier: object, as_before: str) -> tuple[boo
     compiled = bool(earlier)
     reason = as_before
     if earlier is None:
-        compiled, reason = on_main(lambda: gains_from_compiling(config))
+        compiled, reason = on_main(lambda: gains_from_compiling(config, plan))
     error = compiler_error_on_any_machine() if compiled else None
     if error:
         return False, f"torch.compile does not work here ({error})"
@@ -71,17 +78,30 @@ def check_graphs(plan: Plan) -> None:
     )
 
 
-def gains_from_compiling(config: Config) -> tuple[bool, str]:
+def gains_from_compiling(config: Config, plan: Plan) -> tuple[bool, str]:
     """Return whether compiling saves more time than it takes, and the reason."""
+    device = PartialState().device
+    pays = f"compiling pays after {LEAST_SECONDS:.0f} s"
     budget = duration("train.budget", config.train.budget)
     if budget and budget <= LEAST_SECONDS:
-        return False, f"a train.budget of {config.train.budget} is too short for it"
-    device = PartialState().device
-    if device.type != "cuda":
-        return False, f"auto compiles on CUDA only, not on {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    number = ".".join(map(str, capability))
-    return capability >= CAPABILITY, f"the GPU has compute capability {number}"
+        return False, f"train.budget is {config.train.budget}, and {pays}"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        number = ".".join(map(str, capability))
+        return capability >= CAPABILITY, f"the GPU has compute capability {number}"
+    bf16 = requested_precision(config.train) != "no"
+    if device.type != "cpu" or not bf16 or bf16_instructions() != MATRIX_UNITS:
+        return False, f"compiling saves little on {device.type} without matrix units for bf16"
+    seconds = budget or cpu_seconds(config, plan)
+    return seconds > LEAST_SECONDS, f"the run takes about {seconds:,.0f} s, and {pays}"
+
+
+def cpu_seconds(config: Config, plan: Plan) -> float:
+    """Estimate the seconds of the run without compiling, on a CPU with matrix units."""
+    # a model of --code may not work on the device meta
+    gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")
+    tokens = plan.max_steps * plan.tokens_per_step / plan.world_size
+    return tokens * gpt.flops_per_token() / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
 
 
 def compiler_error_on_any_machine() -> str | None:

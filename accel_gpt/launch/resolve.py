@@ -197,7 +197,7 @@ def with_compile(config: Config, plan: Plan, done: Done, log: Callable[[str], No
         check_compile(config.train, plan)
         return config
     earlier = done.config.get("train.compile")
-    compiled, reason = choose_compile(config, earlier, f"as in {done.file}")
+    compiled, reason = choose_compile(config, plan, earlier, f"as in {done.file}")
     log(f"auto     {'compiled' if compiled else 'not compiled'}: {reason}")
     return replace(config, train=replace(config.train, compile=compiled))
 

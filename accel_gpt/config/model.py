@@ -264,7 +264,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         return qkv, out, up, down
 
     def matrix_parameters(self, vocab_size: int) -> int:
-        """Count the weights in matrix products: those of all blocks and the head, tied or not.
+        """Count the weights in matrix products: all blocks, and the head, tied or not.
 
         Neither padded rows of the head nor the look-ups of embedding and position count. Scaling
         laws fit best in this count (nanochat dev/LOG.md, January 2026).

@@ -23,11 +23,6 @@ def shipped_configs(folder: str = "") -> Mapping[str, Path]:
     return {path.stem: path for path in files}
 
 
-def is_shipped(path: str) -> bool:
-    """Return whether the file at `path` is a shipped config."""
-    return Path(path).resolve() in shipped_configs().values()
-
-
 def resolve_config(word: str, folder: str = "") -> Path:
     """Return the config file at the path `word`, or else the shipped config with that name.
 

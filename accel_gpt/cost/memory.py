@@ -47,7 +47,7 @@ class Machine:
     gpu: str | None  # a name that `launch/devices.py` finds; None: CPUs
     sharded: bool  # FSDP
     precision: str  # no, bf16, fp16 or fp8
-    memory_gb: float | None = None  # of a device; None: that of the GPU, unknown on a CPU
+    memory_gb: float | None = None  # of a device; None: as the table of GPUs says
 
     @property
     def shards(self) -> int:

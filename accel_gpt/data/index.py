@@ -11,11 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from accel_gpt.errors import DataError, UserError
-from accel_gpt.files import TOKEN_ENDINGS
 from accel_gpt.json_files import Count, Size, load_json_as
 
 INDEX = "dataset.json"
-DATA_MARKS = (INDEX, *(f"*{ending}" for ending in TOKEN_ENDINGS))  # a data folder holds one of them
 FORMAT = "accel_gpt-dataset"
 VERSION = 1
 SHARD_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}\Z"  # no path to another folder

@@ -58,7 +58,7 @@ def check_earlier_logits(
 ) -> None:
     """Raise `UserError` if a change of one of the `tokens` (1, T) changes logits before it.
 
-    Each of the first `CHECKED_TOKENS` is changed in turn, in a sequence of its own.
+    Each of the first `CHECKED_TOKENS` is changed in turn, each in another sequence.
     """
     T = tokens.shape[1]
     end = min(T, CHECKED_TOKENS)

@@ -208,7 +208,7 @@ def beyond_ascii(path: Path) -> bytes:
 def detect_encoding(sample: bytes) -> str | None:
     """Return the encoding of a text that is not UTF-8; None if it is none of `ENCODINGS`.
 
-    If invalid bytes are rare among those of UTF-8, the text is damaged UTF-8.
+    If few characters beyond ASCII are invalid in UTF-8, the text is damaged UTF-8.
     """
     from charset_normalizer import from_bytes
 

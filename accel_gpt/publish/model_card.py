@@ -176,7 +176,7 @@ def card_header(
 ) -> "ModelCardData":
     """Return the metadata of the card, as the Hub reads them.
 
-    `results`: metrics by key, of which those in `MEASURES` are shown.
+    `results`: metrics by key; the header shows the `MEASURES`.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -235,7 +235,7 @@ def recorded_paths(config: Mapping[str, Any]) -> list[str]:
 
 
 def source_names(state: TrainState) -> list[str]:
-    """Return the public names of the data sources; those of a mixture with their shares."""
+    """Return the public names of the data sources, in a mixture with their shares."""
     sources = state.data_sources
     if len(sources) < 2:
         return [public_name(path) for path in recorded_paths(state.config)]

@@ -113,7 +113,7 @@ class StepGuard:
         return len(self.skipped_in_row) >= self.config.max_skipped
 
     def error(self, sequences_per_step: int, newest: str) -> DataError | DivergedError:
-        """Return the error that ends a run of which too many updates in a row were skipped.
+        """Return the error that ends a run after too many skipped updates in a row.
 
         It is a `DataError` if the last of them had no target. `newest` names the checkpoint.
         """

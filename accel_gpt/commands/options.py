@@ -372,10 +372,6 @@ class PushCommand(Command):
         "Data type of the exported weights.",
     )
     license: str | None = same_option(HubConfig, "license")
-    language: str | None = option(
-        None,
-        "Language of the text as a code, for the model card: en, de, ... or several: en,de.",
-    )
 
     def _check(self) -> None:
         require(bool(self.repo), "--repo is missing; give the repository as user/name")

@@ -22,5 +22,4 @@ def push_model(options: PushCommand) -> tuple[int, str]:
         private=options.private,
         dtype=options.dtype,
         license=options.license,
-        language=options.language,
     )

@@ -10,9 +10,7 @@ from accel_gpt.errors import require
 
 
 @dataclass(frozen=True)
-class PrepareConfig(
-    Section, prefix="data.prepare.", resume="free", per_machine=True, published=True
-):
+class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=True):
     """How to prepare the data folder if it is missing."""
 
     source: str | None = option(
@@ -22,39 +20,33 @@ class PrepareConfig(
         "the data folder must exist.",
         essential=True,
         replaces=("data.prepare.val", "data.prepare.subset", "data.prepare.split"),
-        published="name",
         path=True,
     )
     val: str | None = option(
         None,
         "Text for validation, given as the source is. null: the source's own validation split if "
         "it has one, otherwise val_fraction of the source.",
-        published="name",
         path=True,
     )
     subset: str | None = option(
         None,
         "Subset (configuration) of a data set of the Hub. null: its only one.",
-        published="name",
     )
     split: str = option(
         "train",
         "Split to train on, if the source is a data set of the Hub.",
-        published="name",
     )
     text_field: str = option(
         "text",
         "Column with the text, if the source has columns; a.b is column b inside a. A list of "
         "strings is joined by blank lines; a list of {role, content} is written with the chat "
         "template of the tokenizer.",
-        published="name",
     )
     tokenizer: str = option(
         "gpt2",
         "Tokenizer: bytes, chars, bpe (trained on the text), gpt2, the path of a tokenizer.json, "
         "or a Hub id (user/name).",
         essential=True,
-        published="name",
         path=True,
     )
     vocab_size: int = option(
@@ -133,7 +125,7 @@ class Weighted(Section, prefix="data.train."):
 
 
 @dataclass(frozen=True)
-class DataConfig(Section, prefix="data.", published=True):
+class DataConfig(Section, prefix="data."):
     """Data to train on, and its order."""
 
     train: str | tuple[Weighted, ...] = option(
@@ -145,7 +137,6 @@ class DataConfig(Section, prefix="data.", published=True):
         resume="free",
         validation=True,
         per_machine=True,
-        published="name",
         path=True,
     )
     text: str | None = option(

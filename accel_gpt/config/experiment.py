@@ -19,9 +19,7 @@ TRAIN_TOKENS = 524_288
 
 
 @dataclass(frozen=True)
-class TrainConfig(
-    Section, prefix="train.", exclusive=(("max_steps", "max_tokens"),), published=True
-):
+class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens"),)):
     """Batch size, length and numerics of the run."""
 
     tokens_per_step: int = option(
@@ -208,7 +206,6 @@ class ScheduleConfig(
     Section,
     prefix="schedule.",
     exclusive=(("decay_steps", "decay_share"),),
-    published=True,
 ):
     """The learning rate as a function of the step."""
 
@@ -248,7 +245,7 @@ class ScheduleConfig(
 
 
 @dataclass(frozen=True)
-class EvalConfig(Section, prefix="eval.", published=True):
+class EvalConfig(Section, prefix="eval."):
     """Validation loss on fixed tokens, and HellaSwag."""
 
     every: int = option(
@@ -276,7 +273,6 @@ class EvalConfig(Section, prefix="eval.", published=True):
         "Hub dataset such as Rowan/hellaswag. null: none.",
         resume="free",
         per_machine=True,
-        published="name",
         path=True,
     )
 
@@ -294,7 +290,7 @@ class EvalConfig(Section, prefix="eval.", published=True):
 
 
 @dataclass(frozen=True)
-class SampleConfig(Section, prefix="sample.", resume="free", published=True):
+class SampleConfig(Section, prefix="sample.", resume="free"):
     """Samples generated during training."""
 
     every: int = option(
@@ -507,7 +503,6 @@ class Config(Section):
         "Seed of the initial weights, the data order and dropout.",
         essential=True,
         resume="refuse",
-        published=True,
     )
     code: str | None = option(
         None,

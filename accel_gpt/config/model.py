@@ -16,7 +16,7 @@ LLAMA3_TURNS = (1.0, 4.0)  # Llama 3.1 to 3.3 in transformers
 
 
 @dataclass(frozen=True)
-class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
+class ModelConfig(Section, prefix="model.", resume="refuse"):
     """Shape of the model; the defaults are GPT-2 small."""
 
     preset: Literal["gpt2", "llama", "qwen3", "fast"] = option(
@@ -52,7 +52,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         resume="start",
         per_machine=True,
         inherited="never",
-        published="name",
         path=True,
     )
     n_layer: int = option(
@@ -207,7 +206,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse", published=True):
         "command line can also set a single one (docs/how-to/experiment.md).",
         resume="ask",
         inherited="default",
-        published=False,
     )
 
     def _check(self) -> None:

@@ -12,7 +12,7 @@ This keeps the temporary memory of an update independent of the number of blocks
 
 
 @dataclass(frozen=True)
-class OptimConfig(Section, prefix="optim.", published=True):
+class OptimConfig(Section, prefix="optim."):
     """The optimizer."""
 
     name: Literal["adamw", "muon"] = option(

@@ -22,7 +22,6 @@ from accel_gpt.errors import require
 
 Resume = Literal["free", "start", "ask", "refuse"]
 Inherited = Literal["always", "default", "never"]
-Published = bool | Literal["name"]
 Groups = tuple[tuple[str, ...], ...]
 Rules = ParamSpec("Rules")
 REQUIRED: Any = dataclasses.MISSING  # the default of a required option
@@ -74,9 +73,6 @@ class Option:
     command_line_only: bool = False
     """Only the command line and a Python call may set it. A file that sets it is refused, and
     config.yaml does not record it."""
-    published: Published | None = None
-    """How much of the value a model card shows. True: a number, a truth value or a choice. name:
-    also the last part of a path, URL or id. False: nothing. None: the default of the section."""
 
     def problem(self, value: object) -> str | None:
         """Return what a number violates, such as `it must be above 0`; None if it is valid."""
@@ -136,15 +132,14 @@ class Section:
     """Base class for a section of options; checks their values.
 
     Messages show `prefix` before the name of an option. At most one option of each group in
-    `exclusive` may be set. The class arguments `resume`, `per_machine` and `published` are the
-    defaults of the section. Raises `UserError` with the option and its value.
+    `exclusive` may be set. The class arguments `resume` and `per_machine` are the defaults of the
+    section. Raises `UserError` with the option and its value.
     """
 
     prefix: ClassVar[str] = ""
     exclusive: ClassVar[Groups] = ()
     default_resume: ClassVar[Resume] = "ask"
     default_per_machine: ClassVar[bool] = False
-    default_published: ClassVar[bool] = False
 
     def __init_subclass__(
         cls,
@@ -152,13 +147,11 @@ class Section:
         exclusive: Groups | None = None,
         resume: Resume | None = None,
         per_machine: bool | None = None,
-        published: bool | None = None,
     ) -> None:
         cls.prefix = cls.prefix if prefix is None else prefix
         cls.exclusive = cls.exclusive if exclusive is None else exclusive
         cls.default_resume = cls.default_resume if resume is None else resume
         cls.default_per_machine = cls.default_per_machine if per_machine is None else per_machine
-        cls.default_published = cls.default_published if published is None else published
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -233,21 +226,17 @@ def own_options(cls: Any) -> Mapping[str, Option]:
 def all_options(cls: type) -> Mapping[str, Option]:
     """Map the dotted key of each option to its `Option`, with the options of sections.
 
-    The defaults of the section replace `resume`, `per_machine` and `published` if they are not set.
+    The defaults of the section replace `resume` and `per_machine` if they are not set.
     """
     found: dict[str, Option] = {}
     kinds = field_types(cls)
     for field in dataclasses.fields(cls):
         if "option" in field.metadata:
             one: Option = field.metadata["option"]
-            published = one.published
-            if published is None:
-                published = getattr(cls, "default_published", False)
             found[field.name] = dataclasses.replace(
                 one,
                 resume=one.resume or getattr(cls, "default_resume", "ask"),
                 per_machine=one.per_machine or getattr(cls, "default_per_machine", False),
-                published=published,
             )
         elif dataclasses.is_dataclass(kinds.get(field.name)):
             inner = all_options(kinds[field.name])

@@ -2,8 +2,8 @@
 
     accel-gpt push RUN --repo user/name
 
-A repository holds the exported model, README.md and loss.png, metrics.jsonl and tensorboard/. Each
-push is one commit with a tag step-N.
+A repository holds the exported model, README.md, loss.png and metrics.jsonl. Each push is one
+commit with a tag step-N.
 """
 
 import tempfile
@@ -16,10 +16,9 @@ from typing import TypeVar
 
 from accel_gpt.hub import UnreachableError, hub_errors
 from accel_gpt.publish.model_card import write_card
-from accel_gpt.publish.redaction import public_events, public_records
+from accel_gpt.publish.redaction import public_records
 from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training.event_file import NAME
 from accel_gpt.training.metrics import as_jsonl
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.load import check_exportable, load_exportable
@@ -32,7 +31,6 @@ REPLACED = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
-    "tensorboard/events.out.tfevents.*.accel_gpt",
 )
 PAUSES_SECONDS = (2.0, 4.0, 8.0)  # before each further attempt; assumption
 
@@ -45,7 +43,6 @@ def push(
     private: bool = False,
     dtype: str = "fp32",
     license: str | None = None,  # noqa: A002 - as the Hub names it
-    language: str | None = None,
     if_missing: bool = False,
 ) -> tuple[int, str]:
     """Push a run, or one checkpoint; return the step and its address.
@@ -77,26 +74,15 @@ def push(
         write_card(
             run=run_folder,
             checkpoint=path,
-            tokenizer=tokenizer,
             folder=folder,
             repo=repo,
             model_class=exported.model_class,
             dtype=dtype,
             license=license,
-            language=language,
         )
-        write_logs(run_folder, folder)
+        (folder / "metrics.jsonl").write_bytes(as_jsonl(public_records(run_folder)))
         with_retries(partial(upload, folder, repo, step), repo)
     return step, address
-
-
-def write_logs(run: RunFolder, to: Path) -> None:
-    """Write metrics.jsonl and TensorBoard events of what is public in a run."""
-    records = public_records(run)
-    if records:
-        (to / "metrics.jsonl").write_bytes(as_jsonl(records))
-        (to / "tensorboard").mkdir()
-        (to / "tensorboard" / NAME.format(0)).write_bytes(public_events(run))
 
 
 def with_retries(call: Callable[[], T], repo: str) -> T:

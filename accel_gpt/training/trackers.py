@@ -1,19 +1,15 @@
 """Log to the trackers of a run: TensorBoard, and those of Accelerate.
 
 metrics.jsonl and samples/ hold what a tracker has to show. Each launch opens a tracker on the run
-that it had, and reads what it holds. Steps after the one to resume from are dropped where a tracker
-can drop steps, and are not logged again where it cannot. What it lacks is logged from these files.
-So each tracker shows each step once.
+that it had, and logs what it lacks from these files. TensorBoard drops the steps after the one to
+resume from. The others keep them, so they are not logged again. So each tracker shows each step
+once.
 
 All trackers know a run by its `run_name`.
 """
 
-import contextlib
-import json
 import os
-import sqlite3
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +23,6 @@ from accel_gpt.training.event_file import EventFile, logged_values
 PROJECT = "accel_gpt"
 MLFLOW_TAG = "accel_gpt.run"  # of a run in MLflow; its value is the `run_name`
 OF_EACH_RECORD = ("step", "tokens", "time")  # keys of metrics.jsonl that trackers do not get
-# the log of a run in wandb consists of blocks, as the log of LevelDB; a block holds pieces of
-# records, each behind a checksum (4 bytes), its size (2 bytes) and its kind
-WANDB_HEADER_BYTES = 7
-WANDB_BLOCK_BYTES = 2**15
-WANDB_FIRST_PIECES = (1, 2)  # kinds: a whole record, or its first piece
-WANDB_LAST_PIECES = (1, 4)
 Values = dict[str, float | str]
 TRACKIO_REMOTE = (
     "TRACKIO_SPACE_ID",
@@ -83,7 +73,7 @@ class Trackers:
         try:
             accelerator.init_trackers(PROJECT, init_kwargs=init_options(self.names, self.out_dir))
             for tracker in accelerator.trackers:
-                self.held[tracker.name] = find_held(tracker, known, step, self.out_dir)
+                self.held[tracker.name] = find_held(tracker, known, self.out_dir)
                 store_options(tracker, options)
             if EventFile.name in self.names:
                 events = EventFile(self.out_dir / EventFile.name / PROJECT)
@@ -119,7 +109,9 @@ class Trackers:
 def init_options(names: Sequence[str], out_dir: Path) -> dict[str, dict[str, Any]]:
     """Return options by tracker that open the run that the earlier launches had, if there is one.
 
-    The first launch chooses its name. wandb records nothing except the values that it is given.
+    The first launch chooses its name. wandb records nothing except the values that it is given. In
+    its offline mode it cannot resume a run, so each launch writes all steps; `wandb sync` of a log
+    replaces the run on the server.
     """
     if not set(names) & {"wandb", "trackio", "mlflow"}:
         return {}
@@ -142,6 +134,11 @@ def init_options(names: Sequence[str], out_dir: Path) -> dict[str, dict[str, Any
         "wandb": wandb,
         "trackio": {"name": name, "resume": "allow"},
     }
+    if "wandb" in names:
+        from wandb import setup
+
+        if setup().settings.mode == "offline":
+            del wandb["resume"]
     if "trackio" in names:
         from trackio.fragments import import_inbox_dir
 
@@ -199,62 +196,19 @@ def known_values(out_dir: Path, step: int, sampled_step: int) -> dict[int, Value
     return known
 
 
-def find_held(tracker: Any, known: Mapping[int, Values], step: int, out_dir: Path) -> Held:
-    """Return what a tracker holds of a run that resumes after `step`.
+def find_held(tracker: Any, known: Mapping[int, Values], out_dir: Path) -> Held:
+    """Return what a tracker holds of a run that resumes.
 
     If its records cannot be read, it counts as holding all that is known.
     """
     opened = tracker.tracker
     if tracker.name == "mlflow":
         return Held(held_by_mlflow(opened.info.run_id, run_name(out_dir)), takes_text=False)
-    if tracker.name == "wandb" and opened.offline:
-        return Held(held_by_wandb(out_dir, opened.id))
-    if tracker.name == "wandb":
-        return Held(before=opened.starting_step)  # wandb ignores earlier steps
+    if tracker.name == "wandb":  # its log is empty in offline mode; else it ignores earlier steps
+        return Held(before=0 if opened.offline else opened.starting_step)
     if tracker.name == "trackio" and not any(map(os.environ.get, TRACKIO_REMOTE)):
-        return Held(held_by_trackio(opened.id, step))
+        return Held(held_by_trackio(opened.id))
     return Held({known_step: set(values) for known_step, values in known.items()})
-
-
-def held_by_wandb(out_dir: Path, run_id: str) -> dict[int, set[str]]:
-    """Return the names of values by step in the logs of a run in wandb.
-
-    A launch that was killed leaves a log that lacks its end. `wandb sync` sends all logs.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    held: dict[int, set[str]] = {}
-    for path in out_dir.glob(f"*wandb/*run-*/run-{run_id}.wandb"):
-        for content in wandb_records(path):
-            with contextlib.suppress(Exception):  # of protobuf: the record is damaged
-                items = Record.FromString(content).history.item
-                values = {"/".join(item.nested_key) or item.key: item.value_json for item in items}
-                if "_step" in values:
-                    held.setdefault(int(values["_step"]), set()).update(values)
-    return held
-
-
-def wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a log of wandb up to the first that is incomplete."""
-    content = path.read_bytes()
-    record = b""
-    position = WANDB_HEADER_BYTES  # the file has a header of the same length
-    while True:
-        left = WANDB_BLOCK_BYTES - position % WANDB_BLOCK_BYTES
-        if left < WANDB_HEADER_BYTES:
-            position += left
-        if position + WANDB_HEADER_BYTES > len(content):
-            return
-        size, kind = struct.unpack_from("<HB", content, position + 4)
-        start = position + WANDB_HEADER_BYTES
-        position = start + size
-        if position > len(content):
-            return
-        if kind in WANDB_FIRST_PIECES:
-            record = b""
-        record += content[start:position]
-        if kind in WANDB_LAST_PIECES:
-            yield record
 
 
 def held_by_mlflow(run_id: str, name: str) -> dict[int, set[str]]:
@@ -270,17 +224,13 @@ def held_by_mlflow(run_id: str, name: str) -> dict[int, set[str]]:
     return held
 
 
-def held_by_trackio(run_id: str, step: int) -> dict[int, set[str]]:
-    """Return the names of values by step in trackio's database; drop the steps after `step`."""
+def held_by_trackio(run_id: str) -> dict[int, set[str]]:
+    """Return the names of values by step in trackio's database."""
     from trackio.sqlite_storage import SQLiteStorage
 
     held: dict[int, set[str]] = {}
-    database = sqlite3.connect(SQLiteStorage.init_db(PROJECT), timeout=60)
-    with contextlib.closing(database), database:
-        database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (run_id, step))
-        rows = database.execute("SELECT step, metrics FROM metrics WHERE run_id = ?", (run_id,))
-        for row_step, values in rows:
-            held.setdefault(row_step, set()).update(json.loads(values))
+    for values in SQLiteStorage.get_logs(PROJECT, run_id=run_id):
+        held.setdefault(values["step"], set()).update(values)
     return held
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 
 from accel_gpt import files, train
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training.trackers import wandb_records
 from tests.conftest import launch
 from tests.test_train import around_updates, records
 
@@ -186,18 +186,39 @@ def train_alone(
     assert "LEAVES" not in done.stderr
 
 
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a log of wandb.
+
+    It has a header of 7 bytes, then blocks as in the log of LevelDB. A block holds pieces of
+    records, each behind a checksum (4 bytes), its size (2 bytes) and its kind.
+    """
+    record = b""
+    position = 7
+    while position < len(content):
+        left = 2**15 - position % 2**15
+        if left < 7:
+            position += left
+        size, kind = struct.unpack_from("<HB", content, position + 4)
+        record += content[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a whole record, or its last piece
+            yield record
+            record = b""
+
+
 def shown_by_wandb(run: Path) -> Rows:
-    """Return what `wandb sync` would send: the history of all logs of the run."""
+    """Return what `wandb sync` would send of the newest log."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    name = run_name(run)
+    path = run / "wandb" / "latest-run" / f"run-{run_name(run)}.wandb"
     rows: Rows = []
-    for path in sorted((run / "wandb").glob(f"offline-run-*/run-{name}.wandb")):
-        for content in wandb_records(path):
-            items = Record.FromString(content).history.item
-            values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
-            step = values.get("_step")
-            rows += [(step, name, values[name]) for name in values if not name.startswith("_")]
+    for content in wandb_records(path.read_bytes()):
+        record = Record.FromString(content)
+        assert not record.run.resume  # else a sync appends to the run on the server
+        items = record.history.item
+        values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+        step = values.get("_step")
+        rows += [(step, name, values[name]) for name in values if not name.startswith("_")]
     return rows
 
 

@@ -458,7 +458,6 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
 def evaluate_step(run: Training, stop: StopSignal) -> bool:
     """Evaluate the completed step and publish its record; return whether it is the best so far."""
     state = run.state
-    last = state.step == run.plan.last_step
 
     def on_progress(done: int, total: int) -> None:
         fault_point("evaluation")
@@ -474,7 +473,6 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
         model=run.gpt,
         accelerator=run.accelerator,
         on_progress=on_progress,
-        last_step=last,
     )
     is_best = state.note_evaluation(record["eval/val_loss"])
     run.reporter.publish(state, record)

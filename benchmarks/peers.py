@@ -400,7 +400,7 @@ def whole_nanogpt(copy: Path, steps: int | None) -> Metrics:
 
 
 def whole_ours(config: str, work: Path, steps: int | None, seeds: Iterator[int]) -> Metrics:
-    """Run `accelerate launch` of a config, which evaluates the whole val split at its end."""
+    """Run `accelerate launch` of a config; then evaluate its last checkpoint, untimed."""
     out = work / "run"
     options: dict[str, object] = {
         "data.train": work / "data",
@@ -414,9 +414,10 @@ def whole_ours(config: str, work: Path, steps: int | None, seeds: Iterator[int])
     command += [ROOT / "accelerate_config.yaml", ROOT / "accel_gpt/train.py"]
     command += [ROOT / f"configs/{config}.yaml", *flags(options)]
     seconds = timed(lambda: run_command(command))
-    val_loss = read_records(out)[-1]["eval/whole_val_loss"]
+    evaluate = [sys.executable, "-m", "accel_gpt", "evaluate", out, "--tokens", "null", "--json"]
+    metrics = last_json(run_command(evaluate))["metrics"]
     shutil.rmtree(out)
-    return {"seconds": seconds, "val_loss": val_loss}
+    return {"seconds": seconds, "val_loss": metrics["eval/val_loss"]}
 
 
 PARTS = {"steps": compare_steps, "whole": compare_whole_commands}

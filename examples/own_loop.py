@@ -60,7 +60,7 @@ def main(argv):
         if evaluating or saving or state.step % config.log.every == 0:
             record = {"step": state.step, "tokens": state.tokens} | guard.flush(accelerator.print)
             if evaluating:
-                record |= pieces.evaluate(evaluations, gpt, accelerator, last_step=last)
+                record |= pieces.evaluate(evaluations, gpt, accelerator)
                 state.note_evaluation(record["eval/val_loss"])
             accelerator.print({key: round(value, 4) for key, value in record.items()})
             if accelerator.is_main_process:

@@ -154,10 +154,10 @@ def first_cells(page: str) -> set[str]:
 
 def test_every_metric_has_a_row(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     page = first_cells("docs/reference/metrics.md")
-    words = ("--log.batch_hash", "true", "--eval.tokens", "64", "--eval.whole_at_end", "true")
+    words = ("--log.batch_hash", "true", "--eval.tokens", "64")
     assert launch(small_run(*words, "--train.max_steps", "3")) == 0
     names = {*COLUMNS}.union(*RunFolder(tmp_path / "run").records())
-    assert {re.sub("^eval/(val|train|whole_val)_", "eval/SPLIT_", name) for name in names} <= page
+    assert {re.sub("^eval/(val|train)_", "eval/SPLIT_", name) for name in names} <= page
 
 
 def test_every_file_of_a_run_has_a_row(train_once: Callable[..., Path]) -> None:

@@ -130,10 +130,9 @@ def whole_run(config: Config, tokens_per_second: float) -> Report:
     HellaSwag. Raises `UserError` if a `train.budget` is too short.
     """
     costs = expected_costs(config, tokens_per_second)
-    evaluated = evaluated_tokens(config)
     trained = with_expected_length(config, tokens_per_second)
     steps = make_plan(trained, 1).max_steps
-    known = None not in (evaluated.each, evaluated.at_end)
+    known = evaluated_tokens(config) is not None
     return {
         "budget": config.train.budget,
         "run_steps": steps,

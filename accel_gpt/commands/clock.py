@@ -154,13 +154,8 @@ def measure_costs(run: Training, seconds: float) -> Costs:
     first, steps = time_steps(run, number)
     step = undisturbed(steps)
     evaluation = 0.0
-    last_evaluation = 0.0
     for one in run.evaluations:
-        spent = shorter(partial(measure_evaluation, run, one, aim))
-        if one.last_step_only:
-            last_evaluation += spent
-        else:
-            evaluation += spent
+        evaluation += shorter(partial(measure_evaluation, run, one, aim))
     samples = 0.0
     if run.config.sample.every:
         write_samples = partial(train.write_samples, run, lambda: None)
@@ -169,7 +164,6 @@ def measure_costs(run: Training, seconds: float) -> Costs:
         step=step,
         start=max(first - step, 0.0),
         evaluation=evaluation,
-        last_evaluation=last_evaluation,
         samples=samples,
         save=timed(lambda: train.save(run, must_succeed=True), device),
     )

@@ -168,7 +168,7 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
         config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
     evals = config.eval
     if options.tokens != "run":
-        evals = replace(evals, tokens=options.tokens, whole_at_end=False)
+        evals = replace(evals, tokens=options.tokens)
     evals = replace(evals, hellaswag=options.hellaswag or evals.hellaswag)
     batch_size = config.train.micro_batch_size if run else BATCH_SIZE
     if batch_size == "auto":
@@ -268,12 +268,12 @@ def open_all(
             batch_size=config.train.micro_batch_sequences,
             target_mask=TargetMask(document_end(config.data, sources), config.own),
         )
-        evaluations.append(Evaluation(losses))
+        evaluations.append(losses)
     elif config.data.train:
         done = on_main(lambda: read_done(config.out_dir, config.checkpoint.resume))
         corpus = open_corpus(with_commits(config, done))
         corpus.tokenizer.require_same(tokenizer, "the data", options.run)
-        evaluations += open_losses(config, corpus)
+        evaluations.append(open_losses(config, corpus))
     if config.eval.hellaswag is not None:
         block_size = model.config.block_size
         evaluations.append(

@@ -203,11 +203,10 @@ def plan_time(
 ) -> dict[str, Any]:
     """Return hours and cost of a run at a speed, the tokens per second of all devices."""
     costs = expected_costs(config, speed)
-    evaluated = evaluated_tokens(config)
     hours = costs.total(config, plan.max_steps) / 3600
     peak = machine.peak(config.train.matmul_precision)
     reached = peak and mfu(speed, sizes.flops_per_token, peak, machine.devices)
-    known = None not in (evaluated.each, evaluated.at_end)
+    known = evaluated_tokens(config) is not None
     return {
         "tokens_per_second": speed,
         "source": source,

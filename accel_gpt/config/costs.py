@@ -13,8 +13,7 @@ class Costs:
     step: float
     set_up: float = 0.0  # until the first step
     start: float = 0.0  # that the first step takes longer than others, since it compiles
-    evaluation: float = 0.0  # one evaluation that `eval.every` asks for
-    last_evaluation: float = 0.0  # that only the last step makes, in addition
+    evaluation: float = 0.0  # all evaluations of one step
     samples: float = 0.0  # all samples of one step
     save: float = 0.0  # one checkpoint
 
@@ -33,8 +32,7 @@ class Costs:
             saved |= evaluated  # at most: each evaluation is better than those before
         sampled = due_steps(config.sample.every, steps) if config.sample.every else set()
         return (
-            self.last_evaluation
-            + count_after(after, evaluated) * self.evaluation
+            count_after(after, evaluated) * self.evaluation
             + count_after(after, sampled) * self.samples
             + count_after(after, saved) * self.save
         )
@@ -47,7 +45,6 @@ class Costs:
             set_up=self.set_up,
             start=self.start,
             evaluation=times * self.evaluation,
-            last_evaluation=times * self.last_evaluation,
             samples=times * self.samples,
             save=times * self.save,
         )
@@ -56,7 +53,7 @@ class Costs:
         """Format the seconds of each part."""
         parts = {
             "a step": self.step,
-            "an evaluation": self.evaluation + self.last_evaluation,
+            "an evaluation": self.evaluation,
             "samples": self.samples,
             "a save": self.save,
             "the start": self.set_up + self.start,

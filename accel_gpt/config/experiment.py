@@ -263,10 +263,6 @@ class EvalConfig(Section, prefix="eval."):
         above=0,
         validation=True,
     )
-    whole_at_end: bool = option(
-        False,
-        "Also compute eval/whole_val_loss over the whole val split at the last step.",
-    )
     hellaswag: str | None = option(
         None,
         "HellaSwag questions to ask during training: a JSONL file in the original format, or a "
@@ -280,13 +276,6 @@ class EvalConfig(Section, prefix="eval."):
     def train_tokens(self) -> int | None:
         """Return the number of tokens to evaluate in the train split; None: all."""
         return None if self.tokens is None else min(self.tokens, TRAIN_TOKENS)
-
-    def _check(self) -> None:
-        require(
-            not self.whole_at_end or self.tokens is not None,
-            "eval.whole_at_end is true, but eval.tokens is null and already evaluates the whole "
-            "split every time; set eval.tokens, or set eval.whole_at_end to false",
-        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Needs no torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from accel_gpt.config.experiment import Config
@@ -60,25 +59,14 @@ def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
 # --------------------------------------------------------------------------- numbers of tokens
 
 
-@dataclass(frozen=True)
-class EvaluationTokens:
-    """Tokens that the evaluations of a run read; None: of whole splits that are not prepared."""
-
-    each: int | None  # of one evaluation
-    at_end: int | None  # of the last evaluation, in addition
-
-
-def evaluated_tokens(config: Config) -> EvaluationTokens:
-    """Count the tokens that the evaluations of a run read."""
+def evaluated_tokens(config: Config) -> int | None:
+    """Count the tokens that an evaluation reads; None if a whole split is not prepared yet."""
     train = [source.path for source in train_paths(config.data)]
     val_sets = [[source.path] for source in val_paths(config.data)] or [train]
     splits = [split_tokens(train, "train", config.eval.train_tokens)]
     splits += [split_tokens(folders, "val", config.eval.tokens) for folders in val_sets]
     known = [tokens for tokens in splits if tokens is not None]
-    at_end: int | None = 0
-    if config.eval.whole_at_end:
-        at_end = split_tokens([path for folders in val_sets for path in folders], "val", None)
-    return EvaluationTokens(each=sum(known) if len(known) == len(splits) else None, at_end=at_end)
+    return sum(known) if len(known) == len(splits) else None
 
 
 def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int | None:

@@ -36,11 +36,9 @@ def expected_costs(config: Config, tokens_per_second: float) -> Costs:
 
     Leaves out the start, saves, samples and HellaSwag, and evaluations whose length is unknown.
     """
-    evaluated = evaluated_tokens(config)
     return Costs(
         step=config.train.tokens_per_step / tokens_per_second,
-        evaluation=FORWARD_SHARE * (evaluated.each or 0) / tokens_per_second,
-        last_evaluation=FORWARD_SHARE * (evaluated.at_end or 0) / tokens_per_second,
+        evaluation=FORWARD_SHARE * (evaluated_tokens(config) or 0) / tokens_per_second,
     )
 
 

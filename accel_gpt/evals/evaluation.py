@@ -1,33 +1,23 @@
 """List and make the evaluations of a run: each computes metrics of a model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import require
 from accel_gpt.evals.hellaswag import read_questions, score_questions
 from accel_gpt.evals.validation import OnProgress, check_evaluated, ignore_progress, score_splits
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.training.metrics import checked_record
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A function that computes metrics, called with model, accelerator and on_progress.
-
-    A collective. It calls `on_progress` before each batch, and leaves no trace in the model.
-    """
-
-    metrics: Callable[..., dict[str, float]]
-    last_step_only: bool = False
+# Computes metrics, called with model, accelerator and on_progress; a collective. It calls
+# `on_progress` before each batch, and leaves no trace in the model.
+Evaluation = Callable[..., dict[str, float]]
 
 
 def evaluate(
@@ -35,15 +25,11 @@ def evaluate(
     model: LanguageModel,
     accelerator: Accelerator,
     on_progress: OnProgress = ignore_progress,
-    last_step: bool = True,
 ) -> dict[str, float]:
     """Return the metrics of all evaluations; a collective."""
     metrics: dict[str, float] = {}
     for evaluation in evaluations:
-        if last_step or not evaluation.last_step_only:
-            metrics |= evaluation.metrics(
-                model=model, accelerator=accelerator, on_progress=on_progress
-            )
+        metrics |= evaluation(model=model, accelerator=accelerator, on_progress=on_progress)
     return metrics
 
 
@@ -52,7 +38,7 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
 
     Raises `UserError` or `DataError` if their data cannot be evaluated.
     """
-    evaluations = open_losses(config, corpus)
+    evaluations = [open_losses(config, corpus)]
     if config.eval.hellaswag is not None:
         block_size = config.model.block_size
         evaluations.append(
@@ -100,26 +86,14 @@ def open_own_evaluations(
         with evaluating(model):
             return checked_record(function(run), own.place("evaluate"))
 
-    return [Evaluation(metrics)]
+    return [metrics]
 
 
-def open_losses(config: Config, corpus: Corpus) -> list[Evaluation]:
-    """Open the losses of both splits, and at the end of the whole val split if the config asks."""
+def open_losses(config: Config, corpus: Corpus) -> Evaluation:
+    """Return the evaluation that computes the losses of both splits."""
     check_evaluated(corpus, config.model.block_size)
     batch_size = config.train.micro_batch_sequences
-    losses = partial(score_splits, corpus=corpus, batch_size=batch_size)
-    if not config.eval.whole_at_end:
-        return [Evaluation(losses)]
-    val = val_paths(config.data) or train_paths(config.data)
-    require(
-        not any(is_url(source.path) for source in val),
-        "eval.whole_at_end is true but the val split is remote, and only eval.tokens tokens of "
-        "it are downloaded; set eval.whole_at_end to false",
-    )
-    parts = tuple(replace(part, tokens=None) for part in corpus.evaluated["val"])
-    whole = replace(corpus, evaluated={"whole_val": parts})
-    of_whole = partial(score_splits, corpus=whole, batch_size=batch_size)
-    return [Evaluation(losses), Evaluation(of_whole, last_step_only=True)]
+    return partial(score_splits, corpus=corpus, batch_size=batch_size)
 
 
 def open_hellaswag(
@@ -142,4 +116,4 @@ def open_hellaswag(
         vocab_size=vocab_size,
     )
     batch_size = config.train.micro_batch_sequences
-    return Evaluation(partial(score_questions, questions=questions, batch_size=batch_size))
+    return partial(score_questions, questions=questions, batch_size=batch_size)

@@ -312,9 +312,7 @@ def evaluations_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
     keys = dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
     rows = []
     for key in keys:
-        if is_benchmark(key) or (
-            key.startswith("eval/whole_val") and not key.endswith(ERROR_ENDINGS)
-        ):
+        if is_benchmark(key):
             values = [newest_value(run, key) for run in runs]
             rows.append((key.removeprefix("eval/"), values))
     return rows

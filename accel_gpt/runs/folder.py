@@ -245,7 +245,7 @@ def locked(folder: Path) -> Iterator[FolderLock]:
 
 # of the keys of standard errors; tasks of lm-evaluation-harness end theirs with _stderr
 ERROR_ENDINGS = ("_se", "_stderr")
-OF_LOSSES = re.compile(r"eval/(train|val|whole_val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
+OF_LOSSES = re.compile(r"eval/(train|val)_(loss|perplexity|bits_per_byte)(_se)?(/.+)?")
 
 
 def is_benchmark(key: str) -> bool:

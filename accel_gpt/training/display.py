@@ -45,7 +45,6 @@ FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
         "eval/train_loss": "train {:.4f}",
         "eval/val_loss": "val {:.4f}",
         "eval/val_bits_per_byte": "{:.4f} bits/byte",
-        "eval/whole_val_loss": "whole val {:.4f}",
     }
 )
 PANEL_ROWS = (

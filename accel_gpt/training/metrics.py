@@ -59,11 +59,6 @@ COLUMNS = (
     "eval/train_bits_per_byte_se",
     "eval/val_loss_se",
     "eval/val_bits_per_byte_se",
-    "eval/whole_val_loss",
-    "eval/whole_val_perplexity",
-    "eval/whole_val_bits_per_byte",
-    "eval/whole_val_loss_se",
-    "eval/whole_val_bits_per_byte_se",
 )
 Record = dict[str, float]
 

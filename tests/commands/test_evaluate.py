@@ -117,21 +117,6 @@ def test_other_data_is_named(
     assert "the data has a different tokenizer (chars" in capsys.readouterr().err
 
 
-def test_the_whole_val_split_at_the_end_has_a_key_of_its_own(
-    small_run: Arguments, tmp_path: Path, evaluate: Callable[..., Any]
-) -> None:
-    words = (*FOUR, "--eval.tokens", "64", "--eval.whole_at_end", "true")
-    assert launch(small_run(*words)) == 0
-    known = records(tmp_path / "run")
-    assert [r["step"] for r in known if "eval/whole_val_loss" in r] == [4]
-    every = evaluate(tmp_path / "run", "--tokens", "null")["metrics"]
-    for key in ("loss", "loss_se", "perplexity", "bits_per_byte"):
-        assert known[-1][f"eval/whole_val_{key}"] == every[f"eval/val_{key}"]
-    assert known[-1]["eval/val_loss"] != every["eval/val_loss"]
-    own = {key: value for key, value in known[-1].items() if key.startswith("eval/")}
-    assert evaluate(tmp_path / "run")["metrics"] == own
-
-
 # --------------------------------------------------------------------------- tables
 
 

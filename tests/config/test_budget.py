@@ -45,7 +45,6 @@ COSTS = st.builds(
     step=st.floats(0.001, 5),
     start=st.floats(0, 60),
     evaluation=st.floats(0, 30),
-    last_evaluation=st.floats(0, 10),
     samples=st.floats(0, 10),
     save=st.floats(0, 10),
 )
@@ -97,14 +96,14 @@ def test_each_evaluation_and_each_save_of_the_best_is_counted(keep_best: bool) -
     config = config_with(
         eval__every=30, checkpoint__every=50, checkpoint__keep_best=keep_best, sample__every=40
     )
-    costs = Costs(step=1, evaluation=3, last_evaluation=7, samples=0.25, save=100)
+    costs = Costs(step=1, evaluation=3, samples=0.25, save=100)
     evaluations = saves = samples = 0
     for step in range(1, 201):
         evaluates = step % 30 == 0 or step == 200
         evaluations += evaluates
         saves += step % 50 == 0 or (keep_best and evaluates)
         samples += step % 40 == 0
-    expected = 3 * evaluations + 7 + 0.25 * samples + 100 * saves
+    expected = 3 * evaluations + 0.25 * samples + 100 * saves
     assert costs.pauses(config, 200) == expected
 
 

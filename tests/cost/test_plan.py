@@ -14,7 +14,7 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.console import run_main
-from accel_gpt.cost.data_sizes import EvaluationTokens, evaluated_tokens
+from accel_gpt.cost.data_sizes import evaluated_tokens
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
 from accel_gpt.model.gpt import GPT
@@ -188,13 +188,12 @@ def test_a_run_that_fits_is_told_how_far_it_may_grow(capsys: pytest.CaptureFixtu
     assert plan(capsys, *asked, "auto")["length"]["micro_batch_size"] == largest
 
 
-@pytest.mark.parametrize("whole", ["true", "false"])
 def test_a_budget_is_filled_at_the_expected_speed(
-    whole: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"data: {{train: {corpus}}}\ntrain: {{tokens_per_step: 4096}}\n")
-    often = ("--eval.every", 1, "--eval.tokens", 1024, "--eval.whole_at_end", whole)
+    often = ("--eval.every", 1, "--eval.tokens", 1024)
     words = (path, "--model.block_size", 64, *often, "--train.budget", "1m")
     found = plan(capsys, *words, "--tokens_per_second", 100_000)
     assert 56 < 3600 * found["time"]["hours"] <= 57  # 0.95 of the budget, less than a step
@@ -222,20 +221,19 @@ def test_the_vocabulary_is_that_of_data_tokenizer_or_option(
 
 
 def test_every_split_that_is_evaluated_counts(corpus: Path, tmp_path: Path) -> None:
-    """Each named val set has its own budget, and the last step may read all of it."""
+    """Each named val set has its own budget."""
     path = tmp_path / "config.yaml"
     path.write_text(f"data: {{train: {corpus}}}\neval: {{every: 4, tokens: 512}}\n")
 
-    def tokens(*words: str) -> EvaluationTokens:
+    def tokens(*words: str) -> int | None:
         return evaluated_tokens(load_config([str(path), *words], "test"))
 
     train, val = (open_split(corpus, name).tokens for name in ("train", "val"))
     sets = ("--data.val", f"{{web: {corpus}, code: {corpus}}}")
-    assert tokens() == EvaluationTokens(each=512 + 512, at_end=0)
-    both = EvaluationTokens(each=512 + 2 * 512, at_end=2 * val)
-    assert tokens(*sets, "--eval.whole_at_end", "true") == both
-    assert tokens("--eval.tokens", "10000").each == 10_000 + val
-    assert tokens(*sets, "--eval.tokens", "null").each == train + 2 * val
+    assert tokens() == 512 + 512
+    assert tokens(*sets) == 512 + 2 * 512
+    assert tokens("--eval.tokens", "10000") == 10_000 + val
+    assert tokens(*sets, "--eval.tokens", "null") == train + 2 * val
     away = ("--data.val", str(tmp_path / "away"))
-    assert tokens(*away).each == 512 + 512
-    assert tokens(*away, "--eval.tokens", "null").each is None
+    assert tokens(*away) == 512 + 512
+    assert tokens(*away, "--eval.tokens", "null") is None

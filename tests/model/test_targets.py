@@ -67,7 +67,7 @@ def test_masked_targets_train_alike_on_any_micro_batch(
 def test_the_losses_are_means_over_kept_targets(small_run: Arguments, tmp_path: Path) -> None:
     """Of the trained model on the whole val split, and of the first step."""
     code = write(tmp_path, TARGETS)
-    options = (*OPTIONS, "--code", code, "--eval.whole_at_end", "true")
+    options = (*OPTIONS, "--code", code, "--eval.tokens", "null")
     assert launch(small_run(*options)) == 0
     model, _ = load_pretrained(str(tmp_path / "run"))
     split = open_split(tmp_path / "corpus", "val")
@@ -82,7 +82,7 @@ def test_the_losses_are_means_over_kept_targets(small_run: Arguments, tmp_path: 
             total += F.cross_entropy(logits, kept, reduction="sum").item()
             count += (kept != -100).sum().item()
     found = records(tmp_path / "run")
-    assert found[-1]["eval/whole_val_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found[-1]["eval/val_loss"] == pytest.approx(total / count, rel=1e-5)
     mean = tmp_path / "mean"
     own = f"{TARGETS}\n{LOSS}{MEAN}"  # with one micro-batch a step
     options = (*OPTIONS, "--code", write(tmp_path, own), "--train.micro_batch_size", "8")

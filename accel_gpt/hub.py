@@ -3,11 +3,10 @@
 `huggingface_hub` reads the access token (`hf auth login`, or HF_TOKEN); this package never does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accel_gpt.errors import UserError, one_line, require
 
@@ -62,7 +61,7 @@ def parse_repo(name: str) -> tuple[str, str | None]:
     repo, _, revision = name.removeprefix(SCHEME).partition("@")
     require(
         is_repo(repo),
-        f"{name} is neither a folder nor a repository on the Hub; give a path, user/name or "
+        f"{name} is neither a folder nor a repository on the Hub; expected a path, user/name or "
         "user/name@revision",
     )
     return f"openai-community/{repo}" if repo in OPENAI else repo, revision or None
@@ -80,51 +79,37 @@ def parse_url(url: str) -> Place:
     return Place(uri.id, uri.type, uri.revision, uri.path_in_repo)
 
 
+def at_commit(url: str, commit: str) -> str:
+    """Return the URL of the same folder at a commit."""
+    return replace(parse_url(url), revision=commit).url
+
+
+def newest_commit(url: str) -> str:
+    """Return the newest commit of the repository in `url`, or of the revision that it names.
+
+    Raises `UserError` if the repository or the revision does not exist or cannot be read.
+    """
+    from huggingface_hub import HfApi
+
+    place = parse_url(url)
+    with hub_errors(place.url, "read"):
+        found = HfApi().repo_info(place.repo, repo_type=place.repo_type, revision=place.revision)
+    return str(found.sha)
+
+
 def download_repo(name: str, *patterns: str) -> Path:
     """Download the files of a repository that match `patterns`; return their folder in the cache.
 
-    Raises `UserError` if the repository does not exist or cannot be reached.
-    """
-    repo, revision = parse_repo(name)
-    with hub_errors(repo, "read"):
-        return download_snapshot(repo, patterns, revision)
-
-
-def download_snapshot(
-    repo: str,
-    patterns: Sequence[str],
-    revision: str | None,
-    repo_type: str = "model",
-    quiet: bool = False,
-) -> Path:
-    """Download files into the Hub's cache; return the folder of their commit.
-
-    If the Hub cannot be reached, the cache gives its newest commit of the revision. `quiet`: no
-    progress bar.
+    If the Hub cannot be reached, the cache gives its newest commit of the revision. Raises
+    `UserError` if the repository does not exist or cannot be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import tqdm
 
-    class NoProgressBar(tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
-
-    path = snapshot_download(
-        repo,
-        repo_type=repo_type,
-        revision=revision,
-        # every repository has .gitattributes: there is a warning if no file matches
-        allow_patterns=[".gitattributes", *patterns],
-        tqdm_class=NoProgressBar if quiet else None,
-    )
-    return Path(path)
-
-
-def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE is set, so that `huggingface_hub` sends no request."""
-    from huggingface_hub import constants
-
-    return constants.is_offline_mode()
+    repo, revision = parse_repo(name)
+    # every repository has .gitattributes: there is a warning if no file matches
+    allowed = [".gitattributes", *patterns]
+    with hub_errors(repo, "read"):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=allowed))
 
 
 @contextmanager
@@ -152,8 +137,7 @@ def hub_error(error: BaseException, repo: str, action: str) -> UserError:
     failed = f"{repo} cannot be {action}"
     if action == "read" and isinstance(error, errors.RepositoryNotFoundError):
         return UserError(
-            f"{repo} is neither a local folder nor a repository on the Hub that you can read; "
-            "check its name, or log in with hf auth login"
+            f"{repo} is neither a local folder nor a repository on the Hub that you can read"
         )
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
@@ -166,14 +150,3 @@ def hub_error(error: BaseException, repo: str, action: str) -> UserError:
     if isinstance(error, lasting | errors.EntryNotFoundError):
         return UserError(f"{failed}: {one_line(error)}")
     return UnreachableError(f"{failed}: the Hub cannot be reached: {one_line(error)}")
-
-
-def describe_dataset_error(
-    dataset: str, config: str | None, split: str, error: BaseException
-) -> str:
-    """Return which data set could not be read from the Hub, and why."""
-    offline = "; HF_HUB_OFFLINE is set" if is_offline() else ""
-    return (
-        f"data set {dataset} (config {config}, split {split}) could not be read from the Hub: "
-        f"{one_line(error)}{offline}"
-    )

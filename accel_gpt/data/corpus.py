@@ -20,7 +20,6 @@ from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import (
     Source,
     TrainedSource,
-    open_cache,
     open_sources,
     train_paths,
     val_names,
@@ -162,7 +161,7 @@ class Corpus:
         for source, count in zip(self.train.sources, epochs, strict=True):
             weight = f", weight {source.weight:g}" if len(epochs) > 1 else ""
             remote = source.split.remote
-            where = remote.description if remote else source.split.folder
+            where = remote.store.url if remote else source.split.folder
             lines.append(
                 f"data     {where}: {source.split.tokens:,} train tokens{weight}; "
                 f"this run reads {count:.2f} epochs"
@@ -207,7 +206,7 @@ def open_corpus(config: Config) -> Corpus:
     data = config.data
     cache = None
     if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
-        cache = open_cache(data, run=config.out_dir)
+        cache = Cache(data.cache_gb, run=config.out_dir)
     sources = open_sources(train_paths(data), "train", data, cache=cache)
     sources.sort(key=lambda source: source.split.fingerprint)  # independent of the listed order
     for before, source in pairwise(sources):
@@ -369,7 +368,8 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
     needed = 0
     for source in sources:
         if source.split.remote is not None:
-            sizes = [source.split.remote.room_needed(shard.name) for shard in source.split.shards]
+            infos = source.split.remote.infos
+            sizes = [infos[shard.name].size for shard in source.split.shards]
             needed += sum(sorted(sizes, reverse=True)[:count])
     require(
         needed <= data.cache_gb * 1e9,

@@ -14,8 +14,7 @@ at its address gets another name. At the end of the run the cache is removed.
 Each download is a thread. It is repeated while the store cannot be reached. Who needs the file
 waits for the thread, at most `data.timeout`, and holds no lock meanwhile.
 
-Other files (index, tokenizer) are small and downloaded at each launch; from a repository of the
-Hub, into the Hub's cache (HF_HUB_CACHE). Shards that `hf download` put there are read in place.
+Other files (index, tokenizer) are small and downloaded at each launch.
 """
 
 import hashlib
@@ -29,45 +28,30 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from glob import escape
 from pathlib import Path
-from typing import Generic, TypeVar
 
-from accel_gpt.data.index import INDEX, is_shard_name
+from accel_gpt.data.index import is_shard_name
 from accel_gpt.data.remote import FileInfo, Missing, Store, Unreachable, short_hash
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import TOKEN_ENDINGS, cache_folder, locked_file
-from accel_gpt.hub import UnreachableError, download_snapshot, hub_errors, parse_url
 
-T = TypeVar("T")
 START_SECONDS = 30.0  # to read the index of a folder; a longer wait hides a typo; assumption
 PAUSE_SECONDS = 1.0  # before the second try; doubled after each
 LONGEST_PAUSE_SECONDS = 30.0
-LOOK_SECONDS = 0.1  # between two looks at a shard that another process downloads
+LOOK_SECONDS = 0.1  # between two looks at the room in the cache, or at what is needed next
 PART = ".part"
 NOT_SOON = 1 << 30  # the place in the order of need of a shard that is not needed soon
-SMALL_FILES = (INDEX, "tokenizer.json", "tokenizer_config.json")
-
-
-class Busy(Unreachable):
-    """Another download has the shard, or takes the room for it; looked at again soon."""
-
-
-class NoRoom(UserError):
-    """The cache has no room for a shard."""
 
 
 class Cache:
-    """The cache of a run on this machine: a folder that holds at most `limit` bytes of shards.
+    """The cache of a run on this machine: a folder that holds at most `gb` GB of shards.
 
-    `folder`: None for ~/.cache/accel_gpt/shards. `run`: the folder of the run; None for a cache
-    that this process alone uses and removes when it ends.
+    `run`: the folder of the run; None for a cache that this process alone uses and removes when it
+    ends.
     """
 
-    def __init__(self, folder: str | None, gb: float, run: str | None) -> None:
-        base = Path(folder) if folder else cache_folder() / "shards"
+    def __init__(self, gb: float, run: str | None) -> None:
+        base = cache_folder() / "shards"
         self.limit = int(gb * 1e9)
         self.needs: dict[Path, int] = {}  # 0: needed now; otherwise the place in the order of need
         base.mkdir(parents=True, exist_ok=True)
@@ -77,11 +61,11 @@ class Cache:
         else:
             self.root = base / short_hash(f"{Path(run).resolve()} {socket.gethostname()}")
 
-    def make_room(self, path: Path, part: Path, size: int) -> None:
+    def make_room(self, path: Path, part: Path, size: int) -> bool:
         """Remove shards until `size` bytes fit at `path`, but none that is needed as early.
 
-        The caller holds the lock of the cache and of `part`. Raises `NoRoom` if the shards that
-        stay leave no room, `Busy` if only downloads in progress take it.
+        Returns whether they fit; raises `UserError` if what is needed now does not. The caller
+        holds the lock of the cache and of `part`.
         """
         need = self.needs.get(path, 0)
         reserved = self.reserved(except_for=part)
@@ -93,9 +77,9 @@ class Cache:
                 break
             needed -= shard.stat().st_size
             shard.unlink()
-        self.check_room(needed)
-        if needed + reserved > self.limit:
-            raise Busy(f"other downloads take the room in {self.root}; raise data.cache_gb")
+        if need == 0:
+            self.check_room(needed)
+        return needed + reserved <= self.limit
 
     def reserved(self, except_for: Path) -> int:
         """Return the bytes of the downloads in progress; remove what killed processes left."""
@@ -111,9 +95,9 @@ class Cache:
         return total
 
     def check_room(self, needed: int) -> None:
-        """Raise `NoRoom` if the cache has no room for `needed` bytes."""
+        """Raise `UserError` if the cache cannot hold `needed` bytes at once."""
         if needed > self.limit:
-            raise NoRoom(
+            raise UserError(
                 f"data.cache_gb is {self.limit / 1e9:g}, but {needed / 1e9:g} GB are needed at "
                 f"once in {self.root}; set it above that"
             )
@@ -123,61 +107,47 @@ class Cache:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-class Download(Generic[T]):
-    """A call in a thread, repeated while it is `Unreachable` and somebody waits.
+class Download(threading.Thread):
+    """A call in a thread, repeated while it is `Unreachable` and nobody gave it up.
 
     `where`: what it fetches, in messages.
     """
 
-    def __init__(self, call: Callable[[], T], where: str) -> None:
+    def __init__(self, call: Callable[[], None], where: str) -> None:
+        super().__init__(name="download", daemon=True)
         self.call = call
         self.where = where
-        self.until = 0.0  # the last moment at which somebody waits
-        self.done = threading.Event()
-        self.result: T | None = None
+        self.given_up = False
         self.error: Exception | None = None
-        self.problem = "no answer yet"
-        self.thread = threading.Thread(target=self.run, name="download", daemon=True)
-
-    def want(self, seconds: float) -> None:
-        """Go on for `seconds` from now on; start the thread at the first call."""
-        self.until = max(self.until, time.monotonic() + seconds)
-        if self.thread.ident is None:
-            self.thread.start()
+        self.problem = "neither an answer nor room in the cache yet"
+        self.start()
 
     def run(self) -> None:
-        """Call until it succeeds or nobody waits; run by the thread."""
+        """Call until it succeeds."""
         pause = PAUSE_SECONDS
-        while True:
+        while not self.given_up:
             try:
-                self.result = self.call()
-                break
+                self.call()
+                return
             except Unreachable as error:
-                problem = error
                 self.problem = str(error)
             except Exception as error:  # who waits raises it
                 self.error = error
-                break
-            if time.monotonic() > self.until:
-                break
-            if isinstance(problem, Busy):
-                time.sleep(LOOK_SECONDS)
-            else:  # at random, so that many processes do not come at once
-                time.sleep(min(pause, LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1))
-                pause *= 2
-        self.done.set()
+                return
+            time.sleep(pause * random.uniform(0.5, 1))  # so that processes do not come at once
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def wait(self, seconds: float, option: str = "") -> T:
-        """Return the result; raise its error, or `DataError` after `seconds`, set by `option`."""
-        self.want(seconds)
-        if self.done.wait(seconds) and self.error is not None:
-            raise self.error
-        if self.result is None:
+    def wait(self, seconds: float, option: str = "") -> None:
+        """Wait for the call; raise its error, or `DataError` after `seconds`, set by `option`."""
+        self.join(seconds)
+        if self.is_alive():
+            self.given_up = True
             raise DataError(
                 f"{self.where} could not be fetched within {seconds:g} s{option}: {self.problem}; "
                 "check the network and launch again"
             )
-        return self.result
+        if self.error is not None:
+            raise self.error
 
 
 class RemoteFolder:
@@ -195,22 +165,16 @@ class RemoteFolder:
         self.cache = cache
         self.timeout = timeout
         last = re.sub(r"[^A-Za-z0-9._-]", "_", self.store.url.rpartition("/")[2])[:80]
-        self.shards = cache.root / f"{short_hash(self.store.url)}-{last}"
-        self.folder = self.shards  # of small files
+        self.folder = cache.root / f"{short_hash(self.store.url)}-{last}"
         self.infos: dict[str, FileInfo] = {}
         self.current: set[str] = set()  # small files that this process downloaded
         self.wanted: list[str] = []  # shards, in the order of need
-        self.downloads: dict[str, Download[Path]] = {}  # of shards
+        self.downloads: dict[str, Download] = {}  # of shards
         self.starting = threading.Lock()  # held while `downloads` changes
-        self.waiting: Download[Path] | None = None  # that a reader waits for
+        self.waiting: Download | None = None  # that a reader waits for
         self.thread: threading.Thread | None = None
         self.changed = threading.Event()
         self.closed = False
-
-    @property
-    def description(self) -> str:
-        """Return what the first lines of a run call the folder."""
-        return self.store.url
 
     def expect(self, name: str, size: int, sha256: str | None) -> None:
         """Take what a shard must be from an index that was checked."""
@@ -218,18 +182,14 @@ class RemoteFolder:
 
     def list(self) -> dict[str, FileInfo]:
         """List the files of the folder; raises `UserError` if it cannot be listed."""
-        self.infos.update(self.at_start(self.store.list))
+        self.at_start(lambda: self.infos.update(self.store.list()))
         return self.infos
 
     def path(self, name: str) -> Path:
         """Return the path of a shard in the cache."""
         info = self.infos[name]
         version = info.sha256 or info.tag or info.changed
-        return self.shards / f"{short_hash(f'{info.size} {version}')}-{name}"
-
-    def room_needed(self, name: str) -> int:
-        """Return the bytes that a shard needs in the cache."""
-        return self.infos[name].size
+        return self.folder / f"{short_hash(f'{info.size} {version}')}-{name}"
 
     def fetch(self, name: str) -> Path:
         """Return the local copy of a file, which is downloaded if the cache does not hold it.
@@ -240,40 +200,40 @@ class RemoteFolder:
         assert is_shard_name(name), name
         if name.endswith(TOKEN_ENDINGS):
             return self.fetch_shard(name)
-        return self.fetch_small_file(name)
-
-    def at_start(self, call: Callable[[], T], name: str = "") -> T:
-        """Return the result of a call that the start of a run waits for."""
-        where = f"{self.store.url}/{name}".rstrip("/")
-        return Download(call, where).wait(min(START_SECONDS, self.timeout))
-
-    def fetch_small_file(self, name: str) -> Path:
-        """Return the local copy of a file, which is downloaded once per launch."""
         path = self.folder / name
-        if name in self.current:
-            return path
-        self.shards.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{name}.{os.getpid()}")
-
-        def call() -> Path:
-            self.store.download(name, part)
-            return part.replace(path)
-
-        self.at_start(call, name)
-        self.current.add(name)
+        if name not in self.current:
+            self.at_start(lambda: self.download_small_file(name, path), name)
+            self.current.add(name)
         return path
+
+    # ----------------------------------------------------------------------- small files
+
+    def at_start(self, call: Callable[[], None], name: str = "") -> None:
+        """Make a call that the start of a run waits for."""
+        where = f"{self.store.url}/{name}".rstrip("/")
+        Download(call, where).wait(min(START_SECONDS, self.timeout))
+
+    def download_small_file(self, name: str, path: Path) -> None:
+        """Download a file, which no process of the run sees before it is complete."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{name}.{os.getpid()}")
+        self.store.download(name, part)
+        part.replace(path)
+
+    # ----------------------------------------------------------------------- shards
 
     def fetch_shard(self, name: str) -> Path:
         """Return the local copy of a shard."""
         if name not in self.infos:
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
         path = self.path(name)
-        if path.is_file():
-            return path
-        try:
-            return self.wait_for_shard(name)
-        except NoRoom:  # the download began before the shard was needed this soon
-            return self.wait_for_shard(name)
+        if not path.is_file():
+            self.waiting = self.start_download(name)
+            try:
+                self.waiting.wait(self.timeout, " (data.timeout)")
+            finally:
+                self.waiting = None
+        return path
 
     @property
     def waits_for(self) -> str:
@@ -281,42 +241,34 @@ class RemoteFolder:
         download = self.waiting
         return f"{download.where} ({download.problem})" if download else ""
 
-    def wait_for_shard(self, name: str) -> Path:
-        """Return the path of a shard when it has been downloaded."""
-        self.waiting = self.start_download(name)
-        try:
-            return self.waiting.wait(self.timeout, " (data.timeout)")
-        finally:
-            self.waiting = None
-
-    def start_download(self, name: str) -> Download[Path]:
+    def start_download(self, name: str) -> Download:
         """Start the download of a shard unless it is in progress."""
         with self.starting:
             download = self.downloads.get(name)
-            if download is None or download.done.is_set():
+            if download is None or download.given_up or not download.is_alive():
                 where = f"{self.store.url}/{name}"
-                download = Download(partial(self.download_shard, name), where)
+                download = Download(lambda: self.download_shard(name), where)
                 self.downloads[name] = download
-            download.want(self.timeout)
         return download
 
-    def download_shard(self, name: str) -> Path:
-        """Download a shard; return its path. Raises `Busy` while another process downloads it."""
+    def download_shard(self, name: str) -> None:
+        """Download a shard as soon as no other process does, and the cache has room for it."""
         path = self.path(name)
         size = self.infos[name].size
         part = path.with_name(f"{path.name}.{size}{PART}")
-        self.shards.mkdir(parents=True, exist_ok=True)
-        try:
-            with locked_file(part, wait=False):
-                if not path.is_file():  # no other process has downloaded it meanwhile
-                    with locked_file(self.cache.root / ".lock"):
-                        self.cache.make_room(path, part, size)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while not self.closed:
+            with locked_file(part):
+                if path.is_file():
+                    return
+                with locked_file(self.cache.root / ".lock"):
+                    has_room = self.cache.make_room(path, part, size)
+                if has_room:
                     self.store.download(name, part)
                     self.verify(name, part)
                     part.rename(path)
-        except BlockingIOError:
-            raise Busy("another process of the run downloads it") from None
-        return path
+                    return
+            time.sleep(LOOK_SECONDS)
 
     def verify(self, name: str, part: Path) -> None:
         """Raise `Unreachable` if a download has another size or content than expected."""
@@ -338,7 +290,7 @@ class RemoteFolder:
 
         Other shards may be removed. Raises `UserError` if the cache cannot hold all of `now`.
         """
-        self.cache.check_room(sum(self.room_needed(name) for name in set(now)))
+        self.cache.check_room(sum(self.infos[name].size for name in set(now)))
         wanted = list(dict.fromkeys([*now, *then]))
         for name in self.wanted:
             self.cache.needs.pop(self.path(name), None)
@@ -358,65 +310,17 @@ class RemoteFolder:
         while not self.closed:
             self.changed.clear()
             for name in self.wanted:
+                if not self.path(name).is_file():
+                    download = self.start_download(name)
+                    while download.is_alive() and not self.changed.is_set():
+                        download.join(LOOK_SECONDS)
                 if self.changed.is_set():
                     break
-                if not self.path(name).is_file():
-                    # an error is raised when the shard is needed
-                    self.start_download(name).done.wait(self.timeout)
             self.changed.wait()
 
     def close(self) -> None:
         """End the thread; a download in progress ends with the process. The cache stays."""
         self.closed = True
+        for download in self.downloads.values():
+            download.given_up = True
         self.changed.set()
-
-
-class HubFolder(RemoteFolder):
-    """A data folder in a repository of the Hub, at one commit.
-
-    `commit`: None for the newest commit of the revision in `url`; if the Hub cannot be reached, the
-    newest commit in the Hub's cache. Raises `UserError` if the repository or the revision does not
-    exist.
-    """
-
-    def __init__(self, url: str, cache: Cache, timeout: float, commit: str | None = None) -> None:
-        super().__init__(url, cache, timeout)
-        self.place = parse_url(url)
-        snapshot = self.at_start(partial(self.download_small, SMALL_FILES, commit))
-        self.commit = snapshot.name
-        self.folder = snapshot / self.place.folder
-        self.place = replace(self.place, revision=self.commit)
-        self.store = Store(self.place.url)
-
-    def download_small(self, names: Sequence[str], commit: str | None = None) -> Path:
-        """Download files into the Hub's cache, if they exist; return the folder of the commit."""
-        place = self.place if commit is None else replace(self.place, revision=commit)
-        try:
-            with hub_errors(place.url, "read"):
-                return download_snapshot(
-                    repo=place.repo,
-                    patterns=[escape(place.path(name)) for name in names],
-                    revision=place.revision,
-                    repo_type=place.repo_type,
-                    quiet=True,
-                )
-        except UnreachableError as error:
-            raise Unreachable(str(error)) from None
-
-    def fetch_small_file(self, name: str) -> Path:
-        """Return the path of a file in the Hub's cache, after downloading it if needed."""
-        path = self.folder / name
-        if not path.exists() and name not in SMALL_FILES:
-            self.at_start(partial(self.download_small, [name]), name)
-        if not path.exists():
-            raise Missing(f"{self.store.url}/{name} does not exist; check the address")
-        return path
-
-    def path(self, name: str) -> Path:
-        """Return the path of a shard: in the Hub's cache if it is there, else in the run's."""
-        path = self.folder / name
-        return path if path.exists() else super().path(name)
-
-    def room_needed(self, name: str) -> int:
-        """Return the bytes that a shard needs in the cache of the run."""
-        return 0 if (self.folder / name).exists() else super().room_needed(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_gpt.errors import DataError, MachineError, UserError, one_line
-from accel_gpt.hub import SCHEME, is_offline
+from accel_gpt.hub import SCHEME
 
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
 TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses below 500
@@ -135,8 +135,6 @@ class Store:
         status = next((code for code in codes if isinstance(code, int)), 0)
         if isinstance(error, OSError) and error.errno in FULL:
             return MachineError(f"{where} cannot be stored: {error.strerror}")
-        if self.protocol == "hf" and is_offline():
-            return UserError(f"{where} is not in the cache of the Hub, and HF_HUB_OFFLINE is set")
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
             return Missing(f"{where} does not exist; check the address")
         if isinstance(error, PermissionError) or (400 <= status < 500 and status not in TRY_AGAIN):

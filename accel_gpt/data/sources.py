@@ -9,13 +9,16 @@ from typing import Annotated
 import msgspec
 
 from accel_gpt.config.data import DataConfig, Weighted
-from accel_gpt.data.downloads import SMALL_FILES, Cache, HubFolder, RemoteFolder
-from accel_gpt.data.foreign import DataFolder, open_foreign
+from accel_gpt.data.downloads import Cache, RemoteFolder
+from accel_gpt.data.foreign import TOKENIZER, DataFolder, open_foreign
+from accel_gpt.data.index import INDEX
 from accel_gpt.data.own_shards import open_own_shards
 from accel_gpt.data.remote import Missing, Refused, is_repository, is_url
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.data.tokenizer_json import CONFIG
 from accel_gpt.errors import DataError, require
+from accel_gpt.hub import at_commit, newest_commit
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,6 @@ def open_sources(
     return found
 
 
-def open_cache(data: DataConfig, run: str | None = None) -> Cache:
-    """Open the cache for remote shards of the run in the folder `run`, or of this process."""
-    return Cache(None, data.cache_gb, run)
-
-
 def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> DataFolder:
     """Open a data folder or URL. `cache`: None for a cache of this process.
 
@@ -76,24 +74,15 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
     """
     if not is_url(path) or data.own_shards is not None:
         return DataFolder(Path(path))
-    cache = cache or open_cache(data)
-    remote: RemoteFolder
     if is_repository(path):
-        remote = HubFolder(path, cache, data.timeout_seconds, (data.commits or {}).get(path))
-    else:
-        remote = RemoteFolder(path, cache, data.timeout_seconds)
-    index, *others = SMALL_FILES
+        path = at_commit(path, (data.commits or {}).get(path) or newest_commit(path))
+    remote = RemoteFolder(path, cache or Cache(data.cache_gb, run=None), data.timeout_seconds)
     with contextlib.suppress(Missing):  # shards of another project have no index
-        remote.fetch(index)
-        for name in others:
+        remote.fetch(INDEX)
+        for name in (TOKENIZER, CONFIG):
             with contextlib.suppress(Missing, Refused):  # S3 may answer 403 for a missing file
                 remote.fetch(name)
     return DataFolder(remote.folder, remote)
-
-
-def newest_commit(url: str, data: DataConfig) -> str:
-    """Return the newest commit of the repository in `url`; if offline, the newest cached commit."""
-    return HubFolder(url, open_cache(data), data.timeout_seconds).commit
 
 
 def open_data(

@@ -22,9 +22,8 @@ from accelerate import Accelerator
 
 from accel_gpt.data.loader import check_tokens
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError, one_line, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
-from accel_gpt.hub import describe_dataset_error
 from accel_gpt.model.language_model import LanguageModel
 
 SHORTEST = 32  # smallest padded length in tokens; assumption: shorter is not faster
@@ -97,8 +96,10 @@ def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     try:
         rows = datasets.load_dataset(name, split="validation")
     except Exception as error:  # from datasets, pyarrow, fsspec, huggingface_hub, httpx
-        problem = describe_dataset_error(name, None, "validation", error)
-        raise UserError(f"eval.hellaswag {name} is not a file, and {problem}") from None
+        raise UserError(
+            f"eval.hellaswag {name} is not a file, and cannot be read from the Hub: "
+            f"{one_line(error)}"
+        ) from None
     for number, row in enumerate(rows):
         yield f"{name} row {number}", row
 

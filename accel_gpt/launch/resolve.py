@@ -27,8 +27,9 @@ from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.remote import is_repository
-from accel_gpt.data.sources import newest_commit, train_paths, val_paths
+from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, UserError
+from accel_gpt.hub import newest_commit
 from accel_gpt.launch.accelerator import make_accelerator
 from accel_gpt.launch.auto_batch import choose_micro_batch_size
 from accel_gpt.launch.compile import check_compile, choose_compile
@@ -167,7 +168,7 @@ def with_commits(config: Config, done: Done) -> Config:
         return config
 
     def find() -> dict[str, str]:
-        return {url: done.commits.get(url) or newest_commit(url, config.data) for url in urls}
+        return {url: done.commits.get(url) or newest_commit(url) for url in urls}
 
     return replace(config, data=replace(config.data, commits=on_main(find)))
 

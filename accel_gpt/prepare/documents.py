@@ -193,7 +193,7 @@ def open_selected(
     lines: list[str] = []
     for source in sources:
         if source.kind == HUB:
-            splits = open_hub(source.name, config.subset, config.split)
+            splits = open_hub(source.name, config.subset)
             chosen = hub_splits(config, source, list(splits))
             for name, split in chosen.items():
                 where = f"split {name} of data set {source.name}"

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import AccelGPTError, DataError, UserError, one_line, require
-from accel_gpt.hub import describe_dataset_error
 
 State = dict[str, Any]
 
@@ -71,7 +70,7 @@ def open_files(kind: str, files: Iterable[Path]) -> Any:
     )
 
 
-def open_hub(name: str, subset: str | None, split: str) -> dict[str, Any]:
+def open_hub(name: str, subset: str | None) -> dict[str, Any]:
     """Open the splits of a data set of the Hub, by name.
 
     Raises `UserError` if it cannot be read.
@@ -80,7 +79,9 @@ def open_hub(name: str, subset: str | None, split: str) -> dict[str, Any]:
     try:
         return dict(library.load_dataset(name, subset, streaming=True))
     except Exception as error:  # errors of datasets, fsspec, huggingface_hub and httpx
-        raise UserError(describe_dataset_error(name, subset, split, error)) from None
+        raise UserError(
+            f"data set {name} (config {subset}) cannot be read from the Hub: {one_line(error)}"
+        ) from None
 
 
 def read_rows(

@@ -1,4 +1,4 @@
-"""Shards in a repository of the Hub: the Hub's cache, its limit, one commit, HF_HUB_OFFLINE."""
+"""Shards in a repository of the Hub are read at one commit."""
 
 import json
 from collections import Counter
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_hub import constants, snapshot_download
 
 from accel_gpt.cli import dispatch
 from accel_gpt.commands import train as command
@@ -16,7 +15,6 @@ from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.data import downloads
 from accel_gpt.data.shards import Split
 from accel_gpt.data.sources import open_data
-from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.checkpoint import read_state
 from tests.conftest import run_here, text_of
@@ -78,36 +76,6 @@ def test_shards_are_read_at_one_commit(hub: HubServer, shards: Path, inside: str
     assert (read(split) == read(local)).all()
     assert split.fingerprint == local.fingerprint
     assert fetched(hub) == dict.fromkeys([shard.name for shard in local.shards], 1)
-
-
-def test_what_hf_download_downloaded_is_read_in_place(hub: HubServer, shards: Path) -> None:
-    snapshot_download(REPO, repo_type="dataset")
-    before = fetched(hub)
-    split = opened(cache_gb=1e-9)  # no room for anything
-    split.prefetch(range(len(split.shards)))
-    assert (read(split) == read(opened(str(shards)))).all()
-    split.remote.close()  # type: ignore[union-attr]
-    assert fetched(hub) == before
-
-
-# --------------------------------------------------------------------------- HF_HUB_OFFLINE
-
-
-def test_offline_data_that_are_not_cached_end_the_run_at_once(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached = opened()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as the client reads it at import
-    hub.requests.clear()
-    with pytest.raises(UserError, match="not in the cache of the Hub, and HF_HUB_OFFLINE is set"):
-        opened().read(0, 0, 10)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
-        opened("hf://datasets/tester/other")
-    assert not hub.requests
-    assert cached.fingerprint == opened().fingerprint
-
-
-# --------------------------------------------------------------------------- runs
 
 
 def test_a_resumed_run_reads_the_commit_that_it_began_with(

@@ -30,7 +30,6 @@ from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.copies import Copies
 from accel_gpt.publish.uploader import Uploader
-from accel_gpt.runs.folder import RunFolder
 from accel_gpt.train import train
 from accel_gpt.transformers_io.load import load_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
@@ -70,7 +69,6 @@ def train_config(config: Config, source: str) -> int:
                 hub=config.hub,
                 run=folder,
                 copies=copies,
-                final_step=lambda: RunFolder(folder).max_steps,
                 log=launch.log,
             )
         try:

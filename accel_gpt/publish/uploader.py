@@ -29,53 +29,35 @@ from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.errors import BusyError
 from accel_gpt.files import link_tree
 from accel_gpt.launcher import STOP_WITH_PARENT
-from accel_gpt.publish.copies import Copies, Owner
+from accel_gpt.publish.copies import Copies
 from accel_gpt.runs.folder import RunFolder
 
 PREEMPTED_SECONDS = 60.0  # for a copy if the machine is about to be taken away; assumption
 STOP_SECONDS = 10.0  # for a child to clean up after SIGTERM
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # a run that goes back trains a step again
+class Saved:
+    """A checkpoint that was saved."""
+
+    folder: Path
+    is_earlier: bool = False  # an earlier launch saved it: the targets may have it
+
+    @property
+    def step(self) -> int:
+        """Return the step of the checkpoint."""
+        return int(self.folder.name.removeprefix("step_"))
+
+
+@dataclass(eq=False)
 class Target:
     """A place that gets checkpoints."""
 
     kind: Literal["copy", "push"]
     label: str  # in messages
     settings: dict[str, Any]  # of `copy_checkpoint` or `push`
-    # on two busy cores a copy of 50 MB takes 2 s at normal, 9 s at low, 32 s at idle priority;
-    # a push makes steps 12 % slower even at niceness 19
-    priority: Literal["low", "idle"]
-
-
-@dataclass
-class Upload:
-    """A checkpoint, and the targets that lack it."""
-
-    checkpoint: Path
-    lacking: list[Target]
-    if_missing: bool = False  # an earlier launch saved it: the targets may have it
-
-    @property
-    def step(self) -> int:
-        """Return the step of the checkpoint."""
-        return int(self.checkpoint.name.removeprefix("step_"))
-
-
-def targets_of(checkpoint: CheckpointConfig, hub: HubConfig, owner: Owner | None) -> list[Target]:
-    """Return the targets of a run; copies come first, since they save work."""
-    targets = []
-    if checkpoint.copy_to and owner:
-        copy = {
-            "url": checkpoint.copy_to,
-            "keep_last": checkpoint.keep_last,
-            "owner": asdict(owner),
-        }
-        targets.append(Target("copy", checkpoint.copy_to, copy, priority="low"))
-    if hub.push != "never":
-        push = {"repo": hub.repo_id, "private": hub.private, "license": hub.license}
-        targets.append(Target("push", f"hf://{hub.repo_id}", push, priority="idle"))
-    return targets
+    has: Saved | None = None  # what this launch uploaded last
+    failing: bool = False  # its last upload failed
 
 
 class Uploader:
@@ -87,29 +69,21 @@ class Uploader:
         hub: HubConfig,
         run: Path,
         copies: Copies | None,
-        final_step: Callable[[], int | None],
         log: Callable[[str], None],
     ) -> None:
-        """Make the uploader of the run in `run`.
-
-        `copies`: of `checkpoint.copy_to`. `final_step` returns the step that `hub.push: end`
-        uploads.
-        """
+        """Make the uploader of the run in `run`. `copies`: of `checkpoint.copy_to`."""
         self.checkpoint = checkpoint
         self.hub = hub
         self.run = run
         self.copies = copies
-        self.final_step = final_step
         self.log = log
         self.folder = run / ".uploading"
         self.targets: list[Target] = []
-        self.newest: Upload | None = None
-        self.failing: set[str] = set()  # labels of the targets whose last upload failed
+        self.newest: Saved | None = None
         self.ending = False
         self.preempted = False
         self.stopped = False
-        self.child: subprocess.Popen[str] | None = None
-        self.current: Target | None = None
+        self.running: tuple[Target, subprocess.Popen[str]] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
 
     def start(self) -> None:
@@ -117,17 +91,26 @@ class Uploader:
 
         Raises the errors of `Copies.claim`.
         """
-        owner = self.copies.claim() if self.copies else None
-        self.targets = targets_of(self.checkpoint, self.hub, owner)
+        if self.copies:  # first, since copies save work
+            url = self.copies.url
+            copy = {
+                "url": url,
+                "keep_last": self.checkpoint.keep_last,
+                "owner": asdict(self.copies.claim()),
+            }
+            self.targets.append(Target("copy", url, copy))
+        if self.hub.push != "never":
+            repo = self.hub.repo_id
+            push = {"repo": repo, "private": self.hub.private, "license": self.hub.license}
+            self.targets.append(Target("push", f"hf://{repo}", push))
         checkpoints = RunFolder(self.run).checkpoints
         if checkpoints:
-            newest = checkpoints[max(checkpoints)]
-            self.newest = Upload(newest, list(self.targets), if_missing=True)
-        self.thread.submit(self.upload_newest)
+            self.newest = Saved(checkpoints[max(checkpoints)], is_earlier=True)
+            self.thread.submit(self.upload_newest)
 
     def on_checkpoint(self, checkpoint: Path) -> None:
         """Upload a new checkpoint as soon as no other upload runs."""
-        self.newest = Upload(checkpoint, list(self.targets))
+        self.newest = Saved(checkpoint)
         self.thread.submit(self.upload_newest)
 
     def finish(self, interrupted: Callable[[], bool]) -> bool:
@@ -139,8 +122,9 @@ class Uploader:
         self.preempted = interrupted()
         end = time.monotonic() + (PREEMPTED_SECONDS if self.preempted else math.inf)
         self.ending = True
-        if self.preempted and self.current and self.current.kind == "push":
-            self.terminate()
+        running = self.running  # the thread may set it to None
+        if self.preempted and running and running[0].kind == "push":
+            running[1].terminate()
         due = self.due()
         if due:
             labels = " and ".join(target.label for target in due)
@@ -168,8 +152,9 @@ class Uploader:
         """Stop the upload in progress; the next launch starts it again."""
         self.stopped = True
         self.thread.shutdown(wait=False, cancel_futures=True)
-        child = self.child  # the thread may set it to None
-        if child:
+        running = self.running  # the thread may set it to None
+        if running:
+            _, child = running
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(STOP_SECONDS)
@@ -177,98 +162,88 @@ class Uploader:
         self.thread.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def terminate(self) -> None:
-        """Ask the child to end, if there is one."""
-        child = self.child  # the thread may set it to None
-        if child:
-            child.terminate()
-
     def due(self) -> list[Target]:
         """Return the targets that lack the newest checkpoint and should get it now.
 
-        The final step is pushed when the run ends, with its last metrics and samples.
+        The final step is pushed when the run ends, with its last metrics.
         """
         if self.newest is None:
             return []
-        is_final = self.newest.step == self.final_step()
+        is_final = self.newest.step == RunFolder(self.run).max_steps
         push_is_due = self.ending if is_final else self.hub.push == "every_checkpoint"
         return [
             target
             for target in self.targets
-            if target in self.newest.lacking
+            if target.has is not self.newest
             and (target.kind == "copy" or (push_is_due and not self.preempted))
         ]
-
-    def is_cancelled(self, target: Target) -> bool:
-        """Return whether the next launch makes the uploads to a target."""
-        return self.stopped or (self.preempted and target.kind == "push")
 
     # ----------------------------------------------------------------------- the thread
 
     def upload_newest(self) -> None:
         """Upload the newest checkpoint to each target that lacks it; run by the thread."""
-        newest, due = self.newest, self.due()
-        if newest is None or not due:
-            return
-        linked = self.folder / newest.checkpoint.name  # pruning does not remove these files
-        shutil.rmtree(self.folder, ignore_errors=True)  # also of a launch that was killed
-        try:
-            link_tree(newest.checkpoint, linked)
-        except OSError as problem:
-            if newest is self.newest:  # otherwise it was pruned, and a newer one is next
-                for target in due:
-                    self.report(target, newest, str(problem))
-            return
-        for target in due:
-            if not self.is_cancelled(target):
-                self.report(target, newest, self.upload(target, linked, newest.if_missing))
+        for target in self.due():
+            newest = self.newest
+            if newest is None or not self.is_wanted(target):
+                continue
+            linked = self.folder / newest.folder.name  # pruning does not remove these files
+            shutil.rmtree(self.folder, ignore_errors=True)  # also of a launch that was killed
+            try:
+                link_tree(newest.folder, linked)
+                error = self.upload(target, linked, newest.is_earlier)
+            except OSError as problem:  # there is no room for a link, a process or a file
+                if newest is not self.newest:
+                    continue  # it was pruned, and a newer one is next
+                error = str(problem)
+            self.report(target, newest, error)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def is_wanted(self, target: Target) -> bool:
+        """Return whether an upload is due in this launch."""
+        return not self.stopped and target in self.due()
 
     def upload(self, target: Target, linked: Path, if_missing: bool) -> str | None:
         """Upload a checkpoint in a child process; return its error, or None."""
         arguments = [target.kind, str(linked), json.dumps(target.settings)]
         if if_missing:
             arguments.append("--if_missing")
-        self.current = target
-        try:
-            with tempfile.TemporaryFile() as output:
-                self.child = launch_child(
-                    arguments,
-                    module="accel_gpt.publish.upload",
-                    environment={
-                        "CUDA_VISIBLE_DEVICES": "",
-                        "OMP_NUM_THREADS": "1",
-                        STOP_WITH_PARENT: str(os.getpid()),
-                    },
-                    stdout=output,
-                    stderr=output,
-                    own_group=True,  # Ctrl-C must reach only the training
-                    priority=target.priority,
-                )
-                if self.is_cancelled(target):  # while the child started
-                    self.terminate()
-                code = self.child.wait()
-                output.seek(0)
-                text = output.read().decode("utf-8", "replace")
-        except OSError as problem:  # there is no room for a process or a file
-            return str(problem)
-        finally:
-            self.child = None
-            self.current = None
+        with tempfile.TemporaryFile() as output:
+            child = launch_child(
+                arguments,
+                module="accel_gpt.publish.upload",
+                environment={
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                    STOP_WITH_PARENT: str(os.getpid()),
+                },
+                stdout=output,
+                stderr=output,
+                own_group=True,  # Ctrl-C must reach only the training
+                # on two busy cores a copy of 50 MB takes 2 s at normal, 9 s at low, 32 s at idle
+                # priority; a push makes steps 12 % slower even at niceness 19
+                priority="low" if target.kind == "copy" else "idle",
+            )
+            self.running = target, child
+            if not self.is_wanted(target):  # while the child started
+                child.terminate()
+            code = child.wait()
+            self.running = None
+            output.seek(0)
+            text = output.read().decode("utf-8", "replace")
         if code == BusyError.exit_code:  # another launch owns the copies: make no more
             self.targets.remove(target)
         return child_error(text, code) if code else None
 
-    def report(self, target: Target, upload: Upload, error: str | None) -> None:
+    def report(self, target: Target, uploaded: Saved, error: str | None) -> None:
         """Note and log the result of an upload; a target that goes on failing is logged once."""
-        failed = f"WARNING: upload of step {upload.step:,} to {target.label} failed"
+        failed = f"WARNING: upload of step {uploaded.step:,} to {target.label} failed"
         if error is None:
-            upload.lacking.remove(target)
-            self.failing.discard(target.label)
-            if not upload.if_missing:
-                self.log(f"uploaded step {upload.step:,} to {target.label}")
+            target.has = uploaded
+            target.failing = False
+            if not uploaded.is_earlier:
+                self.log(f"uploaded step {uploaded.step:,} to {target.label}")
         elif target not in self.targets:
             self.log(f"{failed}, no more follow: {error}")
-        elif not self.is_cancelled(target) and target.label not in self.failing:
-            self.failing.add(target.label)
+        elif self.is_wanted(target) and not target.failing:
+            target.failing = True
             self.log(f"{failed}: {error}; it will be retried")

@@ -437,7 +437,7 @@ def start_uploads(run: Path, place: str) -> Uploader:
     kept = CheckpointConfig(copy_to=place, keep_last=2)
     copies = Copies(place, run, "auto", print)
     copies.open()
-    uploader = Uploader(kept, HubConfig(), run, copies, lambda: 9, print)
+    uploader = Uploader(kept, HubConfig(), run, copies, print)
     uploader.start()
     return uploader
 

@@ -296,6 +296,22 @@ def gpt2_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiktoken.load.read_file_cached", read)
 
 
+@pytest.fixture
+def gpt2_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the Hub have the shapes of the larger GPT-2s: Radford et al. 2019, table 2."""
+    shapes = {"gpt2-medium": (24, 16), "gpt2-large": (36, 20), "gpt2-xl": (48, 25)}
+
+    def download(name: str, *_: str) -> Path:
+        layers, heads = shapes[name]
+        shape = {"n_layer": layers, "n_head": heads, "n_embd": 64 * heads, "n_positions": 1024}
+        config = tmp_path / name / "config.json"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text(json.dumps({"model_type": "gpt2", **shape}))
+        return config.parent
+
+    monkeypatch.setattr("accel_gpt.transformers_io.pretrained.download_repo", download)
+
+
 @pytest.fixture(autouse=True)
 def clean_accelerate() -> Iterator[None]:
     """Reset the state that Accelerate keeps in classes."""

@@ -182,11 +182,12 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MANUAL_OF_A_CONFIG = ("# Needs: ", "# Launch", "# Change for your hardware", "# Expect")
 
 
+@pytest.mark.usefixtures("gpt2_shapes")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_loads_plans_and_is_a_manual(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert [part for part in MANUAL_OF_A_CONFIG if part not in text] == []
-    assert make_plan(load_config([str(path)], "train.py", offline=True), 1).max_steps > 0
+    assert make_plan(load_config([str(path)], "train.py"), 1).max_steps > 0
 
 
 def estimate(command: str) -> str:
@@ -204,6 +205,7 @@ def estimate(command: str) -> str:
     return ", ".join(parts)
 
 
+@pytest.mark.usefixtures("gpt2_shapes")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_the_estimates_in_a_config_are_up_to_date(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -111,7 +111,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resolved(*words: str) -> dict[str, Any]:
-    config = to_plain(load_config(words, "accel-gpt train", offline=True))
+    config = to_plain(load_config(words, "accel-gpt train"))
     return flat(json.loads(json.dumps(config)))
 
 
@@ -130,6 +130,7 @@ def kind_of(key: str) -> str:
     return " or ".join(dict.fromkeys(found))
 
 
+@pytest.mark.usefixtures("gpt2_shapes")
 def test_config_keys(room: Path) -> None:
     """Each key with its default and kind; for shipped configs the keys that differ."""
     defaults = resolved("empty.yaml")

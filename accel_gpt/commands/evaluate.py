@@ -53,7 +53,7 @@ from accel_gpt.training.display import Progress, print_line
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
 from accel_gpt.transformers_io.load import load_found
-from accel_gpt.transformers_io.pretrained import Pretrained, find_on_main
+from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
 # precision of training -> precision of evaluation; fp8 is only for training
 EVALUATED_IN: Mapping[str, Literal["no", "bf16", "fp16"]] = MappingProxyType(
@@ -80,7 +80,7 @@ def run(options: EvaluateCommand) -> int:
 def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
     """Find, load and evaluate the model that the options name; all ranks must call it."""
     with explain_lost_rank(world_size()):
-        source = find_on_main(options.run, options.checkpoint)
+        source = find_pretrained(options.run, options.checkpoint)
         run = run_of(source)
         config = evaluated_config(options, source, run)
         if source.is_checkpoint:  # without these functions, it would differ from the run's

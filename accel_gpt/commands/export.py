@@ -23,7 +23,6 @@ def export_model(options: ExportCommand) -> str:
             to=Path(options.gguf),
             checkpoint=options.checkpoint,
             dtype=options.dtype,
-            overwrite=options.overwrite,
         ).describe()
     to = Path(options.to)
     exported = export(
@@ -31,7 +30,6 @@ def export_model(options: ExportCommand) -> str:
         to=to,
         checkpoint=options.checkpoint,
         dtype=options.dtype,
-        overwrite=options.overwrite,
         as_qwen3=options.as_ == "qwen3",
     )
     return exported.describe(to)

@@ -53,8 +53,6 @@ class Command(Section, prefix="--"):
 class ConfigCommand(Command):
     """Base of commands that load CONFIG and set any of its keys, as `--section.key value`."""
 
-    offline: ClassVar[bool] = False  # the published sizes of GPT-2 need no network
-
     config: str = option(
         REQUIRED,
         "YAML file, or name of a shipped config, as for train.",
@@ -68,7 +66,7 @@ class ConfigCommand(Command):
         """Parse the options and load the config; all other arguments set its keys."""
         prog = f"accel-gpt {cls.name}"
         options, keys = parse_with_keys(cls, argv, prog)
-        loaded = load_config([options.config, *keys], prog, cls.offline)
+        loaded = load_config([options.config, *keys], prog)
         return replace(options, loaded=loaded)
 
 
@@ -300,7 +298,7 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
     """Write a model for transformers or llama.cpp, and verify that it computes the same there.
 
     Examples:
-      accel-gpt export runs/quickstart --to exported --checkpoint best --overwrite
+      accel-gpt export runs/quickstart --to exported --checkpoint best
       accel-gpt export runs/quickstart --to exported --as qwen3 --dtype bf16
       accel-gpt export runs/quickstart --gguf quickstart.gguf --dtype q8_0
     """
@@ -328,10 +326,6 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
         None,
         "qwen3: write a model of the preset fast as Qwen3, for programs that do not know its "
         "class. A GGUF file always holds it as Qwen3.",
-    )
-    overwrite: bool = option(
-        False,
-        "Replace an existing export.",
     )
 
     def _check(self) -> None:
@@ -426,7 +420,6 @@ class PlanCommand(ConfigCommand):
 
     name: ClassVar[str] = "plan"
     summary: ClassVar[str] = "compute size, memory, hours and cost of a config, and whether it fits"
-    offline: ClassVar[bool] = True
 
     gpus: int = option(
         1,

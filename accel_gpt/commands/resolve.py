@@ -19,23 +19,23 @@ from accel_gpt.launcher import is_main
 from accel_gpt.own_code import OwnCode, load_own_code
 
 
-def load_config(argv: Sequence[str], prog: str, offline: bool = False) -> Config:
+def load_config(argv: Sequence[str], prog: str) -> Config:
     """Load the config of `CONFIG --section.key value ...`; see `read_given` and `complete`."""
-    return complete(read_given(argv, prog), offline)
+    return complete(read_given(argv, prog))
 
 
-def complete(given: Mapping[str, Any], offline: bool = False) -> Config:
+def complete(given: Mapping[str, Any]) -> Config:
     """Build the config in which the dotted keys of `given` are set.
 
-    Precedence, from low to high: defaults, preset, depth, `model.init_from`, `given`. `offline`:
-    the published sizes of GPT-2 need no network. Raises `UserError` for an invalid value.
+    Precedence, from low to high: defaults, preset, depth, `model.init_from`, `given`. Raises
+    `UserError` for an invalid value.
     """
     values = dict(given)
     if values.get("model.init_from", "scratch") != "scratch":
         # reads checkpoints and data folders, which most commands do not need
-        from accel_gpt.transformers_io.pretrained import inherit, inherit_published
+        from accel_gpt.transformers_io.pretrained import inherit
 
-        values |= inherit_published(values) if offline else inherit(values)
+        values |= inherit(values)
     if values.get("model.depth") is not None:
         # computes with plans and vocabularies, which a command line does not need
         from accel_gpt.config.depth import depth_defaults

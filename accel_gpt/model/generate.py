@@ -23,7 +23,6 @@ def stream(
     generator: torch.Generator,
     eot_id: int | None = None,
     choices: int | None = None,
-    use_cache: bool = True,
     to_the_end: bool = False,
     before_token: Callable[[], object] | None = None,
 ) -> Iterator[Tensor]:
@@ -43,7 +42,7 @@ def stream(
     max_length = T + config.max_new_tokens
     tokens = torch.cat((prompt_ids, prompt_ids.new_zeros(B, config.max_new_tokens)), dim=1)
     ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
-    cache = model.make_cache(max_length) if use_cache else None
+    cache = model.make_cache(max_length)
     with evaluating(model, compiled=False):  # a compiled model would recompile for each length
         for length in range(T, max_length):
             if before_token is not None:

@@ -25,13 +25,12 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import rotary_frequencies, unscaled_frequencies
 from accel_gpt.publish.gguf_proof import LLAMA_CPP, measure_difference, prove_equal_gguf
 from accel_gpt.publish.gguf_tokenizer import Vocabulary, add_tokenizer, llama_cpp_vocabulary
-from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.export import compared_tokens
 from accel_gpt.transformers_io.hf_config import matching_preset
 from accel_gpt.transformers_io.hf_weights import export_tensor, exportable_preset, weight_table
 from accel_gpt.transformers_io.load import load_exportable
-from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
+from accel_gpt.transformers_io.pretrained import find_pretrained
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -76,7 +75,6 @@ def export_gguf(
     to: Path,
     checkpoint: str = "last",
     dtype: str = "fp32",
-    overwrite: bool = False,
 ) -> ExportedGGUF:
     """Export the model `name`, as `find_pretrained` finds it, to the GGUF file `to`.
 
@@ -89,9 +87,9 @@ def export_gguf(
             importlib.util.find_spec(package) is not None,
             f"--gguf needs the package {package} but it is not installed; {install_extra('gguf')}",
         )
-    check_file(to, overwrite)
-    pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_exportable(pretrained)
+    for path in (to, modelfile_of(to)):
+        require(not path.exists(), f"{path} already exists; give another file")
+    model, tokenizer = load_exportable(find_pretrained(name, checkpoint))
     tokens = compared_tokens(model, tokenizer)
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written
     vocabulary = llama_cpp_vocabulary(tokenizer)
@@ -107,7 +105,6 @@ def export_gguf(
             vocabulary=vocabulary,
             file=file,
             dtype=dtype,
-            license_id=license_of(pretrained),
         )
 
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -132,23 +129,6 @@ def export_gguf(
     )
 
 
-def check_file(to: Path, overwrite: bool) -> None:
-    """Raise `UserError` unless `to` and its Modelfile are new, or may be replaced."""
-    for path in (to, modelfile_of(to)):
-        require(
-            overwrite or not path.exists(),
-            f"{path} already exists; give another file, or --overwrite to replace it",
-        )
-
-
-def license_of(pretrained: Pretrained) -> str | None:
-    """Return `hub.license` of the run of a checkpoint."""
-    if not pretrained.is_checkpoint:
-        return None
-    found = read_state(pretrained.folder).config.get("hub.license")
-    return found if isinstance(found, str) else None
-
-
 # --------------------------------------------------------------------------- the file
 
 
@@ -159,7 +139,6 @@ def write_gguf(
     vocabulary: Vocabulary,
     file: Path,
     dtype: str,
-    license_id: str | None = None,
 ) -> int:
     """Write a model and its tokenizer to `file`; return the count of its parameters."""
     import gguf
@@ -168,8 +147,6 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_type("model")
     writer.add_name(file.stem)
-    if license_id:
-        writer.add_license(license_id)
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config, model.vocab_size)

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,16 +34,6 @@ from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_pres
 from accel_gpt.transformers_io.load import load_exportable
 from accel_gpt.transformers_io.pretrained import find_pretrained
 
-WRITTEN = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
 TEMPORARY = ".tmp_export"
 SHARD_SIZE = "5GB"  # of model.safetensors; the default of transformers 4
 COMPARED_SEQUENCES = 2
@@ -88,23 +77,25 @@ def export(
     to: Path,
     checkpoint: str = "last",
     dtype: str = "fp32",
-    overwrite: bool = False,
     as_qwen3: bool = False,
 ) -> Exported:
     """Export the model `name`, as `find_pretrained` finds it, to the folder `to`.
 
     The folder appears when it is complete and compared, or not at all. `as_qwen3` converts a model
-    of the preset fast. Raises `UserError` if the folder holds other files, or if no class of
+    of the preset fast. Raises `UserError` if the folder holds files, or if no class of
     transformers computes the model; `CheckpointError` if transformers computes other values.
     """
     to = to.resolve()
-    check_target(to, overwrite)
+    temporary = to / TEMPORARY  # `to` may be a mount point or a working directory
+    shutil.rmtree(temporary, ignore_errors=True)
+    existed = to.exists()
+    require(
+        not existed or (to.is_dir() and not any(to.iterdir())),
+        f"{to} already exists; give a new or an empty folder",
+    )
     pretrained = find_pretrained(name, checkpoint)
     model, tokenizer = load_exportable(pretrained)
     exportable_preset(model)  # raises an error before anything is written
-    existed = to.exists()
-    temporary = to / TEMPORARY  # `to` may be a mount point or a working directory
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         exported = write_model(
@@ -114,42 +105,16 @@ def export(
             dtype=dtype,
             as_qwen3=as_qwen3,
         )
-        move_files(temporary, to)
+        for path in temporary.iterdir():
+            if path.name != "config.json":  # moved last: a folder without it is not a model
+                path.rename(to / path.name)
+        (temporary / "config.json").rename(to / "config.json")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if not existed:
             with contextlib.suppress(OSError):  # it holds the model, or was not made
                 to.rmdir()
     return exported
-
-
-def check_target(to: Path, overwrite: bool) -> None:
-    """Raise `UserError` if a folder holds files that may not be replaced."""
-    if not to.exists():
-        return
-    require(to.is_dir(), f"{to} is a file; give a folder to make")
-    for path in sorted(to.iterdir()):
-        exported = any(fnmatch(path.name, pattern) for pattern in WRITTEN)
-        require(
-            path.name == TEMPORARY or (overwrite and exported),
-            f"{to} already holds {path.name}; give another folder; --overwrite replaces only "
-            "the files of an exported model",
-        )
-
-
-def move_files(temporary: Path, to: Path) -> None:
-    """Move the files of a finished folder into the folder `to`, in place of those there.
-
-    config.json is removed first and moved last: a folder without it is not a model.
-    """
-    (to / "config.json").unlink(missing_ok=True)
-    for path in to.iterdir():
-        if path.name != TEMPORARY:
-            path.unlink()
-    for path in temporary.iterdir():
-        if path.name != "config.json":
-            path.rename(to / path.name)
-    (temporary / "config.json").rename(to / "config.json")
 
 
 def write_model(

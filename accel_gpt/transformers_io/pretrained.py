@@ -8,13 +8,11 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import duration, own_options
-from accel_gpt.config.vocabulary import KNOWN_VOCABULARIES
 from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
@@ -39,16 +37,6 @@ SMALL_FILES = ("config.json", ADAPTER, *HUB_FILES)
 MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
-# Radford et al. 2019, table 2, with the 12 x 64 heads of the released weights
-GPT2_SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
-    {
-        "gpt2": ModelConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024),
-        "gpt2-medium": ModelConfig(n_layer=24, n_head=16, n_embd=1024, block_size=1024),
-        "gpt2-large": ModelConfig(n_layer=36, n_head=20, n_embd=1280, block_size=1024),
-        "gpt2-xl": ModelConfig(n_layer=48, n_head=25, n_embd=1600, block_size=1024),
-    }
-)
-
 
 @dataclass(frozen=True)
 class Pretrained:
@@ -69,18 +57,13 @@ class Pretrained:
         """Read the fields of `ModelConfig` that describe its shape, with `vocab_size`."""
         if self.is_checkpoint:
             config, vocab_size = read_shape(self.folder)
-            return inherited_fields(config, vocab_size)
+            fields = asdict(config)
+            for name, option in own_options(ModelConfig).items():
+                if option.inherited == "never":
+                    del fields[name]
+            return fields | {"vocab_size": vocab_size}
         content = read_json_object(self.folder / "config.json", CheckpointError)
         return read_hf_config(content, self.name)
-
-
-def inherited_fields(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the fields of a config that describe the shape of its weights, with `vocab_size`."""
-    fields = asdict(config)
-    for name, option in own_options(ModelConfig).items():
-        if option.inherited == "never":
-            del fields[name]
-    return fields | {"vocab_size": vocab_size}
 
 
 def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
@@ -117,25 +100,6 @@ def require_no_adapter(name: str, folder: Path) -> None:
             f"AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()."
             "save_pretrained(FOLDER)",
         )
-
-
-def find_on_main(name: str, checkpoint: str = "last") -> Pretrained:
-    """Find a model on rank 0 by `find_pretrained`, before the ranks have joined; a collective.
-
-    A rank downloads the model itself only if the Hub's cache of its machine lacks it. A folder on
-    this machine is not asked for.
-    """
-    if Path(name).exists():
-        return find_pretrained(name, checkpoint)
-
-    def find() -> dict[str, Any]:
-        found = find_pretrained(name, checkpoint)
-        return vars(found) | {"folder": str(found.folder)}
-
-    seconds = duration("train.init_timeout", TrainConfig.init_timeout)
-    answer = on_main_before_join(find, seconds)
-    pretrained = Pretrained(**answer | {"folder": Path(answer["folder"])})
-    return pretrained if pretrained.folder.exists() else find_pretrained(name, checkpoint)
 
 
 def check_initial_tokenizer(config: Config) -> None:
@@ -218,18 +182,6 @@ def read_inherited(given: Mapping[str, Any]) -> dict[str, Any]:
             if given.get(key) is None:
                 inherited[key] = str(pretrained.tokenizer)
     return inherited
-
-
-def inherit_published(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys that `model.init_from` brings to a plan, without a network for GPT-2's sizes.
-
-    A plan needs only the shape.
-    """
-    name = str(given["model.init_from"])
-    config = GPT2_SHAPES.get(name.removeprefix("openai-community/"))
-    if config is None or Path(name).exists():
-        return inherit(given)
-    return inherit_shape(name, inherited_fields(config, KNOWN_VOCABULARIES["gpt2"]), given)
 
 
 def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def load(tmp_path: Path) -> Load:
     def loaded(*options: Any, text: str = "model: {depth: 12}") -> Config:
         path = tmp_path / "mine.yaml"
         path.write_text(text)
-        return load_config([str(path), *map(str, options)], "train.py", offline=True)
+        return load_config([str(path), *map(str, options)], "train.py")
 
     return loaded
 

@@ -250,7 +250,7 @@ def test_a_tokenizer_that_llama_cpp_lacks(kind: str, named: str) -> None:
 @pytest.mark.slow
 def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a new process; then errors, which leave nothing behind."""
-    run = str(trained(*QUICK, "--model.preset", "llama", "--hub.license", "mit"))
+    run = str(trained(*QUICK, "--model.preset", "llama"))
     to = tmp_path / "out" / "model.gguf"
     assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 0
     shown = capsys.readouterr().out
@@ -260,9 +260,6 @@ def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(path.name for path in to.parent.iterdir()) == ["model.Modelfile", "model.gguf"]
     assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 2
     assert f"{to} already exists" in capsys.readouterr().err
-    assert GGUFReader(to).fields["general.license"].contents() == "mit"
-    to.unlink()
-    assert run_here(dispatch, ["export", run, "--gguf", str(to)]) == 2
-    again = ["--overwrite", "--dtype", "q8_0"]
-    assert run_here(dispatch, ["export", run, "--gguf", str(to), *again]) == 0
+    to = tmp_path / "smaller.gguf"
+    assert run_here(dispatch, ["export", run, "--gguf", str(to), "--dtype", "q8_0"]) == 0
     assert "in q8_0 its logits differ by at most" in capsys.readouterr().out

@@ -3,11 +3,11 @@
 Trains a few steps in real processes, once undisturbed. Then trains again with SIGKILL at random
 moments; the launches use the requested numbers of processes in turn. Compares the metrics and the
 last checkpoints. Writes to a temporary folder: `config.yaml` (the launched config), `undisturbed/`,
-`disturbed_1/`, ..., the output of each launch, `launch_1.log`, ..., and a copy of the file of
---code.
+`disturbed_1/`, ..., and the output of each launch, `launch_1.log`, ...
 """
 
 import contextlib
+import hashlib
 import math
 import random
 import shutil
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def run(options: VerifyResumeCommand) -> int:
     """Kill and resume runs of a config; return 1 if they differ from an undisturbed run.
 
     Raises `UserError` if the config does not fit the numbers of processes, `LaunchFailed` if a
-    launch fails.
+    launch fails. Then, and if runs differ, the folder is kept.
     """
     install_exit_handlers()
     config = shorten(options.loaded, options.steps)
@@ -60,18 +59,14 @@ def run(options: VerifyResumeCommand) -> int:
     folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))
     write_file(folder / "config.yaml", [to_yaml(config).encode()])
     trial = Trial(options, folder)
-    if config.own.file:  # the launches use this copy, so you may change the file meanwhile
-        write_file(folder / config.own.name, [config.own.source])
-        trial.code = ["--code", str(folder / config.own.name)]
     try:
         trial.run()
-        sys.stdout.write(trial.report())
+        return trial.report()
     finally:
         if trial.failed or trial.differences:
             write_err(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    return 0 if trial.proven and not trial.differences else 1
 
 
 # --------------------------------------------------------------------------- launches
@@ -89,26 +84,22 @@ class Trial:
     def __init__(self, options: VerifyResumeCommand, folder: Path) -> None:
         self.options = options
         self.folder = folder
-        self.code: list[str] = []  # arguments that name the file of --code
+        self.undisturbed = folder / "undisturbed"
         self.runs = 0
         self.launches = 0
         self.kills = 0
         self.failed = False  # a launch failed
         self.compared = 0  # values
         self.differences: list[str] = []
-        self.run_seconds = math.inf  # of the fastest run that took one launch
+        self.run_seconds = math.inf  # of the undisturbed run
         self.resumed: set[int] = set()  # steps at which a launch went on
-
-    @property
-    def proven(self) -> bool:
-        """Whether a launch resumed between the first and the last step, if launches were killed."""
-        return bool(self.resumed) or not self.options.kills
 
     def run(self) -> None:
         """Train once undisturbed, then with kills until all have happened or a run differs."""
-        undisturbed = self.folder / "undisturbed"
-        self.launch(undisturbed, kill=False)
-        whole = run_values(undisturbed, self.options.steps)
+        start = time.monotonic()
+        self.launch(self.undisturbed, kill=False)
+        self.run_seconds = time.monotonic() - start
+        whole = run_values(self.undisturbed, self.options.steps)
         while not self.differences and (self.runs == 0 or self.kills < self.options.kills):
             self.runs += 1
             folder = self.folder / f"disturbed_{self.runs}"
@@ -132,18 +123,19 @@ class Trial:
         """
         world_size = self.options.processes[self.launches % len(self.options.processes)]
         self.launches += 1
-        new = not folder.exists()
         output = self.folder / f"launch_{self.launches}.log"
         processes = plural(world_size, "process", "processes")
         name = f"launch {self.launches}, {folder.name} on {processes}"
-        start = time.monotonic()
+        # the undisturbed run has resolved each `auto`
+        resolved = self.undisturbed / "config.yaml"
+        config = resolved if resolved.exists() else self.folder / "config.yaml"
+        command = ["train", str(config), "--out_dir", str(folder)]
+        own_code = self.options.loaded.own.file
+        if own_code:
+            command += ["--code", own_code]
         with output.open("wb") as file:
             process = launch_child(
-                self.command(folder),
-                processes=world_size,
-                stdout=file,
-                stderr=file,
-                own_group=True,
+                command, processes=world_size, stdout=file, stderr=file, own_group=True
             )
         try:
             if kill:
@@ -154,20 +146,16 @@ class Trial:
             late = process.poll() is None
             if late:
                 kill_tree(process)
-        seconds = time.monotonic() - start
         if late and process.returncode == -signal.SIGKILL:
             self.kills += 1
-            step = RunFolder(folder).step
-            write_err(f"{name}: killed after {seconds:.1f} s, at step {step} ({self.kills} so far)")
+            write_err(f"{name}: killed at step {RunFolder(folder).step} ({self.kills} so far)")
             return False
         if process.returncode:
             self.failed = True
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
             shown = "\n".join(lines[-LAST_LINES:])
             raise LaunchFailed(f"{name} failed with exit code {process.returncode}:\n{shown}")
-        write_err(f"{name}: done after {seconds:.1f} s")
-        if new:
-            self.run_seconds = min(self.run_seconds, seconds)
+        write_err(f"{name}: done")
         return True
 
     def wait_for_moment(self, process: subprocess.Popen[str], run: RunFolder) -> None:
@@ -184,62 +172,53 @@ class Trial:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(random.uniform(0, self.run_seconds))
 
-    def command(self, folder: Path) -> list[str]:
-        """Return the arguments of `accel-gpt` that train in `folder`."""
-        config = str(self.folder / "config.yaml")
-        arguments = ["train", config, "--out_dir", str(folder), *self.code]
-        resolved = RunFolder(self.folder / "undisturbed").config
-        if resolved:  # the values that auto resolved to there
-            for key in ("train.mixed_precision", "train.compile"):
-                arguments += [f"--{key}", str(resolved[key])]
-        return arguments
+    def report(self) -> int:
+        """Print a summary, the first differences, and the result; return the exit code.
 
-    def report(self) -> str:
-        """Return a summary, the first differences, and the result."""
+        If launches were killed, one must have resumed between the first and the last step.
+        """
         resumed = ", ".join(f"{step:,}" for step in sorted(self.resumed)) or "none"
+        code = 1
+        if self.differences:
+            result = "stop and resume is NOT the same as never stopping"
+        elif self.options.kills and not self.resumed:
+            result = "no launch resumed between the first and the last step; raise --steps"
+        else:
+            result = "stop and resume equals never stopping, bit for bit"
+            code = 0
         lines = [
             f"{plural(self.runs, 'run')} of {plural(self.options.steps, 'step')} with "
             f"{plural(self.kills, 'kill')}, compared with an undisturbed run",
             f"steps at which launches resumed: {resumed}",
             f"metrics and tensors: {self.compared:,} compared, {len(self.differences):,} different",
             *self.differences[:SHOWN],
+            result,
         ]
-        if self.differences:
-            lines.append("stop and resume is NOT the same as never stopping")
-        elif not self.proven:
-            lines.append("no launch resumed between the first and the last step; raise --steps")
-        else:
-            lines.append("stop and resume equals never stopping, bit for bit")
-        return "\n".join([*lines, ""])
+        sys.stdout.write("\n".join(lines) + "\n")
+        return code
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its descendants, and wait until they end: they hold the folder's lock.
-
-    Suspends them first, so that they start no more processes.
-    """
+    """Kill a process and its descendants, and wait until they end: they hold the folder's lock."""
     top = psutil.Process(process.pid)
-    tree: list[psutil.Process] = []
-    while fresh := [one for one in (top, *top.children(recursive=True)) if one not in tree]:
-        for member in fresh:
+    top.suspend()  # so that it starts no more processes, and its children stay its own
+    alive = True
+    while alive:
+        alive = False
+        for child in top.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                member.suspend()
-        tree += fresh
-    for member in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    for member in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            while member.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.01)
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    alive = True
+                    child.kill()
+    process.kill()
     process.wait()
 
 
 # --------------------------------------------------------------------------- comparing
 
 
-def run_values(folder: Path, steps: int) -> dict[str, Any]:
-    """Return the metrics, weights and optimizer state of a run by name; no speeds and times.
+def run_values(folder: Path, steps: int) -> dict[str, str]:
+    """Describe the metrics, weights and optimizer state of a run by name; no speeds and times.
 
     Raises `UserError` if the run lacks its last checkpoint.
     """
@@ -252,7 +231,8 @@ def run_values(folder: Path, steps: int) -> dict[str, Any]:
                 found[f"{key} at step {step}"] = value
     checkpoint = find_checkpoint(folder, str(steps))
     optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True, map_location="cpu")
-    return found | load_file(checkpoint / "model.safetensors") | flatten_state(optimizer)
+    found |= load_file(checkpoint / "model.safetensors") | flatten_state(optimizer)
+    return {name: describe_value(value) for name, value in found.items()}
 
 
 def flatten_state(value: Any, name: str = "optimizer") -> dict[str, Any]:
@@ -270,28 +250,21 @@ def flatten_state(value: Any, name: str = "optimizer") -> dict[str, Any]:
     return leaves
 
 
-def differing_values(whole: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Describe each value of two runs that differs in any bit, or that one run lacks."""
+def describe_value(value: Any) -> str:
+    """Return a text that another value has only if all bits are equal; 0.0 differs from -0.0."""
+    if not torch.is_tensor(value):
+        return repr(value)
+    total = value.double().sum().item()
+    digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return f"{list(value.shape)} {value.dtype} with sum {total!r}, SHA-256 {digest}"
+
+
+def differing_values(whole: dict[str, str], other: dict[str, str]) -> list[str]:
+    """Describe each value that differs between two runs, or that one run lacks."""
     found = []
     for name in dict.fromkeys([*whole, *other]):
-        one = whole.get(name, "missing")
-        two = other.get(name, "missing")
-        if not same_bits(one, two):
-            found.append(f"{name}: {describe_value(one)} undisturbed, {describe_value(two)} here")
+        undisturbed = whole.get(name, "missing")
+        here = other.get(name, "missing")
+        if undisturbed != here:
+            found.append(f"{name}: {undisturbed} undisturbed, {here} here")
     return found
-
-
-def same_bits(one: Any, two: Any) -> bool:
-    """Return whether two values are equal: tensors by their bytes, so 0.0 differs from -0.0."""
-    if not torch.is_tensor(one) or not torch.is_tensor(two):
-        return type(one) is type(two) and repr(one) == repr(two)
-    if (one.shape, one.dtype) != (two.shape, two.dtype):
-        return False
-    return one.reshape(-1).view(torch.uint8).equal(two.reshape(-1).view(torch.uint8))
-
-
-def describe_value(value: Any) -> str:
-    """Return the value itself; of a tensor, the shape, the type and the sum of its elements."""
-    if not torch.is_tensor(value):
-        return str(value)
-    return f"{list(value.shape)} {value.dtype} with sum {value.double().sum().item()!r}"

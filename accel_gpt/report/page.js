@@ -222,7 +222,6 @@ function draw(plot) {
     if (line.style === "dots" && line.xs.length <= 60)
       line.xs.forEach((v, i) => make("circle", { class: `dot ${line.color}`, cx: x(v), cy: y(line.ys[i]), r: wide ? 4 : 3 }, inside));
   }
-  best(svg, shown, x, y, range, { left, width, height });
   plot.above.textContent = above ? `the first values, up to ${exact(above)}, lie above` : "";
   canvas.replaceChildren(svg);
   Object.assign(plot, { svg, x, y, shown, left, width, height, overlay: make("g", {}, svg) });
@@ -265,52 +264,6 @@ function marks(inside, panel, x, range, height) {
       make("title", {}, node, (many ? `${run.name}: ` : "") + mark.text);
     });
   });
-}
-
-/** Write the best value near its point, where it covers no curve; if there is no such place, where it covers least. */
-function best(svg, shown, x, y, range, { left, width, height }) {
-  const line = shown.find((one) => one.curve?.best);
-  if (!line) return;
-  let at = -1;
-  line.ys.forEach((v, i) => { if (line.xs[i] >= range[0] && line.xs[i] <= range[1] && (at < 0 || v < line.ys[at])) at = i; });
-  if (at < 0) return;
-  const text = exact(line.ys[at]), wide = 8 * text.length + 6, high = 18;
-  const points = shown.map((one) => one.xs.map((v, i) => [x(v), y(one.ys[i])]));
-  const [px, py] = [x(line.xs[at]), y(line.ys[at])];
-  let chosen = null;
-  for (const place of placesAround(px, py, wide, high)) {
-    if (place.left < left + 2 || place.left + wide > width - 4 || place.top < 4 || place.top + high > height - 28) continue;
-    const covered = points.reduce((sum, one) => sum + coveredLength(one, place.left, place.top, place.left + wide, place.top + high), 0);
-    if (!chosen || covered < chosen.covered) chosen = { ...place, covered };
-    if (!covered) break;
-  }
-  if (chosen) make("text", { class: `value ${line.color}`, x: chosen.left + wide / 2, y: chosen.top + 13.5, "text-anchor": "middle" }, svg, text);
-}
-
-/** Places of a box beside a point, the nearest first: its left and top. */
-function placesAround(px, py, wide, high) {
-  const places = [];
-  for (let away = 6; away <= 96; away += 6)
-    for (const left of [px - wide / 2, px - wide + 6, px - 6, px - wide - 8, px + 8])
-      for (const top of [py - away - high, py + away]) places.push({ left, top });
-  return places;
-}
-
-/** Length of a line, in pixels, inside a box. */
-function coveredLength(points, x0, y0, x1, y1) {
-  let sum = 0;
-  for (let i = 1; i < points.length; i++) {
-    const [[ax, ay], [bx, by]] = [points[i - 1], points[i]];
-    let from = 0, to = 1; // the part of the segment inside the box
-    for (const [start, way, low, high] of [[ax, bx - ax, x0, x1], [ay, by - ay, y0, y1]]) {
-      if (!way) { if (start < low || start > high) to = -1; continue; }
-      const [one, other] = [(low - start) / way, (high - start) / way];
-      from = Math.max(from, Math.min(one, other));
-      to = Math.min(to, Math.max(one, other));
-    }
-    if (to > from) sum += (to - from) * Math.hypot(bx - ax, by - ay);
-  }
-  return sum;
 }
 
 // ---------------------------------------------------------------- crosshair, zoom

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,9 @@ import jinja2
 import numpy as np
 
 from accel_gpt import __version__
-from accel_gpt.config.plan import plural
 from accel_gpt.config.values import changed_keys
 from accel_gpt.console import format_clock
 from accel_gpt.report.payload import (
-    MOST_MARKS,
     MOST_POINTS,
     all_marks,
     is_thinned,
@@ -32,8 +30,6 @@ from accel_gpt.report.runs import NamedRun
 from accel_gpt.runs.folder import ERROR_ENDINGS, is_benchmark
 
 MOST_STEPS = 12  # steps with samples to show per run
-MOST_TEXTS = 8  # samples to show per step
-LONGEST_TEXT = 3000  # characters of a sample
 LONGEST_VALUE = 400  # characters of a value of the config
 BEST_LOSS = "best val loss"
 TRAIN_LOSS = "train loss, last"
@@ -70,7 +66,7 @@ def build_page(runs: Sequence[NamedRun]) -> str:
         notes=explain_curves(runs),
         evaluations=evaluations_table(runs),
         samples=[sample_columns(run, index) for index, run in enumerate(runs) if run.samples],
-        config=config_tables(runs),
+        config=config_table(runs),
     )
 
 
@@ -94,16 +90,11 @@ def explain_curves(runs: Sequence[NamedRun]) -> list[str]:
     empty = [run.name for run in runs if not len(run.metrics.steps)]
     if empty:
         notes.append(f"No metrics yet: {', '.join(empty)}.")
-    marks = [all_marks(run) for run in runs]
-    kinds = {mark["kind"] for of_run in marks for mark in of_run[:MOST_MARKS]}
-    if "resume" in kinds:
-        notes.append("Dashed vertical lines: the run was resumed.")
-    if "skip" in kinds:
-        notes.append("Red triangles: skipped updates.")
-    if "spike" in kinds:
-        notes.append("Orange triangles: loss spikes.")
-    if any(len(of_run) > MOST_MARKS for of_run in marks):
-        notes.append(f"Only the first {MOST_MARKS} marks of a run are drawn.")
+    if any(all_marks(run) for run in runs):
+        notes.append(
+            "Dashed vertical lines: resumes. Red triangles: skipped updates. Orange triangles: "
+            "loss spikes."
+        )
     if not same_tokenizer(runs):
         notes.append(
             "The runs have different tokenizers. Compare their bits per byte, not their losses in "
@@ -233,7 +224,6 @@ def run_facts(run: NamedRun) -> dict[str, str]:
         "Data": "\n".join(map(str, data)),
         "Hardware": describe_hardware(run),
         "Commit": str(run.last_launch("commit") or NOT_RECORDED),
-        "Launches": describe_launches(run),
         "Versions": packages,
         "Command": str(run.last_launch("command") or NOT_RECORDED),
     }
@@ -255,7 +245,7 @@ def own_functions(run: NamedRun) -> list[object]:
 
 
 def describe_model(run: NamedRun) -> str:
-    """Return preset, parameters and shape, such as `gpt2, 124,439,808 parameters, 12 layers`."""
+    """Return preset or file, parameters and vocabulary; the config has the shape."""
     name = run.config.get("model.preset", NOT_RECORDED)
     if "model" in own_functions(run):
         name = run.last_launch("code", "file")
@@ -263,48 +253,20 @@ def describe_model(run: NamedRun) -> str:
     parameters = run.last_launch("model", "parameters")
     if isinstance(parameters, int):
         parts.append(f"{parameters:,} parameters")
-    for key, noun in (("model.n_layer", "layer"), ("model.n_head", "head")):
-        count = run.config.get(key)
-        if isinstance(count, int):
-            parts.append(plural(count, noun))
-    for key, form in (
-        ("model.n_embd", "{} channels"),
-        ("model.block_size", "context {}"),
-    ):
-        value = run.config.get(key)
-        if value is not None:
-            parts.append(form.format(in_one_line(value)))
     vocab_size = run.last_launch("model", "vocab_size")
     if isinstance(vocab_size, int):
         parts.append(f"vocabulary {vocab_size:,}")
     return ", ".join(parts)
 
 
-def describe_launches(run: NamedRun) -> str:
-    """Return the number of launches and the first steps at which the run was resumed."""
-    text = f"{len(run.launches):,}"
-    steps = [f"{step:,}" for step, _ in run.resumes()]
-    if steps:
-        more = ", ..." if len(steps) > 8 else ""
-        text += f"; resumed at step {', '.join(steps[:8])}{more}"
-    return text
-
-
 def describe_hardware(run: NamedRun) -> str:
-    """Return devices, threads, precision and torch: `8 x NVIDIA H100, precision bf16, ...`."""
-    processes = run.last_launch("processes")
+    """Return devices and precision: `8 x NVIDIA H100, precision bf16`."""
     device = run.last_launch("device")
-    if not isinstance(device, str) or not isinstance(processes, int):
+    if not isinstance(device, str):
         return NOT_RECORDED
-    torch = run.last_launch("versions", "torch")
-    threads = run.last_launch("threads_per_process")
     precision = run.last_launch("mixed_precision")
-    parts = [f"{processes} x {' '.join(device.split())}"]
-    if isinstance(threads, int) and "cpu" in str(torch):
-        parts.append(plural(threads, "thread"))
-    parts.append(f"precision {'fp32' if precision == 'no' else precision}")
-    parts.append(f"torch {torch}")
-    return ", ".join(parts)
+    shown = "fp32" if precision == "no" else precision
+    return f"{run.last_launch('processes')} x {' '.join(device.split())}, precision {shown}"
 
 
 def evaluations_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
@@ -340,45 +302,20 @@ def sample_columns(run: NamedRun, number: int) -> dict[str, Any]:
     """Return the samples of a run at up to `MOST_STEPS` steps, evenly spaced."""
     steps = list(run.samples)
     chosen = sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_STEPS)})
-    columns = []
-    for i in chosen:
-        texts = run.sample_texts(steps[i])
-        shown = [cut_sample(text) for text in texts[:MOST_TEXTS]]
-        columns.append((steps[i], shown, len(texts) - len(shown)))
+    columns = [(steps[i], run.sample_texts(steps[i])) for i in chosen]
     return {"run": run.name, "number": number, "columns": columns, "steps": len(steps)}
 
 
-def cut_sample(text: str) -> str:
-    """Return a sample, cut after `LONGEST_TEXT` characters."""
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]}\n[{len(text) - LONGEST_TEXT:,} more characters]"
-
-
-def config_tables(runs: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return the tables of settings: `rows`, and `all` settings of a single run.
-
-    For one run, `rows` are the settings that are not the default. For several runs, they are the
-    settings that differ.
-    """
+def config_table(runs: Sequence[NamedRun]) -> list[tuple[str, list[str]]]:
+    """Return a row for each setting that is not the default; of several runs, that differs."""
     configs = [run.config for run in runs]
-    if len(runs) == 1:
-        return {
-            "rows": settings_rows(list(changed_keys(configs[0])), configs),
-            "all": settings_rows(list(configs[0]), configs),
-        }
-    different = []
-    for name in dict.fromkeys(name for config in configs for name in config):
-        values = {json.dumps(config.get(name), default=str) for config in configs}
-        if len(values) > 1 and name != "out_dir":
-            different.append(name)
-    return {"rows": settings_rows(different, configs), "all": []}
-
-
-def settings_rows(
-    names: Sequence[str], configs: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, list[str]]]:
-    """Return a row for each setting: its name and its value in each config."""
+    names = list(changed_keys(configs[0]))
+    if len(runs) > 1:
+        names = []
+        for name in dict.fromkeys(name for config in configs for name in config):
+            values = {json.dumps(config.get(name), default=str) for config in configs}
+            if len(values) > 1 and name != "out_dir":
+                names.append(name)
     return [(name, [in_one_line(config.get(name)) for config in configs]) for name in names]
 
 

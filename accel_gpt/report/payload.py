@@ -2,7 +2,7 @@
 
     runs        [{name, clock {step, tokens, seconds}, flops_per_token, marks [{step, kind, text}]}]
     panels      [{name, title, unit, log, smooth, low,
-                  curves [{run, key, name, label, color, style, best, s, v, ms, m}]}]
+                  curves [{run, key, name, label, color, style, s, v, ms, m}]}]
 
 `s` are steps and `v` values. A curve with more than `MOST_POINTS` is thinned: `v` has the lowest
 and the highest value of each bucket. `m` has the means of the buckets at the steps `ms`, for
@@ -38,7 +38,7 @@ class Plot:
     log: bool = False  # logarithmic axis of the values
     factor: float = 1.0  # converts a recorded value to `unit`
     smooth: bool = False
-    low: bool = False  # lower is better: label the lowest value; the first drop may be cut off
+    low: bool = False  # the first drop of its values may be cut off
 
     def recorded_keys(self, metrics: Metrics) -> list[str]:
         """Return the keys of the plot that a run recorded."""
@@ -74,8 +74,7 @@ COLORS = MappingProxyType({"eval/val_loss": 1, "eval/val_bits_per_byte": 1, "eva
 
 def payload(runs: Sequence[NamedRun]) -> dict[str, Any]:
     """Return the data of the page, in the format of the module's docstring."""
-    listed = (*PLOTS, *benchmark_plots(runs), *own_plots(runs))
-    plots = [plot_entry(plot, runs) for plot in listed]
+    plots = [plot_entry(plot, runs) for plot in (*PLOTS, *further_plots(runs))]
     return {
         "runs": [
             {
@@ -90,31 +89,24 @@ def payload(runs: Sequence[NamedRun]) -> dict[str, Any]:
     }
 
 
-def benchmark_plots(runs: Sequence[NamedRun]) -> list[Plot]:
-    """Return a plot for each result of a benchmark."""
-    keys = dict.fromkeys(key for run in runs for key in run.metrics.keys("eval/"))
-    results = filter(is_benchmark, keys)
-    return [
-        Plot(f"benchmark_{number}", key.removeprefix("eval/"), "", (key,))
-        for number, key in enumerate(results)
-    ]
-
-
-def own_plots(runs: Sequence[NamedRun]) -> list[Plot]:
-    """Return a plot for each metric that only a file of --code adds.
+def further_plots(runs: Sequence[NamedRun]) -> list[Plot]:
+    """Return a plot for each result of a benchmark, and for each metric of a file of --code.
 
     Metrics with a common prefix, such as train/weight_norm/0 and train/weight_norm/1, share a plot.
     """
     listed = {key for plot in PLOTS for key in plot.keys}
     names: dict[str, None] = {}
     for key in dict.fromkeys(key for run in runs for key in sorted(run.metrics.columns)):
-        if key not in listed and not key.startswith(OURS):
-            group, slash, _ = key.rpartition("/")
-            names[f"{group}{slash}" if "/" in group else key] = None
-    return [
-        Plot(f"own_{number}", name.strip("/").removeprefix("train/"), "", (name,))
-        for number, name in enumerate(names)
-    ]
+        group, slash, _ = key.rpartition("/")
+        if is_benchmark(key):
+            names[key] = None
+        elif key not in listed and not key.startswith(OURS):
+            names[group + slash if "/" in group else key] = None
+    plots = []
+    for number, name in enumerate(names):
+        title = name.strip("/").removeprefix("train/").removeprefix("eval/")
+        plots.append(Plot(f"further_{number}", title, "", (name,)))
+    return plots
 
 
 def clock_entry(metrics: Metrics) -> dict[str, Any]:
@@ -155,7 +147,6 @@ def plot_entry(plot: Plot, runs: Sequence[NamedRun]) -> dict[str, Any]:
                 "label": name if single else ", ".join(filter(None, (run.name, name))),
                 "color": color,
                 "style": style,
-                "best": single and style == "dots" and plot.low and plot.name != "val_sets",
             }
             curves.append(curve | curve_points(run.metrics, key, plot))
     return {
@@ -193,11 +184,8 @@ def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
 def all_marks(run: NamedRun) -> list[dict[str, Any]]:
     """Return marks at the resumes, the skipped updates and the loss spikes of a run."""
     marks: list[dict[str, Any]] = []
-    for step, times in run.resumes():
-        text = f"resumed at step {step:,}"
-        if times > 1:
-            text += f", {times} times"
-        marks.append({"step": step, "kind": "resume", "text": text})
+    for step in run.resumes():
+        marks.append({"step": step, "kind": "resume", "text": f"resumed at step {step:,}"})
     marks += count_marks(run, "train/skipped", "skip", "skipped update")
     marks += count_marks(run, "train/spikes", "spike", "loss spike")
     return marks

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from accel_gpt.errors import UserError
 from accel_gpt.report.curves import Metrics, read_metrics
@@ -51,20 +52,18 @@ class NamedRun(RunFolder):
         flops = self.last_launch("model", "flops_per_token")
         return float(flops) if is_number(flops) and flops > 0 else None
 
-    def resumes(self) -> list[tuple[int, int]]:
-        """Return the steps at which the run was resumed, ascending, each with its number of times.
+    def resumes(self) -> list[int]:
+        """Return the steps at which the run was resumed, ascending.
 
         If a later resume is at an earlier step, a resume is left out, because its steps were
         repeated.
         """
-        times: dict[int, int] = {}
-        lowest = float("inf")
-        for launch in reversed(self.launches[1:]):
-            step = launch.get("step")
-            if is_number(step) and 0 < step <= lowest:
-                lowest = step
-                times[int(step)] = times.get(int(step), 0) + 1
-        return sorted(times.items())
+        steps: list[int] = []
+        for launch in self.launches[1:]:
+            step: Any = launch.get("step")
+            if is_number(step) and step > 0:
+                steps = [*(earlier for earlier in steps if earlier < step), int(step)]
+        return steps
 
 
 def open_runs(folders: Sequence[str]) -> list[NamedRun]:

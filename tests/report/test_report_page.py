@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
 ]
 PANELS = ["loss", "val_sets", "bits_per_byte", "lr", "grad_norm", "throughput", "mfu", "memory"]
-PANELS += ["benchmark_0", "own_0", "own_1"]
+PANELS += ["further_0", "further_1", "further_2"]
 WIDTHS = {"desktop": 1280, "phone": 400}
 # for each plot: its name, the number of curves inside its frame, and whether text is cut off
 DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
@@ -29,8 +29,6 @@ DRAWN = """[...document.querySelectorAll('.plot')].map((plot) => {
     drawn: curves.filter((c) => c.getAttribute('d').length > 8 && !c.getAttribute('d').includes('NaN') && inside(c.getBoundingClientRect())).length,
     ticks: ticks.length, alike: values.length - new Set(values).size, cut: ticks.filter((t) => t.left < frame.left - 1 || t.right > frame.right + 1).length };
 })"""  # noqa: E501
-
-# for each value written into a plot: whether it is inside, and the pixels of curves under it
 
 
 def rich(step: int) -> dict[str, float]:

@@ -37,14 +37,14 @@ def run(options: InspectCommand) -> int:
     else:
         report = inspect_data(options.path, options.data)
         code = DataError.exit_code
-    write_out(f"{strict_json(report, indent=1)}\n" if options.json else report_text(report))
+    write_out(f"{strict_json(report, indent=1)}\n" if options.json else inspection_text(report))
     sys.stdout.flush()
     for problem in report["problems"]:
         write_err(f"error: {problem}")
     return code if report["problems"] else 0
 
 
-def report_text(report: Mapping[str, Any]) -> str:
+def inspection_text(report: Mapping[str, Any]) -> str:
     """Return a line for each fact, and a table of the splits or checkpoints."""
     facts = []
     entries: Mapping[str, Mapping[str, Any]] = {}

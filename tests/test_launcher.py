@@ -1,23 +1,15 @@
-"""Processes that `srun` starts: which of them form a group, and what Slurm's variables mean.
-
-The question that rank 0 answers before the ranks have joined.
-"""
+"""Processes that `srun` starts: which of them form a group, and what Slurm's variables mean."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
 
 from accel_gpt import launcher
-from accel_gpt.errors import DataError, UserError
-from accel_gpt.launch import meeting
-from accel_gpt.launch.meeting import on_main_before_join
+from accel_gpt.errors import UserError
 from accel_gpt.launcher import (
     available_cores,
     shared_cores,
@@ -217,55 +209,6 @@ def test_a_process_in_a_real_cgroup_takes_the_cores_of_its_quota() -> None:
     inner.rmdir()
     outer.rmdir()
     assert (done.stdout, done.stderr) == ("1\n", "")
-
-
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make this process rank 0 or 1 of two that meet in one store."""
-    store = HashStore()
-    monkeypatch.setattr(meeting, "meeting_store", lambda timeout: store)
-    monkeypatch.setattr(meeting, "HEARD", timedelta(milliseconds=60))
-
-    def become(rank: int) -> None:
-        one = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": 2,
-            "MASTER_ADDR": "",
-            "MASTER_PORT": 1,
-        }
-        for name, value in one.items():
-            monkeypatch.setenv(name, str(value))
-
-    return become
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(DataError("bad"), 3), (MemoryError(), 70), (KeyboardInterrupt(), 70)],
-)
-def test_any_error_of_rank_0_ends_the_other_ranks(
-    error: BaseException, code: int, as_rank: Callable[[int], None]
-) -> None:
-    def question() -> None:
-        raise error
-
-    as_rank(0)
-    with pytest.raises(type(error)):
-        on_main_before_join(question, seconds=60)
-    as_rank(1)
-    with pytest.raises(SystemExit) as ended:
-        on_main_before_join(question, seconds=60)
-    assert ended.value.code == code
-
-
-def test_ctrl_c_ends_a_rank_at_once_only_while_it_waits(as_rank: Callable[[int], None]) -> None:
-    as_rank(0)
-    handler = on_main_before_join(lambda: signal.getsignal(signal.SIGINT).__name__, seconds=60)
-    assert handler == signal.default_int_handler.__name__
-    with meeting.ended_by_ctrl_c():
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow

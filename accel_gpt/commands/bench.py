@@ -18,7 +18,6 @@ from accel_gpt.commands.clock import discarded, time_steps
 from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan, plural
 from accel_gpt.console import format_hours, table, write_out
 from accel_gpt.cost.data_sizes import evaluated_tokens, vocabulary_size
@@ -26,13 +25,11 @@ from accel_gpt.cost.forecast import expected_costs, with_expected_length
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.launch.machine import describe_machine, memory_gb
-from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import explain_lost_rank
 from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog
 from accel_gpt.launch.stopping import (
-    INIT_TIMEOUT,
     die_with_launcher,
     exiting_on_signals,
 )
@@ -63,8 +60,7 @@ def bench(options: BenchCommand) -> Report | None:
     """Measure the training step; returns None on all ranks but 0."""
     config = options.loaded
     die_with_launcher()
-    seconds = duration(INIT_TIMEOUT, config.train.init_timeout)
-    vocab_size, source = on_main_before_join(lambda: vocabulary_size(config), seconds)
+    vocab_size, source = vocabulary_size(config)
     steps = make_plan(config, world_size()).max_steps  # raises
     with explain_lost_rank(world_size()), tempfile.TemporaryDirectory() as out:
         measured = replace(

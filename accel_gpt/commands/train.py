@@ -14,13 +14,11 @@ from accel_gpt.commands.clock import rehearse
 from accel_gpt.commands.options import TrainCommand
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import duration
 from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.shipped import copy_shipped
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
-from accel_gpt.launch.meeting import on_main_before_join
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.launch.resolve import resolve
@@ -122,13 +120,12 @@ def note_source(config: Config, source: str) -> None:
 def find_initial_weights(config: Config) -> Callable[[LanguageModel], None]:
     """Return the function that sets the weights of a new run.
 
-    Of several ranks, rank 0 alone checks them, before the ranks join. Raises `UserError` if the
-    weights of `model.init_from` do not fit the tokenizer, before any text is prepared.
+    Raises `UserError` if the weights of `model.init_from` do not fit the tokenizer, before any text
+    is prepared.
     """
     if config.model.init_from == "scratch":
         return draw_weights
-    seconds = duration("train.init_timeout", config.train.init_timeout)
-    on_main_before_join(lambda: check_initial_tokenizer(config), seconds)
+    check_initial_tokenizer(config)
     return partial(load_initial_weights, config)
 
 

@@ -4,24 +4,23 @@ Reads its shape and its tokenizer for a config that starts from it; `load.py` lo
 Needs no torch.
 """
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.options import duration, own_options
+from accel_gpt.config.options import own_options
 from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
-from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, require
+from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo
 from accel_gpt.json_files import read_json_object
-from accel_gpt.launch.meeting import on_main_before_join
+from accel_gpt.launcher import is_main
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -134,7 +133,7 @@ def check_initial_tokenizer(config: Config) -> None:
     if pretrained.tokenizer:
         of_weights = load_tokenizer(pretrained.tokenizer)
         of_weights.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
-    else:
+    elif is_main():
         write_err(f"{name} has no tokenizer: assuming the tokenizer of the {owner}")
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     require(
@@ -147,23 +146,9 @@ def check_initial_tokenizer(config: Config) -> None:
 def inherit(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that `model.init_from` brings to a config: shape and tokenizer.
 
-    Of several ranks, rank 0 alone asks the Hub. `given`: the keys that the user set, dotted. Raises
-    `UserError` if one contradicts the shape.
+    Each rank reads them; if they differ, `join_same_ranks` raises an error. `given`: the keys that
+    the user set, dotted. Raises `UserError` if one contradicts the shape.
     """
-    limit = given.get("train.init_timeout", TrainConfig.init_timeout)
-    seconds = duration("train.init_timeout", limit)
-    inherited: dict[str, Any] = on_main_before_join(lambda: read_inherited(given), seconds)
-    for key in TOKENIZER_KEYS:
-        tokenizer = Path(inherited.get(key) or "")
-        if tokenizer.is_absolute() and not tokenizer.exists():
-            # the cache of this machine lacks the files; their reader raises an error again
-            with contextlib.suppress(AccelGPTError):
-                find_pretrained(given["model.init_from"])
-    return inherited
-
-
-def read_inherited(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `inherit`, on one rank."""
     name = given["model.init_from"]
     prepares = given.get("data.prepare.source") is not None
     tokenizer_keys = TOKENIZER_KEYS if prepares else ("data.tokenizer",)

@@ -24,9 +24,7 @@ from accel_gpt.transformers_io.load import load_initial_weights, load_pretrained
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
 from tests.conftest import launch, run_here
 from tests.faults.attack import zipped
-from tests.helpers.hub_server import HubServer, environment, point_at
-from tests.helpers.ports import free_port
-from tests.test_launch import PLAIN
+from tests.helpers.hub_server import HubServer, point_at
 from tests.transformers_io.test_convert import make_theirs
 from tests.transformers_io.test_export import QUICK
 
@@ -348,52 +346,6 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
     tokens = draw()
     assert torch.equal(model.eval()(tokens), again.eval()(tokens))
     torch.testing.assert_close(again(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
-
-
-ASKS = """
-import json, os, sys
-from accelerate import PartialState
-from accel_gpt.commands.resolve import load_config
-from accel_gpt.console import run_main
-from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
-from accel_gpt.launch.process import join_ranks
-
-def main(argv):
-    config = load_config(argv, "test")
-    join_ranks(config.train)
-    print(json.dumps([config.model.n_embd, config.model.vocab_size, config.data.tokenizer]))
-    PartialState().destroy_process_group()  # a rank aborts if its peers leave the group unannounced
-    return 0
-
-sys.exit(run_main(main, sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("known", [True, False])
-def test_one_of_several_ranks_asks_the_hub_and_all_end_if_it_fails(
-    known: bool, folder: Path, small_run: Arguments, tmp_path: Path
-) -> None:
-    with HubServer() as hub:
-        if known:
-            hub.add("user/model", {path.name: path.read_bytes() for path in folder.iterdir()})
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        group |= environment(hub, tmp_path / "home") | {"ACCELERATE_USE_CPU": "true"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", ASKS, *small_run("--model.init_from", "user/model")],
-                env={**PLAIN, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        (config, error), other = (rank.communicate(timeout=120) for rank in ranks)
-        asked = [path for _, path in hub.requests if "/revision/" in path]
-    assert len(asked) == 1
-    assert [rank.returncode for rank in ranks] == [0 if known else 2] * 2, error
-    assert other == (config, "")
-    sentence = "user/model is neither a local folder nor a repository on the Hub"
-    assert error.count(sentence) == (not known)
 
 
 # --------------------------------------------------------------------------- a path with a mistake

@@ -25,10 +25,8 @@ from accel_gpt.data.sources import train_paths
 from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.launch.devices import (
     DEVICES,
-    FAST_BF16,
-    bf16_instructions,
     device_key,
-    half_precision,
+    fast_precision,
     peak_flops,
     precision_problem,
 )
@@ -142,16 +140,6 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
         f"train.mixed_precision is {precision}, but {gpu or 'a CPU'} does not support it",
     )
     return Machine(options.gpus, gpu, sharded, precision, options.memory_gb)
-
-
-def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
-    """Return the precision in which a GPU, or this CPU, is fastest and which the run supports."""
-    if gpu is None:
-        return "bf16" if bf16_instructions() in FAST_BF16 else "no"
-    half = half_precision(gpu)
-    if half is None or precision_problem(half, sharded, reproducible):
-        return "no"
-    return half
 
 
 # --------------------------------------------------------------------------- the forecast

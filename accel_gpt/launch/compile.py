@@ -18,7 +18,7 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import MachineError, first_line, require
 from accel_gpt.files import cache_folder
-from accel_gpt.launch.devices import MATRIX_UNITS, bf16_instructions
+from accel_gpt.launch.devices import MATRIX_UNITS, cpu_flags
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.model.make import make_model
@@ -90,7 +90,7 @@ def gains_from_compiling(config: Config, plan: Plan) -> tuple[bool, str]:
         number = ".".join(map(str, capability))
         return capability >= CAPABILITY, f"the GPU has compute capability {number}"
     bf16 = requested_precision(config.train) != "no"
-    if device.type != "cpu" or not bf16 or bf16_instructions() != MATRIX_UNITS:
+    if device.type != "cpu" or not bf16 or MATRIX_UNITS not in cpu_flags():
         return False, f"compiling saves little on {device.type} without matrix units for bf16"
     seconds = budget or cpu_seconds(config, plan)
     return seconds > LEAST_SECONDS, f"the run takes about {seconds:,.0f} s, and {pays}"

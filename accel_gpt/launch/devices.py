@@ -1,6 +1,5 @@
-"""Look up the peak FLOP/s and memory of GPUs, and the bf16 instructions of this CPU."""
+"""Look up the peak FLOP/s and memory of GPUs, and the fastest precision of a GPU or this CPU."""
 
-import os
 import re
 import types
 from collections.abc import Mapping
@@ -8,9 +7,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 MATRIX_UNITS = "amx_bf16"
-VECTOR_UNITS = ("avx512_bf16", "bf16", "svebf16")  # the flag on x86, then the flags on Arm
 # On CPUs with one of these flags, bf16 is faster than float32: benchmarks/notes/precision.md.
-FAST_BF16 = (MATRIX_UNITS, "avx512_bf16")
+FAST_BF16 = frozenset({MATRIX_UNITS, "avx512_bf16"})
 
 
 class Device(NamedTuple):
@@ -133,6 +131,16 @@ def precision_problem(precision: str, sharded: bool, reproducible: bool) -> str 
     return None
 
 
+def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
+    """Return the precision in which a GPU, or this CPU, is fastest and which the run supports."""
+    if gpu is None:
+        return "bf16" if cpu_flags() & FAST_BF16 else "no"
+    half = half_precision(gpu)
+    if half is None or precision_problem(half, sharded, reproducible):
+        return "no"
+    return half
+
+
 def device_memory(device_name: str) -> int | None:
     """Return the memory of a device in bytes; None if `DEVICES` does not have the device.
 
@@ -166,21 +174,3 @@ def cpu_info(*fields: str) -> str:
 def cpu_flags() -> frozenset[str]:
     """Return the feature flags of the CPU's first core; empty outside Linux."""
     return frozenset(cpu_info("flags", "Features").split())
-
-
-def bf16_instructions() -> str | None:
-    """Return the flag of the fastest bf16 instructions that oneDNN may use, or None.
-
-    The environment variable `ONEDNN_MAX_CPU_ISA` limits the instruction sets that oneDNN uses.
-    """
-    flags = cpu_flags()
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
-    unlimited = limit in ("DEFAULT", "ALL")
-    if MATRIX_UNITS in flags and (unlimited or "AMX" in limit):
-        return MATRIX_UNITS
-    if not unlimited and not any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10")):
-        return None
-    for flag in VECTOR_UNITS:
-        if flag in flags:
-            return flag
-    return None

@@ -9,12 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from accel_gpt.config.experiment import TrainConfig
-from accel_gpt.launch.devices import (
-    FAST_BF16,
-    bf16_instructions,
-    half_precision,
-    precision_problem,
-)
+from accel_gpt.launch.devices import fast_precision
 from accel_gpt.launch.machine import device_name
 from accel_gpt.launcher import launcher_precision
 
@@ -32,32 +27,18 @@ def choose_precision(reproducible: bool) -> tuple[str, str]:
     if launcher != "no":
         return launcher, "set by accelerate launch"
     device = PartialState().device
-    if device.type == "cuda":
-        return choose_precision_on_gpu(device, reproducible)
-    if device.type == "cpu":
-        return choose_precision_on_cpu()
-    return "no", f"bf16 on {device.type} has not been measured"
-
-
-def choose_precision_on_gpu(device: torch.device, reproducible: bool) -> tuple[str, str]:
-    """Choose bf16 if the GPU has matrix units for it, else fp16 if it has them for that."""
+    if device.type not in ("cpu", "cuda"):
+        return "no", f"bf16 on {device.type} has not been measured"
     name = device_name(device)
-    nvidia = torch.version.hip is None
-    capable = nvidia and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
-    precision = "bf16" if capable else half_precision(name)
-    if precision is None:
-        return "no", f"{name} is not known to have matrix units for bf16 or fp16"
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    if nvidia and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
+        return "bf16", f"{name} has matrix units for it"
+    gpu = name if device.type == "cuda" else None
     sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    if problem := precision_problem(precision, sharded, reproducible):
-        return "no", f"{name} has no matrix units for bf16, and {problem}"
-    return precision, f"{name} has matrix units for it"
-
-
-def choose_precision_on_cpu() -> tuple[str, str]:
-    """Choose bf16 if the processor has instructions that make it faster than float32."""
-    instructions = bf16_instructions()
-    if instructions is None:
-        return "no", "this CPU has no bf16 instructions"
-    if instructions not in FAST_BF16:
-        return "no", f"bf16 with {instructions} has not been measured"
-    return "bf16", f"this CPU has instructions for it ({instructions})"
+    precision = fast_precision(gpu, sharded, reproducible)
+    if precision == "no":
+        return (
+            "no",
+            f"{name} is not known to be faster in bf16 or fp16, as this run can use them",
+        )
+    return precision, f"{name} has instructions for it"

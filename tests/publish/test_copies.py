@@ -105,7 +105,7 @@ def test_a_lost_run_that_began_from_a_checkpoint_goes_on_from_its_copy(
     assert launch([*own, "--train.mixed_precision", "no"]) == 75
     assert steps(str(place)) == ["step_00000010"]
     shutil.rmtree(tmp_path / "run")
-    monkeypatch.setattr(precision, "choose_precision_on_cpu", lambda: ("bf16", "a test"))
+    monkeypatch.setattr(precision, "fast_precision", lambda *_: "bf16")
     assert launch([*own, "--train.mixed_precision", "auto"]) == 0
     assert "from step 10 (" in capsys.readouterr().err
     assert [record["step"] for record in records(tmp_path / "run")] == [9, 10, 11, 12]

@@ -131,17 +131,6 @@ def requested_threads() -> int | None:
     return int(outer) or None
 
 
-def starts_on_gpus() -> bool:
-    """Return whether `accelerate launch` started this process as one on a GPU.
-
-    torchrun does not say. One process without a precision does not count: accelerate_config.yaml,
-    which suits a CPU too, starts the same.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        return False
-    return world_size() > 1 or launcher_precision() != "no"
-
-
 def world_size() -> int:
     """Return the number of processes over all machines.
 
@@ -219,28 +208,12 @@ def use_slurm_variables() -> None:
 def is_slurm_task() -> bool:
     """Return whether `srun` started this process as one of several.
 
-    Returns False in a batch script and in the shells of `salloc` and `srun --pty`.
+    Returns False in a batch script and in the shell of `salloc`.
     """
     if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
         return False
     special = slurm_number("SLURM_STEP_ID") >= FIRST_SPECIAL_STEP
-    return slurm_number("SLURM_STEP_NUM_TASKS") > 1 and not special and not in_pty_step()
-
-
-def in_pty_step() -> bool:
-    """Return whether `srun --pty` started this step, as a shell on a terminal.
-
-    Programs of the shell count too if their streams are redirected, as by nohup. A step that starts
-    inside the shell inherits its variables, but its task has no terminal.
-    """
-    if "SLURM_PTY_PORT" not in os.environ:
-        return False
-    task = Path("/proc", os.environ.get("SLURM_TASK_PID", "unknown"), "stat")
-    try:
-        fields = task.read_text(errors="replace").rpartition(")")[2].split()
-        return fields[4] != "0"  # tty_nr; proc_pid_stat(5)
-    except (OSError, IndexError):
-        return True  # the shell has ended
+    return slurm_number("SLURM_STEP_NUM_TASKS") > 1 and not special
 
 
 def slurm_number(name: str) -> int:

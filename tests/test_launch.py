@@ -104,7 +104,7 @@ def test_threads_do_not_wait_awake_for_milliseconds(variable: str, value: str, s
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
-def test_a_config_for_a_gpu_warns_on_a_cpu_and_all_cores_are_used(
+def test_a_config_for_a_gpu_trains_on_a_cpu_with_all_cores(
     small_run: Arguments, tmp_path: Path
 ) -> None:
     """Though the launcher sets one thread."""
@@ -112,7 +112,6 @@ def test_a_config_for_a_gpu_warns_on_a_cpu_and_all_cores_are_used(
     short = ("--train.max_steps", "2", "--schedule.warmup_steps", "0")
     options = small_run(*short, "--train.cpu_threads", "null")
     shown = finish([*ACCELERATE, "--config_file", config, TRAIN, *options], tmp_path)
-    assert shown.count("WARNING: the launcher is set up for GPUs, but PyTorch finds none") == 1
     assert f"{available_cores()} threads" in shown
 
 

@@ -17,7 +17,6 @@ from accel_gpt.launcher import (
     world_size,
 )
 from tests.helpers.ports import free_port
-from tests.helpers.terminals import Terminal
 from tests.test_launch import PLAIN, TORCHRUN, TRAIN, finish
 from tests.test_train import assert_same_weights, records, weights
 
@@ -76,28 +75,6 @@ def test_other_processes_of_a_job_are_left_alone(
     variables: dict[str, str], join: Callable[[Mapping[str, str]], dict[str, str]]
 ) -> None:
     assert join(variables) == {k: v for k, v in variables.items() if k in TORCH}
-
-
-@pytest.mark.parametrize("task", [{}, {"SLURM_TASK_PID": "0"}], ids=["unknown", "ended"])
-def test_a_command_in_a_shell_of_srun_is_no_task(
-    task: dict[str, str], join: Callable[[Mapping[str, str]], dict[str, str]]
-) -> None:
-    """Also if nohup or a script redirects its streams."""
-    assert join({**TASK, "SLURM_PTY_PORT": "40000", **task}) == {}
-
-
-def test_a_task_is_a_shell_of_srun_if_it_has_a_terminal(
-    join: Callable[[Mapping[str, str]], dict[str, str]],
-) -> None:
-    """A step that starts inside the shell inherits SLURM_PTY_PORT."""
-    sleep = [sys.executable, "-c", "print(flush=True); __import__('time').sleep(60)"]
-    with Terminal(sleep) as shell, subprocess.Popen(sleep, start_new_session=True) as step:
-        shell.wait_for("\n")
-        pids = (shell.process.pid, step.pid)
-        variables = [{"SLURM_PTY_PORT": "40000", "SLURM_TASK_PID": str(pid)} for pid in pids]
-        joined = [join({**TASK, **one}).get("RANK") for one in variables]
-        step.kill()
-    assert joined == [None, "2"]
 
 
 @pytest.mark.parametrize(

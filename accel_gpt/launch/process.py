@@ -13,15 +13,12 @@ from accelerate.utils import parse_flag_from_env
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import plural
-from accel_gpt.console import write_err
 from accel_gpt.errors import require
 from accel_gpt.launch.ranks import keep_group
 from accel_gpt.launch.unsupported import check_accelerate_config, check_devices
 from accel_gpt.launcher import (
-    is_main,
     requested_threads,
     shared_cores,
-    starts_on_gpus,
     world_size,
 )
 
@@ -82,18 +79,6 @@ def set_matmul_precision(train: TrainConfig, device: torch.device) -> None:
     # on a CPU, TF32 makes oneDNN take a slow path for the small products of attention
     precision = "highest" if train.matmul_precision == "auto" else train.matmul_precision
     torch.set_float32_matmul_precision(precision)
-
-
-def warn_without_gpu() -> None:
-    """Warn if `accelerate launch` is set up for GPUs but PyTorch finds none."""
-    if parse_flag_from_env("ACCELERATE_USE_CPU") or torch.accelerator.is_available():
-        return
-    if is_main() and starts_on_gpus():
-        write_err(
-            "WARNING: the launcher is set up for GPUs, but PyTorch finds none: this run trains on "
-            "the CPU. Check nvidia-smi and torch.cuda.is_available(). If you want the CPU, set "
-            "ACCELERATE_USE_CPU=true in the environment"
-        )
 
 
 def cpu_threads(train: TrainConfig) -> int:

@@ -20,7 +20,7 @@ from accel_gpt.data.corpus import Corpus
 from accel_gpt.launch.context import Context, nothing_to_check
 from accel_gpt.launch.machine import commit, package_versions, rank_identity
 from accel_gpt.launch.precision import requested_precision
-from accel_gpt.launch.process import join_ranks, make_host_group, warn_without_gpu
+from accel_gpt.launch.process import join_ranks, make_host_group
 from accel_gpt.launch.ranks import (
     all_gather,
     all_ranks,
@@ -85,7 +85,6 @@ def open_launch(config: Config) -> Iterator[Launch]:
     ):
         with meeting_watchdog(config):
             join_same_ranks(config)
-            warn_without_gpu()
             stop.connect_ranks(config.train.time_limit, make_host_group(config.train, world_size()))
             with all_ranks():
                 if is_main():

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from accel_gpt.config.options import duration
 from accel_gpt.console import write_err
-from accel_gpt.errors import require
 from accel_gpt.launcher import (
     PREEMPTED,
     SIGNALS,
@@ -185,11 +184,6 @@ class StopSignal:
     def connect_ranks(self, time_limit: str | None, group: dist.ProcessGroup | None) -> None:
         """Set the time limit, such as `2h`, and the gloo group of the ranks."""
         self.time_limit = duration(TIME_LIMIT, time_limit)
-        require(
-            self.time_limit is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
-            "train.time_limit does not work with --max_restarts: the launcher restarts a stopped "
-            "run",
-        )
         self.group = group
 
     def receive(self, number: int) -> None:

@@ -1,6 +1,5 @@
 """Untested combinations are rejected; compiled code goes to a private folder."""
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,7 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         ({**FSDP2, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "sharding over 3 of 1 processes"),
         ({"ACCELERATE_MIXED_PRECISION": "int3"}, "mixed_precision int3"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend INDUCTOR"),
+        ({"ACCELERATE_FP8_BACKEND": "TE"}, "fp8 backend TE"),
     ],
 )
 def test_what_the_accelerate_config_asks_for_is_refused_by_name(
@@ -80,7 +80,6 @@ def test_fsdp_without_a_launcher_is_refused(
             "reproducible is true but FSDP sums",
         ),
         ("MULTI_CPU", "fp8", "cpu", True, "cannot sum the scaled gradients of fp8"),
-        ("MULTI_CPU", "no", "mps", True, "the device mps has no float64"),
     ],
 )
 def test_what_accelerate_started_is_refused_by_name(
@@ -206,29 +205,6 @@ def test_fp8_on_a_cpu_is_refused(
     assert "there is no GPU of compute capability 8.9 or more" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # set by accelerate launch
     assert launch(small_run()) == 2
-
-
-@pytest.mark.parametrize(
-    ("capability", "torchao", "backend", "message"),
-    [
-        ((9, 0), False, "AO", r"torchao is not installed; run pip install"),
-        ((9, 0), True, "TE", "fp8 backend of the accelerate config is TE"),
-        ((8, 9), True, "AO", None),
-    ],
-)
-def test_what_fp8_lacks_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    torchao: bool,
-    backend: str,
-    message: str | None,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(unsupported, "find_spec", lambda name: object() if torchao else None)
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", backend)
-    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
-        unsupported.check_fp8("fp8")
 
 
 # --------------------------------------------------------------------------- compiled code

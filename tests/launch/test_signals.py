@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
-from accel_gpt.commands import train as command
 from accel_gpt.errors import DataError
 from accel_gpt.launch.stopping import StopSignal
 from accel_gpt.launcher import PREEMPTED, SIGNALS
-from tests.conftest import run_here, thorough
+from tests.conftest import thorough
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -92,16 +90,6 @@ def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save(
     stop.started = now - 945
     assert stop.agree_to_stop(save_seconds=10.0) == (True, False)
     assert stop.received == "train.time_limit"
-
-
-def test_a_limit_is_refused_where_the_launcher_would_start_the_run_again(
-    small_run: Callable[..., list[str]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert run_here(command.main, small_run("--train.time_limit", "1h")) == 2
-    assert "train.time_limit does not work with --max_restarts" in capsys.readouterr().err
 
 
 WATCHED = """

@@ -61,6 +61,7 @@ from accel_gpt.training.guard import StepGuard, check_weights
 from accel_gpt.training.length import look_at_length
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
 from accel_gpt.training.metrics import Record, checked_record
+from accel_gpt.training.profiling import profile
 from accel_gpt.training.reporter import Reporter, open_display, summarize_run
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
@@ -141,13 +142,14 @@ def train(
     with open_display(context) as display, launch.showing(display):
         with Watchdog(init_timeout, INIT_TIMEOUT, "has not opened data, model and checkpoint"):
             run = set_up(context, display, initialize, on_start, on_checkpoint)
-        with run.watched(), run.reporter.profiling():
+        with run.watched(), profile(context) as profile_step:
             stop.starting = False
             run.writer.is_stopping = partial(is_stopping, run, stop)
             stopping = finish_resumed_step(run, stop)
             while run.state.step < run.plan.last_step and not stopping:
                 stopping = make_step(run, stop)
                 run.reporter.step_completed(run.state.step)
+                profile_step()
             run.writer.wait()
             with all_ranks():  # the last evaluation came after the last save
                 run.data_files.check_now()
@@ -243,21 +245,6 @@ def set_up(
         reporter.start(run.corpus, state)
     model.train()  # evaluation and sampling restore this mode
     return run
-
-
-def set_up_unseen(
-    config: Config,
-    plan: Plan,
-    accelerator: Accelerator,
-    initialize: Callable[[LanguageModel], None] = draw_weights,
-) -> Training:
-    """Set up a run that is only measured; prints lines as `log.level` allows, and no panel."""
-    with (
-        Display(False, config.log.level, plan) as display,
-        Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
-    ):
-        context = Context(config, plan, accelerator, log=display.log)
-        return set_up(context, display, initialize)
 
 
 # --------------------------------------------------------------------------- the step

@@ -23,6 +23,7 @@ from common import ROOT, flags, make_parser, save_report, start_report
 from torch import nn
 
 from accel_gpt import train
+from accel_gpt.commands.clock import set_up_unseen
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.console import run_main
@@ -88,7 +89,7 @@ def train_both(nanogpt: Path, config: Config, steps: int) -> list[tuple[float, f
     Path(config.out_dir).mkdir()
     context = resolve(config)
     config, plan, accelerator = context.config, context.plan, context.accelerator
-    run = train.set_up_unseen(config, plan, accelerator)
+    run = set_up_unseen(config, plan, accelerator)
     batches = run.corpus.loader(plan, 0, accelerator.device, 0)  # those of run.loader once more
     peer = make_peer(nanogpt, config, run.gpt)
     optim = config.optim

@@ -37,7 +37,7 @@ def main(argv):
     corpus.load_state_dict(vars(state))
     loader = corpus.loader(plan, accelerator.process_index, accelerator.device, state.sequences)
     if accelerator.is_main_process:
-        metrics = pieces.MetricsLog(folder, state.step, state.tokens, plan.max_steps)
+        metrics = pieces.MetricsLog(folder, state.step, state.tokens)
     while state.step < plan.last_step:
         rate = pieces.fraction_at(state.step, config, plan)  # a share of the peak
         pieces.set_rates(optimizer, config.optim, rate, state.step)
@@ -64,7 +64,7 @@ def main(argv):
                 state.note_evaluation(record["eval/val_loss"])
             accelerator.print({key: round(value, 4) for key, value in record.items()})
             if accelerator.is_main_process:
-                metrics.write(record)
+                metrics.write(record, plan.max_steps)
         if saving:
             state.set_fields(guard.state_dict() | corpus.state_dict())
             (writer.save_last if last else writer.save)(state, gpt, optimizer)

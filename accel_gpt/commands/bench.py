@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt import train
-from accel_gpt.commands.clock import discarded, time_steps
+from accel_gpt.commands.clock import discarded, set_up_unseen, time_steps
 from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
@@ -73,7 +72,7 @@ def bench(options: BenchCommand) -> Report | None:
             join_same_ranks(measured)
         context = resolve(measured)
         accelerator = context.accelerator
-        training = train.set_up_unseen(context.config, context.plan, accelerator)
+        training = set_up_unseen(context.config, context.plan, accelerator)
         with training.watched():
             report = measure(options, training)
         report |= whole_run(config, report["tokens_per_second"])

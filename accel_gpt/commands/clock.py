@@ -25,16 +25,34 @@ from accel_gpt.config.costs import Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.evals.evaluation import Evaluation, evaluate
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import synchronize
 from accel_gpt.launch.ranks import on_main
-from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.launch.stopping import INIT_TIMEOUT, Watchdog
+from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.train import Training
+from accel_gpt.training.display import Display
 
 REHEARSAL = ".rehearsal"  # folder in the run's folder
 FEWEST_MEASURED = 5  # measured steps, unless they take the whole budget
 MEASURED_SHARE = 0.03  # of the budget: for the steps, and the most for an evaluation; assumption
 MOST_SECONDS = 30.0  # for each of these, if the budget is long
 COUNTED_SHARE = 1 / 3  # of the measured steps: the fastest. Others wait for other processes
+
+
+def set_up_unseen(
+    config: Config,
+    plan: Plan,
+    accelerator: Accelerator,
+    initialize: Callable[[LanguageModel], None] = draw_weights,
+) -> Training:
+    """Set up a run that is only measured, and prints nothing."""
+    with (
+        Display(False, config.log.level) as display,
+        Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
+    ):
+        context = Context(config, plan, accelerator, log=display.log)
+        return train.set_up(context, display, initialize)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
@@ -116,7 +134,7 @@ def rehearse(
     on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
     on_main(lambda: folder.mkdir())
     try:
-        run = train.set_up_unseen(discarded(config, str(folder)), plan, accelerator, initialize)
+        run = set_up_unseen(discarded(config, str(folder)), plan, accelerator, initialize)
         set_up_seconds = time.monotonic() - start
         try:
             with run.watched():

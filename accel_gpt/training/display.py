@@ -11,22 +11,21 @@ from types import MappingProxyType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
     ProgressColumn,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.progress import Progress as RichProgress
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from accel_gpt.config.plan import Plan
 from accel_gpt.console import format_clock, write_err
 from accel_gpt.launcher import is_main
 from accel_gpt.runs.folder import is_benchmark
@@ -62,6 +61,8 @@ PANEL_ONLY = ("train/skipped", "perf/memory_gb", "perf/step_ms", "tokens")
 WIDEST = 100  # columns of the panel
 FRAMES_PER_SECOND = 2
 LINE_SECONDS = 10.0  # between two lines of progress
+LINE_COLUMNS = 200  # at most, in a line of progress
+PACE_SECONDS = 3600.0  # of a run, from which the time left follows; assumption
 BAR_SECONDS = 0.2  # between two drawings of a bar
 SHOW_CURSOR = b"\x1b[?25h\n"  # the live panel hides the cursor
 BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
@@ -128,15 +129,16 @@ class Progress:
         self.first = done  # the count at the start
         self.shown = time.monotonic()
         self.is_bar = active and bar and can_draw()
+        bars = [BarColumn()] if self.is_bar else []
         counts: list[ProgressColumn] = [DownloadColumn(), TransferSpeedColumn()]
         if unit != "bytes":
             counts = [MofNCompleteColumn(), TextColumn(unit)]
         self.bar = RichProgress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            *bars,
             *counts,
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, width=None if self.is_bar else LINE_COLUMNS),
             auto_refresh=False,  # no thread: `prepare` forks
             redirect_stdout=sys.stdout.isatty(),  # a stdout that goes to a file stays there
             transient=True,
@@ -168,25 +170,13 @@ class Progress:
         if not self.active or now - self.shown < (BAR_SECONDS if self.is_bar else LINE_SECONDS):
             return
         self.shown = now
-        if not self.is_bar:
-            write_err(self.text())
-            return
         with contextlib.suppress(OSError):  # the terminal is gone
+            if not self.is_bar:
+                self.bar.console.print(self.bar.get_renderable())
+                return
             self.bar.start()
             self.bar.console.show_cursor(True)  # a killed process could not show it again
             self.bar.refresh()
-
-    def text(self) -> str:
-        """Return the progress as a line: `tokenizing: 12.0 of 40.0 MB, left 0:00:14`."""
-        (task,) = self.bar.tasks
-        counts = [task.completed] if task.total is None else [task.completed, task.total]
-        if self.unit == "bytes":
-            shown = " of ".join(f"{count / 1e6:,.1f}" for count in counts) + " MB"
-        else:
-            shown = " of ".join(f"{count:,.0f}" for count in counts) + f" {self.unit}"
-        if task.time_remaining is not None:
-            return f"{task.description}: {shown}, left {format_clock(task.time_remaining)}"
-        return f"{task.description}: {shown}, {format_clock(task.elapsed or 0.0)}"
 
 
 # --------------------------------------------------------------------------- a run
@@ -198,17 +188,23 @@ class Display:
     Prints only on rank 0. With `log.level: warning`, prints only warnings.
     """
 
-    def __init__(self, active: bool, level: str, plan: Plan) -> None:
+    def __init__(self, active: bool, level: str) -> None:
         self.active = active
         self.level = level
-        self.max_steps = plan.max_steps
         self.verbose = active and level == "info"
         self.live: Live | None = None
         self.evaluation: Progress | None = None  # of the evaluation in progress
-        self.step = 0
         self.metrics: dict[str, float] = {}
         self.losses: list[float] = []
-        self.ends_at = math.inf  # estimate, by `time.monotonic`
+        self.steps = RichProgress(
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            speed_estimate_period=PACE_SECONDS,
+            expand=True,
+        )
+        self.task = self.steps.add_task("")
 
     def __enter__(self) -> Self:
         return self
@@ -237,17 +233,15 @@ class Display:
                     text, markup=False, emoji=False, highlight=False, soft_wrap=True
                 )
 
-    def resume(self, step: int, losses: Iterable[float]) -> None:
-        """Set the step and the losses of the run so far."""
-        self.step = step
-        self.metrics = {}
+    def resume(self, losses: Iterable[float]) -> None:
+        """Set the losses of the run so far."""
         self.losses = [loss for loss in losses if math.isfinite(loss)]
 
-    def show(self, record: Mapping[str, float], seconds_left: float) -> None:
+    def show(self, record: Mapping[str, float], max_steps: int, seconds_left: float) -> None:
         """Print or draw the metrics of a record. The panel keeps the metrics that it lacks."""
-        self.step = int(record["step"])
+        step = int(record["step"])
+        self.steps.update(self.task, completed=step, total=max_steps)
         self.metrics |= record
-        self.ends_at = time.monotonic() + seconds_left
         loss = record.get("train/loss", math.nan)
         if math.isfinite(loss):
             self.losses.append(loss)
@@ -267,7 +261,7 @@ class Display:
             for key in filter(is_benchmark, record):
                 metrics += f" | {key.removeprefix('eval/')} {record[key]:.4f}"
             left = format_clock(seconds_left)
-            self.log(f"step {record['step']:,}/{self.max_steps:,} | {metrics} | left {left}")
+            self.log(f"step {step:,}/{max_steps:,} | {metrics} | left {left}")
 
     def show_evaluation(self, done: int, total: int) -> None:
         """Print or draw that `done` of `total` batches of an evaluation were computed."""
@@ -279,7 +273,7 @@ class Display:
     def show_step(self, step: int) -> None:
         """Draw a completed step; its evaluation is over."""
         self.evaluation = None
-        self.step = step
+        self.steps.update(self.task, completed=step)
 
     # ----------------------------------------------------------------------- the panel
 
@@ -289,28 +283,13 @@ class Display:
         width = min(console.width, WIDEST)
         height = min((console.height - OTHER_ROWS) // 3, TALLEST_CURVE)
         curve = loss_curve(self.losses, width - LABEL_COLUMNS, height)
-        rows: list[RenderableType] = [*curve, self.bar(width)]
+        rows: list[RenderableType] = [*curve, Constrain(self.steps.get_renderable(), width)]
         for keys in PANEL_ROWS:
             known = [FORMS[key].format(self.metrics[key]) for key in keys if key in self.metrics]
             rows.append(figures(known))
         if self.evaluation:
-            rows.append(figures([self.evaluation.text()]))
+            rows.append(self.evaluation.bar.get_renderable())
         return Group(*rows)
-
-    def bar(self, width: int) -> Table:
-        """Return the progress bar, with the step before it and the time left behind it."""
-        left = format_clock(max(self.ends_at - time.monotonic(), 0.0))
-        row = Table.grid(padding=(0, 1), expand=False)
-        row.width = width
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        row.add_row(
-            figures([f"step {self.step:,}/{self.max_steps:,}"]),
-            ProgressBar(total=self.max_steps, completed=self.step),
-            figures([f"{self.step / self.max_steps:.0%} left {left}"]),
-        )
-        return row
 
 
 def figures(parts: Sequence[str]) -> Text:

@@ -91,5 +91,4 @@ def change_length(
             state.config[key] = value
     state.budget = budget
     context.set_length(config, plan)
-    reporter.change_length(plan)
     return True

@@ -88,11 +88,10 @@ def checked_record(found: object, place: str, others: Collection[str] = ()) -> R
 class MetricsLog:
     """The two metrics files, cut back to the step from which the run resumes."""
 
-    def __init__(self, out_dir: Path, step: int, tokens: int, max_steps: int) -> None:
+    def __init__(self, out_dir: Path, step: int, tokens: int) -> None:
         self.jsonl = out_dir / "metrics.jsonl"
         self.csv = out_dir / "metrics.csv"
         self.tokens_before = tokens
-        self.max_steps = max_steps
         self.lock = threading.Lock()  # the thread that saves calls `sync`
         self.unwritten: dict[Path, bytes] = {self.jsonl: b"", self.csv: b""}  # while a disk is full
         for path in (self.jsonl, self.csv):
@@ -107,15 +106,15 @@ class MetricsLog:
         write_file(self.jsonl, [as_jsonl(records)])
         write_file(self.csv, [as_csv(rows)])
 
-    def write(self, record: Record) -> None:
-        """Append one record to both files.
+    def write(self, record: Record, max_steps: int) -> None:
+        """Append one record of a run of `max_steps` steps to both files.
 
         Raises `OSError` if the disk is full; the next call then writes this record too.
         """
         loss = record.get("train/loss")
         row: dict[str, float] = {
             **record,
-            "progress": round(100 * record["step"] / self.max_steps, 2),
+            "progress": round(100 * record["step"] / max_steps, 2),
             "tokens_this_launch": record["tokens"] - self.tokens_before,
         }
         if loss is not None:

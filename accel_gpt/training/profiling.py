@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from accel_gpt.config.plan import plural
+from accel_gpt.launch.context import Context
 
 # Steps before the recorded ones: two for choosing kernels and allocating memory (assumption), one
 # for starting the profiler.
@@ -24,13 +24,18 @@ MEMORY_EVENTS = 100_000  # newest events that the CUDA allocator keeps; assumpti
 
 
 @contextmanager
-def profile(
-    steps: int, folder: Path, accelerator: Accelerator, log: Callable[[str], None]
-) -> Iterator[Callable[[], None]]:
-    """Profile `steps` of a launch into `folder`, or fewer if the launch ends earlier.
+def profile(context: Context) -> Iterator[Callable[[], None]]:
+    """Enclose all steps of a launch; profile `train.profile` of them, or fewer if it ends earlier.
 
-    Yields a function to call after each step. If the disk is full, logs a warning.
+    Yields a function to call after each step. Logs a warning if the disk is full, or if the launch
+    ends before the first step that would be recorded.
     """
+    steps = context.config.train.profile
+    if not steps:
+        yield lambda: None
+        return
+    accelerator = context.accelerator
+    folder = Path(context.config.out_dir, "profile")
     rank = accelerator.process_index
     cuda = accelerator.device.type == "cuda"
 
@@ -44,9 +49,9 @@ def profile(
             if cuda:
                 dump: Any = torch.cuda.memory._dump_snapshot
                 dump(str(folder / f"memory_{rank}.pickle"))
-            log(f"profiled {plural(recorded, 'step')}: open {folder}/ in ui.perfetto.dev")
+            context.log(f"profiled {plural(recorded, 'step')}: open {folder}/ in ui.perfetto.dev")
         except OSError as error:
-            log(f"WARNING: the profile could not be written: {error}; training continues")
+            context.log(f"WARNING: the profile could not be written: {error}; training continues")
 
     options = ProfileKwargs(
         activities=["cpu", "cuda"] if cuda else ["cpu"],
@@ -64,6 +69,8 @@ def profile(
                 profiler.step()
 
             yield completed
+        if profiler.step_num <= STEPS_BEFORE:
+            context.log(f"WARNING: train.profile begins at step {STEPS_BEFORE + 1} of a launch")
     finally:
         if cuda:
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -31,7 +31,6 @@ from accel_gpt.runs.state import TrainState
 from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.display import Display
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
-from accel_gpt.training.profiling import profile
 from accel_gpt.training.trackers import Trackers
 
 
@@ -41,7 +40,7 @@ def open_display(context: Context) -> Iterator[Display]:
     config = context.config
     is_main = context.accelerator.is_main_process
     level = config.log.level
-    with Display(is_main, level, context.plan) as display, contextlib.ExitStack() as stack:
+    with Display(is_main, level) as display, contextlib.ExitStack() as stack:
         if is_main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, display.log))
@@ -66,19 +65,7 @@ class Reporter:
         self.trackers = Trackers(accelerator, config.log.trackers, self.out_dir)
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # the last write failed
-        self.stopwatch = Stopwatch(accelerator.device, step=0, seconds_before=0.0)
         self.watchdog: Watchdog | None = None
-        self.profile_step: Callable[[], None] | None = None
-
-    @property
-    def config(self) -> Config:
-        """Return the resolved config."""
-        return self.context.config
-
-    @property
-    def plan(self) -> Plan:
-        """Return the batch and the length of the run."""
-        return self.context.plan
 
     # ----------------------------------------------------------------------- the launch
 
@@ -89,14 +76,14 @@ class Reporter:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
             self.log(self.first_lines(corpus, machine))
-            warning = corpus.epochs_warning(self.plan)
+            warning = corpus.epochs_warning(self.context.plan)
             if warning:
                 self.log(warning)
         self.trackers.start(
             step=state.reported_step,
             sampled_step=state.step,
-            yaml=to_yaml(self.config),
-            options=to_flat(self.config),
+            yaml=to_yaml(self.context.config),
+            options=to_flat(self.context.config),
         )
         self.cut_back(state)
 
@@ -107,7 +94,7 @@ class Reporter:
             "step": step,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "asked": dict(self.context.asked),
-            "plan": asdict(self.plan),
+            "plan": asdict(self.context.plan),
             **machine,
             "model": {
                 "parameters": self.gpt.parameter_count(),
@@ -118,16 +105,16 @@ class Reporter:
                 "fingerprint": corpus.fingerprint,
                 "tokenizer": tokenizer.kind,
                 "tokenizer_fingerprint": tokenizer.fingerprint,
-                "lines": recorded_lines(corpus, self.plan),
+                "lines": recorded_lines(corpus, self.context.plan),
             },
         }
-        own = self.config.own
+        own = self.context.config.own
         if own.file:
             launch["code"] = {"file": own.name, "sha256": own.sha256, "functions": own.functions}
             write_file(self.out_dir / CODE, [own.source])
         launches = [*RunFolder(self.out_dir).launches, launch]
         self.write_launches(launches)  # first: it has the plan's budget
-        write_file(self.out_dir / "config.yaml", [to_yaml(self.config).encode()])
+        write_file(self.out_dir / "config.yaml", [to_yaml(self.context.config).encode()])
 
     def write_launches(self, launches: Sequence[Mapping[str, Any]]) -> None:
         """Write `run.json`."""
@@ -150,36 +137,30 @@ class Reporter:
         except OSError as error:
             self.log(f"WARNING: {self.out_dir} cannot record another length: {error.strerror}")
             with contextlib.suppress(OSError):
-                write_file(file, [to_yaml(self.config).encode()])
+                write_file(file, [to_yaml(self.context.config).encode()])
             return False
         warning = corpus.epochs_warning(plan)
-        if warning and not corpus.epochs_warning(self.plan):
+        if warning and not corpus.epochs_warning(self.context.plan):
             self.log(warning)
         return True
-
-    def change_length(self, plan: Plan) -> None:
-        """Report a run that has another length from now on."""
-        self.display.max_steps = plan.max_steps
-        if self.metrics:
-            self.metrics.max_steps = plan.max_steps
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
         """Describe the folder, options, model, data, plan and device of the run."""
         megaflops = self.speed.flops_per_token / 1e6
-        own = self.config.own
+        own = self.context.config.own
         code = []
         if own.file:
             code = [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
-        model = self.config.model.preset if own.model is None else own.name
+        model = self.context.config.model.preset if own.model is None else own.name
         lines = [
-            f"run      {self.config.out_dir}",
-            *option_lines(self.config),
+            f"run      {self.context.config.out_dir}",
+            *option_lines(self.context.config),
             *code,
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
-            *corpus.lines(self.plan),
+            *corpus.lines(self.context.plan),
             *corpus.lines_on_bytes(),
-            *(f"plan     {line}" for line in self.plan.describe().splitlines()),
+            *(f"plan     {line}" for line in self.context.plan.describe().splitlines()),
             self.device_line(machine),
         ]
         return "\n".join(lines)
@@ -205,25 +186,13 @@ class Reporter:
                 out_dir=self.out_dir,
                 step=state.reported_step,
                 tokens=state.tokens,
-                max_steps=self.plan.max_steps,
             )
-            self.display.resume(state.step, self.metrics.losses)
+            self.display.resume(self.metrics.losses)
         self.stopwatch = Stopwatch(
             self.accelerator.device, step=state.step, seconds_before=state.seconds
         )
 
     # ----------------------------------------------------------------------- the steps
-
-    @contextmanager
-    def profiling(self) -> Iterator[None]:
-        """Enclose all steps of a launch; profile some of them if `train.profile` is set."""
-        steps = self.config.train.profile
-        if not steps:
-            yield
-            return
-        folder = self.out_dir / "profile"
-        with profile(steps, folder, self.accelerator, self.log) as self.profile_step:
-            yield
 
     def heartbeat(self) -> None:
         """Tell the watchdog that the run made progress."""
@@ -234,8 +203,6 @@ class Reporter:
         """Note that a step was completed, with everything that was due after it."""
         self.heartbeat()
         self.display.show_step(step)
-        if self.profile_step:
-            self.profile_step()
 
     def batch_evaluated(self, done: int, total: int) -> None:
         """Note that `done` of `total` batches of an evaluation were computed."""
@@ -265,19 +232,20 @@ class Reporter:
     def publish(self, state: TrainState, record: Record) -> None:
         """Write the metrics of a step to the files, the trackers and the terminal."""
         state.seconds = self.stopwatch.elapsed()
+        max_steps = self.context.plan.max_steps
         whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
 
         def write() -> None:
             try:
                 if self.metrics:
-                    self.metrics.write(whole)
+                    self.metrics.write(whole, max_steps)
             finally:
                 self.trackers.log(record, state.step)
             self.disk_full = False
 
         self.write_or_warn(write)
         if self.metrics:
-            self.display.show(whole, self.stopwatch.left(state.step, self.plan.max_steps))
+            self.display.show(whole, max_steps, self.stopwatch.left(state.step, max_steps))
 
     def samples_path(self, step: int) -> Path:
         """Return the path of the samples of a step."""
@@ -296,7 +264,7 @@ class Reporter:
 
         if self.accelerator.is_main_process:
             self.write_or_warn(write)
-        if step == self.plan.max_steps:
+        if step == self.context.plan.max_steps:
             self.log(printable(text))
 
     def finish(self) -> None:

@@ -29,14 +29,14 @@ def steps(path: Path) -> list[int]:
 
 
 def test_resume_cuts_both_files_back_and_repeats_nothing(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0, 0, 10)
+    log = MetricsLog(tmp_path, 0, 0)
     for step in range(1, 8):
-        log.write(record(step))
+        log.write(record(step), 10)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "tok')  # torn by a kill
-    log = MetricsLog(tmp_path, 5, 500, 10)
+    log = MetricsLog(tmp_path, 5, 500)
     for step in range(6, 11):
-        log.write(record(step))
+        log.write(record(step), 10)
     assert steps(tmp_path / "metrics.jsonl") == list(range(1, 11))
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == list(range(1, 11))
@@ -83,15 +83,15 @@ def test_a_record_that_finds_no_room_is_written_whole_with_the_next(
         file.write(data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    log = MetricsLog(tmp_path, 0, 0, 10)
-    log.write({"step": 1, "tokens": 8})
+    log = MetricsLog(tmp_path, 0, 0)
+    log.write({"step": 1, "tokens": 8}, 10)
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_all", half)
         with pytest.raises(OSError, match="No space"):
-            log.write({"step": 2, "tokens": 16})
+            log.write({"step": 2, "tokens": 16}, 10)
     with pytest.raises(OSError, match="metrics wait for room"):
         log.sync()  # a checkpoint must not be newer than the files
-    log.write({"step": 3, "tokens": 24})
+    log.write({"step": 3, "tokens": 24}, 10)
     log.sync()
     steps = [json.loads(line)["step"] for line in log.jsonl.read_text().splitlines()]
     rows = [row.partition(",")[0] for row in log.csv.read_text().splitlines()]

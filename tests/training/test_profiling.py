@@ -47,6 +47,14 @@ def test_a_profile_on_cuda_has_a_snapshot_of_the_memory(
     assert any(snapshot["device_traces"])
 
 
+def test_a_launch_that_ends_before_the_first_recorded_step_says_so(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(small_run(*QUIET, "--train.profile", "1", "--train.max_steps", "3")) == 0
+    assert "WARNING: train.profile begins at step 4 of a launch" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "profile").exists()
+
+
 def test_a_profile_without_room_does_not_end_the_run(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -254,7 +254,8 @@ def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | No
     """Describe a file of token ids; None if it is one of llm.c's evaluation files."""
     path = folder.path / name
     if name.endswith(".npy"):
-        stored, tokens, offset = npy_header(folder.fetch(name))
+        with folder.fetch(name).open("rb") as file:
+            stored, tokens, offset = npy_header(path, file)
         if stored.str not in ("<u2", "<u4", "<i4"):
             raise DataError(
                 f"{path} holds {stored} ({stored.str}), expected little-endian uint16, uint32 or "

@@ -7,14 +7,12 @@ tokenizer.json, and the index dataset.json.
 import hashlib
 import json
 import os
-import resource
-import threading
-import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +28,6 @@ Ints = NDArray[np.int64]
 HEADER = 128  # bytes before the tokens in a shard that `prepare/` wrote
 BLOCK = 4096  # bytes of one sampled block, a multiple of every token size
 BLOCKS = 5  # blocks sampled from each shard: the first, the last, and three between
-OPEN_FILES = 256  # most shards that a process keeps open; many systems allow 1,024 files
-OPEN_SHARE = 4  # and at most one in so many of the files that `ulimit -n` allows; assumption
 
 
 class NoSplit(DataError):
@@ -77,7 +73,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """The shards of one split, open for reading; safe to use from several threads."""
+    """The shards of one split; safe to read from several threads.
+
+    A read opens its shards and closes them again: no number of shards needs many open files.
+    """
 
     folder: Path
     name: str
@@ -94,9 +93,6 @@ class Split:
     """The folder to download the files from; None: they are in `folder`."""
     arrays: tuple[Tokens, ...] | None = field(default=None, repr=False, compare=False)
     """The tokens of each shard, if an array holds them and not a file."""
-    lock: Any = field(default_factory=threading.RLock, init=False, repr=False, compare=False)
-    opened: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """File descriptors of the open shards, by shard number, oldest first."""
     checked: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     """Numbers of the shards whose header was checked."""
 
@@ -137,118 +133,61 @@ class Split:
                     "more"
                 )
             return tokens
-        begin = start * self.dtype.itemsize
-        if self.remote is not None:
-            for number in dict.fromkeys(shard.tolist()):
-                if number not in self.opened:
-                    self.fetch_and_open(number, self.remote)
-        with self.lock:  # no other thread may close a file that is being read
-            for row, number, skip in zip(tokens, shard.tolist(), begin.tolist(), strict=True):
-                one = self.shards[number]
-                try:
-                    if number not in self.opened:
-                        self.open(number, self.path(number))
-                    file, first = self.opened[number], one.offset + skip
-                    found = more = os.preadv(file, [row.data], first)
-                    while more and found < row.nbytes:  # Linux reads at most 2 GiB per call
-                        more = os.preadv(file, [row.view(np.uint8)[found:].data], first + found)
-                        found += more
-                except OSError as error:
-                    raise data_error(damage_of(self.path(number), error)) from None
-                if found != row.nbytes:
-                    raise DataError(
-                        f"shard {self.path(number)} became shorter during the run; restore it and "
-                        "launch again"
-                    )
+        first = (start * self.dtype.itemsize).tolist()  # bytes after the header
+        rows_of = defaultdict[int, list[int]](list)
+        for row, number in enumerate(shard.tolist()):
+            rows_of[number].append(row)
+        for number, rows in rows_of.items():
+            path, file = self.open(number)
+            try:
+                for row in rows:
+                    fill(tokens[row], path, file, self.shards[number].offset + first[row])
+            finally:
+                os.close(file)
         return tokens
 
-    def fetch_and_open(self, number: int, remote: RemoteFolder) -> None:
-        """Download a shard and open it; again if another process removes it from the cache first.
+    def open(self, number: int) -> tuple[Path, int]:
+        """Open a shard for reading, after downloading it if it is remote; return its descriptor.
 
-        The lock is free during the download, which may wait.
+        Check its header the first time.
         """
+        name = self.shards[number].name
         while True:
-            path = remote.fetch(self.shards[number].name)
-            with self.lock:
-                try:
-                    self.open(number, path)
-                    return
-                except (DataError, OSError):
-                    if path.exists():
-                        raise
+            path = self.remote.fetch(name) if self.remote else self.folder / name
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                break
+            except OSError as error:
+                # another process may have removed a remote shard from the cache since
+                if self.remote is None or path.exists():
+                    raise data_error(damage_of(path, error)) from None
+        try:
+            self.check_header(number, path, file)
+        except BaseException:
+            os.close(file)
+            raise
+        return path, file
 
-    def open(self, number: int, path: Path) -> None:
-        """Open a shard, which lies at `path`, and check its header the first time."""
+    def check_header(self, number: int, path: Path, file: int) -> None:
+        """Raise `DataError` unless the header of an open shard is that of the index."""
         shard = self.shards[number]
-        has_header = shard.name.endswith(".npy") and shard.offset > 0
-        if has_header and number not in self.checked:
-            dtype, tokens, _ = npy_header(path)
+        if number in self.checked:
+            return
+        if shard.name.endswith(".npy") and shard.offset > 0:
+            with os.fdopen(file, "rb", closefd=False) as opened:
+                dtype, tokens, _ = npy_header(path, opened)
             if (dtype.itemsize, tokens) != (self.dtype.itemsize, shard.tokens):
                 raise DataError(
                     f"shard {path} holds {tokens} tokens of {dtype}, expected {shard.tokens} of "
                     f"{self.dtype}; prepare the data again"
                 )
         self.checked.add(number)
-        if number in self.opened:  # by another thread, meanwhile
-            return
-        self.opened[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        open_shards().add(self, number)
 
     def prefetch(self, now: Sequence[int], then: Sequence[int] = ()) -> None:
-        """Download remote shards in the background, first `now`, then `then`; close all others."""
+        """Download remote shards in the background, first `now`, then `then`."""
         if self.remote is not None:
-            with self.lock:  # an open descriptor keeps the disk space of a removed file
-                self.close(keep=[*now, *then])
             needed, rest = ([self.shards[number].name for number in part] for part in (now, then))
             self.remote.prefetch(needed, rest)
-
-    def close(self, keep: Sequence[int] = ()) -> None:
-        """Close all files except the shards `keep`."""
-        for number in self.opened.keys() - set(keep):
-            os.close(self.opened.pop(number))
-
-    def close_one(self, number: int) -> bool:
-        """Close a shard, if it is open; return False if another thread reads the split now."""
-        if not self.lock.acquire(blocking=False):
-            return False
-        try:
-            if number in self.opened:
-                os.close(self.opened.pop(number))
-            return True
-        finally:
-            self.lock.release()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class OpenShards:
-    """The shards that this process has open, of all splits, oldest first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.splits: dict[tuple[int, int], weakref.ref[Split]] = {}
-
-    def add(self, split: Split, number: int) -> None:
-        """Note an open shard. If too many are open, close the oldest that no thread reads now."""
-        with self.lock:
-            self.splits[id(split), number] = weakref.ref(split)
-            soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            most = min(OPEN_FILES, max(1, soft_limit // OPEN_SHARE))
-            if soft_limit == resource.RLIM_INFINITY:
-                most = OPEN_FILES
-            for oldest in list(self.splits)[:-1]:
-                if len(self.splits) <= most:
-                    return
-                owner = self.splits[oldest]()
-                if owner is None or owner.close_one(oldest[1]):
-                    del self.splits[oldest]
-
-
-@cache
-def open_shards() -> OpenShards:
-    """Return the open shards of this process."""
-    return OpenShards()
 
 
 def resident(split: Split, tokens: int | None) -> Split:
@@ -257,7 +196,6 @@ def resident(split: Split, tokens: int | None) -> Split:
     before = np.cumsum(split.lengths) - split.lengths
     lengths = np.minimum(split.lengths, wanted - before)[before < wanted]
     arrays = tuple(split.read(i, 0, int(n)) for i, n in enumerate(lengths))
-    split.prefetch([])  # closes the files
     shards = zip(split.shards, lengths.tolist(), strict=False)
     kept = tuple(
         replace(shard, tokens=length, bytes=(shard.bytes or 0) * length // shard.tokens)
@@ -266,17 +204,28 @@ def resident(split: Split, tokens: int | None) -> Split:
     return replace(split, shards=kept, remote=None, arrays=arrays)
 
 
-def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Return the type and number of tokens in a .npy file, and the bytes before them.
+def fill(row: Tokens, path: Path, file: int, first: int) -> None:
+    """Fill `row` with the bytes of the open file at `path`, from byte `first` on."""
+    try:
+        found = more = os.preadv(file, [row.data], first)
+        while more and found < row.nbytes:  # Linux reads at most 2 GiB per call
+            more = os.preadv(file, [row.view(np.uint8)[found:].data], first + found)
+            found += more
+    except OSError as error:
+        raise data_error(damage_of(path, error)) from None
+    if found != row.nbytes:
+        raise DataError(f"shard {path} became shorter during the run; restore it and launch again")
+
+
+def npy_header(path: Path, file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
+    """Return the type and number of tokens of the open .npy file `path`, and the bytes before.
 
     Raises `DataError` unless the file holds a one-dimensional array of integers.
     """
     try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
-            shape, _, dtype = read(file)
-            offset = file.tell()
+        version = np.lib.format.read_magic(file)
+        read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        shape, _, dtype = read(file)
     except OSError as error:
         raise data_error(damage_of(path, error)) from None
     except Exception as error:  # numpy may also raise errors of Python's parser
@@ -285,7 +234,7 @@ def npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise DataError(
             f"{path} holds {dtype} of shape {shape}; expected a one-dimensional array of token ids"
         )
-    return dtype, shape[0], offset
+    return dtype, shape[0], file.tell()
 
 
 def sampled_digest(path: Path, offset: int) -> str:

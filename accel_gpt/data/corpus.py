@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from accel_gpt.config.data import DataConfig, Weighted
@@ -32,9 +31,6 @@ from accel_gpt.model.targets import TargetMask
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
 CHECKED_AT_ONCE = 1 << 20  # tokens
-# Repeated text is almost as good as new text up to 4 epochs, and of little worth after 16:
-# Muennighoff et al. 2023, arXiv 2305.16264.
-MOST_EPOCHS = 16
 GROUP_SHARDS = 8  # shards whose sequences are permuted together if data.shuffle is groups
 
 
@@ -172,27 +168,6 @@ class Corpus:
             f"{self.tokenizer.vocab_size:,}"
         )
         return lines
-
-    def epochs_warning(self, plan: Plan) -> str | None:
-        """Return a warning if the run reads a source more than `MOST_EPOCHS` times, else None."""
-        epochs = self.train.epochs(plan.max_steps * plan.sequences_per_step)
-        most = max(epochs)
-        if most <= MOST_EPOCHS:
-            return None
-        source = self.train.sources[epochs.index(most)]
-        return (
-            f"WARNING: this run reads {source.path} {most:,.0f} times, but after {MOST_EPOCHS} "
-            "times a text teaches little"
-        )
-
-    def lines_on_bytes(self) -> list[str]:
-        """Return a line for each split whose bits per byte cannot be computed."""
-        return [
-            f"data     no bits per byte for the {split.name} split: the tokenizer changes text or "
-            f"lacks characters, and {split.folder} does not record the bytes of its text"
-            for split in self.evaluated_splits()
-            if np.isnan(self.tokenizer.bytes_within(split)).any()
-        ]
 
 
 # --------------------------------------------------------------------------- opening

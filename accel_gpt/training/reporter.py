@@ -76,9 +76,6 @@ class Reporter:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
             self.log(self.first_lines(corpus, machine))
-            warning = corpus.epochs_warning(self.context.plan)
-            if warning:
-                self.log(warning)
         self.trackers.start(
             step=state.reported_step,
             sampled_step=state.step,
@@ -139,9 +136,6 @@ class Reporter:
             with contextlib.suppress(OSError):
                 write_file(file, [to_yaml(self.context.config).encode()])
             return False
-        warning = corpus.epochs_warning(plan)
-        if warning and not corpus.epochs_warning(self.context.plan):
-            self.log(warning)
         return True
 
     def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
@@ -159,7 +153,6 @@ class Reporter:
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.context.plan),
-            *corpus.lines_on_bytes(),
             *(f"plan     {line}" for line in self.context.plan.describe().splitlines()),
             self.device_line(machine),
         ]

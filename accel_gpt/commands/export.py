@@ -23,7 +23,7 @@ def export_model(options: ExportCommand) -> str:
             to=Path(options.gguf),
             checkpoint=options.checkpoint,
             dtype=options.dtype,
-        ).describe()
+        )
     to = Path(options.to)
     exported = export(
         name=options.run,

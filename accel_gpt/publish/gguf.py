@@ -10,7 +10,6 @@ measures the difference. Needs the extra gguf.
 import importlib.util
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import install_extra, require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import rotary_frequencies, unscaled_frequencies
-from accel_gpt.publish.gguf_proof import LLAMA_CPP, measure_difference, prove_equal_gguf
+from accel_gpt.publish.gguf_proof import LLAMA_CPP, compare_gguf, compute_reference
 from accel_gpt.publish.gguf_tokenizer import Vocabulary, add_tokenizer, llama_cpp_vocabulary
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.export import compared_tokens
@@ -47,40 +46,12 @@ QUANTIZATION = MappingProxyType(
 Q8_0_BLOCK = 32  # values that share a scale; other row lengths stay in float16
 
 
-@dataclass(frozen=True)
-class ExportedGGUF:
-    """A GGUF file and the result of the comparison."""
-
-    file: Path
-    architecture: str  # in llama.cpp
-    parameters: int
-    dtype: str
-    compared: str  # in words
-
-    def describe(self) -> str:
-        """Return the lines about the file, and how to run it."""
-        model = self.file.stem.lower()
-        create = f"ollama create {model} -f {modelfile_of(self.file)}"
-        return (
-            f"{self.file}: {self.architecture}, {self.parameters:,} parameters in {self.dtype}, "
-            f"{self.file.stat().st_size / 1e6:,.1f} MB\n"
-            f"{self.compared}\n"
-            f'  llama.cpp   llama-completion -m {self.file} -p "..."\n'
-            f"  Ollama      {create} && ollama run {model}\n"
-        )
-
-
-def export_gguf(
-    name: str,
-    to: Path,
-    checkpoint: str = "last",
-    dtype: str = "fp32",
-) -> ExportedGGUF:
+def export_gguf(name: str, to: Path, checkpoint: str = "last", dtype: str = "fp32") -> str:
     """Export the model `name`, as `find_pretrained` finds it, to the GGUF file `to`.
 
-    The file appears when it is complete and compared, or not at all. Raises `UserError` if the file
-    or its Modelfile exists, or if llama.cpp cannot compute the model or its tokenizer;
-    `CheckpointError` if llama.cpp computes other values.
+    Returns a description of the file, and how to run it. The file appears when it is complete and
+    compared, or not at all. Raises `UserError` if the file or its Modelfile exists, or if llama.cpp
+    cannot compute the model or its tokenizer; `CheckpointError` if llama.cpp computes other values.
     """
     for package in ("gguf", LLAMA_CPP):
         require(
@@ -93,39 +64,33 @@ def export_gguf(
     tokens = compared_tokens(model, tokenizer)
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written
     vocabulary = llama_cpp_vocabulary(tokenizer)
-    trained = model
+    reference = compute_reference(model, tokenizer, vocabulary, tokens)
     if exportable_preset(model) == "fast":
         model = convert_to_qwen3(model, tokens)
-
-    def write(file: Path, dtype: str) -> int:
-        return write_gguf(
-            model=model,
-            architecture=architecture,
-            tokenizer=tokenizer,
-            vocabulary=vocabulary,
-            file=file,
-            dtype=dtype,
-        )
-
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp_gguf_", dir=to.parent) as folder:
         written = Path(folder) / to.name
-        parameters = write(written, "fp32")
-        proof = prove_equal_gguf(trained, tokenizer, vocabulary, tokens, written)
-        compared = proof.description
+        write_gguf(model, architecture, tokenizer, vocabulary, written, "fp32")
+        report = compare_gguf(written, reference)
+        compared = (
+            f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its logits at "
+            f"{len(reference.values['lengths'])} tokens differ by at most "
+            f"{report['difference']:.1e} from ours in float32; the ids of "
+            f"{len(reference.settings['texts']):,} texts are equal\n"
+        )
         if dtype != "fp32":
-            write(written, dtype)
-            difference = measure_difference(written, proof)
-            compared += f"\nin {dtype} its logits differ by at most {difference:.1e}"
+            write_gguf(model, architecture, tokenizer, vocabulary, written, dtype)
+            difference = compare_gguf(written, reference, exact=False)["difference"]
+            compared += f"in {dtype} its logits differ by at most {difference:.1e}\n"
         write_modelfile(tokenizer, written, model.config.block_size)
         modelfile_of(written).replace(modelfile_of(to))
         written.replace(to)
-    return ExportedGGUF(
-        file=to,
-        architecture=architecture,
-        parameters=parameters,
-        dtype=dtype,
-        compared=compared,
+    ollama = to.stem.lower()
+    return (
+        f"{to}: {architecture} in {dtype}, {to.stat().st_size / 1e6:,.1f} MB\n"
+        f"{compared}"
+        f'  llama.cpp   llama-completion -m {to} -p "..."\n'
+        f"  Ollama      ollama create {ollama} -f {modelfile_of(to)} && ollama run {ollama}\n"
     )
 
 
@@ -139,8 +104,8 @@ def write_gguf(
     vocabulary: Vocabulary,
     file: Path,
     dtype: str,
-) -> int:
-    """Write a model and its tokenizer to `file`; return the count of its parameters."""
+) -> None:
+    """Write a model and its tokenizer to `file`."""
     import gguf
 
     wanted, file_type = QUANTIZATION[dtype]
@@ -151,9 +116,7 @@ def write_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config, model.vocab_size)
     add_tokenizer(writer, tokenizer, vocabulary, model.vocab_size)
-    parameters = 0
     for name, tensor, stored in gguf_tensors(model, architecture, wanted):
-        parameters += tensor.numel()
         largest = tensor.abs().max().item()
         require(
             stored != "F16" or largest <= torch.finfo(torch.float16).max,
@@ -165,7 +128,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return parameters
 
 
 def stored_as(tensor: Tensor, wanted: str) -> str:

@@ -41,86 +41,61 @@ CHARACTERS = (
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What a float32 file was compared with, and the result in words."""
+class Reference:
+    """What our model computes, for `compare_gguf.py`.
 
-    reference: dict[str, Tensor]
-    settings: dict[str, Any]
-    description: str
-
-
-def prove_equal_gguf(
-    model: GPT,
-    tokenizer: Tokenizer,
-    vocabulary: Vocabulary,
-    tokens: Tensor,
-    file: Path,
-) -> Compared:
-    """Open a float32 file with llama.cpp in a new process and compare it with `model`.
-
-    Compares the logits after the beginnings of `tokens` (B, T), and the ids of texts. Raises
-    `CheckpointError` if they differ, `UserError` if llama.cpp cannot open the file.
+    `values` are `tokens` (T,), `lengths` (N,) of the beginnings after which the next token is
+    predicted, and its `log_probabilities` (N, V). `settings` holds texts, their ids and the
+    tolerance.
     """
+
+    values: dict[str, Tensor]
+    settings: dict[str, Any]
+
+
+@torch.no_grad()
+def compute_reference(
+    model: GPT, tokenizer: Tokenizer, vocabulary: Vocabulary, tokens: Tensor
+) -> Reference:
+    """Compute what a file of `model` must compute: the beginnings of `tokens` (B, T), and texts."""
+    longest = min(COMPARED_TOKENS, model.config.block_size - 1)  # one more is predicted
+    prompt = tokens[0, :longest].clone()
+    lengths = torch.linspace(1, len(prompt), steps=min(COMPARED_POSITIONS, len(prompt))).long()
+    logits = model(prompt.unsqueeze(0))[0]  # (T, V)
+    values = {
+        "tokens": prompt,
+        "lengths": lengths,
+        "log_probabilities": logits[lengths - 1].float().log_softmax(-1),
+    }
     texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
     texts += [f"a {token} b{token}" for token in vocabulary.added]
     if not isinstance(tokenizer, CharsTokenizer):  # see the warning of `pre_tokenizer_name`
         texts = [unicodedata.normalize("NFC", text) for text in texts]
-    tolerance = GELU_TOLERANCE if model.config.mlp == "gelu" else TOLERANCE
-    reference = gguf_reference(model, tokens)
     settings = {
         "texts": texts,
         "ids": [tokenizer.encode(text) for text in texts],
         "block_size": model.config.block_size,
         "plain_token": plain_token(tokenizer),
-        "tolerance": tolerance,
+        "tolerance": GELU_TOLERANCE if model.config.mlp == "gelu" else TOLERANCE,
     }
-    report = run_comparison(file, reference, settings)
-    return Compared(
-        reference=reference,
-        settings=settings,
-        description=(
-            f"opened by llama.cpp ({LLAMA_CPP} {report['version']}): its logits at "
-            f"{len(reference['lengths'])} tokens differ by at most {report['difference']:.1e} from "
-            f"ours in float32; the ids of {len(texts):,} texts are equal"
-        ),
-    )
+    return Reference(values, settings)
 
 
-def measure_difference(file: Path, compared: Compared) -> float:
-    """Open a file of a smaller type with llama.cpp; return the largest difference of a logit."""
-    report = run_comparison(file, compared.reference, {**compared.settings, "tolerance": None})
-    difference: float = report["difference"]
-    return difference
+def compare_gguf(file: Path, reference: Reference, exact: bool = True) -> dict[str, Any]:
+    """Open a file with llama.cpp in a new process; return the report of `compare_gguf.py`.
 
-
-def run_comparison(
-    file: Path, reference: dict[str, Tensor], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Run `compare_gguf.py` in a new process; return its report."""
+    `exact`: raise `CheckpointError` if the file, of float32, computes something else; otherwise
+    only measure the difference. Raises `UserError` if llama.cpp cannot open the file.
+    """
+    settings = reference.settings if exact else {**reference.settings, "tolerance": None}
     return compare_in_child(
         exported=file,
         name=file.name,
-        reference=reference,
+        reference=reference.values,
         metadata={"settings": json.dumps(settings)},
         module="accel_gpt.publish.compare_gguf",
         program="llama.cpp",
     )
-
-
-@torch.no_grad()
-def gguf_reference(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the values that `compare_gguf.py` compares.
-
-    They are `tokens` (T,), `lengths` (N,) of the beginnings after which the next token is
-    predicted, and its `log_probabilities` (N, V).
-    """
-    longest = min(COMPARED_TOKENS, model.config.block_size - 1)  # one more is predicted
-    prompt = tokens[0, :longest].clone()
-    steps = min(COMPARED_POSITIONS, len(prompt))
-    lengths = torch.linspace(1, len(prompt), steps=steps).long()
-    logits = model(prompt.unsqueeze(0))[0]  # (T, V)
-    log_probabilities = logits[lengths - 1].float().log_softmax(-1)
-    return {"tokens": prompt, "lengths": lengths, "log_probabilities": log_probabilities}
 
 
 def plain_token(tokenizer: Tokenizer) -> int:

@@ -106,16 +106,16 @@ def write(model: GPT, tokenizer: Tokenizer, file: Path, dtype: str = "fp32") -> 
     )
 
 
-def prove(
-    model: GPT, tokenizer: Tokenizer, folder: Path, ids: list[int] | None = None
-) -> gguf_proof.Compared:
-    """Write and compare a file in float32, on `ids` or a text."""
+def prove(model: GPT, tokenizer: Tokenizer, folder: Path) -> gguf_proof.Reference:
+    """Write and compare a file in float32; return what it was compared with."""
     file = folder / "model.gguf"
-    tokens = torch.tensor([(ids or tokenizer.encode(TEXT))[: model.config.block_size]])
+    tokens = torch.tensor([tokenizer.encode(TEXT)[: model.config.block_size]])
     converted = convert_to_qwen3(model, tokens) if model.config.mlp == "relu2" else model
     write(converted, tokenizer, file)
     vocabulary = gguf_tokenizer.llama_cpp_vocabulary(tokenizer)
-    return gguf_proof.prove_equal_gguf(model, tokenizer, vocabulary, tokens, file)
+    reference = gguf_proof.compute_reference(model, tokenizer, vocabulary, tokens)
+    gguf_proof.compare_gguf(file, reference)
+    return reference
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -143,12 +143,13 @@ def test_every_tokenizer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_the_difference_of_a_smaller_type_is_measured(dtype: str, tmp_path: Path) -> None:
     model = model_of("qwen3", 257)
-    compared = prove(model, BytesTokenizer(), tmp_path)
-    assert gguf_proof.measure_difference(tmp_path / "model.gguf", compared) < 1e-4
-    whole = (tmp_path / "model.gguf").stat().st_size
-    write(model, BytesTokenizer(), tmp_path / "model.gguf", dtype)
-    assert (tmp_path / "model.gguf").stat().st_size < 0.6 * whole
-    assert 1e-4 < gguf_proof.measure_difference(tmp_path / "model.gguf", compared) < 1.0
+    file = tmp_path / "model.gguf"
+    reference = prove(model, BytesTokenizer(), tmp_path)
+    whole = file.stat().st_size
+    write(model, BytesTokenizer(), file, dtype)
+    assert file.stat().st_size < 0.6 * whole
+    report = gguf_proof.compare_gguf(file, reference, exact=False)
+    assert 1e-4 < report["difference"] < 1.0
 
 
 @pytest.mark.usefixtures("in_this_process")

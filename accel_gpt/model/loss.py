@@ -111,9 +111,12 @@ def chunked_loss(
 
     With `per_sequence`, computes the `sequence_losses`, without gradients.
     """
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x = x.to(dtype)  # here, so that the gradient of `x` has this dtype, too
     function = _token_losses if per_sequence else _loss_and_gradients
     result = function(
-        x=_cast(x).flatten(0, -2),
+        x=x.flatten(0, -2),
         weight=weight,
         targets=targets.flatten(),
         vocab_size=vocab_size,
@@ -125,15 +128,6 @@ def chunked_loss(
         return losses.view_as(targets).sum(-1)
     total: Tensor = result[0]
     return total / _count(targets)
-
-
-def _cast(x: Tensor) -> Tensor:
-    """Cast `x` to the dtype of autocast, if it is enabled.
-
-    Done before the chunked loss, so that the gradient of `x` has this dtype, too.
-    """
-    dtype = autocast_dtype(x.device)
-    return x if dtype is None else x.to(dtype)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.model.gpt import GPT
 from accel_gpt.publish.gguf_tokenizer import Vocabulary
 from accel_gpt.transformers_io.export import compare_in_child
@@ -67,10 +67,10 @@ def compute_reference(
         "lengths": lengths,
         "log_probabilities": logits[lengths - 1].float().log_softmax(-1),
     }
-    texts = texts_to_compare(tokenizer, tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
+    texts = texts_to_compare(tokenizer.decode(tokens[0].tolist()), COMPARED_TEXTS)
     texts += [f"a {token} b{token}" for token in vocabulary.added]
-    if not isinstance(tokenizer, CharsTokenizer):  # see the warning of `pre_tokenizer_name`
-        texts = [unicodedata.normalize("NFC", text) for text in texts]
+    # see the warning of `pre_tokenizer_name`
+    texts = [unicodedata.normalize("NFC", text) for text in texts]
     settings = {
         "texts": texts,
         "ids": [tokenizer.encode(text) for text in texts],
@@ -108,9 +108,8 @@ def plain_token(tokenizer: Tokenizer) -> int:
     return next(i for i in range(tokenizer.vocab_size) if i != tokenizer.eot_id and is_plain(i))
 
 
-def texts_to_compare(tokenizer: Tokenizer, text: str, n: int) -> list[str]:
+def texts_to_compare(text: str, n: int) -> list[str]:
     """Return `n` texts: pieces of `text`, and random mixtures of many kinds of characters."""
-    kinds = (tokenizer.chars,) if isinstance(tokenizer, CharsTokenizer) else CHARACTERS
     draw = random.Random(0)
     texts = []
     for number in range(n):
@@ -118,6 +117,6 @@ def texts_to_compare(tokenizer: Tokenizer, text: str, n: int) -> list[str]:
         if number % 2 == 0 and not text.isspace():
             texts.append(text[start : start + draw.randrange(1, 200)])
         else:
-            words = draw.choices(kinds, k=draw.randrange(1, 12))
+            words = draw.choices(CHARACTERS, k=draw.randrange(1, 12))
             texts.append("".join(draw.choice(word) for word in words for _ in range(3)))
     return texts

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_gpt.console import write_err
-from accel_gpt.data.tokenizer import CharsTokenizer, Tokenizer
+from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import EOT, PATTERN
 from accel_gpt.errors import UserError, require
 
@@ -37,8 +37,7 @@ class Vocabulary:
 
     tokens: Mapping[int, str]  # by id
     types: Mapping[int, int]  # of the tokens that are not NORMAL, by id
-    model: str = "gpt2"  # byte-level BPE; rwkv takes the longest token that fits
-    pre: str | None = None  # how text is split before merging
+    pre: str  # how text is split before merging
     merges: tuple[str, ...] = ()
     added: tuple[str, ...] = ()  # added tokens; special ones are plain text in a text
 
@@ -53,13 +52,11 @@ def add_tokenizer(
         known = i in vocabulary.tokens
         tokens.append(vocabulary.tokens[i] if known else f"[unused {i}]")
         types.append(vocabulary.types.get(i, NORMAL) if known else CONTROL)
-    writer.add_tokenizer_model(vocabulary.model)
-    if vocabulary.pre is not None:
-        writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_tokenizer_model("gpt2")  # byte-level BPE
+    writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    if vocabulary.model == "gpt2":
-        writer.add_token_merges(vocabulary.merges or NO_MERGES)
+    writer.add_token_merges(vocabulary.merges or NO_MERGES)
     if tokenizer.eot_id is not None:  # it also begins a document
         writer.add_bos_token_id(tokenizer.eot_id)
         writer.add_eos_token_id(tokenizer.eot_id)
@@ -73,9 +70,6 @@ def add_tokenizer(
 
 def llama_cpp_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """Translate a tokenizer; raises `UserError` if llama.cpp splits text in another way."""
-    if isinstance(tokenizer, CharsTokenizer):  # which has no end-of-text
-        spelled = map(rwkv_spelling, tokenizer.chars)
-        return Vocabulary(tokens=dict(enumerate(spelled)), types={}, model="rwkv")
     content = json.loads(tokenizer.file_text)
     ids = content["model"].get("vocab", {})
     added = tuple(token["content"] for token in content["added_tokens"])
@@ -134,9 +128,3 @@ def describe_step(step: dict[str, Any]) -> str:
     if kind == "Digits" and step.get("individual_digits"):
         return SINGLE_DIGITS
     return kind
-
-
-def rwkv_spelling(char: str) -> str:
-    """Spell a character as llama.cpp's rwkv vocabulary expects it."""
-    escapes = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"}
-    return escapes.get(char, char)

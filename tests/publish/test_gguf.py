@@ -13,7 +13,6 @@ from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.tokenizer import (
     BytesTokenizer,
-    CharsTokenizer,
     HFTokenizer,
     Tokenizer,
 )
@@ -73,8 +72,6 @@ def tokenizer_of(kind: str) -> Tokenizer:
     """Return a tokenizer of a kind that can be exported."""
     if kind == "bytes":
         return BytesTokenizer()
-    if kind == "chars":
-        return CharsTokenizer("".join(sorted(set(TEXT))))
     trained = make_tokenizer("bpe", 600, lambda: iter([TEXT * 3]))
     if kind == "bpe":
         return trained
@@ -129,7 +126,7 @@ def test_llama_cpp_computes_every_shape(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("kind", ["chars", "bpe", "hub_gpt2", "hub_qwen"])
+@pytest.mark.parametrize("kind", ["bpe", "hub_gpt2", "hub_qwen"])
 def test_every_tokenizer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp gives 10,000 texts the same ids; the vocabulary of the model is larger."""
     monkeypatch.setattr(gguf_proof, "COMPARED_TEXTS", 10_000)

@@ -18,7 +18,6 @@ import torch
 import accel_gpt
 from accel_gpt.cli import dispatch
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.launch.stopping import SAME_PRESS_SECONDS
 from accel_gpt.launcher import SIGNALS
 from tests.test_layout import ROOT, loaded_by
 
@@ -28,11 +27,6 @@ SHORT = {"train.max_steps": 3, "schedule.warmup_steps": 0, "eval.every": 2, "sam
 
 def test_importing_the_package_imports_nothing_else() -> None:
     assert not {"accel_gpt.api", "torch"} & loaded_by("import accel_gpt").keys()
-
-
-def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(AttributeError, match="'accel_gpt' has no attribute 'trane'"):
-        accel_gpt.trane  # noqa: B018
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
@@ -185,40 +179,3 @@ def test_the_notebook_runs(corpus: Path, tmp_path: Path) -> None:
     assert sample.outputs[0]["text"].count("def ") >= 2
     assert "eval/val_bits_per_byte" in shown(evaluate, "text/plain")[0]
     assert shown(model, "text/plain")
-
-
-@pytest.mark.slow
-def test_the_interrupt_button_saves_and_the_kernel_survives(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    cells = []
-    for name, presses in (("one", 1), ("two", 2)):
-        # a signal in the evaluation of a step that is saved already needs no last save
-        options = SHORT | {"train.max_steps": 100_000, "out_dir": name, "checkpoint.every": 0}
-        cells += [
-            "import accel_gpt, os, signal, threading, time\n"
-            "def press():\n"
-            f"    while not (os.path.exists('{name}/metrics.jsonl')\n"
-            f"        and os.path.getsize('{name}/metrics.jsonl')): time.sleep(0.01)\n"
-            f"    for _ in range({presses}):\n"
-            "        os.kill(os.getpid(), signal.SIGINT)\n"
-            f"        time.sleep({SAME_PRESS_SECONDS + 0.5})\n"
-            "threading.Thread(target=press).start()\n"
-            "try:\n"
-            f"    run = accel_gpt.run({small_run()[0]!r}, {options!r})\n"
-            "except KeyboardInterrupt:\n"
-            "    print('pressed twice')",
-            "len(run.metrics)",
-        ]
-    slow = tmp_path / "slow.py"
-    slow.write_text(
-        "import time\nfrom accel_gpt.runs.saving import CheckpointWriter\n"
-        "CheckpointWriter.save_last = lambda *_: time.sleep(60)\n\n\n"
-        "def metrics(run):\n    return {}\n"
-    )
-    cells[2] = cells[2].replace("{'train.max_steps'", "{'code': 'slow.py', 'train.max_steps'")
-    first, count, second, alive = in_kernel(cells, tmp_path)
-    assert "SIGINT: saved at step" in str(first.outputs)
-    assert int(shown(count, "text/plain")[0]) > 0
-    assert "pressed twice" in str(second.outputs)
-    assert shown(alive, "text/plain") == shown(count, "text/plain")

@@ -17,7 +17,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
 from accel_gpt.errors import BusyError, UserError
 from accel_gpt.files import sha256
-from accel_gpt.launch import precision
 from accel_gpt.publish.copies import Copies, CopyStore
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.runs.checkpoint import read_manifest, verify_checkpoint
@@ -85,31 +84,6 @@ def test_a_lost_run_goes_on_from_the_copy(
     assert steps(place) == ["step_00000012"]
     assert not (tmp_path / "run" / ".uploading").exists()
     assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-
-
-@pytest.mark.usefixtures("uploads_here")
-def test_a_lost_run_that_began_from_a_checkpoint_goes_on_from_its_copy(
-    small_run: Arguments,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In the precision that `auto` chose; copies that broke off are pruned, and never used."""
-    place = tmp_path / "other"
-    for step in (1, 20):
-        (place / f"step_{step:08d}").mkdir(parents=True)
-    path = trained(to="first") / "checkpoints" / "step_00000008"
-    own = small_run(*EVERY, "--checkpoint.copy_to", str(place), "--checkpoint.resume", str(path))
-    signal_after(monkeypatch, 10, 15)
-    assert launch([*own, "--train.mixed_precision", "no"]) == 75
-    assert steps(str(place)) == ["step_00000010"]
-    shutil.rmtree(tmp_path / "run")
-    monkeypatch.setattr(precision, "fast_precision", lambda *_: "bf16")
-    assert launch([*own, "--train.mixed_precision", "auto"]) == 0
-    assert "from step 10 (" in capsys.readouterr().err
-    assert [record["step"] for record in records(tmp_path / "run")] == [9, 10, 11, 12]
-    assert RunFolder(tmp_path / "run").last_launch("mixed_precision") == "no"
 
 
 @pytest.mark.usefixtures("uploads_here")

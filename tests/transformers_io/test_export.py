@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.transformers_io import export as exporting
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here, text_of, thorough
+from tests.conftest import launch, run_here, text_of
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -230,47 +228,3 @@ def test_a_target_that_holds_something(
     assert run_here(cli.dispatch, ["export", str(run), "--to", str(link)]) == 0
     assert link.is_symlink()
     assert (tmp_path / "real" / "config.json").exists()
-
-
-# --------------------------------------------------------------------------- fresh processes
-
-ROOT = Path(__file__).resolve().parents[2]
-PIPELINE = """
-import sys
-from transformers import pipeline
-write = pipeline("text-generation", model=sys.argv[1])
-out = write(sys.argv[2], max_new_tokens=50, do_sample=False)
-sys.stdout.write(out[0]["generated_text"])
-"""
-
-
-def finish(*command: str, cwd: Path, timeout: float = 300) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@thorough
-@pytest.mark.slow
-def test_shakespeare_is_exported_and_continued_by_a_pipeline(
-    shakespeare: Path, tmp_path: Path
-) -> None:
-    """80 steps on real text; greedy text of transformers' pipeline equals ours."""
-    config = str(ROOT / "configs" / "shakespeare_char_cpu.yaml")
-    short = ["--train.max_steps", "80", "--schedule.warmup_steps", "10", "--eval.every", "0"]
-    data = ["--data.prepare.source", str(shakespeare), "--data.train", "data", "--out_dir", "run"]
-    finish("-m", "accel_gpt", "train", config, *short, *data, cwd=tmp_path)
-    told = finish("-m", "accel_gpt", "export", "run", "--to", "out", cwd=tmp_path)
-    assert "opened by transformers" in told
-    greedy = ["--temperature", "0", "--max_new_tokens", "50", "--prompt", "the "]
-    ours = finish("-m", "accel_gpt", "sample", "run", *greedy, cwd=tmp_path)
-    assert finish("-c", PIPELINE, "out", "the ", cwd=tmp_path) == ours.removesuffix("\n")
-    assert len(ours) == len("the ") + 50 + 1
-    assert len(set(ours)) >= 4

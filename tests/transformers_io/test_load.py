@@ -162,18 +162,6 @@ def test_a_token_that_was_added_beyond_the_weights(
     assert "pad_token" not in exported  # the model has no row for it
 
 
-def test_ids_without_a_spelling_are_never_written(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A vocabulary is larger than the tokenizer's if it is padded to a multiple of 64."""
-    CharsTokenizer("abc").save(folder, 64)
-    options = ["--max_new_tokens", "60", "--top_k", "null", "--temperature", "2"]
-    # as a CUDA build of torch answers without a GPU
-    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
-    assert run_here(cli.dispatch, ["sample", str(folder), "--prompt", "ab", *options]) == 0
-    assert set(capsys.readouterr().out) <= set("abc\n")
-
-
 def test_no_context_is_longer_than_that_of_the_weights(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,6 +334,3 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
     tokens = draw()
     assert torch.equal(model.eval()(tokens), again.eval()(tokens))
     torch.testing.assert_close(again(tokens), saved[0](tokens).logits, atol=1e-5, rtol=1e-5)
-
-
-# --------------------------------------------------------------------------- a path with a mistake

@@ -36,7 +36,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.own_check import check_own_code
-from accel_gpt.evals.samples import check_prompts, sample, samples_due
+from accel_gpt.evals.samples import prompt_ids, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.launch.accelerator import build_model
 from accel_gpt.launch.context import Context
@@ -187,7 +187,9 @@ def set_up(
         evaluations = open_evaluations(config, corpus)
     require_same(corpus.identity(), DataError)
     state = new_state(context, corpus)
-    check_prompts(config.sample, corpus.tokenizer, corpus.vocab_size, log)
+    if config.sample.every:
+        for prompt in config.sample.prompts:
+            prompt_ids(prompt, corpus.tokenizer, corpus.vocab_size)  # raises
     checkpoint = choose_checkpoint(config, state, log)
     data_files = check_data(context, corpus, resuming=checkpoint is not None)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)

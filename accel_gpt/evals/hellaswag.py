@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -113,7 +113,12 @@ def parse_question(entry: Any) -> tuple[str, list[str], int]:
     if isinstance(entry, bytes):
         entry = json.loads(entry)
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        query = remove_artifacts(question_text(entry))
+        query = entry.get("ctx")
+        parts = [entry.get(name) for name in ("activity_label", "ctx_a", "ctx_b")]
+        if all(isinstance(part, str) for part in parts):
+            activity, first, second = parts
+            query = f"{activity}: {first} {second.capitalize()}"
+        query = remove_artifacts(query)
         endings = entry["endings"]
         label = int(str(entry["label"]))
         has_endings = isinstance(endings, list) and len(endings) > 1 and all(endings)
@@ -123,17 +128,6 @@ def parse_question(entry: Any) -> tuple[str, list[str], int]:
         "not a question; expected an object with the texts ctx_a, ctx_b and activity_label (or "
         "ctx), the list of texts `endings`, and `label`, the correct ending's number from 0"
     )
-
-
-def question_text(entry: Mapping[str, Any]) -> str:
-    """Return the text before the endings: activity_label, ctx_a and ctx_b, or else ctx."""
-    activity = entry.get("activity_label")
-    first = entry.get("ctx_a")
-    second = entry.get("ctx_b")
-    if isinstance(activity, str) and isinstance(first, str) and isinstance(second, str):
-        return f"{activity}: {first} {second.capitalize()}"
-    text: str = entry["ctx"]
-    return text
 
 
 def remove_artifacts(text: str) -> str:
@@ -218,14 +212,10 @@ def ending_losses(
     """Return the negative log-likelihood of each ending in nats, (R,); a collective."""
     sequences = [sequence for question in questions for sequence in question.sequences]
     lengths = [len(tokens) - 1 for tokens, _ in sequences]
-
-    def read(number: int) -> tuple[list[int], int]:
-        return sequences[number]
-
     table = score_sequences(
         model=model,
         batches=plan_batches(lengths, batch_size, model.config.block_size),
-        read=read,
+        read=sequences.__getitem__,
         accelerator=accelerator,
         token_bytes=np.zeros(model.vocab_size),
         on_progress=on_progress,

@@ -64,17 +64,13 @@ def check_own_code(
     model = make_model(config, gpt.vocab_size).to(device)
     model.init_weights()
     with seeded(config.seed):
-        for weight in model.parameters():
-            weight.add_(draw_noise(weight.shape).to(device))
+        for weight in model.parameters():  # of a matrix: outputs are as large as its inputs
+            fan_in = weight.shape[1:].numel()
+            deviation = fan_in**-0.5 if weight.dim() > 1 else VECTOR_NOISE
+            weight.add_((torch.randn(weight.shape) * deviation).to(device))
     check_causality(config, model, device)
     if config.own.loss is not None:
         check_own_loss(config, model, corpus, device)
-
-
-def draw_noise(shape: torch.Size) -> Tensor:
-    """Draw numbers for a weight: of a matrix, so that its outputs are as large as its inputs."""
-    deviation = shape[1:].numel() ** -0.5 if len(shape) > 1 else VECTOR_NOISE
-    return torch.randn(shape) * deviation
 
 
 def check_own_loss(

@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType, gather_object
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, UserError, require
+from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.validation import OnProgress, ignore_progress
 from accel_gpt.model.generate import stream
 from accel_gpt.model.language_model import LanguageModel
@@ -61,27 +61,6 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
         f"{vocab_size:,} of the tokenizer's tokens; change the prompt",
     )
     return ids
-
-
-def check_prompts(
-    config: SampleConfig, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]
-) -> None:
-    """Warn about each prompt that `encodable_prompt` replaces."""
-    for prompt in dict.fromkeys(config.prompts) if config.every else ():
-        if encodable_prompt(prompt, tokenizer, vocab_size) != prompt:
-            warn(f"the prompt {prompt!r} has no tokens of the model; a document begins instead")
-
-
-def encodable_prompt(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Return a prompt, or an empty one if it has no tokens below `vocab_size`.
-
-    The prompts of a config may not fit other data, such as data of few characters.
-    """
-    try:
-        prompt_ids(prompt, tokenizer, vocab_size)
-    except UserError:
-        return ""
-    return prompt
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
@@ -162,7 +141,7 @@ def sample(
         texts += write_text(
             model=model,
             tokenizer=tokenizer,
-            prompt=encodable_prompt(prompt, tokenizer, model.vocab_size),
+            prompt=prompt,
             config=config,
             generator=generator,
             to_the_end=accelerator.distributed_type == DistributedType.FSDP,

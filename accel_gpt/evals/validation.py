@@ -4,9 +4,8 @@ Shapes: B batch, T tokens, S evaluated sequences, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -169,7 +168,11 @@ def score_source(
     )
     nats, targets, target_bytes = table.sum(axis=0).tolist()
     if not targets:
-        raise no_targets(split)
+        raise DataError(
+            f"the {split.name} split of {split.folder} has no token to predict: data.document_mask "
+            "or targets() of --code ignores all its evaluated tokens; prepare more text, or ignore "
+            "fewer"
+        )
     return Score(
         loss_sum=nats,
         tokens=int(targets),
@@ -180,14 +183,14 @@ def score_source(
 
 
 def check_evaluated(corpus: Corpus, block_size: int) -> None:
-    """Raise `DataError` if a source cannot be evaluated. Called before a model is built.
+    """Raise `DataError` if a source has no sequence. Called before a model is built.
 
-    Reads each source up to its first target. Raises `UserError` if `targets()` of --code keeps
-    other targets of a sequence alone than in a batch.
+    Raises `UserError` if `targets()` of --code keeps other targets of a sequence alone than in a
+    batch.
     """
     for sources in corpus.evaluated.values():
         for source in sources:
-            check_targets(source, block_size, corpus.target_mask)
+            eval_sequences(source.split, block_size, source.tokens)
     own = corpus.target_mask.own
     if own.targets is None:
         return
@@ -203,36 +206,11 @@ def check_evaluated(corpus: Corpus, block_size: int) -> None:
         )
 
 
-def evaluated_sequences(source: EvalSplit, block_size: int) -> Iterator[tuple[Tokens, int]]:
-    """Yield the evaluated sequences of a source, with the number of targets of each."""
-    for shard, start in eval_sequences(source.split, block_size, source.tokens).tolist():
-        sequence = read_sequence(source.split, shard, start, block_size)
-        yield sequence, len(sequence) - 1
-
-
 def first_sequences(source: EvalSplit, block_size: int, count: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (B, T) of the first evaluated sequences, at most `count`."""
-    sequences = list(islice(evaluated_sequences(source, block_size), count))
-    return collate(sequences, len(sequences), block_size)
-
-
-def check_targets(source: EvalSplit, block_size: int, target_mask: TargetMask) -> None:
-    """Raise `DataError` unless the evaluated tokens of a source include a target."""
-    for sequence in evaluated_sequences(source, block_size):
-        if target_mask.keeps_all:
-            return
-        targets, _ = target_mask.apply(*collate([sequence], 1, block_size))
-        if (targets != IGNORE).any():
-            return
-    raise no_targets(source.split)
-
-
-def no_targets(split: Split) -> DataError:
-    """Return the error for a split whose evaluated targets are all ignored."""
-    return DataError(
-        f"the {split.name} split of {split.folder} has no token to predict: data.document_mask or "
-        "targets() of --code ignores all its evaluated tokens; prepare more text, or ignore fewer"
-    )
+    positions = eval_sequences(source.split, block_size, source.tokens)[:count].tolist()
+    read = [read_sequence(source.split, shard, start, block_size) for shard, start in positions]
+    return collate([(tokens, len(tokens) - 1) for tokens in read], len(read), block_size)
 
 
 def read_sequence(split: Split, shard: int, start: int, block_size: int) -> Tokens:

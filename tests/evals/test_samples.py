@@ -13,10 +13,9 @@ from transformers import AddedToken, AutoTokenizer
 
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
+from accel_gpt.errors import UserError
 from accel_gpt.evals.samples import (
-    check_prompts,
     continuation,
-    encodable_prompt,
     prompt_ids,
     sample,
     samples_due,
@@ -43,15 +42,12 @@ def test_each_token_follows_from_the_context_alone(preset: str) -> None:
         assert out[0, length] == expected
 
 
-def test_a_prompt_with_a_token_beyond_the_model_starts_a_document() -> None:
+def test_a_prompt_with_a_token_beyond_the_model_is_refused() -> None:
     """A tokenizer may have special tokens that the weights lack."""
-    said: list[str] = []
     prompt = "<|endoftext|>"  # token 256
-    check_prompts(SampleConfig(prompts=(prompt,)), BytesTokenizer(), 256, said.append)
-    (line,) = said
-    assert line.startswith(f"the prompt {prompt!r} has no tokens of the model")
-    assert encodable_prompt(prompt, BytesTokenizer(), 256) == ""
-    assert encodable_prompt(prompt, BytesTokenizer(), 257) == prompt
+    assert prompt_ids(prompt, BytesTokenizer(), 257) == [256]
+    with pytest.raises(UserError, match="has token 256"):
+        prompt_ids(prompt, BytesTokenizer(), 256)
 
 
 @pytest.mark.parametrize("prompt", ["<|endoftext|>hi", "a<|im_start|> b<|endoftext|>", "<|im_", ""])

@@ -108,7 +108,7 @@ def test_masked_targets_train_alike_on_two_processes(
     ("body", "said"),
     [
         ("return targets + 1", "targets() changed a target; return the targets, with -100"),
-        ("return targets[:, 1:]", "targets() returned Tensor of shape (1, 31); return the targets"),
+        ("return targets[:, 1:]", "targets() returned Tensor of shape (8, 31); return the targets"),
         ("return targets * 0 - 100", "has no token to predict"),
         (
             "return targets.masked_fill(tokens > tokens[:1, :1], -100)",

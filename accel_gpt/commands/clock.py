@@ -48,7 +48,7 @@ def set_up_unseen(
 ) -> Training:
     """Set up a run that is only measured, and prints nothing."""
     with (
-        Display(False, config.log.level) as display,
+        Display(False) as display,
         Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
     ):
         context = Context(config, plan, accelerator, log=display.log)
@@ -108,7 +108,7 @@ def discarded(config: Config, folder: str) -> Config:
         checkpoint=replace(
             config.checkpoint, resume="never", copy_to=None, async_save=False, last_retry=None
         ),
-        log=replace(config.log, trackers=(), dashboard=False, level="warning"),
+        log=replace(config.log, trackers=(), dashboard=False),
         hub=replace(config.hub, push="never"),
     )
 

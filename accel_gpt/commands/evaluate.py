@@ -218,8 +218,7 @@ def start_evaluation(config: Config, run: Path | None) -> Accelerator:
     with meeting_watchdog(config):
         state = join_same_ranks(replace(config, train=replace(train, reproducible=False)))
     done = on_main(lambda: read_done(config.out_dir, config.checkpoint.resume))
-    log = partial(print_line, config.log.level)
-    config = with_precision(replace(config, train=train), done, log)
+    config = with_precision(replace(config, train=train), done, print_line)
     on_cpu = state.device.type == "cpu"
     evaluated_in = EVALUATED_IN.get(requested_precision(config.train))
     if on_cpu and evaluated_in == "fp16":

@@ -402,10 +402,6 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
         "option for several trackers.",
         essential=True,
     )
-    level: Literal["info", "warning"] = option(
-        "info",
-        "warning: print only warnings and errors. Files and trackers still get all metrics.",
-    )
     dashboard: bool = option(
         False,
         "Run TensorBoard on this machine while training, and print its address.",

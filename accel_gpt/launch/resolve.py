@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def resolve(
     asked: Config,
     rehearse: Rehearse | None = None,
     initialize: Callable[[LanguageModel], None] = draw_weights,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = print_line,
     check_folder: Callable[[], None] = nothing_to_check,
 ) -> Context:
     """Join the ranks, start the device, and resolve `asked`; a collective.
@@ -106,7 +105,6 @@ def resolve(
     `UserError` if this machine cannot do what is asked for.
     """
     started = time.monotonic()
-    log = log or partial(print_line, asked.log.level)
     with Watchdog(asked.train.init_timeout, INIT_TIMEOUT, "has not started the device"):
         join_ranks(asked.train)
         done: Done = on_main(lambda: read_done(asked.out_dir, asked.checkpoint.resume))

@@ -41,7 +41,6 @@ from accel_gpt.training.display import Display, print_line
 class Launch:
     """Hold what a process of a run keeps from its start to its end."""
 
-    level: str  # log.level
     stop: StopSignal
     check_folder: Callable[[], None]
     """Raise `BusyError` on rank 0 if the run has lost its folder."""
@@ -52,13 +51,13 @@ class Launch:
         if self.display:
             self.display.log(text)
         else:
-            print_line(self.level, text)
+            print_line(text)
 
     @contextlib.contextmanager
     def showing(self, display: Display) -> Iterator[None]:
         """Print lines above `display` inside the block."""
         self.display = display
-        self.stop.announce = display.acknowledge
+        self.stop.announce = display.log
         try:
             yield
         finally:
@@ -90,7 +89,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
                 if is_main():
                     lock = held.enter_context(locked(folder))
             require_shared(folder)
-        yield Launch(config.log.level, stop, lock.check if lock else nothing_to_check)
+        yield Launch(stop, lock.check if lock else nothing_to_check)
 
 
 def join_same_ranks(config: Config) -> PartialState:

@@ -84,14 +84,9 @@ def show_cursor() -> None:
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
 
 
-def is_shown(level: str, text: str) -> bool:
-    """Return whether `log.level` allows a line."""
-    return level == "info" or text.startswith("WARNING")
-
-
-def print_line(level: str, text: str) -> None:
-    """Print a line on rank 0 if `log.level` allows it, before the run has its `Display`."""
-    if is_main() and is_shown(level, text):
+def print_line(text: str) -> None:
+    """Print a line on rank 0, before the run has its `Display`."""
+    if is_main():
         write_err(text)
 
 
@@ -185,13 +180,11 @@ class Progress:
 class Display:
     """A live panel on a terminal from the first record on, plain lines elsewhere.
 
-    Prints only on rank 0. With `log.level: warning`, prints only warnings.
+    Prints nothing unless it is `active`, as on rank 0.
     """
 
-    def __init__(self, active: bool, level: str) -> None:
+    def __init__(self, active: bool) -> None:
         self.active = active
-        self.level = level
-        self.verbose = active and level == "info"
         self.live: Live | None = None
         self.evaluation: Progress | None = None  # of the evaluation in progress
         self.metrics: dict[str, float] = {}
@@ -216,12 +209,7 @@ class Display:
             self.live = None
 
     def log(self, text: str) -> None:
-        """Print a line that stays."""
-        if is_shown(self.level, text):
-            self.acknowledge(text)
-
-    def acknowledge(self, text: str) -> None:
-        """Print a line at every `log.level`, above the panel if there is one."""
+        """Print a line that stays, above the panel if there is one."""
         if not self.active:
             return
         with contextlib.suppress(OSError, ValueError):  # a full disk, or the terminal is gone
@@ -245,7 +233,7 @@ class Display:
         loss = record.get("train/loss", math.nan)
         if math.isfinite(loss):
             self.losses.append(loss)
-        if self.live is None and self.verbose and can_draw():
+        if self.live is None and self.active and can_draw():
             self.live = LiveScreen(
                 get_renderable=self.panel,
                 console=Console(stderr=True),
@@ -266,7 +254,7 @@ class Display:
     def show_evaluation(self, done: int, total: int) -> None:
         """Print or draw that `done` of `total` batches of an evaluation were computed."""
         if self.evaluation is None:
-            as_lines = self.verbose and self.live is None
+            as_lines = self.active and self.live is None
             self.evaluation = Progress("evaluating", "batches", active=as_lines, bar=False)
         self.evaluation.update(done, total)
 

@@ -39,8 +39,7 @@ def open_display(context: Context) -> Iterator[Display]:
     """Open the display of a run, and TensorBoard if `log.dashboard` is set; close both at exit."""
     config = context.config
     is_main = context.accelerator.is_main_process
-    level = config.log.level
-    with Display(is_main, level) as display, contextlib.ExitStack() as stack:
+    with Display(is_main) as display, contextlib.ExitStack() as stack:
         if is_main and config.log.dashboard:
             folder = Path(config.out_dir) / "tensorboard"
             stack.enter_context(Dashboard(folder, display.log))

@@ -138,7 +138,7 @@ def test_a_skipped_first_step_leaves_no_state_to_a_fused_kernel(
 def test_numbers_of_numpy_are_stored_and_other_values_refused(
     small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = (*QUIET, "--log.level", "warning", "--checkpoint.every", "1")
+    options = (*QUIET, "--checkpoint.every", "1")
     options = (*options, "--train.max_steps", "4", "--code")
     of_numpy = "torch.optim.SGD(model.parameters(), lr=np.sqrt(0.01), momentum=0.9)"
     code = write(tmp_path, f"import numpy as np\n{returns(of_numpy)}")

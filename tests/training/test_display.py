@@ -13,7 +13,7 @@ from rich.console import Console
 
 from accel_gpt.training import display as displays
 from accel_gpt.training.display import Display, Progress
-from tests.conftest import QUIET, launch
+from tests.conftest import QUIET
 from tests.helpers.terminals import Terminal, in_python
 
 Arguments = Callable[..., list[str]]
@@ -22,8 +22,8 @@ LONG = ("--train.max_steps", "100000", "--checkpoint.every", "0", *QUIET)
 SHOWN, HIDDEN = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
 
 
-def make(active: bool = True, level: str = "info") -> Display:
-    return Display(active, level)
+def make(active: bool = True) -> Display:
+    return Display(active)
 
 
 def drawn(
@@ -77,23 +77,14 @@ def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines() == lines
 
 
-@pytest.mark.parametrize(("active", "text"), [(True, "WARNING: it is late\n"), (False, "")])
-def test_quiet_runs_print_warnings_and_other_ranks_nothing(
-    active: bool, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_other_ranks_print_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # still no panel
-    with make(active, "warning") as display:
+    with make(active=False) as display:
         display.show({"step": 4, "tokens": 400, "eval/val_loss": 2.0}, 20, 75.0)
         display.log("hello")
         display.log("WARNING: it is late")
-    assert capsys.readouterr().err == text
-
-
-def test_log_level_is_that_of_a_run(
-    small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    quiet = (*QUIET, "--train.max_steps", "3", "--log.level", "warning")
-    assert launch(small_run(*quiet)) == 0
     assert capsys.readouterr().err == ""
 
 

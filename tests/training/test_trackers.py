@@ -271,6 +271,6 @@ def test_after_two_kills_a_tracker_shows_each_step_once(
     asked = small_run(*steps, "--eval.every", "20", "--log.trackers", tracker)
     train_alone(asked, tmp_path, fault="step:140=kill", code=KILLED)
     train_alone(asked, tmp_path, fault="step:170=kill", code=KILLED, back=86_400)
-    train_alone([*asked, "--log.level", "warning"], tmp_path)
+    train_alone(asked, tmp_path)
     rows = READERS[tracker](tmp_path / "run")
     assert_shows(rows, tmp_path / "run", texts=tracker != "mlflow")

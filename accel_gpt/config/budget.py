@@ -131,7 +131,7 @@ def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
         run = with_intervals(config, steps, thin)
         return costs.total(run, steps) > seconds
 
-    most = max(math.floor(seconds / costs.step), 1)
+    most = math.floor(seconds / costs.step) + 1  # the quotient of two floats may be too small
     return 1 + bisect_left(range(2, most + 1), True, key=is_too_long)
 
 

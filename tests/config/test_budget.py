@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from accel_gpt.commands.resolve import load_config
@@ -51,6 +51,7 @@ COSTS = st.builds(
 
 
 @given(COSTS, st.floats(10, 20_000), st.integers(1, 50_000), st.integers(0, 3000))
+@example(Costs(step=3.6412560352385572), 36.412560352385572, 1, 0)  # ten steps; the quotient is 9
 def test_the_longest_run_within_the_budget(
     costs: Costs, seconds: float, every: int, warmup: int
 ) -> None:

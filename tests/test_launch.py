@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from accel_gpt.launcher import available_cores
 from tests.conftest import launch, thorough
+from tests.helpers.ports import free_port
 from tests.test_train import assert_same_weights, records, weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,15 +38,20 @@ def finish(command: list[str], cwd: Path, timeout: float = 120) -> str:
 
 
 @pytest.mark.slow
-def test_two_processes_reach_the_losses_of_one_and_one_goes_on(
+def test_two_nodes_reach_the_losses_of_one_process_and_one_goes_on(
     small_run: Arguments, tmp_path: Path
 ) -> None:
+    """Each node is a launcher of its own, with one process."""
     alike = ["--train.micro_batch_size", "2", "--log.batch_hash"]
     one, two = tmp_path / "one", tmp_path / "two"
     assert launch(small_run(*alike, "--out_dir", str(one))) == 0
-    pair = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    pair = [*ACCELERATE, "--config_file", str(ROOT / "configs/accelerate/multinode_ddp.yaml")]
+    pair += ["--num_processes", "2", "--mixed_precision", "no"]
+    pair += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     shared = small_run(*alike, "--out_dir", str(two))
-    shown = finish([*pair, TRAIN, *shared], tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        nodes = [[*pair, "--machine_rank", str(rank), TRAIN, *shared] for rank in range(2)]
+        shown = "".join(pool.map(lambda node: finish(node, tmp_path), nodes))
     assert "x 2 micro-steps x 2 processes" in shown
     assert shown.count("tokens per step") == 1  # only one process prints
     assert_close_records(one, two)

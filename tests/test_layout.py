@@ -134,6 +134,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
+@functools.cache
 def own_imports(node: ast.AST) -> set[str]:
     """Return the modules of the package that a node imports, including inside functions."""
     found = set()
@@ -149,6 +150,7 @@ def own_imports(node: ast.AST) -> set[str]:
     return found - {"accel_gpt"}
 
 
+@functools.cache
 def as_module(path: Path) -> ast.Module:
     """Return the statements of a file that run when it is imported: not what a script runs."""
     body = [node for node in tree(path).body if ast.unparse(node)[:21] != "if __name__ == '__mai"]

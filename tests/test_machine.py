@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ def few_files() -> Iterator[int]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
     yield 200
-    gc.collect()
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 

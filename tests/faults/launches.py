@@ -157,15 +157,6 @@ class Launched:
                 stdout=shown, stderr=shown, start_new_session=True,
             )  # fmt: skip
 
-    def workers(self) -> list[int]:
-        """Return the started trainers by rank."""
-        found = {
-            environment["RANK"]: pid
-            for pid, environment in marked(self.mark).items()
-            if pid != self.process.pid and "RANK" in environment
-        }
-        return [found[rank] for rank in sorted(found)]
-
     def wait(self, seconds: float = 90) -> int:
         """Wait until all its processes have ended; return the launcher's exit code."""
         try:

@@ -1,19 +1,17 @@
 """Access tokens of the environment reach no file, log, upload or command line."""
 
-import glob
-import os
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accel_gpt import cli
 from accel_gpt.console import printable
+from accel_gpt.publish import uploader
 from tests.conftest import launch, run_here
-from tests.helpers.hub_server import HubServer, environment
+from tests.helpers.hub_server import HubServer, point_at
 
 Arguments = Callable[..., list[str]]
 REPO = "tester/tiny"
@@ -23,57 +21,47 @@ SHORT = ["--train.max_steps", "2", "--eval.every", "0", "--sample.every", "0"]
 SHORT += ["--schedule.warmup_steps", "0"]
 
 
-def holding(folder: Path, *secrets: str) -> list[Path]:
-    """Return the files that hold any of the secrets."""
+def holding(folder: Path, secret: str) -> list[Path]:
+    """Return the files that hold the secret."""
     found = (path for path in folder.rglob("*") if path.is_file())
-    return [p for p in found if any(secret.encode() in p.read_bytes() for secret in secrets)]
+    return [path for path in found if secret.encode() in path.read_bytes()]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
-    small_run: Arguments, tmp_path: Path
+    small_run: Arguments,
+    uploads_here: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    root = Path(__file__).resolve().parents[2]
-    asked = small_run(*SHORT, "--hub.repo_id", REPO, "--hub.push", "every_checkpoint")
-    asked += ["--checkpoint.every", "1"]
-    command = [sys.executable, str(root / "accel_gpt" / "train.py"), *asked]
-    shown: list[str] = []
-    over = threading.Event()
+    """The first upload is refused, and the checkpoint after it is uploaded."""
+    words: list[str] = []
+    start = uploader.launch_child
 
-    def watch() -> None:
-        """Poll the command lines of all processes."""
-        while not over.wait(0.1):
-            for place in glob.glob("/proc/[0-9]*/cmdline"):
-                try:
-                    words = Path(place).read_bytes().decode(errors="replace")
-                except OSError:
-                    continue
-                shown.append(words) if "accel_gpt" in words and str(tmp_path) in words else None
+    def launch_child(argv: Sequence[str], **options: Any) -> Any:
+        words.extend(argv)
+        return start(argv, **options)
 
+    monkeypatch.setattr(uploader, "launch_child", launch_child)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
     with HubServer() as hub:
         hub.token = TOKEN
         hub.fail_next(401, 1, "/commit/")
-        seen = {**os.environ, **environment(hub, tmp_path / "home"), "WANDB_API_KEY": KEY}
-        watching = threading.Thread(target=watch, daemon=True)
-        watching.start()
-        done = subprocess.run(  # the first upload is refused, and the next checkpoint uploaded
-            command, cwd=tmp_path, env=seen, capture_output=True, text=True, check=False
-        )
-        over.set()
-        watching.join()
-        told = done.stdout + done.stderr
+        point_at(monkeypatch, hub, tmp_path / "home")
+        asked = small_run(*SHORT, "--hub.repo_id", REPO, "--hub.push", "every_checkpoint")
+        assert launch([*asked, "--checkpoint.every", "1"]) == 0
+        told = "".join(capfd.readouterr())
         assert "the Hub answered with status 401" in told
         assert hub.tags(REPO).keys() == {"step-2"}, told
-        for name, content in hub.files(REPO).items():
-            assert TOKEN.encode() not in content, name
-            assert KEY.encode() not in content, name
-    assert TOKEN not in told
-    assert KEY not in told
-    assert not holding(tmp_path / "run", TOKEN, KEY)
-    assert not holding(tmp_path / "home", TOKEN, KEY)
-    uploads = [words for words in shown if "\0push\0" in words]
-    assert uploads, "the upload was seen"
-    assert not any(TOKEN in words or KEY in words for words in shown)
+        uploaded = b"".join(hub.files(REPO).values())
+    assert "push" in words
+    for secret in (TOKEN, KEY):
+        assert secret.encode() not in uploaded
+        assert secret not in told + " ".join(words)
+        assert not holding(tmp_path / "run", secret)
+        assert not holding(tmp_path / "home", secret)
 
 
 def test_a_terminal_obeys_no_text_of_a_model(

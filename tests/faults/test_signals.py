@@ -1,11 +1,7 @@
 """Signals, dead launchers, hangs and the wall clock, with real processes at random moments."""
 
-import contextlib
 import json
-import os
 import random
-import re
-import shutil
 import signal
 import socket
 import sys
@@ -35,7 +31,6 @@ STEPS = 40
 # without a launcher, a rank that waits for a new group learns from a timeout that the other is gone
 PATIENCE = ["--train.step_timeout", "15s", "--train.init_timeout", "30s"]
 DIRECT = 100 * THOROUGH or 4  # signals of all kinds to two processes
-LAUNCHES = 20 * THOROUGH or 1  # and to each launcher
 
 
 @pytest.fixture(scope="module")
@@ -130,44 +125,6 @@ def test_signal_in_the_middle_of_a_save(
     assert_same_run(tmp_path / "run", whole)
 
 
-def test_a_launcher_gets_signals_at_random_moments(
-    whole: Path, argv: list[str], tmp_path: Path
-) -> None:
-    number = signal.SIGINT
-    draw = random.Random(7)
-    run = tmp_path / "run"
-    for _ in range(LAUNCHES):
-        if finished(run):
-            assert_same_run(run, whole)
-            run = run.with_name(run.name + "_")
-        launch = Launched(TWO, tmp_path, [*argv, *PATIENCE, "--out_dir", str(run)])
-        if draw.random() < 0.8:  # else while it starts
-            until_steps_change(run)
-        time.sleep(draw.uniform(0, 2))
-        to = draw.choice(["launcher", "launcher", "first", "second", "all"])
-        if to != "launcher":
-            until(
-                lambda begun=launch: len(begun.workers()) == 2 or begun.process.poll() is not None
-            )
-        workers = launch.workers()
-        chosen = {"first": workers[:1], "second": workers[1:]}.get(
-            to, workers if to == "all" else []
-        )
-        for pid in [*chosen, *[launch.process.pid] * (to in ("launcher", "all"))]:
-            with contextlib.suppress(ProcessLookupError):  # the process has just ended
-                os.kill(pid, number)
-        before = steps_told(run)
-        code = launch.wait()  # no process is left
-        shown = launch.shown()
-        saved = "saved at step" in shown
-        tell(number, to, f"step {before} to {steps_told(run)}", code, saved)
-        assert "[rank" not in shown  # no traceback of ours
-        if saved and "exitcode" in shown:
-            assert "exitcode  : 75" in shown
-    assert Launched(TWO, tmp_path, [*argv, "--out_dir", str(run)]).wait() == 0
-    assert_same_run(run, whole)
-
-
 @pytest.mark.parametrize(
     ("launcher", "number", "code"),
     [
@@ -241,29 +198,6 @@ def test_a_signal_ends_a_command_that_waits_for_another_process(
     launch.send(signal.SIGTERM, 0)
     assert launch.wait() == [128 + signal.SIGTERM]
     assert launch.shown().splitlines()[-1] == "SIGTERM: stopped"
-
-
-def test_an_evaluation_does_not_wait_forever(server: Server, whole: Path, tmp_path: Path) -> None:
-    """For a process that does not come."""
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    config = run / "config.yaml"
-    config.write_text(re.sub(r"init_timeout: \w+", "init_timeout: 3s", config.read_text()))
-    launch = first_of_two(server, tmp_path, ["evaluate", str(run)])
-    assert launch.wait() == [70]
-    assert "has not met the others at 127.0.0.1:" in launch.shown()
-
-
-def test_a_pause_of_all_processes_is_no_hang(
-    server: Server, whole: Path, argv: list[str], tmp_path: Path
-) -> None:
-    launch = Direct(server, tmp_path, [*argv, "--train.step_timeout", "4s"])
-    until(lambda: steps_told(tmp_path / "run") >= 4)
-    launch.send(signal.SIGSTOP, 0, 1)
-    time.sleep(8)
-    launch.send(signal.SIGCONT, 1, 0)
-    assert launch.wait() == [0, 0], launch.shown(0) + launch.shown(1)
-    assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize(
@@ -343,23 +277,9 @@ def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
     assert saving.count("file.synced") == len(manifest["files"])
 
 
-def test_time_limit(server: Server, whole: Path, argv: list[str], tmp_path: Path) -> None:
-    """The run stops at its limit repeatedly, and ends with the same result."""
-    slow = {rank: {"ACCEL_GPT_FAULT": "file.written:1=sleep"} for rank in (0, 1)}
+def test_a_time_limit_ends_all_processes(server: Server, argv: list[str], tmp_path: Path) -> None:
     endless = ["--train.max_steps", "100000", "--schedule.name", "constant"]
-    limited = [*argv, *endless, "--train.time_limit", "5s"]
-    limited += ["--out_dir", str(tmp_path / "long")]
-    launch = Direct(server, tmp_path, limited, environment=slow)
+    launch = Direct(server, tmp_path, [*argv, *endless, "--train.time_limit", "5s"])
     assert launch.wait() == [75, 75]
     assert "train.time_limit: saved at step" in launch.shown()
-    assert steps_told(tmp_path / "long") > 0
-    codes, launches = [75, 75], 0
-    while codes == [75, 75]:  # the limit is shorter than the start: one step each time
-        done = steps_told(tmp_path / "run")
-        options = ["--train.time_limit", "0.5s" if launches < 3 else "1h"]
-        codes = Direct(server, tmp_path, [*argv, *options]).wait()
-        assert steps_told(tmp_path / "run") > done
-        launches += 1
-    assert codes == [0, 0]
-    assert launches == 4
-    assert_same_run(tmp_path / "run", whole)
+    assert steps_told(tmp_path / "run") > 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,27 +75,31 @@ class Slurm:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def requeued(self) -> int:
-        """Return how often the job was requeued."""
+    def requeued(self) -> list[str]:
+        """Return the jobs that were queued again."""
         said = self.stubs / "said"
-        return said.read_text().count("requeue ") if said.exists() else 0
+        return re.findall("requeue (.*)", said.read_text()) if said.exists() else []
 
 
-def test_job_is_queued_again_until_the_run_is_done(prepared: Path, tmp_path: Path) -> None:
+def test_a_task_of_an_array_alone_is_queued_again_until_its_run_is_done(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """The last task of an array has the id of the whole array."""
     slurm, path = Slurm(tmp_path), str(config(tmp_path, prepared / "corpus", steps=60))
-    job = slurm.submit(path)
+    task = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    job = slurm.submit(path, **task)
     until(lambda: steps_told(tmp_path / "run") > 5, 120)
     for rank in (0, 1):
         os.kill(int((slurm.stubs / f"pid_{rank}").read_text()), signal.SIGUSR1)
     shown, _ = job.communicate(timeout=60)
     assert "SIGUSR1: saved at step" in shown
     assert job.returncode == 75
-    assert slurm.requeued() == 1
-    job = slurm.submit(path)
+    assert slurm.requeued() == ["7_2"]
+    job = slurm.submit(path, **task)
     shown, _ = job.communicate(timeout=120)
     assert "resuming" in shown
     assert job.returncode == 0, shown
-    assert slurm.requeued() == 1
+    assert slurm.requeued() == ["7_2"]
     assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 61))
 
 
@@ -104,7 +109,7 @@ def test_job_with_a_mistake_is_not_queued_again(prepared: Path, tmp_path: Path) 
     shown, _ = job.communicate(timeout=120)
     assert job.returncode == 2
     assert "error: train.time_limit is 'soon'; write a time above 0 and at most 1000d" in shown
-    assert slurm.requeued() == 0
+    assert slurm.requeued() == []
 
 
 DUMP = """

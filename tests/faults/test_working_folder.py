@@ -4,21 +4,15 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from accel_gpt.children import launch_child
-from accel_gpt.commands.options import COMMANDS
-from tests.conftest import thorough
-from tests.helpers.hub_server import HubServer, environment
 from tests.test_launch import PLAIN, TRAIN
 
 PROGRAMS = Path(sys.executable).parent
 OURS = str(PROGRAMS / "accel-gpt")
-ACCELERATE = [str(PROGRAMS / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
-ACCELERATE += ["--main_process_port", "0", "--no_python"]
 TORCHRUN = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node", "2"]
 CONFIG = """
 data: {text: ., prepare: {tokenizer: bytes}}
@@ -29,29 +23,12 @@ sample: {every: 0}
 log: {trackers: [tensorboard], dashboard: true}
 """
 IN_PYTHON = "import accel_gpt; accel_gpt.run('../c.yaml', {'out_dir': '../python'}, processes=2)"
-# the command line, started in a folder of text and in the folder of a run
+# commands that start children, or that a launcher starts, in a folder of text
 STARTED = {
     "train": [OURS, "train", "../c.yaml", "--out_dir", "../a", "--checkpoint.copy_to", "../b"],
-    "prepare": [OURS, "prepare", ".", "--tokenizer", "bytes", "--out", "../data"],
-    "sample": [OURS, "sample", "../run", "--max_new_tokens", "2"],
-    "evaluate": [OURS, "evaluate", "../run"],
-    "export": [OURS, "export", "../run", "--to", "../exported"],
-    "push": [OURS, "push", "../run", "--repo", "user/model"],
-    "inspect": [OURS, "inspect", "../run"],
-    "plan": [OURS, "plan", "../c.yaml"],
-    "sweep": [OURS, "sweep", "../c.yaml", "--optim.lr", "1e-3,2e-3", "--out_dir", "../sweep"],
-    "bench": [OURS, "bench", "../c.yaml", "--steps", "2"],
-    "report": [OURS, "report", "../run", "--out", "../report.html"],
-    "verify-resume": [OURS, "verify-resume", "../c.yaml", "--steps", "3", "--kills", "1"],
     "python": [sys.executable, "-P", "-c", IN_PYTHON],
-    "python -m": [sys.executable, "-P", "-m", "accel_gpt", "evaluate", "../run"],
-    "accelerate": [*ACCELERATE, OURS, "evaluate", "../run"],
     "torchrun": [*TORCHRUN, TRAIN, "../c.yaml", "--out_dir", "../torchrun"],
-}  # fmt: skip
-
-
-# those that start children, or that a launcher starts
-ALWAYS = ("train", "sweep", "python", "torchrun")
+}
 
 
 def plant(folder: Path) -> Path:
@@ -89,45 +66,19 @@ def test_a_child_imports_nothing_from_the_working_folder(
     assert mark.exists()
 
 
-@pytest.fixture(scope="module")
-def home(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the text to train on, and a run, whose folders hold planted modules."""
-    folder = tmp_path_factory.mktemp("home")
-    (folder / "c.yaml").write_text(CONFIG)
-    (folder / "text").mkdir()
-    shutil.copy(prepared / "text.txt", folder / "text")
-    quiet = ["--log.dashboard", "false", "--out_dir", "../run"]
-    command = [OURS, "train", "../c.yaml", *quiet]
-    subprocess.run(command, cwd=folder / "text", check=True, capture_output=True)
-    plant(folder / "text")
-    plant(folder / "run")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in ALWAYS else [thorough]) for name in STARTED],
-)
+@pytest.mark.parametrize("name", STARTED)
 def test_a_command_executes_no_file_of_the_working_folder(
-    name: str, home: Path, hub: HubServer, tmp_path: Path
+    name: str, prepared: Path, tmp_path: Path
 ) -> None:
-    where = home / ("run" if "../run" in STARTED[name] else "text")
-    executed = home / "executed"
-    executed.unlink(missing_ok=True)
-    variables = {**PLAIN, **environment(hub, tmp_path), "ACCELERATE_USE_CPU": "true"}
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    shutil.copy(prepared / "text.txt", folder)
+    mark = plant(folder)
+    variables = {**PLAIN, "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
-        STARTED[name], cwd=where, env=variables, capture_output=True, text=True, check=False
+        STARTED[name], cwd=folder, env=variables, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert not executed.exists(), executed.read_text()
-
-
-def test_each_command_is_started_in_such_a_folder() -> None:
-    assert COMMANDS.keys() <= STARTED.keys()
+    assert not mark.exists(), mark.read_text()

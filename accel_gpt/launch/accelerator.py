@@ -3,7 +3,6 @@
 The accelerate config sets the engine: one process, DDP, FSDP version 2 or HSDP.
 """
 
-import atexit
 import gc
 import logging
 import sys
@@ -165,24 +164,9 @@ def build_model(
         gpt.materialize(accelerator.device)
         wrapped.optimizer = build_optimizer(gpt, config)
     check_parameters(gpt, wrapped)
-    freeze_objects()
-    return gpt, model, wrapped
-
-
-def freeze_objects() -> None:
-    """Keep the present objects out of later garbage collections, since they live to the end."""
     gc.collect()
-    gc.freeze()
-    atexit.register(release_triton)
-
-
-def release_triton() -> None:
-    """Let Python collect the frozen objects at exit, which takes 0.5 s, if Triton is loaded.
-
-    Triton 3.9, which comes with torch 2.15, lists objects that outlive Python as leaks on stderr.
-    """
-    if sys.modules.get("triton") is not None:
-        gc.unfreeze()
+    gc.freeze()  # what is there now lives to the end: later collections need not look at it
+    return gpt, model, wrapped
 
 
 def compute_as_replicas(gpt: LanguageModel, device_type: str) -> None:

@@ -10,10 +10,6 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 
 
-def nothing_to_check() -> None:
-    """Do nothing: the `FolderLock.check` of ranks that hold no lock."""
-
-
 @dataclass
 class Context:
     """What is done, on which device, and where lines are printed. See `resolve`.
@@ -26,7 +22,7 @@ class Context:
     accelerator: Accelerator
     log: Callable[[str], None]
     """Print a line on rank 0."""
-    check_folder: Callable[[], None] = nothing_to_check
+    check_folder: Callable[[], None] = lambda: None
     """Raise `BusyError` on rank 0 if the run has lost its folder."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys whose values were resolved -> the values that were asked for."""

@@ -32,7 +32,7 @@ from accel_gpt.hub import newest_commit
 from accel_gpt.launch.accelerator import make_accelerator
 from accel_gpt.launch.auto_batch import choose_micro_batch_size
 from accel_gpt.launch.compile import check_compile, choose_compile
-from accel_gpt.launch.context import Context, nothing_to_check
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.precision import choose_precision
 from accel_gpt.launch.process import join_ranks
 from accel_gpt.launch.ranks import all_gather, on_main
@@ -96,7 +96,7 @@ def resolve(
     rehearse: Rehearse | None = None,
     initialize: Callable[[LanguageModel], None] = draw_weights,
     log: Callable[[str], None] = print_line,
-    check_folder: Callable[[], None] = nothing_to_check,
+    check_folder: Callable[[], None] = lambda: None,
 ) -> Context:
     """Join the ranks, start the device, and resolve `asked`; a collective.
 

@@ -5,7 +5,6 @@ Writes the lock file into the folder of the run, and copies a shipped config int
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.launch.context import Context, nothing_to_check
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import commit, package_versions, rank_identity
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.process import join_ranks, make_host_group
@@ -72,13 +71,12 @@ def open_launch(config: Config) -> Iterator[Launch]:
     is found without the ranks, and if the ranks do not share the folder.
     """
     die_with_launcher()
-    started = time.monotonic()
     make_plan(config, world_size())  # raises
     check_trackers(config.log.trackers)
     lock: FolderLock | None = None  # on rank 0
     folder = Path(config.out_dir)
     with (
-        contextlib.closing(StopSignal(started=started, starting=True)) as stop,
+        contextlib.closing(StopSignal(starting=True)) as stop,
         explain_lost_rank(world_size()),
         contextlib.ExitStack() as held,
     ):
@@ -89,7 +87,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
                 if is_main():
                     lock = held.enter_context(locked(folder))
             require_shared(folder)
-        yield Launch(stop, lock.check if lock else nothing_to_check)
+        yield Launch(stop, lock.check if lock else lambda: None)
 
 
 def join_same_ranks(config: Config) -> PartialState:

@@ -147,26 +147,19 @@ class StopSignal:
     The death of the launcher counts as SIGTERM. It never counts as a second signal, since the
     launcher may have sent a signal before it died.
 
-    `time_limit`: seconds from `started`, a value of `time.monotonic`. `starting`: there is nothing
-    to save yet, so the first signal ends the process.
+    While `starting`, there is nothing to save yet, so the first signal ends the process.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        time_limit: float | None = None,
-        started: float | None = None,
-        starting: bool = False,
-    ) -> None:
+    def __init__(self, starting: bool = False) -> None:
         self.starting = starting
         self.announce: Callable[[str], None] | None = None  # prints a line, on rank 0
         self.announced = False
         self.received: str | None = None
         self.first: float | None = None  # time of the first signal
         self.saved = False  # the last checkpoint is on disk
-        self.group = group  # the gloo group; None: one process
-        self.time_limit = time_limit
-        self.started = time.monotonic() if started is None else started
+        self.group: dist.ProcessGroup | None = None  # the gloo group; None: one process
+        self.time_limit: float | None = None  # seconds from `started`
+        self.started = time.monotonic()
         self.last_check: float | None = None
         self.longest = 0.0  # seconds between two checks: a step, or a batch of an evaluation
         self.launched = stops_with_parent()

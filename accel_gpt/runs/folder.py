@@ -144,33 +144,25 @@ class RunFolder:
 
     def sample_texts(self, step: int) -> list[str]:
         """Read the sampled texts of a step in `samples`."""
-        text = self.samples[step].read_bytes().decode(errors="replace").removesuffix("\n")
-        texts: list[str] = []
-        for part in re.split(r"^(?=--- sample \d+$)", text, flags=re.MULTILINE):
-            head, _, body = part.partition("\n")
-            if head == f"--- sample {len(texts) + 1}":
-                if texts:  # two newlines separate the samples
-                    texts[-1] = texts[-1].removesuffix("\n").removesuffix("\n")
-                texts.append(body)
-            elif texts:  # a line of the text itself
-                texts[-1] += part
-        return texts
+        text = self.samples[step].read_bytes().decode(errors="replace")
+        _, *texts = re.split(r"^--- sample \d+\n", f"{text}\n", flags=re.MULTILINE)
+        return [text.removesuffix("\n\n") for text in texts]
 
     @property
     def best(self) -> str:
         """Read the file `best`: a step, unless a user edited it. Returns "" if it is missing."""
-        try:
-            return (self.path / "best").read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
-            return ""
+        return self.word("best")
 
     @property
     def stored_name(self) -> str:
         """Read the name of the run, see `run_name`; "" if it has none yet."""
-        try:
-            return (self.path / RUN_NAME).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
-            return ""
+        return self.word(RUN_NAME)
+
+    def word(self, name: str) -> str:
+        """Read a file that holds one word; "" if it is missing."""
+        with contextlib.suppress(OSError):
+            return (self.path / name).read_text(encoding="utf-8", errors="replace").strip()
+        return ""
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -263,10 +255,7 @@ def number(value: object) -> float:
     """Return a JSON number as a float; `nan` for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
+    return float(value)
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:

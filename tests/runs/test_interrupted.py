@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from accel_gpt import train
-from accel_gpt.data.altered import FILE_TIMES
 from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
 from accel_gpt.evals import validation
@@ -161,46 +158,6 @@ def test_a_signal_is_acknowledged_at_once(
     shown.append(capsys.readouterr().err)
     assert "".join(shown).count("SIGINT: saving") == 1
     assert "SIGINT: saved at step 3 " in "".join(shown)
-
-
-STARTS = """
-import ctypes, sys
-from accel_gpt import train
-from accel_gpt.commands import train as command
-from accel_gpt.console import run_main
-
-def wait(*_):
-    print("now", flush=True)
-    while True:
-        ctypes.CDLL(None).usleep(900_000)  # as native code, which runs no handler of Python
-
-train.{name} = wait
-sys.exit(run_main(command.main, sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "number"), [("open_corpus", signal.SIGTERM), ("restore", signal.SIGINT)]
-)
-def test_a_signal_before_the_first_step_leaves_what_there_is(
-    name: str, number: signal.Signals, small_run: Arguments, trained: Trained, tmp_path: Path
-) -> None:
-    if name == "restore":
-        trained()
-    before = {path: path.read_bytes() for path in tmp_path.rglob("run/**/*") if path.is_file()}
-    before.pop(tmp_path / "run" / FILE_TIMES, None)  # the data were copied, with new times
-    command = [sys.executable, "-c", STARTS.format(name=name), *small_run()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout
-        assert process.stdout.readline() == b"now\n"
-        process.send_signal(number)
-        _, shown = process.communicate(timeout=60)
-    assert process.returncode == 75, shown.decode()
-    text = f"{number.name}: stopped before the first step\n"
-    assert shown.decode().endswith(text)
-    assert {path: path.read_bytes() for path in before} == before
-    assert launch(small_run()) == 0
 
 
 def test_the_clock_of_a_run_counts_the_evaluation_after_a_save(

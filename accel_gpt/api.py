@@ -174,19 +174,16 @@ def run_command(
             stderr=stderr,
         ) as child:
             printed = child.stderr or child.stdout
-            reader = threading.Thread(target=copy_lines, args=(printed,), daemon=True)
+            # writes the lines as they come
+            reader = threading.Thread(
+                target=sys.stderr.writelines, args=(printed or (),), daemon=True
+            )
             reader.start()
             code = wait_for(child, forward=processes == 1)
             reader.join(LAST_LINES_SECONDS)
         if code in (0, PREEMPTED):
             return code
         raise error_of_child(arguments[0], code, report)
-
-
-def copy_lines(printed: IO[str] | None) -> None:
-    """Write the lines of a child to the standard error of this process as they come."""
-    for line in printed or ():
-        sys.stderr.write(line)
 
 
 def wait_for(child: subprocess.Popen[str], forward: bool) -> int:

@@ -79,13 +79,11 @@ def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def __init__(self, argv: Sequence[str], module: str, **_: Any) -> None:
             codes.append(run_here(upload.main, argv))
 
-        def wait(self, _seconds: float = 0.0) -> int:
+        def wait(self) -> int:
             return codes[-1]
 
-        def terminate(self) -> None:
+        def kill(self) -> None:
             """Do nothing: the upload is complete."""
-
-        kill = terminate
 
     monkeypatch.setattr(uploader, "launch_child", Child)
     return codes

@@ -190,11 +190,10 @@ class Copies:
         if (before.out_dir, before.host) != (owner.out_dir, owner.host):
             self.require_no_newer_copy()
         try:
-            self.store.claim(owner)
-        except AccelGPTError:
-            raise
-        except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-            self.log(f"WARNING: checkpoint.copy_to {self.url} cannot be written: {one_line(error)}")
+            with explained(f"checkpoint.copy_to {self.url} cannot be written"):
+                self.store.claim(owner)
+        except UserError as error:
+            self.log(f"WARNING: {error}")
         self.replaced = {}
         return owner
 

@@ -10,7 +10,6 @@ A failed upload never ends a run. It is logged once, and retried with the next c
 end. The next launch uploads the newest checkpoint if a target lacks it.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -33,7 +32,6 @@ from accel_gpt.publish.copies import Copies
 from accel_gpt.runs.folder import RunFolder
 
 PREEMPTED_SECONDS = 60.0  # for a copy if the machine is about to be taken away; assumption
-STOP_SECONDS = 10.0  # for a child to clean up after SIGTERM
 
 
 @dataclass(eq=False)  # a run that goes back trains a step again
@@ -124,7 +122,7 @@ class Uploader:
         self.ending = True
         running = self.running  # the thread may set it to None
         if self.preempted and running and running[0].kind == "push":
-            running[1].terminate()
+            running[1].kill()
         due = self.due()
         if due:
             labels = " and ".join(target.label for target in due)
@@ -149,16 +147,12 @@ class Uploader:
         return cut_short and bool(left)
 
     def close(self) -> None:
-        """Stop the upload in progress; the next launch starts it again."""
+        """Kill the upload in progress, which leaves no half copy; the next launch makes it."""
         self.stopped = True
         self.thread.shutdown(wait=False, cancel_futures=True)
         running = self.running  # the thread may set it to None
         if running:
-            _, child = running
-            child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(STOP_SECONDS)
-            child.kill()  # unless it has ended
+            running[1].kill()
         self.thread.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -225,7 +219,7 @@ class Uploader:
             )
             self.running = target, child
             if not self.is_wanted(target):  # while the child started
-                child.terminate()
+                child.kill()
             code = child.wait()
             self.running = None
             output.seek(0)

@@ -56,7 +56,9 @@ def convert_to_qwen3(model: GPT, tokens: Tensor) -> GPT:
     weights = {
         **model.state_dict(),
         "head.weight": model.head.weight,
-        "wte.weight": normalized_rows(model.wte.weight, config.norm_eps),
+        "wte.weight": F.rms_norm(  # the norm of the embeddings, which has no weights
+            model.wte.weight.double(), (config.n_embd,), eps=config.norm_eps
+        ).float(),
         "norm_f.weight": torch.ones(config.n_embd),
     }
     for i in range(config.n_layer):
@@ -78,8 +80,3 @@ def convert_to_qwen3(model: GPT, tokens: Tensor) -> GPT:
             "nothing was exported"
         )
     return converted
-
-
-def normalized_rows(table: Tensor, eps: float) -> Tensor:
-    """Apply the norm of the embeddings, which has no weights, to each row of the table (V', C)."""
-    return F.rms_norm(table.double(), table.shape[1:], eps=eps).float()

@@ -131,7 +131,9 @@ def write_model(
     if as_qwen3:
         model = convert_to_qwen3(model, tokens)
     preset = exportable_preset(model)
-    round_weights(model, EXPORT_DTYPES[dtype])
+    with torch.no_grad():
+        for weight in model.parameters():  # and not the rotary table
+            weight.copy_(weight.to(EXPORT_DTYPES[dtype]))
     reference["logits"] = compute_logits(model, tokens)
     require(
         bool(reference["logits"].isfinite().all()),
@@ -190,13 +192,6 @@ def write_settings(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file as transformers writes its configs."""
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     write_file(path, [text.encode()])
-
-
-@torch.no_grad()
-def round_weights(model: GPT, dtype: torch.dtype) -> None:
-    """Round the weights, but not the rotary table, to the values in the exported file."""
-    for weight in model.parameters():
-        weight.copy_(weight.to(dtype))
 
 
 # --------------------------------------------------------------------------- proof

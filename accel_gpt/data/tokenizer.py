@@ -4,7 +4,6 @@ Reads any tokenizer.json in Hugging Face's format, with tokenizer_config.json an
 in the same folder. Writes a tokenizer.json that `tokenizers` and transformers can open.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_gpt.console import write_err
 from accel_gpt.data import tokenizer_json
 from accel_gpt.data.shards import Split, token_dtype
 from accel_gpt.data.tokenizer_json import (
@@ -27,11 +25,11 @@ from accel_gpt.data.tokenizer_json import (
     FILE,
     HUB_FILES,
     PATTERN,
-    spelling,
 )
-from accel_gpt.errors import AccelGPTError, DataError, UserError, one_line
+from accel_gpt.errors import AccelGPTError, DataError, UserError, one_line, require
 from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo, is_repo
+from accel_gpt.json_files import read_json_object
 
 Ids = NDArray[Any]
 
@@ -40,7 +38,6 @@ Ids = NDArray[Any]
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 # GPT-2's files, with the SHA-256 of each (tiktoken_ext/openai_public.py)
-GPT2_REPO = "openai-community/gpt2"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_FILES = MappingProxyType(
     {
@@ -159,8 +156,8 @@ class Tokenizer(ABC):
         transformers then equal our `encode_prompt(text)`, `decode(ids)` and `eot_id`, with one
         exception. A character that a chars tokenizer does not know raises "WordLevel error: Missing
         [UNK] token from the vocabulary", where ours raises `UserError`. `block_size`: tokens, for
-        model_max_length; None: as the tokenizer came. `vocab_size`: rows of the model, for
-        `leave_out_other_tokens`; None: no token is left out.
+        model_max_length; None: as the tokenizer came. `vocab_size`: rows of the model; None: as
+        many as the tokenizer has tokens.
         """
         settings = written_config(self, block_size, vocab_size)
         config = json.dumps(settings, ensure_ascii=False, indent=2)
@@ -334,9 +331,7 @@ class HFTokenizer(Tokenizer):
         except Exception as error:  # tokenizers raises no class of its own
             beginning = f" that begins with {texts[0][:40]!r}" if len(texts) == 1 else ""
             raise DataError(
-                f"the tokenizer of {self.where} cannot encode the text{beginning} ({error}); if it "
-                "has no token for a character, use one with a token for each byte: bpe, bytes or "
-                "gpt2"
+                f"the tokenizer of {self.where} cannot encode the text{beginning}: {error}"
             ) from None
         dtype = token_dtype(self.vocab_size)
         return [np.array(one.ids, dtype) for one in found]
@@ -432,16 +427,8 @@ def named_tokenizer(
 
 
 def load_gpt2() -> Tokenizer:
-    """Load the GPT-2 tokenizer from the Hub's cache, tiktoken's cache or the network."""
-    from huggingface_hub import try_to_load_from_cache
+    """Load the GPT-2 tokenizer from tiktoken's cache or the network."""
     from tiktoken import load
-
-    cached = try_to_load_from_cache(GPT2_REPO, FILE)
-    if isinstance(cached, str):
-        with contextlib.suppress(AccelGPTError):
-            found = load_tokenizer(cached)
-            if found.kind == "gpt2":
-                return found
 
     try:
         vocabulary, merges = (
@@ -471,10 +458,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     token. Raises `UserError` if there is no tokenizer, `DataError` if it cannot be read.
     """
     where = Path(path) / FILE if Path(path).is_dir() else Path(path)
-    content = tokenizer_json.read_file(where)
+    require(where.exists(), f"there is no tokenizer at {where}; expected a {FILE}")
+    content = read_json_object(where, DataError)
     config = tokenizer_json.read_config(where)
     kind = "hf"
-    if spelling(config.get("eos_token")) in (None, "", EOT):
+    if config.get("eos_token", "") in ("", EOT):
         kind = tokenizer_json.kind_of(content)
     tokenizer: Tokenizer
     if kind == "bytes":
@@ -500,53 +488,30 @@ def written_config(
     """Return the content of tokenizer_config.json.
 
     It holds the settings that the tokenizer came with, and ours. The token that ends a document in
-    the training data also begins the next one, as in GPT-2; a text gets neither by default.
+    the training data also begins the next one, as in GPT-2; a text gets neither by default. A token
+    that tokenizer.json does not add is left out: transformers would add it beyond the `vocab_size`
+    rows of the model, or cut a text at an ordinary token, which training did not.
     """
+    content = json.loads(tokenizer.file_text)
+    added = {
+        token["content"]
+        for token in content.get("added_tokens", ())
+        if vocab_size is None or token["id"] < vocab_size
+    }
     config = {"tokenizer_class": TOKENIZER_CLASS, **tokenizer.config}
-    for key, value in config.items():  # transformers 5 takes a string, or an object with its type
-        if isinstance(value, dict) and "content" in value and "__type" not in value:
-            config[key] = value["content"]
-    if vocab_size is not None:
-        config = leave_out_other_tokens(config, tokenizer, vocab_size)
+    for key in ("pad_token", "unk_token"):
+        if config.get(key) not in added:
+            config.pop(key, None)
     if block_size is not None:
         config["model_max_length"] = block_size
     config["clean_up_tokenization_spaces"] = False
-    for key in ("bos_token", "eos_token"):
-        if tokenizer.eot_id is None:
-            config.pop(key, None)
-        elif spelling(config.get(key)) != tokenizer.eot:
-            config[key] = tokenizer.eot
+    config.pop("eos_token", None)
+    if tokenizer.eot_id is not None:
+        config["bos_token"] = tokenizer.eot
+        config["eos_token"] = tokenizer.eot
     config["add_bos_token"] = False
     config["add_eos_token"] = False
-    split = json.loads(tokenizer.file_text).get("pre_tokenizer") or {}
+    split = content.get("pre_tokenizer") or {}
     if "add_prefix_space" in split:  # transformers 4 takes its default instead of tokenizer.json's
         config["add_prefix_space"] = split["add_prefix_space"]
     return config
-
-
-def leave_out_other_tokens(
-    config: dict[str, Any], tokenizer: Tokenizer, vocab_size: int
-) -> dict[str, Any]:
-    """Return a tokenizer_config.json without tokens that are no added tokens of the model; say it.
-
-    transformers would add a token that tokenizer.json lacks to the vocabulary, beyond the
-    `vocab_size` rows of the model. It would cut a text at an ordinary token, which training did
-    not.
-    """
-    tokens = json.loads(tokenizer.file_text).get("added_tokens", ())
-    added = {token["content"] for token in tokens if token["id"] < vocab_size} | {tokenizer.eot}
-    kept: dict[str, Any] = {}
-    for key, value in config.items():
-        if key.endswith("_special_tokens") and isinstance(value, list):
-            kept[key] = [token for token in value if spelling(token) in added]
-        elif key.endswith("_special_tokens") and isinstance(value, dict):
-            kept[key] = {name: token for name, token in value.items() if spelling(token) in added}
-        elif not key.endswith("_token") or not value or spelling(value) in added:
-            kept[key] = value
-    changed = [key for key in config if kept.get(key) != config[key]]
-    if changed:
-        write_err(
-            f"WARNING: tokenizer_config.json names tokens that are ordinary, or that the model has "
-            f"no row for, as {', '.join(changed)}; the written files leave them out"
-        )
-    return kept

@@ -14,28 +14,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import DataError, UserError
 from accel_gpt.json_files import read_json_object
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 HUB_FILES = (FILE, CONFIG, TEMPLATE)
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-# Keys of tokenizer_config.json that name Python code, or files on the machine that wrote it, or
-# that change the tokens of a text.
-LEFT_OUT = (
-    "add_bos_token",
-    "add_eos_token",
-    "add_prefix_space",
-    "added_tokens_decoder",
-    "split_special_tokens",
-    "tokenizer_class",
-    "auto_map",
-    "name_or_path",
-    "tokenizer_file",
-    "vocab_file",
-    "merges_file",
-    "special_tokens_map_file",
+# Keys of tokenizer_config.json that are taken along. Others may name Python code, or files on the
+# machine that wrote it, or change the tokens of a text.
+TAKEN_ALONG = (
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "chat_template",
+    "model_max_length",
+    "model_input_names",
+    "padding_side",
+    "truncation_side",
 )
 # Keys of tokenizer.json that do not change the ids of `Tokenizer.encode()`. transformers may change
 # them when it saves a file.
@@ -68,34 +64,23 @@ GPT2_SUM = "e1bf1d7abcc7e361ff81bef4019332b6b745a38a09133324388925dd4ba005e0"
 # --------------------------------------------------------------------------- reading
 
 
-def read_file(where: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer.json.
-
-    Raises `UserError` if there is none, `DataError` if it is damaged.
-    """
-    require(where.exists(), f"there is no tokenizer at {where}; give the path of a {FILE}")
-    return read_json_object(where, DataError)
-
-
 def read_config(where: Path) -> dict[str, Any]:
     """Read tokenizer_config.json and chat_template.jinja from the folder of `where`, if any.
 
-    Drops the keys in `LEFT_OUT`. Raises `DataError` if a file is damaged.
+    Keeps the keys `TAKEN_ALONG`, and of a token its text. Raises `DataError` if a file is damaged.
     """
     config: dict[str, Any] = {}
     path = where.with_name(CONFIG)
     if path.is_file():
         content = read_json_object(path, DataError)
-        config = {key: value for key, value in content.items() if key not in LEFT_OUT}
+        for key in TAKEN_ALONG:
+            value = content.get(key)
+            if value is not None:
+                config[key] = value["content"] if isinstance(value, dict) else value
     template = where.with_name(TEMPLATE)
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
     return config
-
-
-def spelling(token: object) -> object:
-    """Return the text of a special token in tokenizer_config.json: a string or an object."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def as_trained(content: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +107,7 @@ def find_eot(
     Raises `UserError` if there is no such token.
     """
     special = [token["content"] for token in content.get("added_tokens", ()) if token["special"]]
-    named = spelling(config.get("eos_token")) or next((t for t in EOT_NAMES if t in special), None)
+    named = config.get("eos_token") or next((t for t in EOT_NAMES if t in special), None)
     if isinstance(named, str) and named in ids:
         return named
     raise UserError(

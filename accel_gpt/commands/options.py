@@ -377,7 +377,7 @@ class InspectCommand(Command):
     """Show and verify the content of data, a run or a checkpoint.
 
     If data is damaged, the exit code is 3. If a checkpoint is damaged, it is 4. For shards of other
-    projects, you can set data.tokenizer and data.dtype as in a config. Examples:
+    projects, you can set data.tokenizer as in a config. Examples:
       accel-gpt inspect data/stdlib_bpe4096
       accel-gpt inspect shards_of_nanogpt --data.tokenizer gpt2
       accel-gpt inspect runs/quickstart/checkpoints/step_00001000 --json
@@ -403,7 +403,7 @@ class InspectCommand(Command):
         """Parse the options, and the keys of `data`."""
         options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
         given = read_options(Config, keys)
-        other = sorted(given.keys() - {"data.tokenizer", "data.dtype"})
+        other = sorted(given.keys() - {"data.tokenizer"})
         require(not other, f"unknown option --{', --'.join(other)}; --help shows all options")
         return replace(options, data=build(Config, given).data)
 

@@ -172,13 +172,6 @@ class DataConfig(Section, prefix="data."):
         per_machine=True,
         path=True,
     )
-    dtype: Literal["uint16", "uint32"] | None = option(
-        None,
-        "Type of the token ids, for files that do not record it: raw .bin and .npy files, and .ds "
-        "files without metadata. null: uint16 for nanoGPT's train.bin and val.bin. For other such "
-        "files, you must set it.",
-        resume="free",
-    )
     shuffle: Literal["global", "groups", "shards", "none", "replacement"] = option(
         "global",
         "Order of the sequences. global: a new permutation of all sequences each epoch. groups: "

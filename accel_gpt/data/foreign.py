@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ GPT2 = ("gpt2", "openai-community/gpt2")  # its names in files of other projects
 
 @dataclass(frozen=True)
 class Format:
-    """How a project stores token ids. None: the file or `data.dtype` says it."""
+    """How a project stores token ids. None: the file says it."""
 
     project: str
     names: str
@@ -66,11 +65,9 @@ FORMATS = (
     Format(LLM_C, "*.bin", "<u4", magic=20240801, version=7, header=1024),
     Format("nanoGPT", "train.bin", "<u2"),
     Format("nanoGPT", "val.bin", "<u2"),
-    Format("raw ids", "*.bin"),
     Format("build-nanogpt and other NumPy", "*.npy"),
     Format("datatrove", "*.ds"),
 )
-EVALUATION = 20240522  # magic of llm.c's files with questions, such as hellaswag_val.bin
 
 
 @dataclass(frozen=True)
@@ -117,16 +114,14 @@ class DataFolder:
         return self.remote.fetch(name) if self.remote else self.path / name
 
 
-def open_foreign(
-    folder: DataFolder, split: str, tokenizer: str | None, dtype: str | None = None
-) -> tuple[Split, Tokenizer]:
+def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple[Split, Tokenizer]:
     """Open a split of a folder that another project wrote, with its tokenizer.
 
-    `tokenizer` and `dtype`: `data.tokenizer` and `data.dtype`, for files that do not say them. If
-    the folder is remote, only the first shard of each series is downloaded. Raises `DataError` if
-    the files have several formats or are damaged, `UserError` if tokenizer or type are not known.
+    `tokenizer`: `data.tokenizer`, for files that do not say it. If the folder is remote, only the
+    first shard of each series is downloaded. Raises `DataError` if the files have several formats
+    or are damaged, `UserError` if tokenizer or type are not known.
     """
-    files = find_token_files(folder, split, dtype)
+    files = find_token_files(folder, split)
     first = files[0]
     made_by = foreign_tokenizer(folder, [file.tokenizer for file in files], tokenizer)
     shards: list[Shard] = []
@@ -150,11 +145,11 @@ def open_foreign(
         shards.append(Shard(file.name, tokens, sample=sample, offset=file.offset))
     if not shards:
         raise DataError(f"the {split} shards of {folder.path} are all empty")
-    is_default = dtype is None and first.name.endswith(".bin") and first.offset == 0
+    is_raw = first.name.endswith(".bin") and first.offset == 0
     require(
-        not is_default or token_dtype(made_by.vocab_size).itemsize <= first.dtype.itemsize,
-        f"{folder.path / first.name} does not say the type of its ids, and the default, uint16, "
-        f"does not hold all {made_by.vocab_size:,} tokens of the tokenizer; set data.dtype",
+        not is_raw or token_dtype(made_by.vocab_size).itemsize <= first.dtype.itemsize,
+        f"{folder.path / first.name} is read as uint16, which does not hold all "
+        f"{made_by.vocab_size:,} tokens of the tokenizer; use shards() in a file of --code",
     )
     opened = split_without_index(
         folder=folder.path,
@@ -193,7 +188,7 @@ def split_without_index(
 # --------------------------------------------------------------------------- which files
 
 
-def find_token_files(folder: DataFolder, split: str, dtype: str | None) -> list[TokenFile]:
+def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
     """Describe the token files of a split, sorted by the numbers in their names.
 
     Files whose names differ only in numbers form a series. In a remote folder only the first file
@@ -201,17 +196,15 @@ def find_token_files(folder: DataFolder, split: str, dtype: str | None) -> list[
     """
     names = [name for name in folder.files if name.endswith(TOKEN_ENDINGS) and is_shard_name(name)]
     candidates = sorted(names, key=number_order)
-    series: dict[str, TokenFile | None] = {}
+    series: dict[str, TokenFile] = {}
     files: list[TokenFile] = []
     for name in files_of_split(candidates, split):
         key = re.sub("[0-9]+", "0", name)
         if folder.remote and key in series:
-            first = series[key]
-            file = first and replace(first, name=name, tokens=None)
+            files.append(replace(series[key], name=name, tokens=None))
         else:
-            file = series[key] = describe(folder, name, dtype)
-        if file is not None:
-            files.append(file)
+            series[key] = describe(folder, name)
+            files.append(series[key])
     if not files:
         known = ", ".join(dict.fromkeys(f"{one.names} of {one.project}" for one in FORMATS))
         raise NoSplit(
@@ -250,8 +243,8 @@ def split_of(name: str) -> str | None:
 # --------------------------------------------------------------------------- one file
 
 
-def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | None:
-    """Describe a file of token ids; None if it is one of llm.c's evaluation files."""
+def describe(folder: DataFolder, name: str) -> TokenFile:
+    """Describe a file of token ids."""
     path = folder.path / name
     if name.endswith(".npy"):
         with folder.fetch(name).open("rb") as file:
@@ -263,49 +256,39 @@ def describe(folder: DataFolder, name: str, dtype: str | None) -> TokenFile | No
             )
         return TokenFile(name, stored, offset, tokens)
     if name.endswith(".ds"):
-        return describe_datatrove(folder, name, dtype)
+        return describe_datatrove(folder, name)
     with folder.fetch(name).open("rb") as file:
         start = file.read(12).ljust(12, b"\0")
     magic, version, tokens = np.frombuffer(start, "<u4").tolist()
-    if magic == EVALUATION:
-        return None
-    rows = [form for form in FORMATS if fnmatch(name, form.names) and form.magic in (magic, None)]
-    form = rows[0]
-    if form.magic is None:
-        return TokenFile(name, stated_dtype(path, dtype or form.dtype), 0)
-    if version != form.version:
-        raise DataError(f"{path} has header version {version}, expected {form.version}")
-    return TokenFile(name, np.dtype(form.dtype), form.header, tokens, form.tokenizer)
+    for form in FORMATS:
+        if form.magic is not None and form.magic == magic:
+            if version != form.version:
+                raise DataError(f"{path} has header version {version}, expected {form.version}")
+            return TokenFile(name, np.dtype(form.dtype), form.header, tokens, form.tokenizer)
+        if form.magic is None and name == form.names:
+            return TokenFile(name, np.dtype(form.dtype), form.header)
+    raise UserError(f"{path} does not say the type of its ids; use shards() in a file of --code")
 
 
-def stated_dtype(path: Path, dtype: str | None) -> np.dtype[Any]:
-    """Return a type as little-endian. Raises `UserError` if it is None."""
-    require(
-        dtype is not None,
-        f"{path} does not say the type of its ids; set data.dtype to uint16 or uint32",
-    )
-    return np.dtype(dtype).newbyteorder("<")
-
-
-def describe_datatrove(folder: DataFolder, name: str, dtype: str | None) -> TokenFile:
+def describe_datatrove(folder: DataFolder, name: str) -> TokenFile:
     """Describe a .ds file of datatrove from NAME.ds.metadata.
 
     Its line 1 is `tokenizer|bytes per token`, line 2 the number of tokens.
     """
-    path = folder.path / name
-    if f"{name}.metadata" not in folder.files:
-        return TokenFile(name, stated_dtype(path, dtype), 0)
-    text = folder.fetch(f"{name}.metadata").read_text(encoding="utf-8", errors="replace")
+    where = folder.path / f"{name}.metadata"
+    if where.name not in folder.files:
+        raise UserError(f"{where} does not exist, which says the type of the ids")
+    text = folder.fetch(where.name).read_text(encoding="utf-8", errors="replace")
     first, second = (*text.splitlines(), "", "")[:2]
-    tokenizer, mark, size = first.rpartition("|")
-    if mark and size not in ("2", "4"):
-        raise DataError(f"{path}.metadata begins with {first[:80]!r}; expected tokenizer|2 or |4")
+    tokenizer, _, size = first.rpartition("|")
+    if size not in ("2", "4"):
+        raise DataError(f"{where} begins with {first[:80]!r}; expected tokenizer|2 or |4")
     return TokenFile(
         name=name,
-        dtype=np.dtype(f"<u{size}") if mark else stated_dtype(path, dtype),
+        dtype=np.dtype(f"<u{size}"),
         offset=0,
         tokens=int(second) if second.isdecimal() else None,
-        tokenizer=tokenizer if mark else first,
+        tokenizer=tokenizer,
     )
 
 

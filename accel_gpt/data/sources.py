@@ -90,15 +90,15 @@ def open_data(
 ) -> tuple[Split, Tokenizer]:
     """Open a split of a data folder or URL, and its tokenizer.
 
-    `folder`: the folder at `path`, if it is already open. `data.tokenizer` and `data.dtype` are
-    for files that do not say them. Raises `UserError` if there is no folder or no tokenizer,
+    `folder`: the folder at `path`, if it is already open. `data.tokenizer` is for files that do not
+    say it. Raises `UserError` if there is no folder or no tokenizer,
     `DataError` if the data is not usable.
     """
     folder = folder or open_folder(path, data)
     if data.own_shards is not None:
         return open_own_shards(data.own_shards, folder, split, data.tokenizer)
     if folder.is_foreign:
-        return open_foreign(folder, split, data.tokenizer, data.dtype)
+        return open_foreign(folder, split, data.tokenizer)
     opened = open_split(folder.path, split, folder.remote)
     tokenizer = folder.tokenizer
     if opened.tokenizer_fingerprint != tokenizer.fingerprint:

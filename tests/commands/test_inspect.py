@@ -90,13 +90,6 @@ def test_files_of_another_project(tmp_path: Path, capsys: Printed) -> None:
     np.array([*b"x", 300], "<u2").tofile(tmp_path / "val.bin")
     (problem,) = reported(capsys, tmp_path, "--data.tokenizer", "bytes", code=3)["problems"]
     assert "holds token 300 at index 1, beyond the vocabulary of 257" in problem
-    (tmp_path / "raw").mkdir()
-    np.array([65_535, 5, EOT], "<u4").tofile(tmp_path / "raw" / "part-0.bin")
-    assert call("inspect", tmp_path / "raw", "--data.tokenizer", "bytes") == 2
-    assert "set data.dtype to uint16 or uint32" in capsys.readouterr().err
-    options = ("--data.tokenizer", "bytes", "--data.dtype", "uint32")
-    (problem,) = reported(capsys, tmp_path / "raw", *options, code=3)["problems"]
-    assert "holds token 65535 at index 0" in problem
 
 
 # --------------------------------------------------------------------------- runs

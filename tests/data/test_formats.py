@@ -29,9 +29,9 @@ GPT2_IDS = [15496, 11, 995, 50256]
 
 
 def open_folder(
-    folder: Path, split: str = "train", tokenizer: str | None = None, dtype: str | None = None
+    folder: Path, split: str = "train", tokenizer: str | None = None
 ) -> tuple[Split, Tokenizer]:
-    return open_foreign(DataFolder(folder), split, tokenizer, dtype)
+    return open_foreign(DataFolder(folder), split, tokenizer)
 
 
 def tokens(split: Split) -> list[int]:
@@ -93,8 +93,6 @@ FORMATS: list[tuple[str, int, Write]] = [
     ("x_train_000001.npy", 4, lambda path, ids: npy(path, ids, "<i4")),
     ("00000_00000_doc_shuffled.ds", 2, lambda path, ids: datatrove(path, [ids])),
     ("00000_00000_doc_shuffled.ds", 4, lambda path, ids: datatrove(path, [ids], "<u4", "x")),
-    ("x_train_000001.bin", 2, raw),
-    ("00000_00000_doc_shuffled.ds", 2, lambda path, ids: datatrove(path, [ids], "<u2", None)),
 ]
 
 
@@ -106,7 +104,7 @@ def test_what_is_written_is_read(
     folder = tmp_path_factory.mktemp("data")
     name, itemsize, write = form
     write(folder / name, ids)
-    split, tokenizer = open_folder(folder, tokenizer="bytes", dtype="uint16")
+    split, tokenizer = open_folder(folder, tokenizer="bytes")
     assert tokens(split) == ids
     assert split.dtype == np.dtype(f"<u{itemsize}")
     assert split.read(0, 0, 1).dtype == split.dtype
@@ -138,21 +136,12 @@ def test_what_a_format_tells_of_its_tokenizer_is_used(tmp_path: Path) -> None:
         assert (split.tokenizer_kind, split.eot_id) == ("gpt2", 50256)
 
 
-def test_data_dtype_says_the_type_of_raw_ids(tmp_path: Path) -> None:
-    raw(tmp_path / "train.bin", [1, 2])
-    for dtype, ids in ((None, [1, 2]), ("uint16", [1, 2]), ("uint32", [1 + (2 << 16)])):
-        assert tokens(open_folder(tmp_path, tokenizer="bytes", dtype=dtype)[0]) == ids
-
-
 def test_ids_too_small_for_the_tokenizer_are_refused(tmp_path: Path) -> None:
     vocabulary = "".join(map(chr, range(0x100, 0x100 + 70_000)))
     meta(tmp_path / "meta.pkl", "".join(c for c in vocabulary if not "\ud800" <= c <= "\udfff"))
     raw(tmp_path / "train.bin", [0, 65_537], "<u4")
-    with pytest.raises(
-        UserError, match=r"uint16, does not hold all 67,952 tokens .*; set data\.dtype"
-    ):
+    with pytest.raises(UserError, match=r"uint16, which does not hold all 67,952 tokens"):
         open_folder(tmp_path)
-    assert tokens(open_folder(tmp_path, dtype="uint32")[0]) == [0, 65_537]
 
 
 def test_shards_are_ordered_by_their_numbers(tmp_path: Path) -> None:
@@ -185,7 +174,6 @@ def test_a_word_of_the_name_tells_the_split(names: str, train: str, val: str) ->
 
 def test_other_files_are_left_out(tmp_path: Path) -> None:
     llmc(tmp_path / "tiny_shakespeare_val.bin", GPT2_IDS)
-    llmc(tmp_path / "hellaswag_val.bin", [65_535, 20], magic=20240522)
     llmc(tmp_path / "gpt2_124M.bin", [1, 2], magic=20240326, version=3)
     for name in ("notes.txt", "a_val.bin.gz", ".val.bin", "my val.bin", "val_.idx"):
         (tmp_path / name).write_text("something")
@@ -235,13 +223,11 @@ def test_of_a_remote_folder_only_the_first_shard_of_a_series_is_fetched(source: 
     for i in range(3):
         llmc(source / f"fineweb_train_{i:06d}.bin", [i, 10, 20 + i])
         datatrove(source / f"0000{i}_val.ds", [[i, 4], [5]], "<u4")
-    llmc(source / "hellaswag_val.bin", [65_535], magic=20240522)
     remote = Remote(source)
     split = remote.open("train")
     assert remote.fetched == ["fineweb_train_000000.bin"]
     assert tokens(split) == [0, 10, 20, 1, 10, 21, 2, 10, 22]
     remote.fetched.clear()
-    (source / "hellaswag_val.bin").unlink()
     split = remote.open("val")
     assert remote.fetched == ["00000_val.ds.metadata"]
     assert tokens(split) == [0, 4, 5, 1, 4, 5, 2, 4, 5]
@@ -291,7 +277,7 @@ def wrong_metadata(text: str) -> Callable[[Path], None]:
     return write
 
 
-# with data.tokenizer, but without data.dtype
+# with data.tokenizer
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: None, r"no dataset\.json, and no train shards: expected .*: none"),
     (lambda f: llmc(f / "train_0.bin", [1, 2], count=3), r"has 1028 bytes, expected 1030 for 3"),
@@ -307,8 +293,8 @@ DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: raw(f / "train.bin", []), "the train shards of .* are all empty"),
 ]
 UNKNOWN: list[tuple[Callable[[Path], object], str]] = [
-    (lambda f: raw(f / "x_train_0.bin", [1]), r"x_train_0\.bin does not .*data\.dtype"),
-    (wrong_metadata("gpt2"), r"a\.ds does not say the type of its ids; set data\.dtype"),
+    (lambda f: raw(f / "x_train_0.bin", [1]), r"x_train_0\.bin does not .*shards\(\)"),
+    (lambda f: datatrove(f / "a.ds", [[1]], metadata=None), r"a\.ds\.metadata does not exist"),
     (lambda f: raw(f / "train.bin", [1]), "do not name their tokenizer; set data.tokenizer"),
     (lambda f: llmc(f / "x_train_1.bin", [1], "<u4"), "do not name their tokenizer"),
     (lambda f: datatrove(f / "x.ds", [[1]], metadata="a/b"), "name the tokenizer 'a/b'; set"),

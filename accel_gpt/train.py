@@ -148,7 +148,8 @@ def train(
             stopping = finish_resumed_step(run, stop)
             while run.state.step < run.plan.last_step and not stopping:
                 stopping = make_step(run, stop)
-                run.reporter.step_completed(run.state.step)
+                run.reporter.heartbeat()
+                run.reporter.display.show_step(run.state.step)
                 profile_step()
             run.writer.wait()
             with all_ranks():  # the last evaluation came after the last save
@@ -450,7 +451,8 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
 
     def on_progress(done: int, total: int) -> None:
         fault_point("evaluation")
-        run.reporter.batch_evaluated(done, total)
+        run.reporter.heartbeat()
+        run.reporter.display.show_evaluation(done, total)
         stop.check(run.writer.seconds)
 
     record: Record = {}

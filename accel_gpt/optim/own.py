@@ -170,7 +170,7 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
         groups = []
         for group in self.state_dict()["param_groups"]:
             values = {key: value for key, value in group.items() if key != "params"}
-            groups.append(tree_map(as_number, values))
+            groups.append(tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, values))
         return groups
 
     def load_group_values(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -201,11 +201,6 @@ def as_saved(loaded: Any, saved: Any) -> Any:
     if not isinstance(saved, Tensor) or loaded.dtype == saved.dtype:
         return loaded
     return saved.to(loaded.device)
-
-
-def as_number(value: Any) -> Any:
-    """Return a tensor of one number, such as a learning rate, as this number."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def plain(value: Any) -> Any:

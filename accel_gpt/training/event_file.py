@@ -27,7 +27,9 @@ class EventFile:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.path = folder / NAME.format(next_number(folder))
+        names = " ".join(path.name for path in folder.glob("*tfevents*"))
+        numbers = map(int, re.findall(r"tfevents\.(\d+)", names))
+        self.path = folder / NAME.format(max(numbers, default=-1) + 1)  # behind the others
         self.unwritten = b""  # while the disk is full
 
     def begin(self, step: int) -> None:
@@ -35,12 +37,10 @@ class EventFile:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self.folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        first = Event(wall_time=now, file_version="brain.Event:2")
         begin = SessionLog(status=SessionLog.START)
-        events = [
-            first_event(time.time()),
-            Event(wall_time=time.time(), step=step, session_log=begin),
-        ]
-        self.append(events)
+        self.append([first, Event(wall_time=now, step=step, session_log=begin)])
 
     def log(self, values: Mapping[str, float | str], step: int) -> None:
         """Append one event with the numbers and texts of a step."""
@@ -55,13 +55,6 @@ class EventFile:
     def finish(self) -> None:
         """Write what the disk had no room for."""
         self.append([])
-
-
-def first_event(wall_time: float) -> "Event":
-    """Return the event that each file begins with."""
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    return Event(wall_time=wall_time, file_version="brain.Event:2")
 
 
 def event_of_values(values: Mapping[str, float | str], step: int, wall_time: float) -> "Event":
@@ -90,13 +83,6 @@ def as_records(events: Iterable["Event"]) -> bytes:
     for event in events:
         writer.write(event.SerializeToString())
     return content.getvalue()
-
-
-def next_number(folder: Path) -> int:
-    """Return a number that orders a new event file behind the others of a folder."""
-    names = [path.name for path in folder.glob("*tfevents*")]
-    numbers = [re.search(r"tfevents\.(\d+)", name) for name in names]
-    return max((int(found[1]) for found in numbers if found), default=-1) + 1
 
 
 def logged_values(folder: Path) -> dict[int, set[str]]:

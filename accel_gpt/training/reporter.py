@@ -144,6 +144,8 @@ class Reporter:
         code = []
         if own.file:
             code = [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
+        precision = machine["mixed_precision"]
+        threads = plural(machine["threads_per_process"], "thread")
         model = self.context.config.model.preset if own.model is None else own.name
         lines = [
             f"run      {self.context.config.out_dir}",
@@ -153,20 +155,10 @@ class Reporter:
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.context.plan),
             *(f"plan     {line}" for line in self.context.plan.describe().splitlines()),
-            self.device_line(machine),
+            f"device   {machine['processes']} x {machine['device']}, "
+            f"precision {'fp32' if precision == 'no' else precision}, {threads}",
         ]
         return "\n".join(lines)
-
-    def device_line(self, machine: dict[str, Any]) -> str:
-        """Describe processes, device, precision and threads."""
-        precision = machine["mixed_precision"]
-        if precision == "no":
-            precision = "fp32"
-        threads = plural(machine["threads_per_process"], "thread")
-        return (
-            f"device   {machine['processes']} x {machine['device']}, precision {precision}, "
-            f"{threads}"
-        )
 
     def cut_back(self, state: TrainState) -> None:
         """Remove the records and samples after `state`; set the clock to `state`."""
@@ -190,16 +182,6 @@ class Reporter:
         """Tell the watchdog that the run made progress."""
         if self.watchdog:
             self.watchdog.heartbeat()
-
-    def step_completed(self, step: int) -> None:
-        """Note that a step was completed, with everything that was due after it."""
-        self.heartbeat()
-        self.display.show_step(step)
-
-    def batch_evaluated(self, done: int, total: int) -> None:
-        """Note that `done` of `total` batches of an evaluation were computed."""
-        self.heartbeat()
-        self.display.show_evaluation(done, total)
 
     def step_metrics(self, step: int, loader: Loader) -> Record:
         """Return the speed since the last call, and the hash of the last global batch.

@@ -21,7 +21,6 @@ from accel_gpt.runs.folder import RunFolder, number, run_name
 from accel_gpt.training.event_file import EventFile, logged_values
 
 PROJECT = "accel_gpt"
-MLFLOW_TAG = "accel_gpt.run"  # of a run in MLflow; its value is the `run_name`
 OF_EACH_RECORD = ("step", "tokens", "time")  # keys of metrics.jsonl that trackers do not get
 Values = dict[str, float | str]
 TRACKIO_REMOTE = (
@@ -73,7 +72,7 @@ class Trackers:
         try:
             accelerator.init_trackers(PROJECT, init_kwargs=init_options(self.names, self.out_dir))
             for tracker in accelerator.trackers:
-                self.held[tracker.name] = find_held(tracker, known, self.out_dir)
+                self.held[tracker.name] = find_held(tracker, known)
                 store_options(tracker, options)
             if EventFile.name in self.names:
                 events = EventFile(self.out_dir / EventFile.name / PROJECT)
@@ -157,7 +156,7 @@ def mlflow_run_id(name: str) -> str | None:
     experiment = client.get_experiment_by_name(project)
     if experiment is None:
         return None
-    runs = client.search_runs([experiment.experiment_id], f"tags.`{MLFLOW_TAG}` = '{name}'")
+    runs = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
     return str(runs[0].info.run_id) if runs else None
 
 
@@ -196,14 +195,14 @@ def known_values(out_dir: Path, step: int, sampled_step: int) -> dict[int, Value
     return known
 
 
-def find_held(tracker: Any, known: Mapping[int, Values], out_dir: Path) -> Held:
+def find_held(tracker: Any, known: Mapping[int, Values]) -> Held:
     """Return what a tracker holds of a run that resumes.
 
     If its records cannot be read, it counts as holding all that is known.
     """
     opened = tracker.tracker
     if tracker.name == "mlflow":
-        return Held(held_by_mlflow(opened.info.run_id, run_name(out_dir)), takes_text=False)
+        return Held(held_by_mlflow(opened.info.run_id), takes_text=False)
     if tracker.name == "wandb":  # its log is empty in offline mode; else it ignores earlier steps
         return Held(before=0 if opened.offline else opened.starting_step)
     if tracker.name == "trackio" and not any(map(os.environ.get, TRACKIO_REMOTE)):
@@ -211,12 +210,11 @@ def find_held(tracker: Any, known: Mapping[int, Values], out_dir: Path) -> Held:
     return Held({known_step: set(values) for known_step, values in known.items()})
 
 
-def held_by_mlflow(run_id: str, name: str) -> dict[int, set[str]]:
-    """Return the names of values by step in MLflow; mark the run there with its name."""
+def held_by_mlflow(run_id: str) -> dict[int, set[str]]:
+    """Return the names of values by step in MLflow."""
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    client.set_tag(run_id, MLFLOW_TAG, name)
     held: dict[int, set[str]] = {}
     for key in client.get_run(run_id).data.metrics:
         for point in client.get_metric_history(run_id, key):

@@ -175,12 +175,16 @@ def test_stopped_and_launched_again_equals_never_stopped(
 
 
 def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
-    short = ["--train.max_steps", "4", "--out_dir"]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"ctx": "the king", "endings": ["a sea", "war"], "label": 0}\n' * 5)
+    short = ["--train.max_steps", "4", "--eval.hellaswag", str(questions), "--out_dir"]
     often = ["--eval.every", "1", "--sample.every", "1"]
     assert launch(small_run(*short, str(tmp_path / "with"), *often)) == 0
     quiet = ["--eval.every", "0", "--sample.every", "0", "--log.every", "3"]
     assert launch(small_run(*short, str(tmp_path / "without"), *quiet)) == 0
     assert_same_weights(weights(tmp_path / "with", 4), weights(tmp_path / "without", 4))
+    asked = [line["step"] for line in records(tmp_path / "with") if "eval/hellaswag_acc" in line]
+    assert asked == [1, 2, 3, 4]
     steps = [line["step"] for line in records(tmp_path / "without")]
     assert steps == [1, 3, 4]  # the first step is logged at once
     assert "eval/val_loss" in records(tmp_path / "without")[-1]  # the last step is evaluated
@@ -240,18 +244,17 @@ def test_starting_from_the_weights_of_a_run(
 
 
 def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Path) -> None:
-    """The learning rate is far too high at the end: the best checkpoint is early, and stays."""
+    """The learning rate is far too high: step 4 is worse than step 2."""
     options = ["--checkpoint.keep_best", "true", "--checkpoint.keep_last", "1", "--eval.every", "2"]
-    options += ["--schedule.name", "constant", "--optim.lr", "0.3", "--optim.grad_clip", "0"]
-    options += ["--sample.every", "0"]
-    assert launch(small_run(*options)) == 0
-    losses = {
-        r["step"]: r["eval/val_loss"] for r in records(tmp_path / "run") if "eval/val_loss" in r
-    }
-    best = min(losses, key=lambda step: losses[step])
-    assert (tmp_path / "run" / "best").read_text() == f"{best:.0f}\n"
+    options += ["--optim.lr", "0.3", "--optim.grad_clip", "0", "--train.max_steps", "4"]
+    assert launch(small_run("--schedule.name", "constant", "--sample.every", "0", *options)) == 0
+    first, second = (
+        record["eval/val_loss"] for record in records(tmp_path / "run") if record["step"] in (2, 4)
+    )
+    assert first < second
+    assert (tmp_path / "run" / "best").read_text() == "2\n"
     kept = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert kept == {f"step_{int(best):08d}", "step_00000012"}
+    assert kept == {"step_00000002", "step_00000004"}
 
 
 def test_speed_counts_training_alone(
@@ -298,17 +301,6 @@ def test_a_tracker_is_checked_before_data_are_prepared(
 ) -> None:
     made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", "stdlib"]
     assert launch(small_run(*made, "--log.trackers", "swanlab")) == 2
-    assert not (tmp_path / "own").exists()
-
-
-@pytest.mark.slow
-def test_failing_preparation_ends_with_its_code(small_run: Arguments, tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text("no JSON\n")
-    made = ["--data.train", str(tmp_path / "own")]
-    made += ["--data.prepare.tokenizer", "bytes"]
-    with pytest.raises(SystemExit) as stopped:
-        launch(small_run(*made, "--data.prepare.source", str(tmp_path / "bad.jsonl")))
-    assert stopped.value.code == 3
     assert not (tmp_path / "own").exists()
 
 

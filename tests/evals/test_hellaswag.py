@@ -27,11 +27,9 @@ from accel_gpt.evals.hellaswag import (
 )
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.bpe import train_bpe
-from tests.conftest import launch, text_of
+from tests.conftest import text_of
 from tests.helpers.processes import together
-from tests.test_train import assert_same_weights, records, weights
 
-Arguments = Callable[..., list[str]]
 BLOCK = 64
 
 
@@ -249,27 +247,3 @@ def test_acc_takes_the_least_loss_and_acc_norm_the_least_per_character(
 def test_tokens_are_checked_when_they_are_read(file: Path, bpe: Tokenizer) -> None:
     with pytest.raises(DataError, match=r"jsonl line 1 holds token .* the vocabulary of 200;"):
         read_questions(str(file), bpe, BLOCK, vocab_size=200)
-
-
-# --------------------------------------------------------------------------- in the loop
-
-
-def short(path: Path) -> Path:
-    """Questions that fit a window of 32 bytes."""
-    made = [{"ctx": f"the king of {i}", "endings": ["a sea", "war"], "label": 0} for i in range(5)]
-    return write(path, made)
-
-
-def test_questions_in_the_loop_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
-    asked = ["--eval.hellaswag", str(short(tmp_path / "h.jsonl"))]
-    alike = ["--train.max_steps", "6", "--sample.every", "0"]
-    with_it, without = tmp_path / "with", tmp_path / "without"
-    often = ["--out_dir", str(with_it), "--eval.every", "2", *asked]
-    assert launch(small_run(*often, *alike)) == 0
-    assert launch(small_run("--out_dir", str(without), "--eval.every", "0", *alike)) == 0
-    assert_same_weights(weights(with_it, 6), weights(without, 6))
-    told = [line for line in records(with_it) if "eval/hellaswag_acc" in line]
-    assert [line["step"] for line in told] == [2, 4, 6]
-    assert told[-1]["eval/hellaswag_acc_norm"] in (0, 0.2, 0.4, 0.6, 0.8, 1)
-    for a, b in zip(records(with_it), records(without), strict=True):
-        assert a["train/loss"] == b["train/loss"]

@@ -122,13 +122,6 @@ def test_budget_takes_sequences_spread_over_the_split(corpus: Path) -> None:
     assert {tuple(w) for w in some.tolist()} <= every
 
 
-def test_metrics_of_a_score() -> None:
-    metrics = Score(loss_sum=8 * math.log(2), tokens=2, bytes=4).metrics("val")
-    expected = {"loss": 4 * math.log(2), "perplexity": 16, "bits_per_byte": 2}
-    assert metrics == pytest.approx({f"eval/val_{k}": v for k, v in expected.items()})
-    assert Score(1e6, 1, 1).metrics("val")["eval/val_perplexity"] == math.inf
-
-
 def test_token_beyond_the_vocabulary_is_refused(corpus: Path) -> None:
     with pytest.raises(DataError, match="beyond the vocabulary of 90"):
         score(GPT(MODEL, 90), open_split(corpus, "val"))

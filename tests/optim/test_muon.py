@@ -154,15 +154,6 @@ def test_the_blocks_are_muons_and_all_else_is_adamws() -> None:
     counted = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in counted} == set(names)
     assert len(counted) == len(names)
-    gradients(net, 0)
-    optimizer.step()
-    for p in counted:
-        muons = names[id(p)] in of_muon
-        assert optimizer.state[p].keys() == (
-            {"momentum_buffer"} if muons else {"step", "exp_avg", "exp_avg_sq"}
-        )
-    set_lr(optimizer, 0.5)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.05, 0.15}
     assert OptimConfig("muon", lr=0.003).muon_peak == 0.003  # muon_lr is not set
     assert OptimConfig("muon", lr=0.003, muon_scale="original").muon_peak == 0.02
 
@@ -190,24 +181,17 @@ def test_cautious_decay_spares_what_grows() -> None:
 # --------------------------------------------------------------------------- updates left out
 
 
-@pytest.mark.parametrize(("skip", "found"), [(0.0, None), (1.0, None), (0.0, 1.0)])
-def test_an_update_that_is_left_out_leaves_weights_and_state(
-    skip: float | None, found: float | None
-) -> None:
+@pytest.mark.parametrize("left_out", [True, False])
+def test_an_update_that_is_left_out_leaves_weights_and_state(left_out: bool) -> None:
     net = model()
     optimizer = make_optimizer(net, OptimConfig("muon", lr=0.1))
     gradients(net, 0)
     optimizer.step()
     before = everything(net, optimizer)
-    left_out = bool(skip or found)
     for p in net.parameters():
         p.grad = torch.full_like(p, float("nan") if left_out else 1.0)
-    optimizer.skip = None if skip is None else torch.tensor(skip)
-    if found is not None:
-        optimizer.found_inf = torch.tensor(found)
+    optimizer.skip = torch.tensor(float(left_out))
     optimizer.step()
-    # a loss scaler removes its attribute
-    assert hasattr(optimizer, "found_inf") == (found is not None)
     after = everything(net, optimizer)
     assert after.keys() == before.keys()
     for name, old in before.items():

@@ -225,7 +225,7 @@ def set_up(
         position=state.sequences,
     )
     loader.keep_sequences = config.log.batch_hash
-    guard = StepGuard(config.train, accelerator.device)
+    guard = StepGuard(accelerator.device)
     guard.load_state_dict(vars(state))
     configure(optimizer, config.optim)  # overrides the options from a checkpoint
     run = Training(
@@ -291,8 +291,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
 def update(run: Training) -> None:
     """Make one optimizer step; nothing waits for the device, except on MPS.
 
-    The optimizer skips the update if the loss or gradient is not finite. With `train.skip_spikes`,
-    it also skips loss spikes.
+    The optimizer skips the update if the loss or gradient is not finite, or if there is no target.
     """
     accelerator = run.accelerator
     plan = run.plan

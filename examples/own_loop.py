@@ -19,7 +19,7 @@ def main(argv):
     gpt, model, optimizer = pieces.build_model(config, accelerator, corpus.vocab_size)
     compute_loss = pieces.make_loss(config.own, plan.accumulation_steps)
     gradients = pieces.make_gradients(config, accelerator, model)
-    guard = pieces.StepGuard(config.train, accelerator.device)
+    guard = pieces.StepGuard(accelerator.device)
     folder, group = Path(config.out_dir), pieces.make_host_group(config.train, plan.world_size)
     folder.mkdir(parents=True, exist_ok=True)
     writer = pieces.CheckpointWriter(

@@ -132,19 +132,6 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
         "twice the all-reduce traffic. This does not work with fp16, fp8, FSDP, MPS or "
         "train.compile.",
     )
-    max_skipped: int = option(
-        20,
-        "Number of skipped updates in a row after which the run ends. An update is skipped if the "
-        "loss or gradient is not finite, if the batch has no target, or if skip_spikes is true and "
-        "the loss is a spike. The run checks the number when a step is logged, evaluated, sampled "
-        "or saved; if it ends, this step is not saved.",
-        above=0,
-    )
-    skip_spikes: bool = option(
-        False,
-        "Skip the update of a step whose loss is a spike: more than six standard deviations above "
-        "the mean of the last 128 losses.",
-    )
     time_limit: str | None = option(
         None,
         "Wall-clock limit of one launch, such as 3h50m. The run saves and stops shortly before.",

@@ -16,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import DataError, DivergedError
 from accel_gpt.launch.unsupported import REPLICATED
@@ -27,6 +26,9 @@ SPIKE_SIGMA = 6.0  # standard deviations of a loss above the mean of the window;
 # Relative difference of the norms of equal float32 weights on two kinds of processors; assumption
 NORM_TOLERANCE = 1e-5
 MOST_WARNINGS = 8  # most warnings of one flush
+# Skipped updates in a row that end a run. fp16 skips a few until its loss scale fits: halved each
+# time, 16 take the first scale of 2^16 down to 1; a longer row does not end by itself
+MOST_SKIPPED = 20
 
 
 class StepGuard:
@@ -36,8 +38,7 @@ class StepGuard:
     the host.
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self.config = config
+    def __init__(self, device: torch.device) -> None:
         self.window = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # of finite losses
         self.pending: list[tuple[int, int, Tensor]] = []  # step, first sequence, results (4,)
         self.step = 0  # the last step that `flush` read
@@ -50,8 +51,7 @@ class StepGuard:
     def check(self, step: int, sequence: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return a scalar tensor: 1 if the update of `step` must be skipped, else 0.
 
-        It is skipped if it is not finite, if the batch has no target, and with `skip_spikes` if the
-        loss is a spike.
+        It is skipped if it is not finite or if the batch has no target. A spike is only counted.
 
         `sequence` is the number of the first sequence in the batch. `loss` and `grad_norm` are
         all-reduced scalars. A spike is a loss more than `SPIKE_SIGMA` standard deviations above the
@@ -65,8 +65,6 @@ class StepGuard:
         longer = torch.cat([self.window[1:], loss.to(self.window.dtype)[None]])
         self.window = torch.where(usable, longer, self.window)
         skip = ~usable
-        if self.config.skip_spikes:
-            skip = skip | spike
         results = torch.stack([value.to(loss.dtype) for value in (loss, grad_norm, skip, spike)])
         self.pending.append((step, sequence, results))
         return skip.float()
@@ -74,8 +72,8 @@ class StepGuard:
     def flush(self, log: Callable[[str], None]) -> dict[str, float]:
         """Count and log skipped updates and spikes since the last flush; return the metrics.
 
-        Waits for the device. After `train.max_skipped` skipped updates in a row, ignores later
-        steps: the run ends.
+        Waits for the device. After `MOST_SKIPPED` skipped updates in a row, ignores later steps:
+        the run ends.
         """
         rows = torch.stack([results for _, _, results in self.pending]).tolist()
         steps = [(step, sequence) for step, sequence, _ in self.pending]
@@ -109,8 +107,8 @@ class StepGuard:
 
     @property
     def too_many_skipped(self) -> bool:
-        """Return whether `train.max_skipped` updates in a row were skipped."""
-        return len(self.skipped_in_row) >= self.config.max_skipped
+        """Return whether `MOST_SKIPPED` updates in a row were skipped."""
+        return len(self.skipped_in_row) >= MOST_SKIPPED
 
     def error(self, sequences_per_step: int, newest: str) -> DataError | DivergedError:
         """Return the error that ends a run after too many skipped updates in a row.

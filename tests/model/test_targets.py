@@ -208,14 +208,16 @@ def targets(tokens, targets, documents):
 
 
 def test_batches_without_a_target_are_told_change_nothing_and_end_the_run(
-    small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("accel_gpt.training.guard.MOST_SKIPPED", 3)
     options = (
         *OPTIONS[:-2],
         "--data.tokenizer",
         "bytes",
-        "--train.max_skipped",
-        "3",
         "--train.micro_batch_size",
         "8",
     )

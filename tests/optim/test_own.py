@@ -198,7 +198,7 @@ def test_only_an_optimizer_without_the_guard_on_the_device_waits(
     monkeypatch.setattr(train, "update", update)
     monkeypatch.setattr(torch.Tensor, "tolist", to_list)
     code = write(tmp_path, returns(OPTIMIZERS[name]))
-    options = ("--train.max_steps", "4", "--model.dropout", "0", "--train.skip_spikes", "true")
+    options = ("--train.max_steps", "4", "--model.dropout", "0")
     assert launch(small_run(*QUIET, *options, "--code", code)) == 0
     assert [count > 0 for count in counts] == [True, *[waits] * 3]  # the first one has no state
 

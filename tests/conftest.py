@@ -179,7 +179,7 @@ optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
 eval: {{every: 4, tokens: 512}}
 sample: {{every: 6, max_new_tokens: 8}}
-checkpoint: {{every: 4, keep_best: false, last_retry: null}}
+checkpoint: {{every: 4, keep_best: false}}
 log: {{every: 1, trackers: []}}
 """
     )

@@ -105,9 +105,7 @@ def discarded(config: Config, folder: str) -> Config:
         config,
         out_dir=folder,
         train=replace(config.train, profile=0),
-        checkpoint=replace(
-            config.checkpoint, resume="never", copy_to=None, async_save=False, last_retry=None
-        ),
+        checkpoint=replace(config.checkpoint, resume="never", copy_to=None, async_save=False),
         log=replace(config.log, trackers=(), dashboard=False),
         hub=replace(config.hub, push="never"),
     )
@@ -135,6 +133,7 @@ def rehearse(
     on_main(lambda: folder.mkdir())
     try:
         run = set_up_unseen(discarded(config, str(folder)), plan, accelerator, initialize)
+        run.writer.is_stopping = lambda: True  # a save that fails is not tried again
         set_up_seconds = time.monotonic() - start
         try:
             with run.watched():

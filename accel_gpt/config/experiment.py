@@ -352,11 +352,6 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
         per_machine=True,
         path=True,
     )
-    last_retry: str | None = option(
-        "10m",
-        "Time for which the last save of a launch is tried again if it fails, as on a full disk. "
-        "null: never.",
-    )
     copy_to: str | None = option(
         None,
         "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run or "
@@ -369,9 +364,6 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
         "Keys whose values may differ from the checkpoint's config when the run resumes. On the "
         "command line, repeat the option for several keys.",
     )
-
-    def _check(self) -> None:
-        duration("checkpoint.last_retry", self.last_retry)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_gpt.config.experiment import CheckpointConfig
-from accel_gpt.config.options import duration
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, BusyError, CheckpointError
 from accel_gpt.files import fault_point, sha256, sync, write_file
@@ -56,6 +55,7 @@ from accel_gpt.runs.tensor_files import GROUPS, moments_of, rank_content, weight
 
 RETRY_SECONDS = 60.0  # pause after a failed save; assumption
 FIRST_PAUSE_SECONDS = 2.0  # after the first failed save of a launch's last step; then doubled
+LAST_RETRY_SECONDS = 600.0  # in which a launch's last save is tried again; assumption
 LOOK_SECONDS = 1.0  # between looks at signals in this pause
 CLOSING_SECONDS = 60.0  # for the save in progress when a run ends with an error
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "metrics wait for room")
@@ -94,7 +94,6 @@ class CheckpointWriter:
         self.before_publish = before_publish
         self.on_checkpoint = on_checkpoint
         self.check_folder = check_folder
-        self.last_retry = duration("checkpoint.last_retry", config.last_retry)  # seconds
         self.is_stopping: Callable[[], bool] = lambda: False  # called again and again in a wait
         self.main = accelerator.is_main_process
         self.group = group
@@ -147,11 +146,11 @@ class CheckpointWriter:
     ) -> None:
         """Save, wait until the checkpoint is on disk, retry if the save fails; a collective.
 
-        Retries for `checkpoint.last_retry`, unless the run is stopped meanwhile. Raises
+        Retries for `LAST_RETRY_SECONDS`, unless the run is stopped meanwhile. Raises
         `CheckpointError` on all ranks if the checkpoint cannot be written, `PeerError` if a rank is
         lost.
         """
-        deadline = time.monotonic() + (self.last_retry or 0.0)
+        deadline = time.monotonic() + LAST_RETRY_SECONDS
         pause = FIRST_PAUSE_SECONDS
         while True:
             self.save(state, gpt, optimizer)

@@ -54,7 +54,7 @@ optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
 eval: {{every: 3, tokens: 16}}
 sample: {{every: 0}}
-checkpoint: {{every: {EVERY}, last_retry: null}}
+checkpoint: {{every: {EVERY}}}
 log: {{every: 1, trackers: []}}
 """
         )

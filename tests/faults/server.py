@@ -34,6 +34,7 @@ from accel_gpt.commands import train as command
 from accel_gpt.console import run_main
 from accel_gpt.data import loader
 from accel_gpt.launch import machine
+from accel_gpt.runs import saving
 from tests.faults.disk import Disk
 from tests.helpers.hermetic import sync_nothing
 from tests.helpers.ports import free_port
@@ -76,6 +77,7 @@ def main() -> None:
     for name in FACTS:
         setattr(machine, name, functools.cache(getattr(machine, name)))
     loader.CHUNK_BYTES = CHUNK
+    saving.LAST_RETRY_SECONDS = 0.0
     sync_nothing()
     machine.commit(), machine.package_versions()
     warm: set[tuple[int, str, bool]] = set()  # processes, the command, whether FSDP

@@ -216,6 +216,7 @@ def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     before_step(monkeypatch, 12, damage)
     around_updates(monkeypatch, before=wait_for_save)
     fault("manifest.due:4+=enospc")
+    monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 0.0)
     own = ("--checkpoint.every", "3", "--checkpoint.keep_last", "9")
     assert launch(small_run(*QUIET, *own)) == 4
     assert checkpoint_steps(root) == ([3, 6, 9] if damaged else [3, 9])
@@ -227,8 +228,10 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     small_run: Arguments,
     tmp_path: Path,
     fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 0.0)
     fault("manifest.due:3+=enospc")
     assert launch(small_run(*QUIET)) == 4
     said = capsys.readouterr().err
@@ -236,9 +239,6 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     assert "No space left on device" in said
     assert "; step 8 is the newest checkpoint before it" in said
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8]
-
-
-RETRIED = (*QUIET, "--checkpoint.last_retry", "10m")
 
 
 def test_the_last_save_waits_for_room(
@@ -249,7 +249,7 @@ def test_the_last_save_waits_for_room(
 ) -> None:
     monkeypatch.setattr(writer, "FIRST_PAUSE_SECONDS", 0.0)
     fault("manifest.due:3=enospc")
-    assert launch(small_run(*RETRIED)) == 0
+    assert launch(small_run(*QUIET)) == 0
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8, 12]
 
 
@@ -270,7 +270,7 @@ def test_a_signal_ends_the_wait_of_the_last_save(
     monkeypatch.setattr(writer, "FIRST_PAUSE_SECONDS", 600.0)
     monkeypatch.setattr(writer.time, "sleep", signal_once)
     fault("manifest.due:3+=enospc")
-    assert launch(small_run(*RETRIED)) == 4
+    assert launch(small_run(*QUIET)) == 4
     assert "the checkpoint of step 12 could not be written: " in capsys.readouterr().err
     assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8]
 
@@ -324,7 +324,7 @@ def test_a_checkpoint_that_has_its_name_already_is_accepted(
     """The last checkpoint was renamed, then syncing its folder failed: the save is retried."""
     monkeypatch.setattr(writer, "FIRST_PAUSE_SECONDS", 0.0)
     fault("renamed:3=eio")
-    assert launch(small_run(*RETRIED)) == 0
+    assert launch(small_run(*QUIET)) == 0
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"step_00000008", "step_00000012"}  # nothing set aside
 

@@ -55,6 +55,7 @@ from accel_gpt.own_code import place_in_own_code
 from accel_gpt.runs.resume import choose_checkpoint, restore
 from accel_gpt.runs.saving import CheckpointWriter, describe_newest
 from accel_gpt.runs.state import TrainState
+from accel_gpt.training.dashboard import open_dashboard
 from accel_gpt.training.display import Display
 from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
 from accel_gpt.training.guard import StepGuard, check_weights
@@ -62,7 +63,7 @@ from accel_gpt.training.length import look_at_length
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
 from accel_gpt.training.metrics import Record, checked_record
 from accel_gpt.training.profiling import profile
-from accel_gpt.training.reporter import Reporter, open_display, summarize_run
+from accel_gpt.training.reporter import Reporter, summarize_run
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
@@ -139,7 +140,8 @@ def train(
     """
     stop = launch.stop
     init_timeout = context.config.train.init_timeout
-    with open_display(context) as display, launch.showing(display):
+    with launch.display as display, open_dashboard(context):
+        stop.announce = display.log
         with Watchdog(init_timeout, INIT_TIMEOUT, "has not opened data, model and checkpoint"):
             run = set_up(context, display, initialize, on_start, on_checkpoint)
         with run.watched(), profile(context) as profile_step:

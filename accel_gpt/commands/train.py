@@ -59,7 +59,7 @@ def train_config(config: Config, source: str) -> int:
         kept = config.checkpoint
         copies = None
         if kept.copy_to:
-            copies = Copies(kept.copy_to, folder, kept.resume, launch.log)
+            copies = Copies(kept.copy_to, folder, kept.resume, launch.display.log)
         uploader = None
         if is_main() and (copies or config.hub.push != "never"):
             uploader = Uploader(
@@ -67,7 +67,7 @@ def train_config(config: Config, source: str) -> int:
                 hub=config.hub,
                 run=folder,
                 copies=copies,
-                log=launch.log,
+                log=launch.display.log,
             )
         try:
             if copies:
@@ -76,7 +76,7 @@ def train_config(config: Config, source: str) -> int:
                 asked=config,
                 rehearse=rehearse,
                 initialize=initialize,
-                log=launch.log,
+                log=launch.display.log,
                 check_folder=launch.check_folder,
             )
             stopped = train(

@@ -33,7 +33,7 @@ from accel_gpt.launch.unsupported import check_trackers
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.runs.folder import FolderLock, locked
 from accel_gpt.runs.state import TrainState, record_code
-from accel_gpt.training.display import Display, print_line
+from accel_gpt.training.display import Display
 
 
 @dataclass
@@ -43,24 +43,7 @@ class Launch:
     stop: StopSignal
     check_folder: Callable[[], None]
     """Raise `BusyError` on rank 0 if the run has lost its folder."""
-    display: Display | None = None
-
-    def log(self, text: str) -> None:
-        """Print a line on rank 0, above the display if there is one."""
-        if self.display:
-            self.display.log(text)
-        else:
-            print_line(text)
-
-    @contextlib.contextmanager
-    def showing(self, display: Display) -> Iterator[None]:
-        """Print lines above `display` inside the block."""
-        self.display = display
-        self.stop.announce = display.log
-        try:
-            yield
-        finally:
-            self.display = None
+    display: Display
 
 
 @contextlib.contextmanager
@@ -87,7 +70,7 @@ def open_launch(config: Config) -> Iterator[Launch]:
                 if is_main():
                     lock = held.enter_context(locked(folder))
             require_shared(folder)
-        yield Launch(stop, lock.check if lock else lambda: None)
+        yield Launch(stop, lock.check if lock else lambda: None, Display(is_main()))
 
 
 def join_same_ranks(config: Config) -> PartialState:

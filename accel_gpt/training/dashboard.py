@@ -1,5 +1,6 @@
 """Serve TensorBoard during a run, in a child process that ends with the run."""
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from accel_gpt.launch.context import Context
+
 # serves until standard input closes; it closes even if the run is killed. Training has priority.
 SERVE = """
 nice -n 10 "$0" -P -m tensorboard.main --logdir "$1" --port 0 &
@@ -19,6 +22,13 @@ kill $!
 wait
 """
 ENDING_SECONDS = 5.0  # TensorBoard is killed if it takes longer to end; assumption
+
+
+def open_dashboard(context: Context) -> contextlib.AbstractContextManager[object]:
+    """Serve TensorBoard in the block, on rank 0, if `log.dashboard` is set."""
+    if not context.config.log.dashboard or not context.accelerator.is_main_process:
+        return contextlib.nullcontext()
+    return Dashboard(Path(context.config.out_dir, "tensorboard"), context.log)
 
 
 class Dashboard:

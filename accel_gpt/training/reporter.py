@@ -6,8 +6,7 @@ Writes `config.yaml`, `run.json`, `metrics.jsonl`, `metrics.csv` and `samples/` 
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,9 @@ from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.runs.folder import CODE, RunFolder
 from accel_gpt.runs.state import TrainState
-from accel_gpt.training.dashboard import Dashboard
 from accel_gpt.training.display import Display
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.trackers import Trackers
-
-
-@contextmanager
-def open_display(context: Context) -> Iterator[Display]:
-    """Open the display of a run, and TensorBoard if `log.dashboard` is set; close both at exit."""
-    config = context.config
-    is_main = context.accelerator.is_main_process
-    with Display(is_main) as display, contextlib.ExitStack() as stack:
-        if is_main and config.log.dashboard:
-            folder = Path(config.out_dir) / "tensorboard"
-            stack.enter_context(Dashboard(folder, display.log))
-        yield display
 
 
 class Reporter:

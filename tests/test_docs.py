@@ -260,7 +260,7 @@ def names_of(command: str) -> set[str]:
     if "config" in {field.name for field in dataclasses.fields(kind)}:
         names |= {*leaves(Config), "dump_config", "section.key"}
     if kind is options.InspectCommand:
-        names |= {"data.tokenizer", "data.dtype"}
+        names |= {"data.tokenizer"}
     return names
 
 

@@ -58,7 +58,11 @@ class DataFiles:
     """The local token files of `splits`, with their times when they were last as expected."""
 
     def __init__(self, splits: Sequence[Split], log: Callable[[str], None]) -> None:
-        self.shards = local_files(splits)
+        self.shards: dict[Path, Shard] = {}  # by absolute path
+        for split in splits:
+            if split.remote is None and split.arrays is None:
+                for shard in split.shards:
+                    self.shards[(split.folder / shard.name).resolve()] = shard
         self.times = {path: file_time(path) for path in self.shards}
         self.log = log
 
@@ -116,13 +120,3 @@ class DataFiles:
         if shard.sha256 is not None:
             return Expected(path, size, shard.sha256)
         return Expected(path, size, shard.sample, partial(sampled_digest, offset=shard.offset))
-
-
-def local_files(splits: Sequence[Split]) -> dict[Path, Shard]:
-    """Return the shards that are neither remote nor in arrays, by absolute path."""
-    found = {}
-    for split in splits:
-        if split.remote is None and split.arrays is None:
-            for shard in split.shards:
-                found[(split.folder / shard.name).resolve()] = shard
-    return found

@@ -48,10 +48,6 @@ class Missing(DataError):
     """There is no such file; some files are optional."""
 
 
-class Refused(UserError):
-    """The store requires other credentials; some stores also say so of files that do not exist."""
-
-
 class Store:
     """A folder behind a URL. Its methods raise `Unreachable`, or a `UserError` for what stays."""
 
@@ -138,7 +134,7 @@ class Store:
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
             return Missing(f"{where} does not exist; check the address")
         if isinstance(error, PermissionError) or (400 <= status < 500 and status not in TRY_AGAIN):
-            return Refused(
+            return UserError(
                 f"{where} may not be read: {one_line(error)}; check the address and your login"
             )
         return Unreachable(one_line(error))

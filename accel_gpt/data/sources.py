@@ -13,7 +13,7 @@ from accel_gpt.data.downloads import Cache, RemoteFolder
 from accel_gpt.data.foreign import TOKENIZER, DataFolder, open_foreign
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.own_shards import open_own_shards
-from accel_gpt.data.remote import Missing, Refused, is_repository, is_url
+from accel_gpt.data.remote import Missing, is_repository, is_url
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import CONFIG
@@ -78,10 +78,8 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
         path = at_commit(path, (data.commits or {}).get(path) or newest_commit(path))
     remote = RemoteFolder(path, cache or Cache(data.cache_gb, run=None), data.timeout_seconds)
     with contextlib.suppress(Missing):  # shards of another project have no index
-        remote.fetch(INDEX)
-        for name in (TOKENIZER, CONFIG):
-            with contextlib.suppress(Missing, Refused):  # S3 may answer 403 for a missing file
-                remote.fetch(name)
+        for name in (INDEX, TOKENIZER, CONFIG):
+            remote.fetch(name)
     return DataFolder(remote.folder, remote)
 
 

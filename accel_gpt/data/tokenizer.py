@@ -261,22 +261,6 @@ class BPETokenizer(Tokenizer):
         whole = map("".join, zip(parts[::2], [*parts[1::2], ""], strict=True))
         return np.concatenate([encode(part, disallowed_special=()) for part in whole])
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Encode the texts in one call, with an end-of-text between them: tiktoken cuts there."""
-        joined = clean(EOT.join(texts))
-        if len(texts) < 2 or joined.count(EOT) >= len(texts):
-            return super().encode_batch(texts)
-        try:
-            ids = self.encoding.encode_to_numpy(
-                joined, allowed_special={EOT}, disallowed_special=()
-            )
-        except ValueError:  # see `encode_array`
-            return super().encode_batch(texts)
-        ids = ids.astype(token_dtype(self.vocab_size))
-        ends = np.flatnonzero(ids == self.eot_id).tolist()
-        starts = [0, *(end + 1 for end in ends)]
-        return [ids[start:end] for start, end in zip(starts, [*ends, len(ids)], strict=True)]
-
     def decode(self, ids: Sequence[int]) -> str:
         """Decode the bytes of the tokens as UTF-8."""
         return self.encoding.decode(list(ids))

@@ -27,7 +27,7 @@ from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.downloads import Cache, RemoteFolder
 from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
-from accel_gpt.data.remote import Missing, Refused
+from accel_gpt.data.remote import Missing
 from accel_gpt.data.shards import HEADER
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, MachineError, UserError
@@ -216,7 +216,7 @@ def test_file_that_is_always_corrupt_never_appears(server: Server, opened: Opene
     assert server.requests[NAMES[0]] > 1
 
 
-@pytest.mark.parametrize(("status", "kind"), [(404, Missing), (403, Refused), (401, UserError)])
+@pytest.mark.parametrize(("status", "kind"), [(404, Missing), (403, UserError)])
 def test_refusal_is_not_tried_again(
     server: Server, opened: Opener, status: int, kind: type[Exception]
 ) -> None:

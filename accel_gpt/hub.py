@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from accel_gpt.errors import UserError, one_line, require
@@ -77,11 +77,6 @@ def parse_url(url: str) -> Place:
     except HfUriError as error:
         raise UserError(f"{url} is not a URL on the Hub: {error}") from None
     return Place(uri.id, uri.type, uri.revision, uri.path_in_repo)
-
-
-def at_commit(url: str, commit: str) -> str:
-    """Return the URL of the same folder at a commit."""
-    return replace(parse_url(url), revision=commit).url
 
 
 def newest_commit(url: str) -> str:

@@ -43,12 +43,6 @@ class EvalSplit:
     split: Split
     tokens: int | None  # tokens to evaluate, counted from the first; None: all
 
-    @property
-    def evaluated_tokens(self) -> int:
-        """Return the number of tokens that an evaluation reads."""
-        whole = self.split.tokens
-        return whole if self.tokens is None else min(whole, self.tokens)
-
 
 @dataclass(kw_only=True)
 class Corpus:
@@ -123,19 +117,10 @@ class Corpus:
         remotes = [source.split.remote for source in self.train.sources]
         return "; ".join(remote.waits_for for remote in remotes if remote and remote.waits_for)
 
-    def evaluated_splits(self) -> list[Split]:
-        """Return all splits that are evaluated, train and val."""
-        return [part.split for parts in self.evaluated.values() for part in parts]
-
     def splits(self) -> list[Split]:
         """Return all splits that are evaluated or trained on."""
-        return self.evaluated_splits() + [source.split for source in self.train.sources]
-
-    @property
-    def evaluated_tokens(self) -> int:
-        """Return the number of tokens that each evaluation reads from all splits together."""
-        parts = [part for parts in self.evaluated.values() for part in parts]
-        return sum(part.evaluated_tokens for part in parts)
+        evaluated = [part.split for parts in self.evaluated.values() for part in parts]
+        return evaluated + [source.split for source in self.train.sources]
 
     def remove_cache(self) -> None:
         """Remove the remote shards that the run has kept on this machine."""

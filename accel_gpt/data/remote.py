@@ -125,10 +125,8 @@ class Store:
 
     def explain(self, error: BaseException, where: str) -> Exception:
         """Return what to raise, by the type of an error and the status of the answer."""
-        causes = [one for one in (error, error.__cause__, error.__context__) if one is not None]
-        answers = [getattr(one, "response", one) for one in causes]
-        codes = [getattr(one, "status_code", getattr(one, "status", None)) for one in answers]
-        status = next((code for code in codes if isinstance(code, int)), 0)
+        answer = getattr(error, "response", error)  # of httpx; aiohttp: the error itself
+        status = getattr(answer, "status_code", getattr(answer, "status", 0))
         if isinstance(error, OSError) and error.errno in FULL:
             return MachineError(f"{where} cannot be stored: {error.strerror}")
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):

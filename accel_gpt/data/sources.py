@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import CONFIG
 from accel_gpt.errors import DataError, require
-from accel_gpt.hub import at_commit, newest_commit
+from accel_gpt.hub import newest_commit, parse_url
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
     if not is_url(path) or data.own_shards is not None:
         return DataFolder(Path(path))
     if is_repository(path):
-        path = at_commit(path, (data.commits or {}).get(path) or newest_commit(path))
+        commit = (data.commits or {}).get(path) or newest_commit(path)
+        path = replace(parse_url(path), revision=commit).url
     remote = RemoteFolder(path, cache or Cache(data.cache_gb, run=None), data.timeout_seconds)
     with contextlib.suppress(Missing):  # shards of another project have no index
         for name in (INDEX, TOKENIZER, CONFIG):

@@ -197,23 +197,19 @@ class CharsTokenizer(Tokenizer):
         self.chars = chars
         self.vocab_size = len(chars)
         self.fingerprint = digest("chars", "", [], [c.encode() for c in chars])
-        codes = np.array([ord(c) for c in chars])
-        self.ids = np.full(codes.max() + 2, len(chars))  # the last entry: all higher codes
-        self.ids[codes] = np.arange(len(chars))
+        self.ids = {char: i for i, char in enumerate(chars)}
         self.token_bytes = np.array([len(c.encode()) for c in chars])
         self.file_text = to_json(tokenizer_json.chars_content(chars))
 
     def encode_array(self, text: str) -> Ids:
         """Return the id of each character. Raises `UserError` if a character has no id."""
-        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        ids: Ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
-        unknown = np.flatnonzero(ids == self.vocab_size)
-        if len(unknown):
+        try:
+            return np.fromiter(map(self.ids.__getitem__, text), np.uint32, len(text))
+        except KeyError as unknown:
             raise UserError(
-                f"the chars tokenizer has no token for character {text[unknown[0]]!r}; remove the "
-                "character, or prepare the data with another tokenizer"
-            )
-        return ids
+                f"the chars tokenizer has no token for character {unknown}; remove the character, "
+                "or prepare the data with another tokenizer"
+            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the characters of `ids`."""

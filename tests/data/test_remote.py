@@ -56,50 +56,41 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/data"
+        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect; tests do that."""
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.SimpleHTTPRequestHandler):
     server: Server
+
+    def __init__(self, request: Any, client: Any, server: Server) -> None:
+        super().__init__(request, client, server, directory=str(server.root))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Log nothing."""
 
-    def file(self) -> Path:
-        return self.server.root / self.path.partition("?")[0].rpartition("/")[2]
-
-    def do_HEAD(self) -> None:
-        path = self.file()
-        self.send_response(200 if path.is_file() else 404)
-        self.end_headers()
-
     def do_GET(self) -> None:
-        server, path = self.server, self.file()
-        server.requests[path.name] += 1
-        status = server.statuses.pop(0) if server.statuses else 200 if path.is_file() else 404
-        if status != 200:
-            self.send_response(status)
-            self.end_headers()
-            return
-        data = bytearray(path.read_bytes())
+        self.server.requests[self.path.rpartition("/")[2]] += 1
+        if self.server.statuses:
+            self.send_error(self.server.statuses.pop(0))
+        else:
+            super().do_GET()
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        server = self.server
+        body = bytearray(source.read())
         if server.corrupt:
             server.corrupt -= 1
-            data[-7] ^= 1
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        body = bytes(data)
+            body[-7] ^= 1
         if server.drops:
             server.drops -= 1
             body = body[: len(body) // 2]
         step = max(1, len(body) // 4)
         for i in range(0, len(body), step):
             time.sleep(server.delay)
-            self.wfile.write(body[i : i + step])
-            self.wfile.flush()
+            outputfile.write(body[i : i + step])
 
 
 @pytest.fixture(autouse=True)

@@ -77,19 +77,6 @@ def test_greedy_text_is_the_same_with_and_without_cache(
     assert len(cached[0, prompt_length:].unique()) > 3  # not one token over and over
 
 
-def test_the_cache_spares_the_model_all_but_the_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(tiny())
-    forward, lengths = GPT.forward, []
-
-    def counted(self: GPT, tokens: Tensor, **named: Any) -> Tensor:
-        lengths.append(tokens.shape[1])
-        return forward(self, tokens, **named)
-
-    monkeypatch.setattr(GPT, "forward", counted)
-    run(model, PROMPT, 16)
-    assert lengths == [3] + [1] * 13 + [9, 1]
-
-
 @given(length=st.integers(1, 500), block_size=st.integers(1, 64))
 def test_the_context_is_long_and_moves_by_half_blocks(length: int, block_size: int) -> None:
     start, half = context_start(length, block_size), max(block_size // 2, 1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -183,22 +182,6 @@ def test_evaluating_has_no_dropout_and_restores_the_mode() -> None:
     with evaluating(model.eval()):
         pass
     assert not model.training
-
-
-@pytest.mark.slow
-def test_evaluating_compiles_nothing_on_a_cpu() -> None:
-    model, compiled = GPT(tiny(), VOCAB), []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    model.compile(backend=backend)
-    with evaluating(model):
-        model(draw())
-    assert not compiled
-    model(draw())
-    assert compiled
 
 
 def test_with_zero_init_every_block_passes_on_what_it_gets_and_learns() -> None:

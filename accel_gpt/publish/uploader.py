@@ -186,8 +186,6 @@ class Uploader:
                 link_tree(newest.folder, linked)
                 error = self.upload(target, linked, newest.is_earlier)
             except OSError as problem:  # there is no room for a link, a process or a file
-                if newest is not self.newest:
-                    continue  # it was pruned, and a newer one is next
                 error = str(problem)
             self.report(target, newest, error)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
 from accel_gpt import cli
-from accel_gpt.data.tokenizer import HFTokenizer, load_tokenizer
+from accel_gpt.data.tokenizer import load_tokenizer
 from accel_gpt.errors import CheckpointError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.transformers_io import export as exporting
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import launch, run_here, text_of
+from tests.conftest import run_here, text_of
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -140,49 +139,6 @@ def write_llama_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
-def test_a_text_gets_the_tokens_of_the_training_by_default(
-    small_run: Arguments,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From scratch and from the weights of a model whose tokenizer adds <s>."""
-    pretrained = tmp_path / "pretrained"
-    (tmp_path / "source").mkdir()
-    write_llama_tokenizer(tmp_path / "source")
-    words = [*QUICK, "--data.text", str(tmp_path / "text.txt")]
-    scratch = ["--model.preset", "llama", "--data.prepare.tokenizer", str(tmp_path / "source")]
-    for run, options in (
-        ("scratch", scratch),
-        ("tuned", ["--model.init_from", str(pretrained), "--model.dropout", "0"]),
-    ):
-        assert launch(small_run(*words, *options, "--out_dir", str(tmp_path / run))) == 0
-        to = tmp_path / f"{run}_exported"
-        assert run_here(cli.dispatch, ["export", str(tmp_path / run), "--to", str(to)]) == 0
-        _, ours = load_pretrained(str(tmp_path / run))
-        theirs = AutoTokenizer.from_pretrained(to)
-        for text in ("the king of a land", ""):
-            assert theirs(text).input_ids == ours.encode(text)
-        for name in ("config", "generation_config"):
-            config = json.loads((to / f"{name}.json").read_text())
-            ids = (config["bos_token_id"], config["eos_token_id"])
-            assert ids == (theirs.bos_token_id, theirs.eos_token_id) == (1, 1)
-        if run == "scratch":
-            shutil.copytree(to, pretrained)
-            write_llama_tokenizer(pretrained)
-
-    real = HFTokenizer.save
-
-    def save_with_template(tokenizer: Any, folder: Path, *sizes: int) -> None:
-        real(tokenizer, folder, *sizes)
-        write_llama_tokenizer(folder)
-
-    monkeypatch.setattr(HFTokenizer, "save", save_with_template)
-    with pytest.raises(CheckpointError, match="its tokenizer returns different ids"):
-        export(str(tmp_path / "tuned"), tmp_path / "wrong")
 
 
 @pytest.mark.parametrize(

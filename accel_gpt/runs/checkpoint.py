@@ -17,10 +17,8 @@ reads the weights, and `resume.py` reads everything else. Needs no torch.
 """
 
 import contextlib
-import os
 import re
-import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +45,7 @@ T = TypeVar("T")
 SAFE_WEIGHTS = "model.safetensors"  # as Accelerate names them
 REQUIRED_FILES = ("model.json", "tokenizer.json", "trainer_state.json")
 WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
+OPTIMIZER = re.compile(r"optimizer_\d+\.safetensors")
 LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")  # by torch
 SAVED = re.compile(
     r"model\.safetensors|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl"
@@ -165,23 +164,6 @@ def read_manifest(path: Path) -> dict[str, SavedFile]:
     return listed
 
 
-@contextlib.contextmanager
-def only_listed(path: Path) -> Iterator[Path]:
-    """Yield a folder with the files that the manifest of a checkpoint lists, and no others.
-
-    It is the checkpoint itself, or a folder of links if others have put files there: macOS leaves
-    `._NAME` and `.DS_Store`. Libraries look for files by their names, and must not find others.
-    """
-    listed = [*read_manifest(path), "manifest.json"]
-    if all(entry.name in listed for entry in path.iterdir()):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as links:
-        for name in listed:
-            os.symlink((path / name).resolve(), Path(links, name))
-        yield Path(links)
-
-
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint to `.corrupt_NAME_COUNT`, so that it is kept but never used."""
     count = 0
@@ -288,3 +270,8 @@ def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:
 def weight_parts(path: Path) -> list[Path]:
     """Return the files of a checkpoint that hold the weights: one, or one per rank."""
     return sorted(path / name for name in read_manifest(path) if WEIGHTS.fullmatch(name))
+
+
+def optimizer_parts(path: Path) -> list[Path]:
+    """Return the files of a checkpoint with the optimizer of each rank of an FSDP run, else []."""
+    return sorted(path / name for name in read_manifest(path) if OPTIMIZER.fullmatch(name))

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from accelerate.utils.constants import SAFE_WEIGHTS_NAME, SCALER_NAME
+from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME
 from accelerate.utils.other import load
 
 from accel_gpt.config.compare import option_of
@@ -35,8 +35,8 @@ from accel_gpt.runs.changes import (
 )
 from accel_gpt.runs.checkpoint import (
     is_checkpoint,
-    only_listed,
     read_evaluated,
+    read_manifest,
     set_aside,
     verify_checkpoint,
 )
@@ -157,23 +157,36 @@ def restore(
 ) -> TrainState:
     """Load weights, optimizer, scaler and random states of a verified checkpoint, on every rank.
 
-    If the number of ranks is the same, checks the random states. Otherwise, an unsharded run
-    restores them on the ranks that have a file. No step depends on random states.
+    If the number of ranks is another one, their random states may differ: no step depends on them.
 
     Returns the checkpoint's state with the config, versions and world size of `now`. Raises
-    `CheckpointError` if a value is missing or does not fit; `load_state` skips some silently.
+    `CheckpointError` if a value is missing or does not fit.
     """
     saved: TrainState = on_main(lambda: read_evaluated(path))
     same_world = saved.world_size == now.world_size
     if not same_world:
         count = plural(saved.world_size, "process", "processes")
         log(f"{path} was trained by {count}; this run has {now.world_size}")
-    with all_ranks(), only_listed(path) as files:
-        random_states = files / f"random_states_{accelerator.process_index}.pkl"
-        if same_world and not random_states.is_file():
+    with all_ranks():
+        listed = read_manifest(path)
+        random_states = path / f"random_states_{accelerator.process_index}.pkl"
+        if same_world and random_states.name not in listed:
             raise CheckpointError(f"checkpoint {path} lacks its file {random_states.name}")
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        plain = not sharded and f"{OPTIMIZER_NAME}.bin" in listed
         try:
-            load_files(accelerator, files, gpt, optimizer, random_states=same_world)
+            read_weights(path, gpt)
+            if not plain:
+                read_optimizer(path, gpt, optimizer)
+            load_accelerator_state(
+                input_dir=str(path),
+                models=[],
+                optimizers=[optimizer] if plain else [],
+                schedulers=[],
+                dataloaders=[],
+                process_index=accelerator.process_index,
+                scaler=accelerator.scaler if SCALER_NAME in listed else None,
+            )
         except Exception as error:  # torch, safetensors and Accelerate raise no common class
             problem = describe_load_error(error)
             raise CheckpointError(f"{path} does not fit this run: {problem}") from None
@@ -193,38 +206,6 @@ def restore(
         state.best_step = None
         state.best_val_loss = None
     return state
-
-
-def load_files(
-    accelerator: Accelerator,
-    folder: Path,
-    gpt: LanguageModel,
-    optimizer: AcceleratedOptimizer,
-    random_states: bool,
-) -> None:
-    """Load a checkpoint on this rank, with its `random_states` if they are of as many ranks."""
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if sharded or not (folder / SAFE_WEIGHTS_NAME).is_file():
-        read_weights(folder, gpt)
-        read_optimizer(folder, gpt, optimizer)
-        if random_states:  # FSDP excludes fp16, so there is no scaler
-            load_accelerator_state(
-                input_dir=str(folder),
-                models=[],
-                optimizers=[],
-                schedulers=[],
-                dataloaders=[],
-                process_index=accelerator.process_index,
-                scaler=None,
-            )
-        return
-    scaler = accelerator.scaler
-    if not (folder / SCALER_NAME).is_file():
-        accelerator.scaler = None
-    try:
-        accelerator.load_state(str(folder))
-    finally:
-        accelerator.scaler = scaler
 
 
 def best_step_is_valid(path: Path, saved: TrainState, now: TrainState) -> bool:

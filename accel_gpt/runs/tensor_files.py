@@ -23,7 +23,7 @@ from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.groups import state_names
 from accel_gpt.optim.own import OwnOptimizer
-from accel_gpt.runs.checkpoint import weight_parts
+from accel_gpt.runs.checkpoint import optimizer_parts, weight_parts
 
 OFFSETS = "DCP_SHARDING_INFO"  # key in the header
 GROUPS = "groups"  # key in the header: the values of an own optimizer's groups, as JSON
@@ -210,7 +210,7 @@ def read_optimizer(folder: Path, gpt: LanguageModel, optimizer: AcceleratedOptim
 
     The checkpoint and this run may each be sharded or not.
     """
-    files = sorted(folder.glob("optimizer_*.safetensors"))
+    files = optimizer_parts(folder)
     if files:
         saved = state_by_name(saved_tensors(files), gpt)
         groups = saved_groups(files)

@@ -24,12 +24,10 @@ def export_model(options: ExportCommand) -> str:
             checkpoint=options.checkpoint,
             dtype=options.dtype,
         )
-    to = Path(options.to)
-    exported = export(
+    return export(
         name=options.run,
-        to=to,
+        to=Path(options.to),
         checkpoint=options.checkpoint,
         dtype=options.dtype,
         as_qwen3=options.as_ == "qwen3",
     )
-    return exported.describe(to)

@@ -4,6 +4,7 @@ Reads the checkpoint, the run's folder and the template `model_card.jinja`, whic
 `redaction.py` allows.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,13 @@ def write_card(
     checkpoint: Path,
     folder: Path,
     repo: str,
-    model_class: str,
     dtype: str,
     license: str | None = None,  # noqa: A002 - as the Hub names it
 ) -> None:
-    """Write README.md, and loss.png if the run has metrics, into `folder`, which exists.
+    """Write README.md, and loss.png if the run has metrics, into `folder`, an exported model.
 
-    `repo`: user/name; `model_class`: of transformers; `dtype`: of the exported weights. Raises
-    `CheckpointError` for an unreadable checkpoint.
+    `repo`: user/name; `dtype`: of the weights. Raises `CheckpointError` for an unreadable
+    checkpoint.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -68,7 +68,7 @@ def write_card(
         state=state,
         records=records,
         results=results,
-        model_class=model_class,
+        model_class=json.loads((folder / "config.json").read_bytes())["architectures"][0],
         shape=shape,
         vocab_size=vocab_size,
         dtype=dtype,

@@ -68,7 +68,7 @@ def push(
         folder = Path(temporary) / "upload"
         folder.mkdir()
         model, tokenizer = load_exportable(pretrained)
-        exported = write_model(model, tokenizer, folder, dtype)
+        write_model(model, tokenizer, folder, dtype)
         del model
         run_folder = RunFolder(path.resolve().parents[1])
         write_card(
@@ -76,7 +76,6 @@ def push(
             checkpoint=path,
             folder=folder,
             repo=repo,
-            model_class=exported.model_class,
             dtype=dtype,
             license=license,
         )

@@ -12,7 +12,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -44,46 +43,19 @@ EXPORT_DTYPES = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Exported:
-    """An exported model and the result of the comparison."""
-
-    model_class: str  # of transformers
-    parameters: int
-    bytes: int  # of the weights
-    dtype: str
-    difference: float  # from ours with the same weights: the largest difference of two logits
-    from_trained: float | None  # from ours with the trained weights; None if they are the same
-    transformers: str  # version
-
-    def describe(self, folder: Path) -> str:
-        """Return one paragraph about the exported folder."""
-        differences = f"{self.difference:.1e} from ours"
-        if self.from_trained is not None:
-            differences += (
-                f" with the weights in {self.dtype}, and by at most {self.from_trained:.1e} from "
-                "ours with the trained weights,"
-            )
-        return (
-            f"{folder}: {self.model_class}, {self.parameters:,} parameters in {self.dtype}, "
-            f"{self.bytes / 1e6:,.1f} MB\n"
-            f"opened by transformers {self.transformers}: its logits differ by at most "
-            f"{differences} on {COMPARED_SEQUENCES} sequences of random tokens\n"
-        )
-
-
 def export(
     name: str,
     to: Path,
     checkpoint: str = "last",
     dtype: str = "fp32",
     as_qwen3: bool = False,
-) -> Exported:
+) -> str:
     """Export the model `name`, as `find_pretrained` finds it, to the folder `to`.
 
-    The folder appears when it is complete and compared, or not at all. `as_qwen3` converts a model
-    of the preset fast. Raises `UserError` if the folder holds files, or if no class of
-    transformers computes the model; `CheckpointError` if transformers computes other values.
+    Returns a description. The folder appears when it is complete and compared, or not at all.
+    `as_qwen3` converts a model of the preset fast. Raises `UserError` if the folder holds files, or
+    if no class of transformers computes the model; `CheckpointError` if transformers computes other
+    values.
     """
     to = to.resolve()
     temporary = to / TEMPORARY  # `to` may be a mount point or a working directory
@@ -98,7 +70,7 @@ def export(
     exportable_preset(model)  # raises an error before anything is written
     try:
         temporary.mkdir(parents=True)
-        exported = write_model(
+        description = write_model(
             model=model,
             tokenizer=tokenizer,
             folder=temporary,
@@ -114,15 +86,15 @@ def export(
         if not existed:
             with contextlib.suppress(OSError):  # it holds the model, or was not made
                 to.rmdir()
-    return exported
+    return f"{to}: {description}"
 
 
 def write_model(
     model: GPT, tokenizer: Tokenizer, folder: Path, dtype: str, as_qwen3: bool = False
-) -> Exported:
+) -> str:
     """Write all files of a model into an existing folder, and compare what transformers computes.
 
-    `as_qwen3` converts a model of the preset fast. Consumes the model.
+    Returns a description. `as_qwen3` converts a model of the preset fast. Consumes the model.
     """
     tokens = compared_tokens(model, tokenizer)
     reference = {"tokens": tokens}
@@ -141,14 +113,16 @@ def write_model(
     )
     parameters, size = write_files(model, tokenizer, folder, EXPORT_DTYPES[dtype])
     report = prove_equal(reference, tokenizer, folder)
-    return Exported(
-        model_class=HF_CLASSES[preset],
-        parameters=parameters,
-        bytes=size,
-        dtype=dtype,
-        difference=report["difference"],
-        from_trained=report.get("from_trained"),
-        transformers=report["transformers"],
+    differences = f"{report['difference']:.1e} from ours"
+    if "from_trained" in report:
+        differences += (
+            f" with the weights in {dtype}, and by at most {report['from_trained']:.1e} from ours "
+            "with the trained weights,"
+        )
+    return (
+        f"{HF_CLASSES[preset]}, {parameters:,} parameters in {dtype}, {size / 1e6:,.1f} MB\n"
+        f"opened by transformers {report['transformers']}: its logits differ by at most "
+        f"{differences} on {COMPARED_SEQUENCES} sequences of random tokens\n"
     )
 
 

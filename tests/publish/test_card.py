@@ -87,11 +87,12 @@ def make(tmp_path: Path, corpus: Path) -> Make:
 def write(checkpoint: Path, to: Path, drawn: bool = False) -> str:
     """Return the text of a card; unless `drawn`, the slow plot is an empty file."""
     to.mkdir(parents=True, exist_ok=True)
+    (to / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     run = RunFolder(checkpoint.parents[1])
     with pytest.MonkeyPatch.context() as patch:
         if not drawn:
             patch.setattr(model_card, "loss_curves", lambda _, path: path.touch())
-        write_card(run, checkpoint, to, "ada/tiny", "GPT2LMHeadModel", "fp32", "MIT")
+        write_card(run, checkpoint, to, "ada/tiny", "fp32", "MIT")
     return (to / "README.md").read_text(encoding="utf-8")
 
 

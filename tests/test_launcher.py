@@ -16,9 +16,7 @@ from accel_gpt.launcher import (
     use_slurm_variables,
     world_size,
 )
-from tests.helpers.ports import free_port
-from tests.test_launch import PLAIN, TORCHRUN, TRAIN, finish
-from tests.test_train import assert_same_weights, records, weights
+from tests.test_launch import PLAIN
 
 Arguments = Callable[..., list[str]]
 JOB = {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -186,36 +184,3 @@ def test_a_process_in_a_real_cgroup_takes_the_cores_of_its_quota() -> None:
     inner.rmdir()
     outer.rmdir()
     assert (done.stdout, done.stderr) == ("1\n", "")
-
-
-@pytest.mark.slow
-def test_two_tasks_of_srun_train_as_torchrun_does(small_run: Arguments, tmp_path: Path) -> None:
-    alike = ["--train.micro_batch_size", "2"]
-    torchrun = [*TORCHRUN, "--nproc_per_node", "2", TRAIN]
-    finish([*torchrun, *small_run(*alike, "--out_dir", "torchrun")], tmp_path)
-    step = {
-        "SLURM_JOB_ID": "1",
-        "MASTER_PORT": str(free_port()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-    }
-    options = small_run(*alike, "--out_dir", "srun")
-    command = [sys.executable, "-m", "accel_gpt", "train"]
-    tasks = [
-        subprocess.Popen(
-            [*command, *options],
-            env={**PLAIN, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    shown = [task.communicate(timeout=120)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], shown
-    assert "x 2 micro-steps x 2 processes" in shown[0]
-    assert records(tmp_path / "srun") == records(tmp_path / "torchrun")
-    assert_same_weights(weights(tmp_path / "srun"), weights(tmp_path / "torchrun"))

@@ -190,7 +190,6 @@ def restore(
         except Exception as error:  # torch, safetensors and Accelerate raise no common class
             problem = describe_load_error(error)
             raise CheckpointError(f"{path} does not fit this run: {problem}") from None
-        accelerator.step = 0  # a checkpoint is saved between steps: no micro-step is pending
         check_optimizer(path, gpt, optimizer)
         if same_world:
             check_random_states(random_states)

@@ -55,17 +55,6 @@ def test_what_the_accelerate_config_asks_for_is_refused_by_name(
         unsupported.check_accelerate_config()
 
 
-@pytest.mark.slow
-def test_fsdp_without_a_launcher_is_refused(
-    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Accelerate would silently train with plain processes."""
-    for key, value in FSDP2.items():
-        monkeypatch.setenv(key, value)
-    assert launch(small_run()) == 2
-    assert "sets FSDP but Accelerate started NO on cpu" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("kind", "precision", "device", "exact", "message"),
     [
@@ -83,8 +72,9 @@ def test_fsdp_without_a_launcher_is_refused(
     ],
 )
 def test_what_accelerate_started_is_refused_by_name(
-    kind: str, precision: str, device: str, exact: bool, message: str
-) -> None:
+    kind: str, precision: str, device: str, exact: bool, message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def check(kind: str, precision: str, device: str, exact: bool) -> None:
         started: Any = SimpleNamespace(
             distributed_type=DistributedType(kind), mixed_precision=precision,
@@ -104,6 +94,10 @@ def test_what_accelerate_started_is_refused_by_name(
     check("MULTI_CPU", "bf16", "cpu", exact=True)
     with pytest.raises(UserError, match=message):
         check(kind, precision, device, exact)
+    for key, value in FSDP2.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match="sets FSDP but Accelerate started NO on cpu"):
+        check("NO", "no", "cpu", exact=False)  # without a launcher
 
 
 @pytest.mark.usefixtures("settings_kept")

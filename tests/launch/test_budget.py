@@ -116,18 +116,6 @@ def test_a_time_limit_stops_the_run_not_the_rehearsal(small_run: Arguments, tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_steps")
-def test_another_budget_is_another_run(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(small_run(*FOR_TEN_MINUTES)) == 0
-    before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    assert launch(small_run("--train.budget", "20m")) == 2
-    assert "has 8 steps, from train.budget 10m" in capsys.readouterr().err
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_steps")
 @pytest.mark.usefixtures("uploads_here")
 def test_a_copy_knows_the_length(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]

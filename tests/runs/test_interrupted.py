@@ -66,30 +66,24 @@ def assert_same_run(run: Path, whole: Path) -> None:
         assert (run / "samples" / name).read_text() == (whole / "samples" / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("options", "evaluation"),
-    [((), 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((BEST, 1), (RARELY, 3)))],
-)
 def test_a_signal_during_an_evaluation_saves_at_once(
-    options: tuple[str, ...],
-    evaluation: int,
     small_run: Arguments,
     trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the middle of the first evaluation, and of the evaluation of the last step."""
-    run, whole = tmp_path / "run", trained(*options, to="whole")
-    number, step = BATCHES * (evaluation - 1) + 2, 4 * evaluation
+    """In the middle of the evaluation of the last step, the third."""
+    run, whole = tmp_path / "run", trained(to="whole")
+    number, step = BATCHES * 2 + 2, 12
     with monkeypatch.context() as patch:
         calls = call_before(patch, validation, "collate", number, send(signal.SIGTERM))
-        assert launch(small_run(*options)) == 75
+        assert launch(small_run()) == 75
     assert len(calls) == number  # the current batch is the last one
     assert f"SIGTERM: saved at step {step} " in capsys.readouterr().err
     assert saved_steps(run)[-1] == step
     assert step not in [record["step"] for record in records(run)]
-    assert launch(small_run(*options)) == 0
+    assert launch(small_run()) == 0
     assert_same_run(run, whole)
 
 

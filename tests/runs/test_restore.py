@@ -1,7 +1,6 @@
 """A resume restores everything, or names what is missing; allowed and rejected changes."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from accel_gpt.runs.folder import checkpoint_steps
 from accel_gpt.runs.resume import describe_load_error
 from accel_gpt.runs.state import TrainState
 from tests.conftest import QUIET, launch, reseal
-from tests.test_train import records, signal_after
+from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
@@ -97,22 +96,6 @@ def test_another_number_of_processes_is_stated(
     assert launch(small_run(*QUIET, *LONGER)) == 0
     said = capsys.readouterr().err
     assert "was trained by 2 processes; this run has 1" in said
-
-
-@pytest.mark.slow
-def test_a_checkpoint_between_other_micro_steps_begins_a_step_of_its_own(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run stops after 3 steps of 2 micro-steps, and resumes with 8 micro-steps a step."""
-    options = [*QUIET, "--model.dropout", "0", "--train.max_steps", "5", "--train.micro_batch_size"]
-    whole = ["--out_dir", str(tmp_path / "whole")]
-    assert launch(small_run(*options, "1", *whole)) == 0
-    with monkeypatch.context() as patch:
-        signal_after(patch, 3, signal.SIGTERM)
-        assert launch(small_run(*options, "4")) == 75
-    assert launch(small_run(*options, "1")) == 0
-    losses = [[line["train/loss"] for line in records(tmp_path / n)] for n in ("run", "whole")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_another_tokenizer_is_refused() -> None:

@@ -44,7 +44,6 @@ from accel_gpt.launch.process import make_host_group
 from accel_gpt.launch.ranks import RankError, all_ranks, on_main, require_same
 from accel_gpt.launch.setup import Launch, check_data, new_state
 from accel_gpt.launch.stopping import (
-    INIT_TIMEOUT,
     StopRequested,
     StopSignal,
     Watchdog,
@@ -139,10 +138,10 @@ def train(
     ones are pruned.
     """
     stop = launch.stop
-    init_timeout = context.config.train.init_timeout
+    timeout = context.config.train.step_timeout
     with launch.display as display, open_dashboard(context):
         stop.announce = display.log
-        with Watchdog(init_timeout, INIT_TIMEOUT, "has not opened data, model and checkpoint"):
+        with Watchdog(timeout, "has not opened data, model and checkpoint"):
             run = set_up(context, display, initialize, on_start, on_checkpoint)
         with run.watched(), profile(context) as profile_step:
             stop.starting = False
@@ -269,7 +268,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
     """Wait until all ranks have the batches of a step; return whether the run must stop first.
 
     A collective, for remote data. So no rank waits for the network inside a step, where it could
-    neither stop nor save. If a shard does not come within `data.timeout`, all ranks raise
+    neither stop nor save. If a shard does not come within `train.step_timeout`, all ranks raise
     `DataError`. In both cases the completed step is saved.
     """
     began = time.monotonic()
@@ -286,7 +285,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
         if not told and time.monotonic() - began > TELL_SECONDS and run.corpus.waits_for:
             run.reporter.log(f"WARNING: waiting for {run.corpus.waits_for}")
             told = True
-        run.reporter.heartbeat()  # data.timeout limits the wait, not train.step_timeout
+        run.reporter.heartbeat()  # the wait has a limit of its own
         time.sleep(LOOK_SECONDS)
 
 

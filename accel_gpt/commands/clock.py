@@ -28,7 +28,7 @@ from accel_gpt.evals.evaluation import Evaluation, evaluate
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import synchronize
 from accel_gpt.launch.ranks import on_main
-from accel_gpt.launch.stopping import INIT_TIMEOUT, Watchdog
+from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.train import Training
 from accel_gpt.training.display import Display
@@ -49,7 +49,7 @@ def set_up_unseen(
     """Set up a run that is only measured, and prints nothing."""
     with (
         Display(False) as display,
-        Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"),
+        Watchdog(config.train.step_timeout, "has not opened data and model"),
     ):
         context = Context(config, plan, accelerator, log=display.log)
         return train.set_up(context, display, initialize)

@@ -38,7 +38,6 @@ from accel_gpt.launch.ranks import explain_lost_rank, on_main, require_all
 from accel_gpt.launch.resolve import read_done, with_commits, with_precision
 from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog
 from accel_gpt.launch.stopping import (
-    INIT_TIMEOUT,
     Watchdog,
     die_with_launcher,
     exiting_on_signals,
@@ -87,7 +86,7 @@ def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
             needed = {"model", "targets"} if options.data else {"model", "targets", "shards"}
             check_code(source.folder, config.own, needed)
         accelerator = start_evaluation(config, run)
-        with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened the model"):
+        with Watchdog(config.train.step_timeout, "has not opened the model"):
             model, tokenizer = load_found(source, accelerator.device, config.own)
         tasks = open_tasks_of(options, model, tokenizer)
         metrics = evaluate_model(options, config, model, tokenizer, accelerator)
@@ -235,7 +234,7 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Compute the losses and the benchmark scores of a model; a collective."""
     model.bf16_residual = True  # as in the run
-    with Watchdog(config.train.init_timeout, INIT_TIMEOUT, "has not opened data and model"):
+    with Watchdog(config.train.step_timeout, "has not opened data and model"):
         model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
         evaluations = open_all(options, config, model, tokenizer)
     with (

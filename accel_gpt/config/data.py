@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from accel_gpt.config.options import Section, duration, internal, option, own_options
+from accel_gpt.config.options import Section, internal, option, own_options
 from accel_gpt.errors import require
 
 
@@ -194,13 +194,6 @@ class DataConfig(Section, prefix="data."):
         resume="free",
         per_machine=True,
     )
-    timeout: str = option(
-        "10m",
-        "Longest wait for a remote shard, such as 10m. Then the run saves the last step and ends "
-        "with exit code 3.",
-        resume="free",
-        per_machine=True,
-    )
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     commits: Mapping[str, str] | None = internal(None)
     """URL in a repository of the Hub -> the commit that this run reads."""
@@ -213,14 +206,8 @@ class DataConfig(Section, prefix="data."):
                 bool(re.fullmatch(r"[A-Za-z0-9_-]+", name)),
                 f"data.val has the name {name!r}; use letters, digits, - and _",
             )
-        duration("data.timeout", self.timeout)
         if self.prepare.source is None:
             self.prepare.check_unused()
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Return data.timeout in seconds."""
-        return duration("data.timeout", self.timeout) or 0.0
 
     @property
     def folder(self) -> str | None:

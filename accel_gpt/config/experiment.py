@@ -145,16 +145,13 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
         at_least=0,
         resume="free",
     )
-    step_timeout: str | None = option(
+    step_timeout: str = option(
         "30m",
-        "Time without progress after which a process prints the stacks of its threads and ends. "
-        "If all processes are paused together, a pause of up to a day does not count.",
-        resume="free",
-    )
-    init_timeout: str | None = option(
-        "15m",
-        "Time limit of each stage before the first step: connecting the processes, starting the "
-        "device, and opening data, model and checkpoint. Data preparation has no limit.",
+        "Longest time without progress: in each stage before the first step, for a remote shard, "
+        "or in a step. If a shard does not come, the run saves the last step and ends with exit "
+        "code 3. In all other cases, the process prints the stacks of its threads and ends. Data "
+        "preparation has no limit. If all processes are paused together, a pause of up to a day "
+        "does not count.",
         resume="free",
     )
 
@@ -164,6 +161,11 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
         return self.compile in (True, "graphs")
 
     @property
+    def timeout_seconds(self) -> float:
+        """Return step_timeout in seconds."""
+        return duration("train.step_timeout", self.step_timeout) or 0.0
+
+    @property
     def micro_batch_sequences(self) -> int:
         """micro_batch_size as a number; 1 if it is auto and not resolved yet."""
         if self.micro_batch_size == "auto":
@@ -171,7 +173,7 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
         return self.micro_batch_size
 
     def _check(self) -> None:
-        for name in ("budget", "time_limit", "step_timeout", "init_timeout"):
+        for name in ("budget", "time_limit", "step_timeout"):
             duration(f"train.{name}", getattr(self, name))
         require(
             not (self.reproducible and self.compiled),

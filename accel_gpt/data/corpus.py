@@ -166,7 +166,7 @@ def open_corpus(config: Config) -> Corpus:
     data = config.data
     cache = None
     if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
-        cache = Cache(data.cache_gb, run=config.out_dir)
+        cache = Cache(data.cache_gb, config.out_dir, config.train.timeout_seconds)
     sources = open_sources(train_paths(data), "train", data, cache=cache)
     sources.sort(key=lambda source: source.split.fingerprint)  # independent of the listed order
     for before, source in pairwise(sources):

@@ -12,7 +12,7 @@ at its address gets another name. At the end of the run the cache is removed.
     {cache}/.lock                               locked while a process makes room
 
 Each download is a thread. It is repeated while the store cannot be reached. Who needs the file
-waits for the thread, at most `data.timeout`, and holds no lock meanwhile.
+waits for the thread, at most `train.step_timeout`, and holds no lock meanwhile.
 
 Other files (index, tokenizer) are small and downloaded at each launch.
 """
@@ -47,10 +47,11 @@ class Cache:
     """The cache of a run on this machine: a folder that holds at most `gb` GB of shards.
 
     `run`: the folder of the run; None for a cache that this process alone uses and removes when it
-    ends.
+    ends. `timeout`: the longest wait for a shard, in seconds.
     """
 
-    def __init__(self, gb: float, run: str | None) -> None:
+    def __init__(self, gb: float, run: str | None, timeout: float) -> None:
+        self.timeout = timeout
         base = cache_folder() / "shards"
         self.limit = int(gb * 1e9)
         self.needs: dict[Path, int] = {}  # 0: needed now; otherwise the place in the order of need
@@ -153,17 +154,16 @@ class Download(threading.Thread):
 class RemoteFolder:
     """A data folder behind `url`, whose files appear in `folder`, complete and verified.
 
-    `timeout`: the longest wait for a shard, in seconds. The first `prefetch` starts a thread.
+    The first `prefetch` starts a thread.
     """
 
-    def __init__(self, url: str, cache: Cache, timeout: float) -> None:
+    def __init__(self, url: str, cache: Cache) -> None:
         # `Download` repeats a request: botocore would do so for up to a minute, without a word
         is_s3 = url.startswith(("s3://", "s3a://"))
         self.store = Store(
             url, {"config_kwargs": {"retries": {"max_attempts": 0}}} if is_s3 else {}
         )
         self.cache = cache
-        self.timeout = timeout
         last = re.sub(r"[^A-Za-z0-9._-]", "_", self.store.url.rpartition("/")[2])[:80]
         self.folder = cache.root / f"{short_hash(self.store.url)}-{last}"
         self.infos: dict[str, FileInfo] = {}
@@ -211,7 +211,7 @@ class RemoteFolder:
     def at_start(self, call: Callable[[], None], name: str = "") -> None:
         """Make a call that the start of a run waits for."""
         where = f"{self.store.url}/{name}".rstrip("/")
-        Download(call, where).wait(min(START_SECONDS, self.timeout))
+        Download(call, where).wait(min(START_SECONDS, self.cache.timeout))
 
     def download_small_file(self, name: str, path: Path) -> None:
         """Download a file, which no process of the run sees before it is complete."""
@@ -230,7 +230,7 @@ class RemoteFolder:
         if not path.is_file():
             self.waiting = self.start_download(name)
             try:
-                self.waiting.wait(self.timeout, " (data.timeout)")
+                self.waiting.wait(self.cache.timeout, " (train.step_timeout)")
             finally:
                 self.waiting = None
         return path

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from accel_gpt.config.data import DataConfig, Weighted
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.data.downloads import Cache, RemoteFolder
 from accel_gpt.data.foreign import TOKENIZER, DataFolder, open_foreign
 from accel_gpt.data.index import INDEX
@@ -77,7 +78,9 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
     if is_repository(path):
         commit = (data.commits or {}).get(path) or newest_commit(path)
         path = replace(parse_url(path), revision=commit).url
-    remote = RemoteFolder(path, cache or Cache(data.cache_gb, run=None), data.timeout_seconds)
+    if cache is None:
+        cache = Cache(data.cache_gb, run=None, timeout=TrainConfig().timeout_seconds)
+    remote = RemoteFolder(path, cache)
     with contextlib.suppress(Missing):  # shards of another project have no index
         for name in (INDEX, TOKENIZER, CONFIG):
             remote.fetch(name)

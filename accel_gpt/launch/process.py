@@ -11,7 +11,6 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from accel_gpt.config.experiment import TrainConfig
-from accel_gpt.config.options import duration
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import require
 from accel_gpt.launch.ranks import keep_group
@@ -47,10 +46,7 @@ def join_ranks(train: TrainConfig) -> PartialState:
     # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
     cpu = uses_cpu()
     check_devices(cpu)
-    init_seconds = duration("train.init_timeout", train.init_timeout) or 0
-    # for collectives before and after the first step
-    timeout = max(collective_timeout(train), timedelta(seconds=init_seconds))
-    state = PartialState(cpu=cpu, timeout=timeout)
+    state = PartialState(cpu=cpu, timeout=collective_timeout(train))
     started = world_size()
     require(
         state.num_processes == started,
@@ -111,8 +107,7 @@ def collective_timeout(train: TrainConfig) -> timedelta:
     The timeout is long, since a collective must survive a paused process. The watchdog ends a run
     that hangs.
     """
-    seconds = duration("train.step_timeout", train.step_timeout)
-    return timedelta(seconds=seconds or 0) + LONGEST_PAUSE
+    return timedelta(seconds=train.timeout_seconds) + LONGEST_PAUSE
 
 
 def make_host_group(train: TrainConfig, processes: int) -> dist.ProcessGroup | None:

@@ -36,7 +36,7 @@ from accel_gpt.launch.context import Context
 from accel_gpt.launch.precision import choose_precision
 from accel_gpt.launch.process import join_ranks
 from accel_gpt.launch.ranks import all_gather, on_main
-from accel_gpt.launch.stopping import INIT_TIMEOUT, Watchdog
+from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.launcher import PRECISIONS, world_size
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.runs.checkpoint import read_state
@@ -105,7 +105,7 @@ def resolve(
     `UserError` if this machine cannot do what is asked for.
     """
     started = time.monotonic()
-    with Watchdog(asked.train.init_timeout, INIT_TIMEOUT, "has not started the device"):
+    with Watchdog(asked.train.step_timeout, "has not started the device"):
         join_ranks(asked.train)
         done: Done = on_main(lambda: read_done(asked.out_dir, asked.checkpoint.resume))
         config = with_precision(asked, done, log)

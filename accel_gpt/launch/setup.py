@@ -28,7 +28,7 @@ from accel_gpt.launch.ranks import (
     require_same,
     shared_with_ranks,
 )
-from accel_gpt.launch.stopping import INIT_TIMEOUT, StopSignal, Watchdog, die_with_launcher
+from accel_gpt.launch.stopping import StopSignal, Watchdog, die_with_launcher
 from accel_gpt.launch.unsupported import check_trackers
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.runs.folder import FolderLock, locked
@@ -86,7 +86,7 @@ def meeting_watchdog(config: Config) -> Watchdog:
     problem = "has not met the others"
     if world_size() > 1:
         problem += f" at {main_address()}"
-    return Watchdog(config.train.init_timeout, INIT_TIMEOUT, problem)
+    return Watchdog(config.train.step_timeout, problem)
 
 
 def require_shared(folder: Path) -> None:

@@ -41,7 +41,6 @@ PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LAUNCHER_WORDS = (b"torch", b"accel")  # in a launcher's command line
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIME_LIMIT = "train.time_limit"
-INIT_TIMEOUT = "train.init_timeout"
 REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
 # Time before the limit that is reserved for ending the processes: the larger of both; assumptions
 RESERVE_SHARE = 0.02  # of the limit
@@ -287,37 +286,29 @@ def die_with_launcher() -> None:
 class Watchdog:
     """Dumps the stacks of all threads and ends the process after `limit` without a heartbeat.
 
-    `limit`: a duration such as `30m`; None: no limit. `key`: the option that sets `limit`.
-    `problem`: describes the hang in the message.
+    `limit`: `train.step_timeout`. `problem`: describes the hang in the message.
 
     A thread counts its own ticks. While the process is paused (SIGSTOP, Ctrl-Z, a frozen
     container), the thread does not tick, so a pause does not count.
     """
 
-    def __init__(
-        self,
-        limit: str | None,
-        key: str = "train.step_timeout",
-        problem: str = "completed nothing",
-    ) -> None:
-        self.seconds = duration(key, limit)
+    def __init__(self, limit: str, problem: str = "completed nothing") -> None:
+        self.seconds = duration("train.step_timeout", limit) or 0.0
         self.reason = (
-            f"{problem} within {limit} ({key}); it hangs here, or waits for another process that "
-            "hangs"
+            f"{problem} within {limit} (train.step_timeout); it hangs here, or waits for another "
+            "process that hangs"
         )
         self.ticks = 0  # since the last heartbeat
         self.done = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        if self.seconds:
-            self.thread.start()
+        self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.done.set()
-        if self.thread.is_alive():
-            self.thread.join()
+        self.thread.join()
 
     def heartbeat(self) -> None:
         """Note that the run made progress."""
@@ -325,7 +316,6 @@ class Watchdog:
 
     def watch(self) -> None:
         """Count ticks until the run ends or hangs; run by the thread."""
-        assert self.seconds
         while not self.done.wait(self.seconds / TICKS):
             self.ticks += 1
             if self.ticks > TICKS:

@@ -136,8 +136,8 @@ def opened(server: Server) -> Iterator[Opener]:
 
     def make(shards: float = 100, seconds: float = 60) -> RemoteFolder:
         """A folder whose cache has room for `shards` shards."""
-        cache = Cache((shards + 0.5) * SIZE / 1e9, "run")
-        folders.append(RemoteFolder(server.url, cache, seconds))
+        cache = Cache((shards + 0.5) * SIZE / 1e9, "run", seconds)
+        folders.append(RemoteFolder(server.url, cache))
         for name in NAMES:
             digest = hashlib.sha256((server.root / name).read_bytes()).hexdigest()
             folders[-1].expect(name, SIZE, digest)
@@ -183,10 +183,10 @@ def test_a_server_that_fails_is_given_up_and_can_be_tried_again(
 ) -> None:
     server.statuses = [503] * 10_000
     folder = opened(seconds=0.5)
-    with pytest.raises(DataError, match=r"train_000000.npy could not be .* \(data.timeout\): 503"):
+    with pytest.raises(DataError, match=r"train_000000.npy could not .*step_timeout\): 503"):
         folder.fetch(NAMES[0])
     server.statuses.clear()
-    folder.timeout = 60.0
+    folder.cache.timeout = 60.0
     folder.prefetch(NAMES[:2])
     assert right(server, folder.fetch(NAMES[0]))
     assert until(folder.path(NAMES[1]).exists)
@@ -200,7 +200,7 @@ def test_file_that_is_always_corrupt_never_appears(server: Server, opened: Opene
     server.corrupt = 10_000
     folder = opened(seconds=0.5)
     with pytest.raises(
-        DataError, match=r"train_000000.*data.timeout\): it came with .*expected.*[0-9a-f]{64}"
+        DataError, match=r"train_000000.*step_timeout\): it came with .*expected.*[0-9a-f]{64}"
     ):
         folder.fetch(NAMES[0])
     assert not folder.path(NAMES[0]).exists()
@@ -233,8 +233,8 @@ def test_a_later_launch_keeps_what_is_complete_and_did_not_change(
 
 
 def test_each_run_has_its_own_cache() -> None:
-    one, other = (Cache(1, run) for run in ("a", "b"))
-    process = Cache(1, None)
+    one, other = (Cache(1, run, 60) for run in ("a", "b"))
+    process = Cache(1, None, 60)
     assert len({one.root, other.root, process.root}) == 3
     other.root.mkdir()
     one.remove()
@@ -317,7 +317,7 @@ FETCH = """
 import json, sys
 from accel_gpt.data.downloads import Cache, RemoteFolder
 url, files = json.loads(sys.argv[1])
-folder = RemoteFolder(url, Cache(1.0, "run"), 60)
+folder = RemoteFolder(url, Cache(1.0, "run", 60))
 for file in files:
     folder.expect(*file)
 folder.prefetch([name for name, *_ in files])
@@ -460,7 +460,7 @@ def test_other_stores_can_be_listed(tmp_path: Path) -> None:
     system, path = fsspec.core.url_to_fs(url)
     system.makedirs(f"{path}/inner")
     system.pipe(f"{path}/a.bin", b"abcdef")
-    folder = RemoteFolder(url, Cache(1, None), 60)
+    folder = RemoteFolder(url, Cache(1, None, 60))
     with pytest.raises(Missing, match="does not exist"):
         folder.fetch("dataset.json")
     (info,) = folder.list().values()

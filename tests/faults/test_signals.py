@@ -29,7 +29,7 @@ from tests.test_train import assert_same_weights, records, weights
 pytestmark = pytest.mark.slow
 STEPS = 40
 # without a launcher, a rank that waits for a new group learns from a timeout that the other is gone
-PATIENCE = ["--train.step_timeout", "15s", "--train.init_timeout", "30s"]
+PATIENCE = ["--train.step_timeout", "30s"]
 DIRECT = 100 * THOROUGH or 4  # signals of all kinds to two processes
 
 

@@ -71,7 +71,7 @@ def test_process_that_meets_no_other_ends(server: Server, argv: list[str], tmp_p
     """Nobody listens on the port, since the main process has not started."""
     alone = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = {0: ["--train.init_timeout", "3s", "--train.step_timeout", "60s"]}
+    own = {0: ["--train.step_timeout", "3s"]}
     launch = Direct(server, tmp_path, argv, processes=1, environment={0: alone}, own_argv=own)
     assert launch.wait() == [70]
     where = f"127.0.0.1:{alone['MASTER_PORT']}"
@@ -89,10 +89,10 @@ sys.exit(run_main(command.main, sys.argv[1:]))
 
 
 def test_hang_before_the_first_step_ends(argv: list[str], tmp_path: Path) -> None:
-    script = [sys.executable, "-c", HANGS, *argv, "--train.init_timeout", "3s"]
+    script = [sys.executable, "-c", HANGS, *argv, "--train.step_timeout", "3s"]
     done = subprocess.run(
         script, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 70, done.stderr
-    assert "(train.init_timeout)" in done.stderr
+    assert "(train.step_timeout)" in done.stderr
     assert "in set_up" in done.stderr  # the stacks

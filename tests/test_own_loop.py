@@ -118,18 +118,6 @@ def test_the_loop_equals_accel_gpt_train_and_resumes(
     assert_same_run(stopped, ours)
 
 
-@pytest.mark.slow
-def test_each_resumes_what_the_other_began(small_run: Arguments, tmp_path: Path) -> None:
-    ours = tmp_path / "ours"
-    assert launch(small_run("--out_dir", str(ours))) == 0
-    for first, second in ((loop, launch), (launch, loop)):
-        run = tmp_path / first.__name__
-        arguments = small_run("--out_dir", str(run))
-        assert first([*arguments, "--train.stop_at", "6"]) == 0
-        assert second(arguments) == 0
-        assert_same_weights(weights(run), weights(ours))
-
-
 @thorough
 @pytest.mark.slow
 def test_two_processes_equal_one(small_run: Arguments, tmp_path: Path) -> None:

@@ -149,8 +149,8 @@ def update_weight(
 class MuonAdamW(GuardedAdamW):
     """Update the groups that have `rows` by Muon, and the others by fused AdamW.
 
-    Matrices are orthogonalized, and sent between ranks, in `dtype`. By default this is bfloat16 on
-    CUDA, as in Jordan et al., and float32 elsewhere.
+    Matrices are orthogonalized, and sent between ranks, in bfloat16 on CUDA, as in Jordan et al.,
+    and in float32 elsewhere.
 
     Each matrix is orthogonalized by one rank. If FSDP2 shards the weights, it is one of the ranks
     that hold a shard. If the weights are replicated, it is one of the ranks of `mesh`; without a
@@ -163,11 +163,9 @@ class MuonAdamW(GuardedAdamW):
         groups: list[dict[str, Any]],
         lr: float,
         compiled: bool = False,
-        dtype: torch.dtype | None = None,
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__(groups, lr=lr, fused=True)
-        self.dtype = dtype
         self.mesh = mesh
         self._update_momentum: Any = update_momentum
         self._update_direction: Any = update_direction
@@ -245,7 +243,7 @@ class MuonAdamW(GuardedAdamW):
         decay = torch.full((), group["lr"] * group["weight_decay"], device=device)
         momentum = torch.full((), group["momentum"], device=device)
         scale = self._row_scales(group, parameters[0])
-        dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         stack = torch.empty((len(weights), *weights[0].shape), dtype=dtype, device=device)
         for p, estimate in zip(parameters, stack.unbind(), strict=True):
             assert p.grad is not None

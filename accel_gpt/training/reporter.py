@@ -273,18 +273,12 @@ def option_lines(config: Config) -> list[str]:
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """Return the last line of a launch: what it did, and the folder of the run."""
     spent = format_clock(state.seconds)
-    name = "last val loss" if signal_name else "val loss"  # after a signal, of an earlier step
-    loss = "" if state.val_loss is None else f", {name} {state.val_loss:.4f}"
-    if signal_name:
+    if signal_name or state.step < plan.max_steps:
         return (
-            f"{signal_name}: saved at step {state.step:,} after {spent}{loss}; "
-            "launch the same command again to continue"
+            f"{signal_name or 'train.stop_at'}: saved at step {state.step:,} of "
+            f"{plan.max_steps:,} after {spent}; launch again to continue"
         )
-    if state.step < plan.max_steps:
-        return (
-            f"train.stop_at: saved at step {state.step:,} of {plan.max_steps:,} after {spent}"
-            f"{loss}; launch again without it to continue"
-        )
+    loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
     return (
         f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}: {config.out_dir}"
     )

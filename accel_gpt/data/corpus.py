@@ -25,12 +25,11 @@ from accel_gpt.data.sources import (
     val_paths,
 )
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
-from accel_gpt.errors import DataError, UserError, require
+from accel_gpt.errors import UserError, require
 from accel_gpt.model.targets import TargetMask
 
 StateDict = Mapping[str, Any]
-CHECKED_TOKENS = 100_000_000  # searched for end-of-text; assumption: no document is longer
-CHECKED_AT_ONCE = 1 << 20  # tokens
+CHECKED_TOKENS = 10_000_000  # searched for end-of-text; assumption: no document is longer
 GROUP_SHARDS = 8  # shards whose sequences are permuted together if data.shuffle is groups
 
 
@@ -161,7 +160,8 @@ class Corpus:
 def open_corpus(config: Config) -> Corpus:
     """Open `data.train` and `data.val`.
 
-    Raises `DataError` if they were made with different tokenizers, or not with `data.tokenizer`.
+    Raises `DataError` if they were made with different tokenizers, `UserError` if not with
+    `data.tokenizer`.
     """
     data = config.data
     cache = None
@@ -246,19 +246,20 @@ def eval_splits(
 
 
 def check_named_tokenizer(name: str, source: Source) -> None:
-    """Raise `DataError` if `data.tokenizer` names another tokenizer than the data were made with.
+    """Raise `UserError` if `data.tokenizer` names another tokenizer than the data were made with.
 
     Needs no vocabulary from elsewhere. A file may be gone, because the data outlive it.
     """
     tokenizer = source.tokenizer
+    is_same = True
     if name in ("gpt2", "bytes"):
-        if tokenizer.kind != name:
-            raise DataError(
-                f"data.tokenizer is {name}, but the tokenizer of {source.path} is "
-                f"{tokenizer.summary}"
-            )
+        is_same = tokenizer.kind == name
     elif Path(name).exists():
-        named_tokenizer(name).require_same(tokenizer, f"data.tokenizer {name}", source.path)
+        is_same = tokenizer.fingerprint == named_tokenizer(name).fingerprint
+    require(
+        is_same,
+        f"data.tokenizer is {name}, but the tokenizer of {source.path} is {tokenizer.summary}",
+    )
 
 
 def model_vocabulary(config: Config, tokenizer: Tokenizer, path: str) -> int:
@@ -306,14 +307,10 @@ def check_documents(source: Source) -> None:
     if split.shards[0].documents is not None:
         return
     end = min(split.shards[0].tokens - 1, CHECKED_TOKENS)  # the last token separates nothing
-    for first in range(1, end, CHECKED_AT_ONCE):
-        tokens = split.read(0, first, min(CHECKED_AT_ONCE, end - first))
-        if (tokens == tokenizer.eot_id).any():
-            return
-    raise UserError(
+    require(
+        tokenizer.eot_id in split.read(0, 1, end - 1),
         f"data.document_mask is true, but the first {end:,} tokens of the {split.name} shards of "
-        f"{source.path} have no end-of-text token ({tokenizer.eot!r}) between documents; name "
-        "their separator as eos_token in tokenizer_config.json beside their tokenizer.json"
+        f"{source.path} have no end-of-text token ({tokenizer.eot!r}) between documents",
     )
 
 

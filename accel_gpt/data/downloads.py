@@ -224,6 +224,7 @@ class RemoteFolder:
 
     def fetch_shard(self, name: str) -> Path:
         """Return the local copy of a shard."""
+        assert not self.closed
         if name not in self.infos:
             raise Missing(f"{self.store.url}/{name} does not exist; check the address")
         path = self.path(name)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from accel_gpt.errors import DataError, UserError
+from accel_gpt.errors import DataError, require
 from accel_gpt.json_files import Count, Size, load_json_as
 
 INDEX = "dataset.json"
@@ -70,10 +70,10 @@ def read_index(folder: Path) -> Index:
 
 def check_folder(folder: Path) -> None:
     """Raise `UserError` unless `folder` is a folder."""
-    if not folder.exists():
-        raise UserError(f"data folder {folder} does not exist; accel-gpt prepare makes it")
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder of token shards; accel-gpt prepare makes one")
+    require(
+        folder.is_dir(),
+        f"data folder {folder} does not exist; expected token shards, as accel-gpt prepare makes",
+    )
 
 
 def is_shard_name(name: str) -> bool:

@@ -260,6 +260,8 @@ def test_cache_stays_below_its_limit_at_every_moment(server: Server, opened: Ope
         now = [NAMES[(i + k) % 10] for k in range(4)]
         folder.prefetch(now[:2], now)
         assert right(server, folder.fetch(now[0]))
+    assert until(lambda: all(folder.path(name).exists() for name in now[:3]))
+    time.sleep(0.3)  # the fourth finds no room
     done.set()
     watcher.join()
     assert SIZE < worst[0] <= folder.cache.limit

@@ -5,35 +5,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accel_gpt.errors import UserError, one_line, require
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfUri
 
 SCHEME = "hf://"
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes of a temporary failure
-
-
-@dataclass(frozen=True)
-class Place:
-    """A folder in a repository: `hf://datasets/user/name@revision/folder`."""
-
-    repo: str
-    repo_type: str
-    revision: str | None
-    folder: str
-
-    @property
-    def url(self) -> str:
-        """Return the URL of the folder."""
-        prefix = "" if self.repo_type == "model" else f"{self.repo_type}s/"
-        revision = f"@{self.revision}" if self.revision else ""
-        return f"{SCHEME}{prefix}{self.repo}{revision}/{self.folder}".rstrip("/")
-
-    def path(self, name: str) -> str:
-        """Return the path of a file of the folder in the repository."""
-        return f"{self.folder}/{name}".removeprefix("/")
 
 
 class UnreachableError(UserError):
@@ -67,16 +49,18 @@ def parse_repo(name: str) -> tuple[str, str | None]:
     return f"openai-community/{repo}" if repo in OPENAI else repo, revision or None
 
 
-def parse_url(url: str) -> Place:
-    """Parse the URL of a folder in a repository; raises `UserError` for another text."""
+def parse_url(url: str) -> "HfUri":
+    """Parse the URL of a folder in a repository: `hf://datasets/user/name@revision/folder`.
+
+    Raises `UserError` for another text.
+    """
+    from huggingface_hub import parse_hf_uri
     from huggingface_hub.errors import HfUriError
-    from huggingface_hub.utils import parse_hf_uri  # type: ignore[attr-defined]  # no __all__
 
     try:
-        uri = parse_hf_uri(url.rstrip("/"))
+        return parse_hf_uri(url.rstrip("/"))
     except HfUriError as error:
         raise UserError(f"{url} is not a URL on the Hub: {error}") from None
-    return Place(uri.id, uri.type, uri.revision, uri.path_in_repo)
 
 
 def newest_commit(url: str) -> str:
@@ -87,8 +71,8 @@ def newest_commit(url: str) -> str:
     from huggingface_hub import HfApi
 
     place = parse_url(url)
-    with hub_errors(place.url, "read"):
-        found = HfApi().repo_info(place.repo, repo_type=place.repo_type, revision=place.revision)
+    with hub_errors(url, "read"):
+        found = HfApi().repo_info(place.id, repo_type=place.type, revision=place.revision)
     return str(found.sha)
 
 

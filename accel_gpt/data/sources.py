@@ -77,7 +77,7 @@ def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> Data
         return DataFolder(Path(path))
     if is_repository(path):
         commit = (data.commits or {}).get(path) or newest_commit(path)
-        path = replace(parse_url(path), revision=commit).url
+        path = replace(parse_url(path), revision=commit).to_uri()
     if cache is None:
         cache = Cache(data.cache_gb, run=None, timeout=TrainConfig().timeout_seconds)
     remote = RemoteFolder(path, cache)

@@ -249,7 +249,7 @@ class CopyStore:
         self.url = store.url
         place = parse_url(url) if url.startswith(SCHEME) else None
         # the repository, if the Hub has the copies; its buckets have no commits
-        self.hub = place if place and place.repo_type != "bucket" else None
+        self.hub = place if place and place.is_repo else None
 
     # ----------------------------------------------------------------------- owners
 
@@ -424,7 +424,7 @@ class CopyStore:
 
         if self.hub is None:
             return None
-        repo, kind = self.hub.repo, self.hub.repo_type
+        repo, kind = self.hub.id, self.hub.type
         HfApi().create_repo(repo, repo_type=kind, private=True, exist_ok=True)
         return HfApi().repo_info(repo, repo_type=kind, revision=self.hub.revision).sha
 
@@ -442,17 +442,18 @@ class CopyStore:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         assert self.hub is not None
+        folder = f"{self.hub.path_in_repo}/".lstrip("/")
         operations: list[Any] = []
         for name, content in files.items():
-            operations.append(CommitOperationAdd(self.hub.path(name), content))
+            operations.append(CommitOperationAdd(f"{folder}{name}", content))
         for step in obsolete:
-            removed = f"{self.hub.path(step_name(step))}/"
+            removed = f"{folder}{step_name(step)}/"
             operations.append(CommitOperationDelete(removed, is_folder=True))
         HfApi().create_commit(
-            repo_id=self.hub.repo,
+            repo_id=self.hub.id,
             operations=operations,
             commit_message=title,
-            repo_type=self.hub.repo_type,
+            repo_type=self.hub.type,
             revision=self.hub.revision,
             parent_commit=parent,
         )

@@ -34,7 +34,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import own_options
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import leaves
-from accel_gpt.console import format_hours
+from accel_gpt.console import format_clock
 from accel_gpt.errors import AccelGPTError
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.runs.folder import RunFolder
@@ -197,11 +197,11 @@ def estimate(command: str) -> str:
         assert dispatch([*shlex.split(command)[1:], "--json"]) == 0
     report = json.loads(printed.getvalue())
     memory, hours = report["memory"], report["time"] and report["time"]["hours"]
-    parts = [f"{memory['total'] / 1e9:.1f} GB"]
-    if memory["device"]:
-        parts[0] += f" of {memory['device'] / 1e9:.0f}"
+    parts = [f"{memory['total_gb']:.1f} GB"]
+    if memory["device_gb"]:
+        parts[0] += f" of {memory['device_gb']:.0f}"
     if hours is not None:
-        parts.append(format_hours(hours))
+        parts.append(format_clock(3600 * hours))
     return ", ".join(parts)
 
 
@@ -230,7 +230,7 @@ def test_the_plan_shown_is_the_one_printed(
     check(
         "docs/explanation/cost.md",
         capsys.readouterr().out.rstrip(),
-        r"```\n(configs/gpt2_124m\.yaml on.*?)\n```",
+        r"```\n(config +configs/gpt2_124m\.yaml.*?)\n```",
     )
 
 

@@ -17,10 +17,10 @@ from accel_gpt.commands.clock import discarded, set_up_unseen, time_steps
 from accel_gpt.commands.options import BenchCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import make_plan, plural
-from accel_gpt.console import format_hours, table, write_out
-from accel_gpt.cost.data_sizes import evaluated_tokens, vocabulary_size
-from accel_gpt.cost.forecast import expected_costs, with_expected_length
+from accel_gpt.config.plan import make_plan
+from accel_gpt.console import report_text, write_out
+from accel_gpt.cost.data_sizes import vocabulary_size
+from accel_gpt.cost.forecast import run_hours, with_expected_length
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.launch.machine import describe_machine, memory_gb
@@ -48,10 +48,7 @@ def run(options: BenchCommand) -> int:
         report = bench(options)
     if report is None:
         return 0
-    if options.json:
-        write_out(json.dumps(report, indent=1) + "\n")
-    else:
-        write_out(bench_text(report))
+    write_out(json.dumps(report, indent=1) + "\n" if options.json else report_text(report))
     return 0
 
 
@@ -75,7 +72,14 @@ def bench(options: BenchCommand) -> Report | None:
         training = set_up_unseen(context.config, context.plan, accelerator)
         with training.watched():
             report = measure(options, training)
-        report |= whole_run(config, report["tokens_per_second"])
+        speed = report["tokens_per_second"]
+        expected = with_expected_length(config, speed)
+        run_steps = make_plan(expected, world_size()).max_steps
+        report["run"] = {
+            "budget": config.train.budget,
+            "steps": run_steps,
+            **run_hours(expected, run_steps, speed),
+        }
         report["vocabulary"] = {"tokens": vocab_size, "source": source}
         accelerator.end_training()
     return report if is_main() else None
@@ -118,24 +122,6 @@ def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
     return replace(config, data=data, model=model)
 
 
-def whole_run(config: Config, tokens_per_second: float) -> Report:
-    """Return the steps of a run of `config`, and the hours that they take at the measured speed.
-
-    Includes evaluations, if it is known how many tokens they read; excludes saves, samples and
-    HellaSwag. Raises `UserError` if a `train.budget` is too short.
-    """
-    costs = expected_costs(config, tokens_per_second)
-    trained = with_expected_length(config, tokens_per_second)
-    steps = make_plan(trained, 1).max_steps
-    known = evaluated_tokens(config) is not None
-    return {
-        "budget": config.train.budget,
-        "run_steps": steps,
-        "run_hours": costs.total(trained, steps) / 3600,
-        "evaluation_hours": costs.pauses(trained, steps) / 3600 if known else None,
-    }
-
-
 def measure(options: BenchCommand, run: Training) -> Report:
     """Time steps, and describe what they computed."""
     first, seconds = time_steps(run, lambda _: options.steps)
@@ -160,51 +146,3 @@ def measure(options: BenchCommand, run: Training) -> Report:
         "plan": asdict(run.plan) | {"tokens_per_step": tokens},
         **describe_machine(run.accelerator),
     }
-
-
-def run_text(report: Report) -> str:
-    """Format the length of the run."""
-    hours = f"{format_hours(report['run_hours'])} for {plural(report['run_steps'], 'step')}"
-    if report["budget"]:
-        hours = f"train.budget {report['budget']} comes to {hours}"
-    if report["evaluation_hours"] is None:
-        return f"{hours}; excludes evaluations, saves, samples and HellaSwag"
-    share = report["evaluation_hours"] / report["run_hours"]
-    return f"{hours}, including {share:.0%} for evaluations; excludes saves, samples and HellaSwag"
-
-
-def bench_text(report: Report) -> str:
-    """Format the report."""
-    plan = report["plan"]
-    work = f"{report['flops_per_token'] / 1e6:,.1f} MFLOP"
-    speed = f"{report['tokens_per_second']:,.0f} tokens/s"
-    low, high = report["tokens_per_second_quartiles"]
-    reached = f"unknown: accel-gpt has no {report['dtype']} peak for this device"
-    if report["mfu"] is not None:
-        peak = f"{report['peak_flops'] / 1e12:,.1f} TFLOP/s of {report['dtype']}"
-        reached = f"{report['mfu']:.1%} = {speed} x {work} / ({report['processes']} x {peak})"
-    step = (
-        f"{plan['tokens_per_step']:,} tokens = {plural(plan['micro_batch_size'], 'sequence')} x "
-        f"{plan['block_size']:,} tokens x {plural(plan['accumulation_steps'], 'micro-step')} x "
-        f"{plural(plan['world_size'], 'process', 'processes')}"
-    )
-    device = (
-        f"{report['processes']} x {report['device']}, precision {report['mixed_precision']}, "
-        f"{'compiled' if report['compiled'] else 'not compiled'}, "
-        f"{plural(report['threads_per_process'], 'thread')}"
-    )
-    median = f"median of {plural(report['steps'], 'step')}"
-    first = f"the first took {report['first_step_seconds']:.2f} s"
-    vocabulary = report["vocabulary"]
-    rows = [
-        ("model", f"{report['parameters']:,} parameters, {work} a token"),
-        ("tokens", f"random, of {vocabulary['tokens']:,} ({vocabulary['source']})"),
-        ("step", step),
-        ("device", device),
-        ("speed", f"{speed}, {median}; quartiles {low:,.0f} to {high:,.0f}"),
-        ("", f"{report['step_ms']:,.1f} ms a step; {first}"),
-        ("run", run_text(report)),
-        ("MFU", reached),
-        ("memory", f"peak {report['memory_gb']:.2f} GB, of the {report['memory_of']}"),
-    ]
-    return table(rows, "<9", "<")

@@ -18,7 +18,7 @@ from accel_gpt.commands.resolve import load_code, load_config, with_code
 from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.console import table, write_out
+from accel_gpt.console import report_text, write_out
 from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.targets import TargetMask
 from accel_gpt.runs.checkpoint import check_code, read_state
-from accel_gpt.runs.folder import ERROR_ENDINGS, RunFolder
+from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.display import Progress, print_line
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
@@ -113,26 +113,6 @@ def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
             "precision": DTYPES[accelerator.mixed_precision],
             "metrics": metrics,
         }
-
-
-def report_text(report: Mapping[str, Any]) -> str:
-    """Return a line for each metric, with its standard error."""
-    title = report["model"]
-    if report["step"] is not None:
-        title += f", step {report['step']:,}"
-    rows = []
-    errors = set()
-    for key, value in report["metrics"].items():
-        name, slash, source = key.removeprefix("eval/").partition("/")
-        error = ""
-        for ending in ERROR_ENDINGS:
-            error_key = f"eval/{name}{ending}{slash}{source}"
-            if error_key in report["metrics"]:
-                errors.add(error_key)
-                error = f"±{report['metrics'][error_key]:.4f}"
-        rows.append((key, f"{value:,.4f}", error))
-    shown = [(key.removeprefix("eval/"), *rest) for key, *rest in rows if key not in errors]
-    return f"{title}, in {report['precision']}\n\n{table(shown, '<', '>', '<')}"
 
 
 # --------------------------------------------------------------------------- options

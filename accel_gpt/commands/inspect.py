@@ -4,14 +4,13 @@ With --json it prints the report as one JSON object; null means unknown.
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.commands.options import InspectCommand
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.console import table, write_err, write_out
+from accel_gpt.console import report_text, write_err, write_out
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.shards import NoSplit, Split, data_error, token_beyond
 from accel_gpt.data.sources import open_data, open_folder
@@ -37,37 +36,15 @@ def run(options: InspectCommand) -> int:
     else:
         report = inspect_data(options.path, options.data)
         code = DataError.exit_code
-    write_out(f"{strict_json(report, indent=1)}\n" if options.json else inspection_text(report))
+    if options.json:
+        write_out(f"{strict_json(report, indent=1)}\n")
+    problems = report.pop("problems")
+    if not options.json:
+        write_out(report_text(report))
     sys.stdout.flush()
-    for problem in report["problems"]:
+    for problem in problems:
         write_err(f"error: {problem}")
-    return code if report["problems"] else 0
-
-
-def inspection_text(report: Mapping[str, Any]) -> str:
-    """Return a line for each fact, and a table of the splits or checkpoints."""
-    facts = []
-    entries: Mapping[str, Mapping[str, Any]] = {}
-    for name, value in report.items():
-        if isinstance(value, Mapping):
-            entries = value
-        elif name != "problems":
-            facts.append([name, text_of(value)])
-    columns = list(dict.fromkeys(key for entry in entries.values() for key in entry))
-    rows = [["", *columns]]
-    for name, entry in entries.items():
-        rows.append([name, *(text_of(entry.get(key)) for key in columns)])
-    return table(facts, "<", "<") + table(rows, "<", *[">"] * len(columns))
-
-
-def text_of(value: Any) -> str:
-    """Format a value of a report in one line: `unknown` for None."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.4f}"
-    text = "unknown" if value is None else str(value)
-    return text if text.isprintable() else repr(text)
+    return code if problems else 0
 
 
 # --------------------------------------------------------------------------- data

@@ -1,6 +1,7 @@
 """`accel-gpt evaluate`: print the metrics of a model, and change no file."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,7 +12,6 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands.evaluate import report_text
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.folder import locked
@@ -68,8 +68,8 @@ def test_the_command_prints_the_metrics_of_the_run_and_changes_no_file(
     questions = short(tmp_path / "h.jsonl")
     assert call(trained, "--checkpoint", "2", "--hellaswag", questions) == 0
     shown = capsys.readouterr().out
-    for words in ("step 2", "hellaswag_acc_norm"):
-        assert words in shown
+    assert re.search("^step +2$", shown, re.MULTILINE)
+    assert "eval/hellaswag_acc_norm" in shown
     few = evaluate(trained, "--hellaswag", questions, "--limit", "2")["metrics"]
     assert few["eval/hellaswag_acc"] in (0, 0.5, 1)
     after = contents(trained)
@@ -115,26 +115,6 @@ def test_other_data_is_named(
     prepare(PrepareConfig(**recipe), tmp_path / "chars")
     assert call(trained, "--data", tmp_path / "chars") == 3
     assert "the data has a different tokenizer (chars" in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------- tables
-
-
-def test_a_metric_is_shown_with_its_standard_error() -> None:
-    metrics = {
-        **{"eval/val_loss": 3.0, "eval/val_loss_se": 0.01, "eval/val_perplexity": 20.1},
-        **{"eval/val_loss/code": 2.0, "eval/val_loss_se/code": 0.02},
-        **{"eval/piqa_acc": 0.5, "eval/piqa_acc_stderr": 0.1},
-    }
-    report = {"model": "runs/x", "step": 1200, "precision": "float32", "metrics": metrics}
-    assert [line.split() for line in report_text(report).splitlines()] == [
-        ["runs/x,", "step", "1,200,", "in", "float32"],
-        [],
-        ["val_loss", "3.0000", "±0.0100"],
-        ["val_perplexity", "20.1000"],
-        ["val_loss/code", "2.0000", "±0.0200"],
-        ["piqa_acc", "0.5000", "±0.1000"],
-    ]
 
 
 # --------------------------------------------------------------------------- slow

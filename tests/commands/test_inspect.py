@@ -114,7 +114,7 @@ def test_report_on_a_run_and_a_checkpoint(run: Path, capsys: Printed) -> None:
     assert second["parameters"] == sum(weight.numel() for weight in weights.values())
     assert call("inspect", run) == 0
     shown = capsys.readouterr().out
-    for fact in (f"{second['parameters']:,}", *(f"{loss:.4f}" for loss in losses), newest.name):
+    for fact in (f"{second['parameters']:,}", *(f"{loss:.5g}" for loss in losses), newest.name):
         assert fact in shown
     assert reported(capsys, newest)["checkpoints"] == {newest.name: second}
 
@@ -131,8 +131,8 @@ def test_a_damaged_checkpoint_is_named(run: Path, capsys: Printed) -> None:
         assert str(newest) in told
     assert call("inspect", run) == 4
     printed = capsys.readouterr()
-    assert re.search("step_00000002 +intact", printed.out)
-    assert re.search("step_00000004 +DAMAGED", printed.out)
+    assert re.search("step_00000002\n +state +intact", printed.out)
+    assert re.search("step_00000004\n +state +DAMAGED", printed.out)
     assert printed.err.count("error: ") == 1
 
 

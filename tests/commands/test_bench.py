@@ -37,10 +37,11 @@ def test_bench_times_the_training_step_and_keeps_nothing(
         steps.append(run.state.step)
 
     monkeypatch.setattr(train, "update", counted)
+    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.0)
     before = sorted(tmp_path.rglob("*"))
     assert call(*small_run(*SHORT, "--json", "--train.micro_batch_size", "2")) == 0
     report = json.loads(capsys.readouterr().out)
-    assert len(steps) == 2 + 3
+    assert len(steps) == 2 + 3  # the first compiles, the second tells how many warm up: none
     assert sorted(tmp_path.rglob("*")) == sorted({*before, tmp_path / "small.yaml"})
     assert report["plan"]["accumulation_steps"] == 4
     assert report["plan"]["tokens_per_step"] == 256

@@ -16,7 +16,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.folder import locked
 from tests.conftest import launch, run_here
-from tests.evals.test_hellaswag import short
+from tests.evals.test_hellaswag import write
 from tests.test_launch import ACCELERATE, PLAIN
 from tests.test_train import records
 
@@ -45,6 +45,12 @@ def trained(train_once: Callable[..., Path], tmp_path: Path) -> Path:
     """A run of four steps with checkpoints of the second and the last, evaluated at its end."""
     batch = ("--train.micro_batch_size", "4", "--checkpoint.every", "2")
     return Path(shutil.copytree(train_once(*FOUR, *batch) / "run", tmp_path / "run"))
+
+
+def short(path: Path) -> Path:
+    """Questions that fit a window of 32 bytes."""
+    made = [{"ctx": f"the king of {i}", "endings": ["a sea", "war"], "label": 0} for i in range(5)]
+    return write(path, made)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

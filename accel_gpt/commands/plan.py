@@ -34,12 +34,20 @@ from accel_gpt.model.sizes import flops_per_token, mfu, parameter_counts
 
 def run(options: PlanCommand) -> int:
     """Print what a config needs on a machine; return 1 if it does not fit."""
-    report = forecast(options)
+    model = options.loaded.model
+    vocab_size, _ = vocabulary_size(options.loaded)
+    counts = parameter_counts(model, vocab_size)
+    return print_forecast(options, counts, flops_per_token(model, vocab_size))
+
+
+def print_forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) -> int:
+    """Print the forecast for a model; return 1 if it does not fit. `flops`: per token."""
+    report = forecast(options, parameters, flops)
     write_out(f"{json.dumps(report, indent=1)}\n" if options.json else report_text(report))
     return 1 if report["memory"] and report["memory"]["fits"] is False else 0
 
 
-def forecast(options: PlanCommand) -> dict[str, Any]:
+def forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) -> dict[str, Any]:
     """Return the forecast of a config on a machine, as JSON values.
 
     The memory of a model() of --code is not known, so neither is whether it fits.
@@ -48,19 +56,6 @@ def forecast(options: PlanCommand) -> dict[str, Any]:
     machine = make_machine(options, config)
     vocab_size, source = vocabulary_size(config)
     own = config.own.model is not None
-    if own:
-        from accel_gpt.model.make import make_model  # needs torch
-
-        require(
-            config.train.micro_batch_size != "auto",
-            "train.micro_batch_size is auto; with a model() of --code, expected a number",
-        )
-        model = make_model(config, vocab_size, "meta")
-        parameters = {"total": model.parameter_count()}
-        flops = model.flops_per_token()
-    else:
-        parameters = parameter_counts(config.model, vocab_size)
-        flops = flops_per_token(config.model, vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     speed = options.tokens_per_second
@@ -76,7 +71,7 @@ def forecast(options: PlanCommand) -> dict[str, Any]:
         "code": config.own.file or None,
         "machine": str(machine),
         "vocabulary": {"tokens": vocab_size, "source": source},
-        "parameters": parameters,
+        "parameters": dict(parameters),
         "length": {
             "budget": options.loaded.train.budget,
             **plan_length(config, parameters, flops, plan),

@@ -11,8 +11,10 @@ from accel_gpt.errors import require
 
 Scalar = int | float | bool | str
 
-# turns in the original context: with fewer, llama3 divides a frequency; with more, it keeps it
-LLAMA3_TURNS = (1.0, 4.0)  # Llama 3.1 to 3.3 in transformers
+# rope_factor as in Llama 3.1 to 3.3 (transformers): the context before the scaling, in tokens, and
+# turns in it. With fewer turns, a frequency is divided; with more, it is kept
+LLAMA3_CONTEXT = 8192
+LLAMA3_TURNS = (1.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -159,26 +161,13 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         inherited="default",
         used_with=("position", ("rope",)),
     )
-    rope_scaling: Literal["none", "llama3"] = option(
-        "none",
-        "Scaling of rotary positions, for a longer context than in pretraining. llama3: divide "
-        "the low frequencies by rope_factor, as Llama 3 does.",
-        inherited="default",
-        used_with=("position", ("rope",)),
-    )
     rope_factor: float = option(
         1.0,
-        "Factor by which rope_scaling divides.",
-        above=0,
+        "Factor by which the low rotary frequencies are divided, as in Llama 3, for a longer "
+        "context than the 8,192 tokens of the pretraining. 1: no scaling.",
+        at_least=1,
         inherited="default",
-        used_with=("rope_scaling", ("llama3",)),
-    )
-    rope_original_block_size: int = option(
-        8192,
-        "Context length in tokens before the scaling.",
-        above=0,
-        inherited="default",
-        used_with=("rope_scaling", ("llama3",)),
+        used_with=("position", ("rope",)),
     )
     init_std: float = option(
         0.02,
@@ -221,11 +210,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
             self.position != "rope" or self.head_size % 2 == 0,
             f"a head has {self.head_size} channels, but model.position rope needs an even number; "
             "set model.head_dim or model.n_embd",
-        )
-        require(
-            self.rope_scaling == "none" or self.rope_factor != 1,
-            f"model.rope_scaling is {self.rope_scaling}, but model.rope_factor is 1, so no "
-            "frequency is divided; set model.rope_factor above 1, or model.rope_scaling to none",
         )
 
     def unset(self, name: str) -> Any:

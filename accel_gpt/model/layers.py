@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from accel_gpt.config.model import LLAMA3_TURNS, ModelConfig
+from accel_gpt.config.model import LLAMA3_CONTEXT, LLAMA3_TURNS, ModelConfig
 from accel_gpt.model.documents import attend
 from accel_gpt.model.sizes import activates_twice
 
@@ -67,21 +67,21 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Compute the frequency of each channel pair (D/2,), in radians per token, float32.
 
-    `llama3` divides the low frequencies by `rope_factor` and keeps the high ones. Between them, it
+    Divides the low frequencies by `rope_factor` and keeps the high ones. Between them, it
     interpolates linearly in the frequency (Llama 3 herd of models 2024, section 3.4.2, in the form
     of transformers).
     """
     frequencies = unscaled_frequencies(config, device)
-    if config.rope_scaling == "none":
+    if config.rope_factor == 1:
         return frequencies
     low, high = LLAMA3_TURNS
-    turns = config.rope_original_block_size * frequencies / (2 * math.pi)
+    turns = LLAMA3_CONTEXT * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # share of each frequency
     return (1 - kept) * (frequencies / config.rope_factor) + kept * frequencies
 
 
 def unscaled_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Compute the frequencies (D/2,) without `rope_scaling`, in radians per token, float32."""
+    """Compute the frequencies (D/2,) without `rope_factor`, in radians per token, float32."""
     D = config.head_size
     exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
     return 1.0 / config.rope_theta**exponents

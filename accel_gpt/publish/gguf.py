@@ -148,7 +148,7 @@ def llama_cpp_architecture(config: ModelConfig) -> str:
     for key, is_lacking in (
         ("mlp", config.mlp == "gelu_erf"),  # its GELU is the tanh form
         ("logit_softcap", config.logit_softcap is not None),
-        ("rope_scaling", preset == "qwen3" and config.rope_scaling == "llama3"),
+        ("rope_factor", preset == "qwen3" and config.rope_factor != 1),
     ):
         require(
             not is_lacking,
@@ -197,7 +197,7 @@ def gguf_tensors(model: GPT, architecture: str, wanted: str) -> Iterator[tuple[s
         if architecture == "llama" and part.rotated:
             tensor = interleave(tensor, config.head_size)
         yield name, tensor.contiguous(), "F32" if part.positions else stored_as(tensor, wanted)
-    if config.rope_scaling == "llama3":  # llama.cpp divides its frequencies by this tensor
+    if config.rope_factor != 1:  # llama.cpp divides its frequencies by this tensor
         cpu = torch.device("cpu")
         unscaled = unscaled_frequencies(config, cpu)
         yield "rope_freqs.weight", unscaled / rotary_frequencies(config, cpu), "F32"

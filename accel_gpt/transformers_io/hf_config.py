@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from accel_gpt.config.model import LLAMA3_TURNS, PRESETS, ModelConfig
+from accel_gpt.config.model import LLAMA3_CONTEXT, LLAMA3_TURNS, PRESETS, ModelConfig
 from accel_gpt.errors import UserError, require
 
 HF_CLASSES = MappingProxyType(
@@ -138,12 +138,8 @@ def fields_of(theirs: Any, preset: str) -> dict[str, Any]:
     if window:  # within the window, attention is full attention
         fields["block_size"] = min(theirs.max_position_embeddings, window)
     rope = theirs.rope_parameters
-    fields |= {"rope_theta": float(rope["rope_theta"]), "rope_scaling": "none"}
-    if rope["rope_type"] == "llama3":
-        fields["rope_scaling"] = "llama3"
-        fields["rope_factor"] = float(rope["factor"])
-        fields["rope_original_block_size"] = rope["original_max_position_embeddings"]
-    return fields
+    factor = float(rope["factor"]) if rope["rope_type"] == "llama3" else 1.0
+    return fields | {"rope_theta": float(rope["rope_theta"]), "rope_factor": factor}
 
 
 def settings_of(theirs: Any) -> Iterator[tuple[str, Any]]:
@@ -260,10 +256,10 @@ def gpt2_arguments(config: ModelConfig) -> dict[str, Any]:
 def rope_arguments(config: ModelConfig, preset: str) -> dict[str, Any]:
     """Return the arguments of the other classes that `FIELDS` does not list or leaves open."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling == "llama3":
+    if config.rope_factor != 1:
         rope["rope_type"] = "llama3"
         rope["factor"] = config.rope_factor
-        rope["original_max_position_embeddings"] = config.rope_original_block_size
+        rope["original_max_position_embeddings"] = LLAMA3_CONTEXT
         rope["low_freq_factor"], rope["high_freq_factor"] = LLAMA3_TURNS
     arguments: dict[str, Any] = {
         "num_key_value_heads": config.kv_heads,

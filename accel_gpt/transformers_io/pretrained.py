@@ -193,8 +193,8 @@ def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any])
 def check_block_size(name: str, shape: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise `UserError` if a given context is longer than the positions of the model `name`."""
     rotary = shape["position"] == "rope"
-    scaled = given.get("model.rope_scaling", "none") != "none"
-    advice = ", or extend it by model.rope_scaling" if rotary else ""
+    scaled = given.get("model.rope_factor", 1.0) != 1
+    advice = ", or raise model.rope_factor too" if rotary else ""
     require(
         given["model.block_size"] <= shape["block_size"] or (rotary and scaled),
         f"model.block_size is {given['model.block_size']}, but {name} has {shape['block_size']} "

@@ -43,9 +43,7 @@ SHAPES = {
     "llama_gqa_biases": {"preset": "llama", "n_kv_head": 2, "bias": True, "head_dim": 8},
     "llama_llama3": {
         "preset": "llama",
-        "rope_scaling": "llama3",
         "rope_factor": 8.0,
-        "rope_original_block_size": 32,
     },
     "qwen3": {},
     "qwen3_gqa_tied": {"preset": "qwen3", "n_kv_head": 1, "tie_embeddings": True, "head_dim": 24},
@@ -54,6 +52,13 @@ SHAPES = {
 }
 PROSE = "It's the king's; WE'LL see. I'd've gone, they're 1,024 miles off!\n\n    def f(x):\n\t  x"
 TEXT = "\n".join((PROSE, *gguf_proof.CHARACTERS, text_of(4000, seed=0)))
+
+
+@pytest.fixture(autouse=True)
+def short_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scale positions from a context of 32 tokens, so that the few of a test show it."""
+    for module in ("model.layers", "transformers_io.hf_config"):
+        monkeypatch.setattr(f"accel_gpt.{module}.LLAMA3_CONTEXT", 32)
 
 
 def model_of(name: str, vocab_size: int, std: float = 0.2) -> GPT:
@@ -228,7 +233,7 @@ def test_a_text_begins_and_ends_with_end_of_text(tmp_path: Path) -> None:
     [
         ("gpt2", {"mlp": "gelu_erf"}, "model.mlp is gelu_erf"),
         ("fast", {"logit_softcap": 15.0}, "model.logit_softcap is 15.0"),
-        ("qwen3", {"rope_scaling": "llama3", "rope_factor": 2.0}, "model.rope_scaling is llama3"),
+        ("qwen3", {"rope_factor": 2.0}, "model.rope_factor is 2.0"),
     ],
 )
 def test_a_shape_that_llama_cpp_lacks(name: str, changes: dict[str, Any], named: str) -> None:

@@ -61,6 +61,13 @@ all_of_theirs = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def short_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scale positions from a context of 32 tokens, so that the few of a test show it."""
+    for module in ("model.layers", "transformers_io.hf_config"):
+        monkeypatch.setattr(f"accel_gpt.{module}.LLAMA3_CONTEXT", 32)
+
+
 @torch.no_grad()
 def make_theirs(name: str, settings: dict[str, Any]) -> Any:
     """Return a random model of transformers in which every weight matters."""
@@ -164,6 +171,7 @@ def shape_of(**changes: Any) -> dict[str, Any]:
         ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*Qwen3ForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn; only default"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0; only 1.0"),
+        ({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}, "64; only 32"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act gelu.*only silu"),
         ({"attention_bias": True}, "mlp_bias False; only True"),
@@ -183,10 +191,10 @@ def test_a_config_of_transformers_4_gives_the_same_shape() -> None:
     scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     old |= {"rope_theta": 500.0, "rope_scaling": scaling}
     assert read_hf_config(old, "") == read_hf_config(new, "")
-    assert read_hf_config(new, "")["rope_scaling"] == "llama3"
+    assert read_hf_config(new, "")["rope_factor"] == 8.0
 
 
-@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": "llama3", "rope_factor": 2.0}])
+@pytest.mark.parametrize("scaling", [{}, {"rope_factor": 2.0}])
 def test_transformers_4_reads_the_positions_of_an_export(scaling: dict[str, Any]) -> None:
     """It knows `rope_theta` and `rope_scaling`, and does not know `rope_parameters`."""
     content = write_hf_config(tiny("llama", rope_theta=500.0, **scaling), VOCAB, 7, "float32")
@@ -194,8 +202,7 @@ def test_transformers_4_reads_the_positions_of_an_export(scaling: dict[str, Any]
     assert content["rope_theta"] == 500
     found = read_hf_config(content, "the test")
     assert found["rope_theta"] == 500
-    assert found["rope_scaling"] == scaling.get("rope_scaling", "none")
-    assert found.get("rope_factor", 1.0) == scaling.get("rope_factor", 1.0)
+    assert found["rope_factor"] == scaling.get("rope_factor", 1.0)
 
 
 @pytest.mark.parametrize(

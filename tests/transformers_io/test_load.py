@@ -169,10 +169,9 @@ def test_no_context_is_longer_than_that_of_the_weights(
     longer = ["--model.init_from", str(tmp_path / "run"), "--model.block_size", "64"]
     other = ["--model.preset", "llama", "--out_dir", str(tmp_path / "other")]
     assert launch(small_run(*longer, *other)) == 2
-    assert "leave it unset, or extend it by model.rope_scaling" in capsys.readouterr().err
+    assert "leave it unset, or raise model.rope_factor too" in capsys.readouterr().err
     assert launch(small_run(*QUICK, *longer[:2], *other, "--seed", "2")) == 0
-    scaled = ["--model.rope_scaling", "llama3", "--model.rope_factor", "2"]
-    scaled += ["--model.rope_original_block_size", "32", "--out_dir", str(tmp_path / "long")]
+    scaled = ["--model.rope_factor", "2", "--out_dir", str(tmp_path / "long")]
     scaled += ["--train.micro_batch_size", "4"]
     assert launch(small_run(*QUICK, *longer, *other[:2], *scaled)) == 0
 

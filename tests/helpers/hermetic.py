@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from accel_gpt.runs import saving
+
 LOOPBACK_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", socket.gethostname())
 TEST_VARIABLE = "PYTEST_CURRENT_TEST"  # pytest's own
 BEFORE = pytest.StashKey[dict[str, Any]]()
@@ -42,6 +44,7 @@ def start(threads: int) -> None:
     """Prepare this process before any test."""
     cut_network()
     sync_nothing()
+    saving.LAST_RETRY_SECONDS = 0.0  # a last save that fails is not tried again
     torch.set_num_threads(threads)
 
 

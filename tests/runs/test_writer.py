@@ -216,7 +216,6 @@ def test_room_is_not_made_of_the_newest_intact_checkpoint_or_the_best(
     before_step(monkeypatch, 12, damage)
     around_updates(monkeypatch, before=wait_for_save)
     fault("manifest.due:4+=enospc")
-    monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 0.0)
     own = ("--checkpoint.every", "3", "--checkpoint.keep_last", "9")
     assert launch(small_run(*QUIET, *own)) == 4
     assert checkpoint_steps(root) == ([3, 6, 9] if damaged else [3, 9])
@@ -228,10 +227,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     small_run: Arguments,
     tmp_path: Path,
     fault: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 0.0)
     fault("manifest.due:3+=enospc")
     assert launch(small_run(*QUIET)) == 4
     said = capsys.readouterr().err
@@ -247,6 +244,7 @@ def test_the_last_save_waits_for_room(
     fault: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 600.0)
     monkeypatch.setattr(writer, "FIRST_PAUSE_SECONDS", 0.0)
     fault("manifest.due:3=enospc")
     assert launch(small_run(*QUIET)) == 0
@@ -267,6 +265,7 @@ def test_a_signal_ends_the_wait_of_the_last_save(
         os.kill(os.getpid(), signal.SIGTERM)
         sleep(0.1)
 
+    monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 3600.0)
     monkeypatch.setattr(writer, "FIRST_PAUSE_SECONDS", 600.0)
     monkeypatch.setattr(writer.time, "sleep", signal_once)
     fault("manifest.due:3+=enospc")
@@ -322,6 +321,7 @@ def test_a_checkpoint_that_has_its_name_already_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last checkpoint was renamed, then syncing its folder failed: the save is retried."""
+    monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 600.0)
     monkeypatch.setattr(writer, "FIRST_PAUSE_SECONDS", 0.0)
     fault("renamed:3=eio")
     assert launch(small_run(*QUIET)) == 0

@@ -57,19 +57,15 @@ def load_found(
     pretrained: Pretrained, device: torch.device | str = "cpu", own: OwnCode = NO_CODE
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model that `find_pretrained` found, see `load_pretrained`."""
-    if not pretrained.tokenizer:
-        raise UserError(
-            f"{pretrained.name} has no tokenizer; put the tokenizer.json of the model beside its "
-            "weights"
-        )
     if pretrained.is_checkpoint:
         return load_checkpoint(pretrained.folder, device, own)
+    tokenizer = pretrained.load_tokenizer()
     config = ModelConfig(**pretrained.shape())
     assert config.vocab_size is not None
     tensors = open_transformers(pretrained)
     model = GPT.allocate(config, config.vocab_size)
     load_weights(model, config.preset, tensors, pretrained.name)
-    return model.to(device).eval(), load_tokenizer(pretrained.tokenizer)
+    return model.to(device).eval(), tokenizer
 
 
 def load_exportable(pretrained: Pretrained) -> tuple[GPT, Tokenizer]:

@@ -12,15 +12,13 @@ from typing import Any
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import own_options
-from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX
-from accel_gpt.data.tokenizer import load_tokenizer, named_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo
 from accel_gpt.json_files import read_json_object
-from accel_gpt.launcher import is_main
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -33,7 +31,6 @@ from accel_gpt.transformers_io.hf_config import read_hf_config
 ADAPTER = "adapter_config.json"  # of PEFT
 ADAPTER_FILES = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
 SMALL_FILES = ("config.json", ADAPTER, *HUB_FILES)
-MADE_FROM_TEXT = ("bpe", "chars")  # tokenizers that are made from the text
 TOKENIZER_KEYS = ("data.tokenizer", "data.prepare.tokenizer")
 
 
@@ -51,6 +48,15 @@ class Pretrained:
         """Return tokenizer.json, if there is one."""
         file = self.folder / "tokenizer.json"
         return file if file.is_file() else None
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer; raises `UserError` if there is none."""
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.name} has no tokenizer; put the tokenizer.json of the model beside its "
+                "weights"
+            )
+        return load_tokenizer(self.tokenizer)
 
     def shape(self) -> dict[str, Any]:
         """Read the fields of `ModelConfig` that describe its shape, with `vocab_size`."""
@@ -102,44 +108,23 @@ def require_no_adapter(name: str, folder: Path) -> None:
 
 
 def check_initial_tokenizer(config: Config) -> None:
-    """Check, before text is tokenized, that the weights of `model.init_from` fit the tokenizer.
+    """Check, before text is tokenized, that `data.prepare` uses the tokenizer of the weights.
 
-    The tokenizer is the tokenizer of the data folder, or of `data.prepare` if that has to make the
-    folder. A run that has checkpoints starts from those. Raises `UserError` if the tokenizers
-    differ, or if the weights have fewer tokens than the tokenizer.
+    A data folder that exists is compared when it is opened. A run that has checkpoints starts from
+    those. Raises `UserError` if the tokenizers differ, or if `model.init_from` has none.
     """
-    name = config.model.init_from
     prepare = config.data.prepare
     folder = config.data.folder
-    if not folder or RunFolder(config.out_dir).checkpoints:
+    if not folder or prepare.source is None or Path(folder, INDEX).exists():
         return
-    pretrained = find_pretrained(name)
-    if Path(folder, INDEX).exists():
-        if pretrained.tokenizer:
-            return  # `inherit` set data.tokenizer, which is compared when the data is opened
-        owner = f"data folder {folder}"
-        tokenizer = load_tokenizer(folder)
-    elif prepare.source is None:
+    if RunFolder(config.out_dir).checkpoints:
         return
-    else:
-        own = pretrained.tokenizer or "the tokenizer.json of the model"
-        require(
-            prepare.tokenizer not in MADE_FROM_TEXT,
-            f"data.prepare.tokenizer is {prepare.tokenizer}, made anew from the text, but the "
-            f"weights of {name} need their own tokenizer; set data.prepare.tokenizer to {own}",
-        )
-        owner = f"data.prepare.tokenizer {prepare.tokenizer}"
-        tokenizer = named_tokenizer(prepare.tokenizer, "data.prepare.tokenizer")
-    if pretrained.tokenizer:
-        of_weights = load_tokenizer(pretrained.tokenizer)
-        of_weights.require_same(tokenizer, f"model.init_from {name}", owner, UserError)
-    elif is_main():
-        write_err(f"{name} has no tokenizer: assuming the tokenizer of the {owner}")
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    require(
-        vocab_size >= tokenizer.needed_vocab_size,
-        f"the vocabulary of {name} has {vocab_size:,} tokens but the tokenizer of {owner} has "
-        f"{tokenizer.needed_vocab_size:,}",
+    tokenizer = named_tokenizer(prepare.tokenizer, "data.prepare.tokenizer")
+    find_pretrained(config.model.init_from).load_tokenizer().require_same(
+        tokenizer,
+        f"model.init_from {config.model.init_from}",
+        f"data.prepare.tokenizer {prepare.tokenizer}",
+        UserError,
     )
 
 

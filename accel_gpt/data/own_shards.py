@@ -5,17 +5,13 @@ The arrays may be `numpy.memmap`: only what is trained on is read. Their tokeniz
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from accel_gpt.data.foreign import (
-    DataFolder,
-    foreign_tokenizer,
-    split_without_index,
-)
+from accel_gpt.data.foreign import DataFolder, foreign_tokenizer, split_without_index
 from accel_gpt.data.shards import BLOCK, BLOCKS, Shard, Split, Tokens
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
@@ -42,10 +38,7 @@ def open_own_shards(
         dtype = np.dtype(np.int64)
     names = [f"array {number} of {place}" for number in range(len(arrays))]
     made_by = foreign_tokenizer(folder, [None], tokenizer)
-    content = [
-        [len(array), hashlib.sha256(b"".join(sampled_tokens(array))).hexdigest()]
-        for array in arrays
-    ]
+    content = [[len(array), sampled_tokens(array)] for array in arrays]
     opened = split_without_index(
         folder=folder.path,
         name=split,
@@ -69,9 +62,11 @@ def token_arrays(returned: Any) -> list[Tokens]:
     return arrays if all(array.dtype.kind in "ui" for array in arrays) else []
 
 
-def sampled_tokens(array: Tokens) -> Iterator[bytes]:
-    """Yield a few blocks of an array: the first, the last, and some between."""
+def sampled_tokens(array: Tokens) -> str:
+    """Return the SHA-256 (hex) of a few blocks: the first, the last, and some between."""
+    hasher = hashlib.sha256()
     last = max(len(array) - BLOCK, 0)
     for i in range(BLOCKS):
         start = last * i // (BLOCKS - 1)
-        yield array[start : start + BLOCK].astype("<i8").tobytes()
+        hasher.update(array[start : start + BLOCK].astype("<i8").tobytes())
+    return hasher.hexdigest()

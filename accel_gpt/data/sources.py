@@ -54,13 +54,17 @@ def open_sources(
 ) -> list[Source]:
     """Open a split of each path.
 
-    `names` default to short forms of the paths. `known`: opened sources; their folder is reused for
-    the same path. Raises `UserError` if a path does not exist, `DataError` if its data is not
-    usable.
+    `names` default to the last parts of the paths, or to the paths if two are equal. `known`:
+    opened sources; their folder is reused for the same path. Raises `UserError` if a path does not
+    exist, `DataError` if its data is not usable.
     """
+    if not names:
+        names = [Path(source.path).name for source in listed]
+        if len(set(names)) < len(names):
+            names = [source.path for source in listed]
     folders = {source.path: source.folder for source in known}
     found = []
-    for name, source in zip(names or names_of(listed), listed, strict=True):
+    for name, source in zip(names, listed, strict=True):
         folder = folders.get(source.path) or open_folder(source.path, data, cache)
         opened, tokenizer = open_data(source.path, split, data, folder)
         found.append(Source(name, source.path, source.weight, opened, tokenizer, folder))
@@ -135,10 +139,3 @@ def val_paths(data: DataConfig) -> list[Weighted]:
 def val_names(data: DataConfig) -> tuple[str, ...]:
     """Return the names that `data.val` gives to its folders; empty if it gives none."""
     return tuple(data.val) if isinstance(data.val, Mapping) else ()
-
-
-def names_of(listed: Sequence[Weighted]) -> tuple[str, ...]:
-    """Return the last part of each path; if two are equal, return the whole paths."""
-    paths = tuple(source.path for source in listed)
-    names = tuple(Path(path).name for path in paths)
-    return names if len(set(names)) == len(names) else paths

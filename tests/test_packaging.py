@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.shipped import copy_shipped, resolve_config, shipped_folder
+from accel_gpt.config.parse import copy_shipped, resolve_config, shipped_folder
 from accel_gpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

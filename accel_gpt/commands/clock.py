@@ -21,9 +21,8 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
 from accel_gpt import train
-from accel_gpt.config.costs import Costs
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Costs, Plan
 from accel_gpt.evals.evaluation import Evaluation, evaluate
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import synchronize

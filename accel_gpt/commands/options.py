@@ -17,7 +17,6 @@ from typing import ClassVar, Literal, Self
 
 from accel_gpt.commands.resolve import load_config, named_config
 from accel_gpt.commands.sweep_settings import Grid, read_grid
-from accel_gpt.config.convert import check_utf8
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig, check_repo
 from accel_gpt.config.options import (
@@ -27,9 +26,16 @@ from accel_gpt.config.options import (
     option,
     same_option,
 )
-from accel_gpt.config.parse import parse_command, parse_with_keys, read_options, read_values
-from accel_gpt.config.shipped import YAML, resolve_config, shipped_configs
-from accel_gpt.config.values import build
+from accel_gpt.config.parse import (
+    YAML,
+    parse_command,
+    parse_with_keys,
+    read_options,
+    read_values,
+    resolve_config,
+    shipped_configs,
+)
+from accel_gpt.config.values import build, check_utf8
 from accel_gpt.errors import UserError, did_you_mean, require
 
 

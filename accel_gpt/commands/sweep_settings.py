@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import get_origin
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.convert import alternatives, check_key
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import own_text_folder, read_options, read_values
-from accel_gpt.config.shipped import resolve_config
-from accel_gpt.config.values import to_flat
+from accel_gpt.config.parse import own_text_folder, read_options, read_values, resolve_config
+from accel_gpt.config.values import alternatives, check_key, to_flat
 from accel_gpt.errors import require
 
 PROGRAM = "accel-gpt sweep"

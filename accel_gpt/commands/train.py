@@ -14,8 +14,7 @@ from accel_gpt.commands.clock import rehearse
 from accel_gpt.commands.options import TrainCommand
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import read_yaml
-from accel_gpt.config.shipped import copy_shipped
+from accel_gpt.config.parse import copy_shipped, read_yaml
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import write_err
 from accel_gpt.errors import require

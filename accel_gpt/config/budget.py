@@ -12,11 +12,10 @@ import math
 from bisect import bisect_left
 from dataclasses import replace
 
-from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.depth import at_length
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import WSD_DECAY_SHARE, Plan, reference_steps
+from accel_gpt.config.plan import WSD_DECAY_SHARE, Budget, Costs, Plan, reference_steps
 from accel_gpt.config.values import of_section, to_flat
 from accel_gpt.errors import require
 

@@ -12,17 +12,20 @@ channels, 3,250 steps of 2^19 tokens. There, the rules give its values with Muon
 Legend: C width, L layers, B tokens of a step, D tokens of the run, N parameters of blocks and head.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from accel_gpt.config.data import PrepareConfig, Weighted
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.plan import in_steps
 from accel_gpt.config.values import build, of_section
-from accel_gpt.config.vocabulary import implied_vocab_size
 from accel_gpt.errors import require
+from accel_gpt.files import read_json
 
 HEAD_SIZE = 64  # channels of a head, and of the width for each layer; GPT-2
 REFERENCE_DEPTH = 12  # the run at which the values below were found
@@ -44,6 +47,7 @@ WARMUP = 40  # steps
 COOLDOWN = 0.65  # share of the run
 FLOOR = 0.05  # share of the peak learning rate
 MICRO_BATCH = 16  # sequences, or the largest power of two below that divides the batch
+KNOWN_VOCABULARIES: Mapping[str, int] = MappingProxyType({"gpt2": 50257, "bytes": 257})
 KINDS: Mapping[str, Any] = MappingProxyType(
     {"model.preset": "fast", "optim.name": "muon", "schedule.name": "wsd"}
 )
@@ -277,3 +281,55 @@ def at_length(flat: Mapping[str, Any], steps: int) -> dict[str, Any]:
     given["train.max_steps"] = steps
     found = rules(given)
     return {key: found[key] for key in followed}
+
+
+# --------------------------------------------------------------------------- the vocabulary
+
+
+def implied_vocab_size(given: Mapping[str, Any]) -> int:
+    """Return the vocabulary size that the config sets or implies.
+
+    Raises `UserError` if the size is unknown.
+    """
+    tokenizer = given.get("data.tokenizer")
+    if tokenizer is None and given.get("data.prepare.source"):
+        tokenizer = given.get("data.prepare.tokenizer", PrepareConfig.tokenizer)
+    trained = given.get("data.prepare.vocab_size", PrepareConfig.vocab_size)
+    size = (
+        given.get("model.vocab_size")
+        or tokenizer_vocab_size(tokenizer, trained)
+        or prepared_vocab_size(given.get("data.train"))
+    )
+    subject = f"the size of tokenizer {tokenizer}" if tokenizer else "its size"
+    require(
+        size is not None,
+        f"the batch size follows from model.depth {given['model.depth']} and the vocabulary, but "
+        f"{subject} is unknown; set model.vocab_size, or prepare the data first",
+    )
+    assert size is not None
+    return int(size)
+
+
+def tokenizer_vocab_size(name: str | None, trained: int) -> int | None:
+    """Return the vocabulary size of the tokenizer `name`; None if the name is not enough.
+
+    `trained` is the size of a bpe trained on the text.
+    """
+    if name == "bpe":
+        return trained
+    return KNOWN_VOCABULARIES.get(str(name))
+
+
+def prepared_vocab_size(train: Any) -> int | None:
+    """Return the vocabulary size of the first folder in `data.train`; None if unknown."""
+    folder: Any = train
+    if isinstance(train, tuple | list) and train:
+        folder = train[0]
+    if isinstance(folder, Mapping):
+        folder = folder.get("path")
+    elif isinstance(folder, Weighted):
+        folder = folder.path
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        size = read_json(Path(folder) / "dataset.json")["vocab_size"]
+        return size if type(size) is int and size > 0 else None
+    return None

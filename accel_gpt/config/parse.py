@@ -1,40 +1,53 @@
 """Parse YAML files and command lines into layers of keys, and merge the layers.
 
-A layer maps dotted keys to values. `merge` is the only place where one layer meets another.
+A layer maps dotted keys to values. `merge` is the only place where one layer meets another. Help is
+in the layout of argparse. Shipped configs lie in `configs` of the package, in a checkout a link.
 """
 
+import argparse
 import dataclasses
+import functools
+import inspect
 import re
 import sys
+import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from accel_gpt.config.convert import (
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import all_options, default_of, field_types, own_options, typed
+from accel_gpt.config.values import (
     EXTRA,
     NEAR,
+    build,
     check_key,
     check_utf8,
     convert,
     describe_type,
     flatten,
+    is_config_of_run,
+    is_section,
+    leaves,
     nearest_keys,
     parse_text,
+    relocate,
     with_home,
 )
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.help import format_help
-from accel_gpt.config.options import all_options, field_types, own_options
-from accel_gpt.config.shipped import resolve_config
-from accel_gpt.config.values import build, is_config_of_run, is_section, leaves, relocate
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, did_you_mean, require
-from accel_gpt.files import load_yaml
+from accel_gpt.files import load_yaml, write_file
 
 T = TypeVar("T")
 Layer = Mapping[str, Any]
 
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?")
+YAML = (".yaml", ".yml")  # endings of config files
+KIND_NAMES: Mapping[Any, str] = MappingProxyType(
+    {int: "N", float: "NUMBER", str: "TEXT", bool: "true|false"}
+)
 
 
 def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
@@ -289,3 +302,118 @@ def shown(cls: type, key: str) -> str:
     if one and one.positional:
         return key.upper()
     return f"{getattr(cls, 'prefix', '')}{key}"
+
+
+# --------------------------------------------------------------------------- shipped configs
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the shipped configs and recipes (`data/`)."""
+    return (Path(__file__).parents[1] / "configs").resolve()
+
+
+def shipped_configs(folder: str = "") -> Mapping[str, Path]:
+    """Map the name of each shipped config to its file, for a folder inside the shipped folder."""
+    files = sorted((shipped_folder() / folder).glob("*.yaml"))
+    return {path.stem: path for path in files}
+
+
+def resolve_config(word: str, folder: str = "") -> Path:
+    """Return the config file at the path `word`, or else the shipped config with that name.
+
+    `folder` is a folder inside the shipped folder. Raises `UserError` with similar names if there
+    is no such config. A leading ~ is the home folder.
+    """
+    path = Path(word).expanduser()
+    shipped = shipped_configs(folder)
+    name = word.removesuffix(".yaml")
+    if path.exists() and not (path.is_dir() and name in shipped):
+        return path
+    if name in shipped:
+        return shipped[name]
+    nearby = {str(other): other.stem for other in path.parent.glob("*.yaml")}
+    expected = f"expected a file or {', '.join(shipped)}"
+    near = did_you_mean(word, [*shipped, *nearby], expected)
+    raise UserError(f"config file {word} does not exist; {near}")
+
+
+def copy_shipped(word: str, folder: Path) -> None:
+    """Copy the config that `word` names into the folder of a run if it is a shipped config."""
+    path = resolve_config(word)
+    if path in shipped_configs().values():
+        write_file(folder / path.name, [path.read_bytes()])
+
+
+# --------------------------------------------------------------------------- help
+
+
+def format_help(cls: type, prog: str, essential: bool = False) -> str:
+    """Format the help of `prog`, whose options are the fields of `cls`.
+
+    A field that is a dataclass is a section, with options `--section.key`.
+    `essential`: show only the essential options.
+    """
+    words = [prog]
+    hints = field_types(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in own_options(cls) and own_options(cls)[field.name].positional:
+            name = field.name.upper()
+            if get_origin(hints[field.name]) is tuple:
+                name += " ..."
+            words.append(name if field.default is dataclasses.MISSING else f"[{name}]")
+    parser = argparse.ArgumentParser(
+        usage=" ".join([*words, "[--option value ...]"]),
+        description=inspect.getdoc(cls),
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=28
+        ),
+        add_help=False,
+    )
+    sections: list[tuple[str, Any]] = [("", cls)]  # outer sections come before inner ones
+    for prefix, section in sections:
+        title = "options"
+        if prefix:
+            title = f"{prefix[:-1]}: {(section.__doc__ or '').partition('.')[0]}"
+        add_options(parser, title, section, prefix, essential)
+        for name, hint in field_types(section).items():
+            if dataclasses.is_dataclass(hint):
+                sections.append((f"{prefix}{name}.", hint))
+    return parser.format_help()
+
+
+def add_options(
+    parser: argparse.ArgumentParser, title: str, cls: type, prefix: str, essential: bool
+) -> None:
+    """Add the options of one section to a group of `parser`, and positional options to `parser`.
+
+    `essential`: add only the essential options.
+    """
+    group = parser.add_argument_group(title)
+    hints = field_types(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in hints or dataclasses.is_dataclass(hints[field.name]):
+            continue
+        key = f"{prefix}{field.name}".removesuffix("_")
+        described = own_options(cls)[field.name]
+        text = described.description
+        if described.positional:
+            parser.add_argument(key, metavar=key.upper(), help=text.replace("%", "%%"))
+        elif described.essential or not essential:
+            if field.default != "":
+                text += f" (default: {typed(default_of(field))})"
+            group.add_argument(
+                f"--{key}", metavar=value_name(hints[field.name]), help=text.replace("%", "%%")
+            )
+
+
+def value_name(hint: Any) -> str:
+    """Return the placeholder for the value of an option."""
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if hint == tuple[str, ...]:
+        return "TEXT"  # repeated for several
+    if get_origin(hint) is tuple:
+        return f"{value_name(get_args(hint)[0])},..."
+    if get_origin(hint) in (types.UnionType, typing.Union):
+        return "|".join(value_name(one) for one in get_args(hint) if one is not type(None))
+    return KIND_NAMES.get(hint, "VALUE")

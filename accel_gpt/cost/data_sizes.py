@@ -6,8 +6,8 @@ Needs no torch.
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_gpt.config.depth import tokenizer_vocab_size
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.vocabulary import tokenizer_vocab_size
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import open_data, train_paths, val_paths

@@ -4,9 +4,9 @@ docs/explanation/cost.md derives the formulas.
 """
 
 from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
-from accel_gpt.config.costs import Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
+from accel_gpt.config.plan import Costs
 from accel_gpt.cost.data_sizes import evaluated_tokens
 from accel_gpt.cost.memory import Machine
 

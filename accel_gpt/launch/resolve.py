@@ -20,10 +20,9 @@ from accelerate import Accelerator
 
 from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
 from accel_gpt.config.compare import differences
-from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Plan, make_plan, plural, with_size
+from accel_gpt.config.plan import Budget, Costs, Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.remote import is_repository
 from accel_gpt.data.sources import train_paths, val_paths

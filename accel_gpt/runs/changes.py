@@ -15,9 +15,8 @@ from accel_gpt.config.compare import (
     option_of,
     resume_kind,
 )
-from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import LENGTH_KEYS, make_plan
+from accel_gpt.config.plan import LENGTH_KEYS, Budget, make_plan
 from accel_gpt.config.values import relocated, to_flat
 from accel_gpt.data.corpus import source_changes
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require

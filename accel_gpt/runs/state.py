@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import CheckpointConfig
+from accel_gpt.config.plan import Budget
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.json_files import Count, Size
 from accel_gpt.own_code import OwnCode

@@ -13,9 +13,8 @@ from accel_gpt.config.budget import (
     seconds_ahead,
     with_other_length,
 )
-from accel_gpt.config.costs import Budget
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan, plural
+from accel_gpt.config.plan import Budget, Plan, make_plan, plural
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.launch.context import Context

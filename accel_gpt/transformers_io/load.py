@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from accel_gpt.config.convert import from_mapping
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.config.values import to_nested
+from accel_gpt.config.values import from_mapping, to_nested
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line, require
 from accel_gpt.hub import download_repo

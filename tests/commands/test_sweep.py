@@ -17,8 +17,8 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
 from accel_gpt.commands.sweep_settings import read_grid, split_values
 from accel_gpt.config.budget import with_length
-from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Budget, Costs
 from accel_gpt.config.values import to_yaml
 from accel_gpt.errors import UserError
 from accel_gpt.runs.folder import step_name

@@ -20,9 +20,8 @@ from accel_gpt.config.budget import (
     with_length,
     with_other_length,
 )
-from accel_gpt.config.costs import Costs
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.plan import Costs, make_plan
 from accel_gpt.config.values import build, to_flat
 from accel_gpt.errors import UserError
 from accel_gpt.evals.samples import samples_due

@@ -12,7 +12,7 @@ from accel_gpt.config.commented_yaml import commented_yaml
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import field_types, own_options
-from accel_gpt.config.shipped import shipped_configs
+from accel_gpt.config.parse import shipped_configs
 from accel_gpt.config.values import is_section, leaves
 from accel_gpt.files import load_yaml
 

@@ -3,9 +3,8 @@
 import pytest
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.convert import OTHER_NAMES
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.values import leaves, sections
+from accel_gpt.config.values import OTHER_NAMES, leaves, sections
 from accel_gpt.errors import UserError
 from accel_gpt.files import load_yaml
 

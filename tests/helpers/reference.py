@@ -11,8 +11,8 @@ from typing import Any
 import accel_gpt
 from accel_gpt.commands.options import COMMANDS, TrainCommand
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.help import value_name
 from accel_gpt.config.options import REQUIRED, Option, all_options, field_types, own_options
+from accel_gpt.config.parse import value_name
 from accel_gpt.config.values import is_section, leaves
 
 DOTTED = re.compile(r".*\..*").fullmatch

@@ -17,8 +17,8 @@ import torch
 from accel_gpt import train
 from accel_gpt.commands import clock
 from accel_gpt.config import budget as lengths
-from accel_gpt.config.costs import Budget, Costs
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Budget, Costs
 from accel_gpt.launch import resolve
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.training.metrics import Stopwatch

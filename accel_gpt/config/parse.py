@@ -98,7 +98,7 @@ def merge(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return the keys of all `layers` of a `cls`; a later layer overrides an earlier one.
 
     A key that a layer sets to a value other than null also removes, from the layers before it, what
-    its option `replaces` and what its section says it excludes.
+    its option `replaces`, what its section says it excludes, and what its value does not use.
     """
     options = all_options(cls)
     groups = list(exclusive_keys(cls))
@@ -112,6 +112,12 @@ def merge(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
             for group in groups:
                 if key in group:
                     replaced += group
+            section = key.rpartition(".")[0]
+            for other, one in options.items():
+                if one.used_with is not None and other.rpartition(".")[0] == section:
+                    name, values = one.used_with
+                    if key == f"{section}.{name}" and value not in values:
+                        replaced.append(other)
         for name in replaced:
             for key in [key for key in merged if key == name or key.startswith(f"{name}.")]:
                 del merged[key]

@@ -172,6 +172,12 @@ def test_an_option_replaces_options_of_the_layers_before_it() -> None:
     assert merge(Config, [upper, lower]) == {**upper, **lower}
     without = {"model.depth": None, "data.train": None}
     assert merge(Config, [lower, without]) == {**lower, **without}
+    muon = {"optim.name": "muon", "optim.muon_momentum": 0.9, "optim.lr": 1e-2}
+    assert merge(Config, [muon, {"optim.name": "adamw"}]) == {
+        "optim.name": "adamw",
+        "optim.lr": 1e-2,
+    }
+    assert merge(Config, [muon, {"optim.name": "muon"}]) == muon
     for key, one in all_options(Config).items():
         assert {*one.replaces} <= {*leaves(Config), *sections(Config)}, key
 

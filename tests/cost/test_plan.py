@@ -135,7 +135,8 @@ def held(capsys: pytest.CaptureFixture[str], *words: Any, precision: str = "no")
 
 
 def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixture[str]) -> None:
-    total = parameter_counts(Config().model, 50257)["total"]
+    counts = parameter_counts(Config().model, 50257)
+    total = counts["total"]
     alone = held(capsys, "--gpu", "h100")
     assert (alone["weights"], alone["optimizer"]) == (4 * total, 8 * total)
     assert alone["gradients"] == 4 * total  # from earlier micro-steps
@@ -148,6 +149,8 @@ def test_each_setting_changes_the_part_that_it_should(capsys: pytest.CaptureFixt
     fsdp = held(capsys, *sharded)
     assert fsdp["weights"] == 4 * total // 8
     assert fsdp["gradients not yet reduced"] == 4 * total
+    two_blocks = 2 * (counts["attention"] + counts["mlp"]) // 12
+    assert 4 * two_blocks < fsdp["gathered by fsdp"] < 4 * total
     synced = held(capsys, *sharded, "--train.sync_each_batch", "true")
     assert "gradients not yet reduced" not in synced
     bf16 = held(capsys, "--gpu", "h100", precision="bf16")

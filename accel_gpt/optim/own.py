@@ -143,13 +143,7 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the inner optimizer; see `keep_options` and `restore_types`."""
         now = [group[OPTIONS] for group in self.param_groups]
-        try:
-            self.inner.load_state_dict(state_dict)
-        except Exception as error:  # an optimizer of yours may raise any
-            raise UserError(
-                f"{type(self.inner).__name__}.load_state_dict() raises {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from None
+        self.inner.load_state_dict(state_dict)
         self.restore_types(state_dict)
         self.keep_options(now)
 
@@ -176,8 +170,6 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
     def load_group_values(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Load what `group_values` or the groups of `state_dict` hold; see `keep_options`."""
         now = [group[OPTIONS] for group in self.param_groups]
-        if len(saved) != len(now):
-            raise UserError(f"it has {len(saved)} groups of parameters, but there are {len(now)}")
         for group, values in zip(self.param_groups, saved, strict=True):
             group |= {key: as_tuple(one) for key, one in values.items() if key != "params"}
         self.keep_options(now)

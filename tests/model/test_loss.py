@@ -91,8 +91,14 @@ def test_rows_have_the_sums_of_their_tokens(cap: float | None) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_in_bf16_the_gradient_is_not_scaled_by_a_rounded_number() -> None:
+def test_in_bf16_the_gradient_is_not_scaled_by_a_rounded_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """bf16 would round the scale 1.332 to 1.328, and so change every gradient by 0.29 %."""
+    chunks, types = module._chunks, list[torch.dtype]()
+    monkeypatch.setattr(
+        module, "_chunks", lambda x, *args: types.append(x.dtype) or chunks(x, *args)
+    )
     x = torch.randn(4, 512, C, requires_grad=True)
     weight = torch.randn(ROWS, C)
     targets = torch.randint(VOCAB, (4, 512))
@@ -100,6 +106,7 @@ def test_in_bf16_the_gradient_is_not_scaled_by_a_rounded_number() -> None:
         total = targets.numel() * chunked_loss(x, weight, targets, VOCAB, None)
     (exact,) = torch.autograd.grad(total, x, retain_graph=True)  # times 1: not rounded
     (found,) = torch.autograd.grad(1.332 * total, x)
+    assert types == [torch.bfloat16]
     scale = (found * exact).sum() / exact.square().sum()
     assert scale.item() == pytest.approx(1.332, abs=3e-4)
 

@@ -54,6 +54,7 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         "Vocabulary size if the tokenizer is bpe, including the end-of-text token. A small text "
         "may give fewer tokens.",
         essential=True,
+        at_least=257,  # 256 bytes and end-of-text
     )
     val_fraction: float = option(
         0.1,
@@ -79,11 +80,6 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
     )
 
     def _check(self) -> None:
-        self.require(
-            self.vocab_size >= 257,
-            "vocab_size",
-            "a byte-level bpe needs at least 257 (256 bytes and end-of-text)",
-        )
         self.require(self.separator != "", "separator", "an empty text separates nothing")
         self.require(
             self.separator is None or self.tokenizer != "chars",

@@ -280,6 +280,7 @@ class SampleConfig(Section, prefix="sample.", resume="free"):
     growth: float = option(
         1.0,
         "Factor by which the number of steps between samples grows each time, at least 1.",
+        at_least=1,
     )
     prompts: tuple[str, ...] = option(
         ("",),
@@ -309,9 +310,6 @@ class SampleConfig(Section, prefix="sample.", resume="free"):
         "Sample from the k most likely tokens. null: from all.",
         above=0,
     )
-
-    def _check(self) -> None:
-        self.require(self.growth >= 1, "growth", "it must be at least 1 (a constant interval)")
 
 
 @dataclass(frozen=True)
@@ -498,11 +496,6 @@ class Config(Section):
         require(
             bool(self.out_dir.strip()),
             f"out_dir is {self.out_dir!r}; set it to the folder of the run",
-        )
-        require(
-            not self.out_dir.startswith("-"),
-            f"out_dir is {self.out_dir}, but commands read a word with - as an option; choose a "
-            "name that does not begin with -",
         )
         follows = self.model.depth is not None and self.model.preset == "fast"
         require(

@@ -1,6 +1,5 @@
 """Define the options and presets of the model. No torch."""
 
-import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -198,11 +197,6 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
     )
 
     def _check(self) -> None:
-        for name in self.extra:
-            require(
-                re.fullmatch(r"[A-Za-z_]\w*", str(name)) is not None,
-                f"model.extra has the name {name!r}; use letters, digits and _",
-            )
         if self.head_dim is None:
             check_divisible("n_embd", self.n_embd, "n_head", self.n_head)
         check_divisible("n_head", self.n_head, "n_kv_head", self.kv_heads)

@@ -198,12 +198,7 @@ def read_yaml(path: str) -> Any:
     try:
         return load_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
-        reason = f"cannot be read: {error}"
-        if isinstance(error, FileNotFoundError):
-            reason = "does not exist"
-        elif isinstance(error, IsADirectoryError):
-            reason = "is a folder; expected a YAML file"
-        raise UserError(f"config file {path} {reason}") from None
+        raise UserError(f"config file {path} cannot be read: {error}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
 

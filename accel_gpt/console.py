@@ -10,10 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from accel_gpt.errors import AccelGPTError, MachineError, UserError, first_line
 from accel_gpt.launcher import SAFE_PATH, stop_signals
@@ -115,34 +115,6 @@ def format_clock(seconds: float) -> str:
     """Format a time as `0:03:20` or `2 days, 1:00:00`."""
     longest = timedelta.max.days * 86_400  # `timedelta` overflows beyond
     return str(timedelta(seconds=round(min(seconds, longest))))
-
-
-def report_text(report: Mapping[str, Any]) -> str:
-    """Format the report of a command as a table, with the names and values of `--json`."""
-    return table([*report_rows(report, "")], "<", "<")
-
-
-def report_rows(report: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
-    """Yield a row for each value of a report: its name, indented by its depth, and its text."""
-    for name, value in report.items():
-        if isinstance(value, Mapping):
-            yield indent + name, ""
-            yield from report_rows(value, indent + "  ")
-        elif isinstance(value, list):
-            yield indent + name, ", ".join(map(format_value, value))
-        else:
-            yield indent + name, format_value(value)
-
-
-def format_value(value: object) -> str:
-    """Format a value of a report in one line."""
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    if isinstance(value, int | float):
-        whole = isinstance(value, int) or abs(value) >= 1e4
-        return f"{value:,.0f}" if whole and abs(value) < 1e15 else f"{value:.5g}"
-    text = str(value)
-    return text if text.isprintable() else repr(text)
 
 
 # --------------------------------------------------------------------------- the end of a process

@@ -4,7 +4,6 @@ Runs `train.update` on random tokens in a temporary folder, without evaluations,
 checkpoints or trackers.
 """
 
-import json
 import math
 import statistics
 import tempfile
@@ -16,10 +15,10 @@ import numpy as np
 
 from accel_gpt.commands.clock import discarded, set_up_unseen, time_steps
 from accel_gpt.commands.options import BenchCommand
+from accel_gpt.commands.printing import write_report
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
-from accel_gpt.console import report_text, write_out
 from accel_gpt.cost.data_sizes import vocabulary_size
 from accel_gpt.cost.forecast import run_hours, with_expected_length
 from accel_gpt.data.shards import token_dtype
@@ -50,9 +49,8 @@ def run(options: BenchCommand) -> int:
     keep_freed_memory()
     with exiting_on_signals():
         report = bench(options)
-    if report is None:
-        return 0
-    write_out(json.dumps(report, indent=1) + "\n" if options.json else report_text(report))
+    if report is not None:
+        write_report(report, options.json)
     return 0
 
 

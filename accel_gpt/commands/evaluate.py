@@ -14,11 +14,11 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from accel_gpt.commands.options import EvaluateCommand
+from accel_gpt.commands.printing import write_report
 from accel_gpt.commands.resolve import load_code, load_config, with_code
 from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.console import report_text, write_out
 from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
@@ -31,7 +31,6 @@ from accel_gpt.evals.evaluation import (
     open_own_evaluations,
 )
 from accel_gpt.evals.validation import OnProgress, score_source
-from accel_gpt.files import strict_json
 from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import explain_lost_rank, on_main, require_all
@@ -72,7 +71,7 @@ def run(options: EvaluateCommand) -> int:
     with exiting_on_signals():
         report = evaluate_named(options)
     if is_main():
-        write_out(f"{strict_json(report)}\n" if options.json else report_text(report))
+        write_report(report, options.json)
     return 0
 
 

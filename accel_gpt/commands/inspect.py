@@ -3,20 +3,19 @@
 With --json it prints the report as one JSON object; null means unknown.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.commands.options import InspectCommand
+from accel_gpt.commands.printing import write_report
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.console import report_text, write_err, write_out
+from accel_gpt.console import write_err
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.shards import NoSplit, Split, data_error, token_beyond
 from accel_gpt.data.sources import open_data, open_folder
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, CheckpointError, DataError
-from accel_gpt.files import strict_json
 from accel_gpt.model.sizes import parameter_counts
 from accel_gpt.runs.checkpoint import find_checkpoint, read_evaluated, read_shape, verify_checkpoint
 from accel_gpt.runs.folder import RunFolder
@@ -36,15 +35,10 @@ def run(options: InspectCommand) -> int:
     else:
         report = inspect_data(options.path, options.data)
         code = DataError.exit_code
-    if options.json:
-        write_out(f"{strict_json(report, indent=1)}\n")
-    problems = report.pop("problems")
-    if not options.json:
-        write_out(report_text(report))
-    sys.stdout.flush()
-    for problem in problems:
+    write_report(report, options.json)
+    for problem in report["problems"]:
         write_err(f"error: {problem}")
-    return code if problems else 0
+    return code if report["problems"] else 0
 
 
 # --------------------------------------------------------------------------- data

@@ -4,14 +4,13 @@ Reads the config, and the index of its data if it exists; needs no torch. `cost/
 arithmetic; docs/explanation/cost.md derives it.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
+from accel_gpt.commands.printing import write_report
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, with_size
-from accel_gpt.console import report_text, write_out
 from accel_gpt.cost.data_sizes import split_tokens, vocabulary_size
 from accel_gpt.cost.forecast import (
     assumed_mfu,
@@ -43,7 +42,7 @@ def run(options: PlanCommand) -> int:
 def print_forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) -> int:
     """Print the forecast for a model; return 1 if it does not fit. `flops`: per token."""
     report = forecast(options, parameters, flops)
-    write_out(f"{json.dumps(report, indent=1)}\n" if options.json else report_text(report))
+    write_report(report, options.json)
     return 1 if report["memory"] and report["memory"]["fits"] is False else 0
 
 

@@ -32,7 +32,8 @@ def section_lines(section: Any, default: Any, plain: Mapping[str, Any]) -> Itera
             yield ""
             yield from comment(title(hint))
             yield f"{name}:"
-            yield from indented(section_lines(value, usual, plain[name]))
+            for line in section_lines(value, usual, plain[name]):
+                yield f"  {line}" if line else ""
             continue
         if own_options(kind)[name].command_line_only:
             continue
@@ -54,12 +55,6 @@ def comment(text: str) -> list[str]:
     return textwrap.wrap(
         text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
     )
-
-
-def indented(lines: Iterator[str]) -> Iterator[str]:
-    """Indent the lines of a section."""
-    for line in lines:
-        yield f"  {line}" if line else ""
 
 
 def title(kind: type) -> str:

@@ -98,7 +98,10 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
     found |= batch_options(value, parameters(found | dict(given)))
     found |= schedule_options(value)
     if value("model.preset") == "fast":
-        found["model.init_std"] = initial_spread(value("model.n_embd"))
+        # sums over C channels are then of one size at every width (Yang et al. 2023, arXiv
+        # 2310.17813, the spectral condition)
+        spread = ModelConfig.init_std * math.sqrt(REFERENCE_WIDTH / value("model.n_embd"))
+        found["model.init_std"] = rounded(spread)
         found |= optimizer_options(value)
     return found
 
@@ -175,15 +178,6 @@ def run_steps(value: Callable[[str], Any]) -> int:
 def width(depth: int) -> int:
     """Compute the channels (n_embd) at a depth."""
     return depth * HEAD_SIZE
-
-
-def initial_spread(n_embd: int) -> float:
-    """Compute the initial standard deviation of weights.
-
-    The weights of the reference, in proportion to 1 / sqrt(C). Sums over C channels are then of one
-    size at every width (Yang et al. 2023, arXiv 2310.17813, the spectral condition).
-    """
-    return rounded(ModelConfig.init_std * math.sqrt(REFERENCE_WIDTH / n_embd))
 
 
 class Factors(NamedTuple):

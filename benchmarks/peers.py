@@ -415,7 +415,7 @@ def whole_ours(config: str, work: Path, steps: int | None, seeds: Iterator[int])
     command += [ROOT / f"configs/{config}.yaml", *flags(options)]
     seconds = timed(lambda: run_command(command))
     evaluate = [sys.executable, "-m", "accel_gpt", "evaluate", out, "--tokens", "null", "--json"]
-    metrics = last_json(run_command(evaluate))["metrics"]
+    metrics = json.loads(run_command(evaluate))["metrics"]
     shutil.rmtree(out)
     return {"seconds": seconds, "val_loss": metrics["eval/val_loss"]}
 

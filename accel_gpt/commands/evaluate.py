@@ -6,7 +6,6 @@ Reads the model, the data and the questions. Writes no files.
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from accel_gpt.commands.resolve import load_code, load_config, with_code
 from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.data.corpus import Corpus, EvalSplit, document_end, eval_splits, open_corpus
+from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
@@ -238,14 +237,23 @@ def open_all(
         sources = open_sources([Weighted(options.data)], "val", config.data)
         sources[0].tokenizer.require_same(tokenizer, "the data", options.run)
         (split,) = eval_splits(sources, config.eval.tokens, named=True)
-        losses = partial(
-            evaluate_named_split,
-            split=split,
-            tokenizer=tokenizer,
-            batch_size=config.train.micro_batch_sequences,
-            target_mask=TargetMask(document_end(config.data, sources), config.own),
-        )
-        evaluations.append(losses)
+        target_mask = TargetMask(document_end(config.data, sources), config.own)
+
+        def named_split_losses(
+            model: LanguageModel, accelerator: Accelerator, on_progress: OnProgress
+        ) -> dict[str, float]:
+            score = score_source(
+                model=model,
+                source=split,
+                accelerator=accelerator,
+                batch_size=config.train.micro_batch_sequences,
+                tokenizer=tokenizer,
+                target_mask=target_mask,
+                on_progress=on_progress,
+            )
+            return score.metrics("val", split.name)
+
+        evaluations.append(named_split_losses)
     elif config.data.train:
         done = on_main(lambda: read_done(config.out_dir, config.checkpoint.resume))
         corpus = open_corpus(with_commits(config, done))
@@ -257,25 +265,3 @@ def open_all(
             open_hellaswag(config, tokenizer, block_size, model.vocab_size, limit=options.limit)
         )
     return [*evaluations, *open_own_evaluations(config, tokenizer, corpus)]
-
-
-def evaluate_named_split(
-    model: LanguageModel,
-    accelerator: Accelerator,
-    on_progress: OnProgress,
-    split: EvalSplit,
-    tokenizer: Tokenizer,
-    batch_size: int,
-    target_mask: TargetMask,
-) -> dict[str, float]:
-    """Compute the metrics of one split, with its name in their keys; a collective."""
-    score = score_source(
-        model=model,
-        source=split,
-        accelerator=accelerator,
-        batch_size=batch_size,
-        tokenizer=tokenizer,
-        target_mask=target_mask,
-        on_progress=on_progress,
-    )
-    return score.metrics("val", split.name)

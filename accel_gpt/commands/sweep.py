@@ -99,16 +99,15 @@ class Sweep:
             )
 
     def train(self) -> None:
-        """Train one seed after another, with the settings whose answer is not clear."""
+        """Train seed after seed; leave out settings whose answer is clear or with a failed run."""
         for seed in self.seeds:
-            settings = [setting for setting in self.others if not self.is_settled(setting)]
+            settings = []
+            for setting in self.others:
+                if setting.name not in self.broken and not self.compare(setting).settled:
+                    settings.append(setting)
             if not settings or self.baseline.name in self.broken:
                 return
             self.train_seed(seed, [self.baseline, *settings])
-
-    def is_settled(self, setting: Setting) -> bool:
-        """Return whether a setting takes no more seeds: its answer is clear, or a run failed."""
-        return setting.name in self.broken or self.compare(setting).settled
 
     def train_seed(self, seed: int, settings: Sequence[Setting]) -> None:
         """Train the runs of a seed side by side; read their losses and the times of a step."""
@@ -152,11 +151,6 @@ class Sweep:
         """Compare the losses of a setting with the baseline's."""
         baseline = self.losses[self.baseline.name]
         return compare(self.losses[setting.name], baseline, settings=len(self.others))
-
-    @property
-    def in_equal_time(self) -> bool:
-        """Return whether a time budget sets the length of all runs."""
-        return all(one.config.train.budget for one in (self.baseline, *self.others))
 
     # ----------------------------------------------------------------------- the result
 
@@ -219,7 +213,7 @@ class Sweep:
                 parts.append(f"{one} diverged with {len(diverged)} of {count}: {seeds}")
         time = self.time(setting)
         tokens = self.tokens(setting)
-        if self.in_equal_time:
+        if all(one.config.train.budget for one in (self.baseline, *self.others)):
             if tokens and abs(tokens - 1) > SAME_TIME:
                 parts.append(f"its budget was enough for {tokens:.2f} times the tokens")
         elif found.differences and time and abs(time - 1) > SAME_TIME:

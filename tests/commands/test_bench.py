@@ -52,6 +52,18 @@ def test_bench_times_the_training_step_and_keeps_nothing(
     assert report["memory_gb"] > 0
 
 
+def test_steps_that_warm_up_do_not_count(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def time_steps(_: Any, number: Callable[[float], int]) -> tuple[float, list[float]]:
+        return 9.0, [0.5, *[0.5] * (number(0.5) - 3), 0.25, 0.25, 0.25]
+
+    monkeypatch.setattr(bench, "time_steps", time_steps)
+    assert call(*small_run(*SHORT, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["step_ms"]) == (3, 250)
+
+
 def test_the_hours_of_the_whole_run_count_its_evaluations(
     small_run: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 from accel_gpt.config.plan import plural
 from accel_gpt.data.shards import Tokens
 from accel_gpt.data.tokenizer import Tokenizer
+from accel_gpt.prepare.documents import Piece
+from accel_gpt.prepare.text_files import is_page
 
 EXAMPLES = 5  # characters and files that are named
 ACCENTS = range(200, 235)  # canonical combining classes: marks at, above and below a letter
@@ -49,6 +51,18 @@ class Counts:
     def is_all_lost(self) -> bool:
         """Return whether the tokens hold no visible character of a text that has some."""
         return self.lost > 0 and self.held == 0
+
+    def begin(self, piece: Piece) -> bytes:
+        """Count a piece that begins a document; return the hash of the document's text."""
+        if piece.detected is not None:
+            name = piece.detected.path.name
+            self.encodings.setdefault(piece.detected.encoding, []).append(name)
+        if not piece.text:
+            self.empty += bool(piece.key)
+            return b""
+        self.documents += 1
+        self.pages += is_page(piece.text)
+        return piece.key
 
     def add_tokens(self, tokenizer: Tokenizer, text: str, ids: Tokens) -> None:
         """Compare a text with its tokens, which have no end-of-text."""

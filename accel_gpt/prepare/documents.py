@@ -12,14 +12,15 @@ split.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.errors import DataError, UserError, did_you_mean, one_line
-from accel_gpt.prepare.pieces import FindCut, pieces
-from accel_gpt.prepare.rows import State, as_text, is_chat, open_files, open_hub, read_rows
-from accel_gpt.prepare.sources import HUB, STDLIB, TEXT, Selected, splits_in
+from accel_gpt.prepare.pieces import FindCut, find_cut, pieces
+from accel_gpt.prepare.rows import as_text, is_chat, open_hub, read_rows
+from accel_gpt.prepare.sources import HUB, STDLIB, TEXT, TextSource, splits_in
 from accel_gpt.prepare.text_files import (
     Text,
     examine,
@@ -39,199 +40,142 @@ WriteChat = Callable[[list[dict[str, Any]]], str]
 
 
 class Position(NamedTuple):
-    """The position at which to resume reading, as values that JSON can hold."""
+    """The position after a piece, as values that JSON can hold; later pieces have larger ones."""
 
     source: int = 0
     file: int = 0
-    """Index of the text file; 0 for rows."""
+    """Index of the text file, or of the shard of rows, which is a file too."""
     row: int = 0
-    """Number of the row. A text file has two: its text or train part, and its val part."""
+    """Number of the row in its shard. A text that is cut has two: its train and its val part."""
     piece: int = 0
-    """Number of pieces of this row that were already read."""
-    state: State | None = None
-    """State of `datasets` at this row or an earlier row."""
+    """Number of pieces of this row that were read."""
 
 
-class Document(NamedTuple):
-    """A document."""
-
-    file: int
-    row: int
-    split: str
-    text: str | Iterable[str]
-    """All of it, or chunks."""
-    key: bytes
-    """Hash of its text; empty for the second part of a text."""
-    state: State | None = None
-    is_chat: bool = False
-    """The text spells special tokens, which are read as such."""
-    detected: Text | None = None
-    """A text file that is not UTF-8."""
+BEGINNING = Position()
 
 
 class Piece(NamedTuple):
-    """A document or part of a document."""
+    """A document, or a part of a long one."""
 
     text: str
+    split: str
     first: bool
     last: bool
-    document: Document
     after: Position
-    """The position after this piece."""
+    key: bytes
+    """Hash of the document's text; empty for the second part of a text."""
+    is_chat: bool = False
+    """The text spells special tokens, which are read as such."""
+    detected: Text | None = None
+    """The file that begins here, if it is not UTF-8."""
 
 
-# --------------------------------------------------------------------------- sources
+def read_pieces(
+    config: PrepareConfig,
+    sources: Sequence[TextSource],
+    write_chat: WriteChat,
+    find_cut: FindCut = find_cut,
+    start: Position = BEGINNING,
+) -> Iterator[Piece]:
+    """Yield the documents from position `start` on, in pieces of about `BATCH_CHARACTERS`.
 
-
-class TextSource:
-    """Files of text: one document a file, or the documents between separators."""
-
-    def __init__(self, config: PrepareConfig, source: Selected, whole: bool) -> None:
-        self.config = config
-        self.files = source.files
-        self.split = source.split
-        self.is_one = len(self.files) == 1 and not os.path.isdir(source.name)
-        self.is_cut = source.split is None and source.kind != STDLIB and not whole
-        self.total: int | None = None
-        """Bytes of text, None if they are not known in advance."""
-        if not any(is_packed(file) for file in self.files):
-            self.total = sum(file.stat().st_size for file in self.files)
-        self.estimate = sum(
-            file.stat().st_size * (EXPANSION if is_packed(file) else 1) for file in self.files
-        )
-
-    def documents(self, start: Position) -> Iterator[Document]:
-        """Yield the documents from a position on."""
-        for number in range(start.file, len(self.files)):
-            first = start.row if number == start.file else 0
-            text = examine(self.files[number])
-            if self.is_one and not text.encoding:
-                raise DataError(f"{text.path} is no text in an encoding that is known")
-            for document in self.documents_of(text, number, first):
-                if document.row >= first:
-                    yield document
-
-    def documents_of(self, text: Text, number: int, first: int) -> Iterator[Document]:
-        """Yield the documents in a text file; the first ones may have no chunks."""
-        detected = text if text.is_detected else None
-        if not text.encoding or (detected and self.config.encoding == "utf-8"):
-            yield Document(number, 0, "train", "", b"", detected=text._replace(encoding=""))
-            return
-        chunks = partial(read_text, text.path, text.encoding)
-        if self.config.separator is not None:
-            for row, part in enumerate(separated_texts(chunks(), self.config.separator)):
-                key = text_hash(part)
-                yield Document(number, row, self.split_of(key), part, key, detected=detected)
-        elif self.is_cut and (self.is_one or text.characters > LONG_TEXT):
-            cut = int(text.characters * (1 - self.config.val_fraction))
-            train = part_of(chunks(), 0, cut)
-            yield Document(number, 0, "train", train, text.key, detected=detected)
-            yield Document(number, 1, "val", part_of(chunks(), cut, text.characters), b"")
+    A document without text is one empty piece.
+    """
+    for number in range(start.source, len(sources)):
+        source = sources[number]
+        file = start.file if number == start.source else 0
+        if source.kind in (TEXT, STDLIB):
+            found = text_pieces(config, source, number, file, find_cut)
         else:
-            split = self.split_of(text.key)
-            yield Document(number, 0, split, chunks(), text.key, detected=detected)
-
-    def split_of(self, key: bytes) -> str:
-        """Return the split of a document with a hash."""
-        return self.split or split_by_hash(key, self.config.val_fraction)
+            found = row_pieces(config, source, number, file, find_cut, write_chat)
+        for piece in found:
+            if piece.after > start:
+                yield piece
 
 
-class RowSource:
-    """A column of files with rows, or of a data set of the Hub."""
+def text_pieces(
+    config: PrepareConfig, source: TextSource, number: int, first: int, find_cut: FindCut
+) -> Iterator[Piece]:
+    """Yield the text files of source `number` from file `first` on."""
+    is_one = len(source.files) == 1 and not os.path.isdir(source.name)
+    for file in range(first, len(source.files)):
+        text = examine(source.files[file])
+        if is_one and not text.encoding:
+            raise DataError(f"{text.path} is no text in an encoding that is known")
+        detected = text if text.is_detected else None
+        if detected and config.encoding == "utf-8":
+            text = detected = text._replace(encoding="")
+        for row, (split, key, chunks) in enumerate(text_parts(config, source, text, is_one)):
+            for count, (part, begins, ends) in enumerate(cut_document(chunks, find_cut), 1):
+                after = Position(number, file, row, count)
+                yield Piece(part, split, begins, ends, after, key, False, detected)
+                detected = None
 
-    def __init__(
-        self,
-        config: PrepareConfig,
-        where: str,
-        open_data: Callable[[], Any],
-        split: str | None,
-        write_chat: WriteChat,
-    ) -> None:
-        self.config = config
-        self.where = where
-        self.open_data = open_data
-        self.split = split
-        self.write_chat = write_chat
-        self.total: int | None = None
-        self.estimate: int | None = None
-        """Bytes of text, None for a data set of the Hub."""
 
-    def documents(self, start: Position) -> Iterator[Document]:
-        """Yield the documents from a position on."""
-        field = self.config.text_field
-        separator = self.config.separator
-        for row in read_rows(self.open_data, self.where, field, start.row, start.state):
-            where = f"row {row.number} of {self.where}"
-            chat = is_chat(row.value)
-            text = self.chat_text(row.value, where) if chat else as_text(row.value, where, field)
-            for part in [text] if separator is None else separated_texts([text], separator):
-                key = text_hash(part)
-                split = self.split or split_by_hash(key, self.config.val_fraction)
-                yield Document(0, row.number, split, part, key, row.state, chat)
+def text_parts(
+    config: PrepareConfig, source: TextSource, text: Text, is_one: bool
+) -> Iterator[tuple[str, bytes, Iterable[str]]]:
+    """Yield the documents of a text file: split, hash, and chunks of the text."""
+    chunks = partial(read_text, text.path, text.encoding)
+    if not text.encoding:
+        yield "train", b"", [""]
+    elif config.separator is not None:
+        for part in separated_texts(chunks(), config.separator):
+            key = text_hash(part)
+            yield source.split or split_by_hash(key, config.val_fraction), key, [part]
+    elif source.split is None and source.kind != STDLIB and (is_one or text.characters > LONG_TEXT):
+        cut = int(text.characters * (1 - config.val_fraction))
+        yield "train", text.key, part_of(chunks(), 0, cut)
+        yield "val", b"", part_of(chunks(), cut, text.characters)
+    else:
+        yield source.split or split_by_hash(text.key, config.val_fraction), text.key, chunks()
 
-    def chat_text(self, turns: list[dict[str, Any]], where: str) -> str:
-        """Write the turns of a chat as text; an error of the template names the row."""
+
+def row_pieces(
+    config: PrepareConfig,
+    source: TextSource,
+    number: int,
+    first: int,
+    find_cut: FindCut,
+    write_chat: WriteChat,
+) -> Iterator[Piece]:
+    """Yield the rows of source `number` from shard `first` on."""
+    separator = config.separator
+    for shard, row, value in read_rows(source, config.text_field, first):
+        chat = is_chat(value)
         try:
-            return self.write_chat(turns)
+            text = write_chat(value) if chat else as_text(value)
         except UserError:
             raise
-        except Exception as error:  # errors of Jinja, also those that the template raises
-            raise DataError(f"{where} does not suit the chat template: {one_line(error)}") from None
+        except Exception as error:  # ValueError, errors of Jinja, and those a template raises
+            where = f"column {config.text_field} in row {row} of shard {shard} of {source.name}"
+            raise DataError(f"{where} is not text: {one_line(error)}") from None
+        count = 0
+        for part in [text] if separator is None else separated_texts([text], separator):
+            key = text_hash(part)
+            split = source.split or split_by_hash(key, config.val_fraction)
+            is_short = chat or len(part) <= 2 * BATCH_CHARACTERS
+            cut = ((part, True, True),) if is_short else cut_document([part], find_cut)
+            for piece, begins, ends in cut:
+                count += 1
+                after = Position(number, shard, row, count)
+                yield Piece(piece, split, begins, ends, after, key, chat)
 
 
-DocumentSource = TextSource | RowSource
+def cut_document(chunks: Iterable[str], find_cut: FindCut) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the pieces of a document, each with whether it begins and whether it ends it.
 
-
-def open_selected(
-    config: PrepareConfig, sources: Sequence[Selected], write_chat: WriteChat, whole: bool = False
-) -> tuple[list[DocumentSource], list[str]]:
-    """Open what was selected; return it with lines on the splits of data sets of the Hub.
-
-    `whole`: the end of a text is not held out, as for the training of a tokenizer.
+    A document without text has one empty piece.
     """
-    found: list[DocumentSource] = []
-    lines: list[str] = []
-    for source in sources:
-        if source.kind == HUB:
-            splits = open_hub(source.name, config.subset)
-            chosen = hub_splits(config, source, list(splits))
-            for name, split in chosen.items():
-                where = f"split {name} of data set {source.name}"
-                found.append(
-                    RowSource(config, where, partial(splits.__getitem__, name), split, write_chat)
-                )
-                lines.append(f"reading {where}")
-            if left_out := [name for name in splits if name not in chosen]:
-                lines.append(f"left out of {source.name}: split {', '.join(left_out)}")
-        elif source.kind in (TEXT, STDLIB):
-            found.append(TextSource(config, source, whole))
-        else:
-            open_data = partial(open_files, source.kind, source.files)
-            rows = RowSource(config, source.name, open_data, source.split, write_chat)
-            size = sum(file.stat().st_size for file in source.files)
-            is_smaller = source.kind == "parquet" or any(is_packed(file) for file in source.files)
-            rows.estimate = size * (EXPANSION if is_smaller else 1)
-            found.append(rows)
-    return found, lines
-
-
-def hub_splits(config: PrepareConfig, source: Selected, names: list[str]) -> dict[str, str | None]:
-    """Return the splits of a data set that are read, and what they are used for.
-
-    Raises `UserError` if it has no split `data.prepare.split`.
-    """
-    val = [name for name in names if splits_in(name) == ["val"] and name != config.split]
-    if source.split == "val" and (val or len(names) == 1):
-        return {(val or names)[0]: "val"}
-    if config.split not in names:
-        near = did_you_mean(config.split, names, f"it has {', '.join(names)}")
-        raise UserError(
-            f"data.prepare.split is {config.split}, but the data set {source.name} has no such "
-            f"split; {near}"
-        )
-    if source.split is not None or not val:
-        return {config.split: source.split}
-    return {config.split: "train", val[0]: "val"}
+    texts = pieces(chunks, BATCH_CHARACTERS, find_cut)
+    text = next(texts)
+    begins = True
+    for following in texts:
+        if following:
+            yield text, begins, False
+            text = following
+            begins = False
+    yield text, begins, True
 
 
 def split_by_hash(key: bytes, val_fraction: float) -> str:
@@ -253,74 +197,73 @@ def part_of(chunks: Iterable[str], start: int, end: int) -> Iterator[str]:
         end -= len(chunk)
 
 
-# --------------------------------------------------------------------------- pieces
+# --------------------------------------------------------------------------- the Hub
 
 
-def read_pieces(
-    sources: Sequence[DocumentSource], find_cut: FindCut, start: Position
-) -> Iterator[Piece]:
-    """Yield the documents from position `start` on, in pieces of about `BATCH_CHARACTERS`.
+def open_data_sets(
+    config: PrepareConfig, sources: Sequence[TextSource]
+) -> tuple[list[TextSource], list[str]]:
+    """Open the data sets of the Hub among `sources`; return all, with lines on their splits."""
+    opened: list[TextSource] = []
+    lines: list[str] = []
+    for source in sources:
+        if source.kind != HUB:
+            opened.append(source)
+            continue
+        splits = open_hub(source.name, config.subset)
+        chosen = hub_splits(config, source, list(splits))
+        for name, split in chosen.items():
+            where = f"split {name} of data set {source.name}"
+            opened.append(replace(source, name=where, split=split, data=splits[name]))
+            lines.append(f"reading {where}")
+        if left_out := [name for name in splits if name not in chosen]:
+            lines.append(f"left out of {source.name}: split {', '.join(left_out)}")
+    return opened, lines
 
-    A document without text is one empty piece.
+
+def hub_splits(
+    config: PrepareConfig, source: TextSource, names: list[str]
+) -> dict[str, str | None]:
+    """Return the splits of a data set that are read, and what they are used for.
+
+    Raises `UserError` if it has no split `data.prepare.split`.
     """
-    for number in range(start.source, len(sources)):
-        begin = start if number == start.source else Position(number)
-        place = (begin.file, begin.row)
-        count = 0  # pieces of the row
-        for document in sources[number].documents(begin):
-            if (document.file, document.row) != place:
-                place = (document.file, document.row)
-                count = 0
-            skipped = begin.piece if place == (begin.file, begin.row) else 0
-            texts = document_pieces(document, find_cut)
-            text: str | None = next(texts)
-            first = True
-            while text is not None:
-                following = next(texts, None)
-                count += 1
-                if count > skipped:
-                    after = Position(number, *place, count, document.state)
-                    yield Piece(text, first, following is None, document, after)
-                first = False
-                text = following
-
-
-def document_pieces(document: Document, find_cut: FindCut) -> Iterator[str]:
-    """Yield a document in pieces; the only piece of one without text is empty."""
-    text = document.text
-    if isinstance(text, str):
-        if document.is_chat or len(text) <= 2 * BATCH_CHARACTERS:
-            yield text
-            return
-        text = [text]
-    texts = pieces(text, BATCH_CHARACTERS, find_cut)
-    yield next(texts)
-    for piece in texts:
-        if piece:
-            yield piece
+    val = [name for name in names if splits_in(name) == ["val"] and name != config.split]
+    if source.split == "val" and (val or len(names) == 1):
+        return {(val or names)[0]: "val"}
+    if config.split not in names:
+        near = did_you_mean(config.split, names, f"it has {', '.join(names)}")
+        raise UserError(
+            f"data.prepare.split is {config.split}, but the data set {source.name} has no such "
+            f"split; {near}"
+        )
+    if source.split is not None or not val:
+        return {config.split: source.split}
+    return {config.split: "train", val[0]: "val"}
 
 
 # --------------------------------------------------------------------------- text for a tokenizer
 
 
-def all_texts(sources: Sequence[DocumentSource], size: int = BATCH_CHARACTERS) -> Iterator[str]:
-    """Yield the texts of all sources in order, cut into pieces of about `size` characters."""
+def expected_bytes(sources: Sequence[TextSource]) -> int | None:
+    """Estimate the bytes of text in all sources; None for a data set of the Hub."""
+    found = 0
     for source in sources:
-        for document in source.documents(Position()):
-            text = document.text
-            yield from pieces([text] if isinstance(text, str) else text, size)
+        if source.data is not None:
+            return None
+        for file in source.files:
+            is_smaller = is_packed(file) or source.kind == "parquet"
+            found += file.stat().st_size * (EXPANSION if is_smaller else 1)
+    return found
 
 
-def sample_texts(sources: Sequence[DocumentSource], size: int) -> Iterator[str]:
-    """Yield a sample of about `size` UTF-8 bytes: short documents, and pieces of long ones.
+def sample_texts(texts: Iterable[str], total: int | None, size: int) -> Iterator[str]:
+    """Yield a sample of about `size` UTF-8 bytes of texts that have about `total` bytes.
 
-    A hash of each text's number selects it, so the sample is spread evenly over the sources. The
-    size of a data set of the Hub is not known in advance, so the sample is its beginning.
+    A hash of each text's number selects it, so the sample is spread evenly over the texts. If the
+    total is not known, the sample is their beginning.
     """
-    texts = all_texts(sources, min(BATCH_CHARACTERS, max(1, size // 16)))
-    estimates = [source.estimate for source in sources]
-    total = size if None in estimates else sum(filter(None, estimates))
-    keep = min(1.0, size / max(total, 1))
+    keep = min(1.0, size / max(total or size, 1))
     limit = size if keep == 1 else 2 * size  # the total of compressed files is an estimate
     given = 0
     owed = 0.0

@@ -14,27 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from accel_gpt.data.shards import Tokens, token_dtype
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from accel_gpt.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer
 from accel_gpt.prepare.counts import Counts
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, SPLITS, Piece, Position
 from accel_gpt.prepare.pieces import lead_of
-from accel_gpt.prepare.text_files import is_page
+from accel_gpt.prepare.shards import Group
 
 # Overhead of a piece, in characters. Assumption: with it, a batch of one-letter documents holds
 # 10,000 pieces instead of a million.
 PIECE_OVERHEAD = 100
-
-
-class Group(NamedTuple):
-    """The tokens of the pieces of one split, in order, with end-of-text after each document."""
-
-    tokens: Tokens
-    sizes: list[int]
-    """Tokens of each piece."""
-    documents: list[int]
-    """Documents that count for each piece."""
-    utf8_bytes: list[int]
-    """Bytes of the text of each piece."""
+EVERY_KIND = "it's a 1 ! \n\n b"  # matches each part of the regexes of gpt2 and bpe
 
 
 class Batch(NamedTuple):
@@ -51,14 +40,18 @@ class Batch(NamedTuple):
 class Encoder:
     """Tokenizes batches of pieces with the tokenizer in `folder`; several threads may call it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+        self.tokenizer = tokenizer
         self.folder = folder
-        self.tokenizer = load_tokenizer(folder)
-        self.lead = lead_of(self.tokenizer)
+        if isinstance(tokenizer, BPETokenizer):
+            # The first thread that uses a regex owns its cache and marks each use for the others
+            # to see. If that thread tokenizes on, all of them take twice the time.
+            tokenizer.encode(EVERY_KIND)
+        self.lead = lead_of(tokenizer)
         self.lock = threading.Lock()  # reading special tokens changes a tokenizer's state
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        ends = [] if self.tokenizer.eot_id is None else [self.tokenizer.eot_id]
-        self.end = np.array(ends, dtype)
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        ends = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
+        self.end = np.array(ends, self.dtype)
 
     @cached_property
     def prompt_tokenizer(self) -> Tokenizer:
@@ -68,50 +61,42 @@ class Encoder:
     def encode(self, pieces: Sequence[Piece]) -> Batch:
         """Tokenize the pieces of a batch and count what they hold."""
         counts = Counts()
-        hashes = bytearray()
-        by_split: dict[str, list[Piece]] = {split: [] for split in SPLITS}
-        for piece in pieces:
-            count_piece(piece, counts)
-            if piece.first:
-                hashes += piece.document.key if piece.text else b""
-            if piece.text:
-                by_split[piece.document.split].append(piece)
-        groups = {split: self.encode_group(found, counts) for split, found in by_split.items()}
-        return Batch(groups, counts, bytes(hashes), pieces[-1].after)
+        hashes = b"".join(counts.begin(piece) for piece in pieces if piece.first)
+        groups = {}
+        for split in SPLITS:
+            kept = [piece for piece in pieces if piece.text and piece.split == split]
+            groups[split] = self.encode_group(kept, counts)
+        return Batch(groups, counts, hashes, pieces[-1].after)
 
     def encode_group(self, pieces: Sequence[Piece], counts: Counts) -> Group:
         """Tokenize the pieces of one split."""
-        plain = [(one.text, one.first) for one in pieces if not one.document.is_chat]
+        plain = [(piece.text, piece.first) for piece in pieces if not piece.is_chat]
         encoded = iter(encode_parts(self.tokenizer, self.lead, plain))
-        parts: list[Tokens] = []
+        parts: list[Tokens] = [self.end[:0]]
         sizes: list[int] = []
         documents: list[int] = []
         for piece in pieces:
-            inner = 0
-            if piece.document.is_chat:
-                ids = self.encode_chat(piece.text)
+            inner = 0  # ends of a document inside a chat
+            if piece.is_chat:
+                with self.lock:
+                    ids = np.array(self.prompt_tokenizer.encode_prompt(piece.text), self.dtype)
                 inner = int((ids == self.tokenizer.eot_id).sum())
             else:
                 ids = next(encoded)
                 counts.ends += piece.text.count(self.tokenizer.eot)
             counts.add_tokens(self.tokenizer, piece.text, ids)
             parts.append(ids)
+            size = len(ids)
             if piece.last:
                 parts.append(self.end)
-            sizes.append(len(ids) + piece.last * len(self.end))
+                size += len(self.end)
+            sizes.append(size)
             documents.append(piece.first + inner)
         utf8_bytes = [
             len(piece.text) if piece.text.isascii() else len(piece.text.encode())
             for piece in pieces
         ]
-        tokens = np.concatenate(parts) if parts else self.end[:0]
-        return Group(tokens, sizes, documents, utf8_bytes)
-
-    def encode_chat(self, text: str) -> Tokens:
-        """Tokenize a chat, whose text spells special tokens."""
-        with self.lock:
-            ids = self.prompt_tokenizer.encode_prompt(text)
-        return np.array(ids, token_dtype(self.tokenizer.vocab_size))
+        return Group(np.concatenate(parts), sizes, documents, utf8_bytes)
 
 
 def encode_parts(
@@ -122,22 +107,6 @@ def encode_parts(
     encoded = tokenizer.encode_batch([text if first else lead + text for text, first in parts])
     each = zip(encoded, parts, strict=True)
     return [ids if first else ids[skipped:] for ids, (_, first) in each]
-
-
-def count_piece(piece: Piece, counts: Counts) -> None:
-    """Count a piece as a document, a page or a row without text."""
-    document = piece.document
-    if not piece.first:
-        return
-    if document.detected is not None:
-        counts.encodings.setdefault(document.detected.encoding, []).append(
-            document.detected.path.name
-        )
-    if piece.text:
-        counts.documents += 1
-        counts.pages += is_page(piece.text)
-    elif document.key:
-        counts.empty += 1
 
 
 def encode_all(

@@ -22,7 +22,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,26 +33,26 @@ from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import token_dtype
-from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import append_all_or_nothing, locked_file, read_json, sync, write_file
 from accel_gpt.launcher import available_cores
 from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.counts import Counts, count_duplicates
 from accel_gpt.prepare.documents import (
+    BEGINNING,
     SPLITS,
-    DocumentSource,
     Position,
     WriteChat,
-    all_texts,
-    open_selected,
+    expected_bytes,
+    open_data_sets,
     read_pieces,
     sample_texts,
 )
-from accel_gpt.prepare.encoding import Encoder, Group, encode_all
+from accel_gpt.prepare.encoding import Encoder, encode_all
 from accel_gpt.prepare.pieces import cut_finder
 from accel_gpt.prepare.shards import ShardWriter, write_index
-from accel_gpt.prepare.sources import Selection, select, source_fingerprint
+from accel_gpt.prepare.sources import TextSource, select, source_fingerprint
 from accel_gpt.training.display import Progress
 
 JOURNAL = "progress.json"
@@ -77,7 +77,7 @@ def prepare(config: PrepareConfig, out: Path, keep_changed: bool = False) -> boo
     out = Path(out).resolve()
     if is_ready(config, out, keep_changed):
         return False
-    selection = select(config)  # raises before anything is written
+    sources, lines = select(config)  # raises before anything is written
     folder = out.with_name(f"{out.name}.partial")
     start = time.monotonic()
     try:
@@ -86,9 +86,9 @@ def prepare(config: PrepareConfig, out: Path, keep_changed: bool = False) -> boo
         with locked_file(out.with_name(f"{out.name}.lock"), notice=notice):
             if is_ready(config, out, keep_changed):
                 return False
-            for line in selection.lines:
+            for line in lines:
                 write_err(line)
-            write_folder(config, selection, folder)
+            write_folder(config, sources, folder)
             for name in (JOURNAL, HASHES):
                 (folder / name).unlink(missing_ok=True)
             sync(folder)
@@ -103,14 +103,17 @@ def prepare(config: PrepareConfig, out: Path, keep_changed: bool = False) -> boo
     return True
 
 
-def write_folder(config: PrepareConfig, selection: Selection, folder: Path) -> None:
+def write_folder(config: PrepareConfig, sources: list[TextSource], folder: Path) -> None:
     """Write the content of the data folder into `folder`, resuming if it is unfinished."""
-    requested = settings(config) | {FINGERPRINT: source_fingerprint(config, selection)}
+    requested = settings(config) | {FINGERPRINT: source_fingerprint(config, sources)}
     if (folder / INDEX).exists() and read_index(folder).prepared == requested:
         return  # stopped before the folder was renamed
-    work = resume_or_start(config, selection, folder, requested)
+    sources, lines = open_data_sets(config, sources)
+    for line in lines:
+        write_err(line)
+    work = resume_or_start(config, sources, folder, requested)
     work.write_shards()
-    if all(source.split is None for source in work.sources):
+    if all(source.split is None for source in sources):
         fill_empty_split(work.writers, config.val_fraction, work.tokenizer)
     splits = {name: writer.finish() for name, writer in work.writers.items()}
     tokens = {name: sum(shard.tokens for shard in splits[name]) for name in SPLITS}
@@ -239,7 +242,7 @@ def text_changed(config: PrepareConfig, made: str | None) -> bool:
     if is_url(str(config.source)) or is_url(str(config.val)):
         return False
     try:
-        return source_fingerprint(config, select(config)) != made
+        return source_fingerprint(config, select(config)[0]) != made
     except (AccelGPTError, OSError):
         return False
 
@@ -258,25 +261,23 @@ class Preparation:
     def __init__(
         self,
         config: PrepareConfig,
-        selection: Selection,
+        sources: list[TextSource],
         folder: Path,
+        tokenizer: Tokenizer,
         journal: dict[str, Any],
     ) -> None:
+        self.config = config
+        self.sources = sources
         self.folder = folder
+        self.tokenizer = tokenizer
         self.journal = journal
-        self.encoder = Encoder(folder)
-        self.tokenizer = self.encoder.tokenizer
         self.counts = Counts(**journal["counts"])
         self.hashes = bytearray()  # not yet in the file
-        write_chat = chat_writer(config.tokenizer, folder, self.tokenizer)
-        self.sources, lines = open_selected(config, selection.sources, write_chat)
-        for line in lines:
-            write_err(line)
         self.writers = {
             name: ShardWriter(
                 folder=folder,
                 split=name,
-                dtype=token_dtype(self.tokenizer.vocab_size),
+                dtype=token_dtype(tokenizer.vocab_size),
                 shard_tokens=config.shard_tokens,
                 state=journal["splits"].get(name),
             )
@@ -291,20 +292,25 @@ class Preparation:
 
     def write_shards(self) -> None:
         """Tokenize the documents from the journal's position on, and append them to the shards."""
-        totals = [source.total for source in self.sources]
-        total = None if None in totals else sum(filter(None, totals))
+        pieces = read_pieces(
+            self.config,
+            self.sources,
+            write_chat=chat_writer(self.config.tokenizer, self.folder, self.tokenizer),
+            find_cut=cut_finder(self.tokenizer),
+            start=Position(*self.journal["position"]),
+        )
+        encoder = Encoder(self.tokenizer, self.folder)
+        total = expected_bytes(self.sources)
         done = sum(writer.total_bytes for writer in self.writers.values())
-        start = Position(*self.journal["position"])
-        pieces = read_pieces(self.sources, cut_finder(self.tokenizer), start)
         with (
-            closing(encode_all(pieces, self.encoder, available_cores())) as batches,
+            closing(encode_all(pieces, encoder, available_cores())) as batches,
             Progress("tokenizing", "bytes", total=total, done=done) as progress,
         ):
             for batch in batches:
                 self.counts.add(batch.counts)
                 self.hashes += batch.hashes
                 full = [
-                    add_group(self.writers[split], group) for split, group in batch.groups.items()
+                    self.writers[split].add_group(group) for split, group in batch.groups.items()
                 ]
                 progress.advance(sum(sum(group.utf8_bytes) for group in batch.groups.values()))
                 if any(full):
@@ -334,19 +340,92 @@ class Preparation:
         return path.stat().st_size
 
 
-def add_group(writer: ShardWriter, group: Group) -> bool:
-    """Append the tokens of a group to the shards; return whether a shard became full."""
-    if writer.tokens + len(group.tokens) < writer.shard_tokens:
-        writer.add(group.tokens, sum(group.documents), sum(group.utf8_bytes))
-        return False
-    full = False
-    start = 0
-    for size, documents, utf8_bytes in zip(
-        group.sizes, group.documents, group.utf8_bytes, strict=True
-    ):
-        full |= writer.add(group.tokens[start : start + size], documents, utf8_bytes)
-        start += size
-    return full
+def resume_or_start(
+    config: PrepareConfig, sources: list[TextSource], folder: Path, requested: Mapping[str, Any]
+) -> Preparation:
+    """Resume in `folder` if possible; otherwise print the reason and start over."""
+    if folder.exists():
+        try:
+            journal = read_journal(config, folder, requested)
+            work = Preparation(config, sources, folder, load_tokenizer(folder), journal)
+            tokens = sum(writer.total_tokens for writer in work.writers.values())
+            write_err(f"resuming from {tokens:,} tokens in {folder}")
+            return work
+        except DataError as why:
+            discard(folder)
+            write_err(f"{folder} cannot be resumed: {why}; starting over")
+    folder.mkdir()
+    write_err(f"making the {config.tokenizer} tokenizer")
+    try:
+        tokenizer = create_tokenizer(config, sources, folder)
+        tokenizer.save(folder, vocab_size=tokenizer.vocab_size)
+        for path in folder.iterdir():
+            sync(path)
+        journal = {"settings": dict(requested), "splits": {}, "counts": {}}
+        work = Preparation(config, sources, folder, tokenizer, journal)
+        work.save(BEGINNING)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return work
+
+
+def read_journal(
+    config: PrepareConfig, folder: Path, requested: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read the journal in `folder`.
+
+    Raises `DataError` if the preparation cannot be resumed and may be discarded, and another
+    `UserError` if it must be kept.
+    """
+    if not (folder / JOURNAL).exists():
+        raise DataError(f"it has no {JOURNAL}")
+    journal: dict[str, Any] = read_json(folder / JOURNAL)
+    if differ := differing_settings(journal["settings"], requested, journal["tokenizer"]):
+        if not any(state["shards"] for state in journal["splits"].values()):
+            raise DataError(f"it was begun with other settings ({differ}) and holds no tokens")
+        raise UserError(
+            f"{folder} was begun with other settings ({differ}); remove it to start over"
+        )
+    if given_fingerprint(config.tokenizer) not in (None, journal["tokenizer"]):
+        raise DataError("the tokenizer has changed")
+    return journal
+
+
+def discard(folder: Path) -> None:
+    """Remove an unfinished folder. Raises `UserError` if it holds a file of another origin."""
+    for path in folder.iterdir():
+        require(
+            re.fullmatch(OWN_FILES, path.name) is not None,
+            f"{folder} is the temporary folder of the data, but holds {path.name}; remove that "
+            "file, or choose another data folder",
+        )
+    shutil.rmtree(folder)
+
+
+def create_tokenizer(config: PrepareConfig, sources: list[TextSource], folder: Path) -> Tokenizer:
+    """Make the tokenizer of the config."""
+    write_chat = chat_writer(config.tokenizer, folder, None)
+    # without a cut between the splits of a text
+    whole = [replace(source, split="train") for source in sources]
+
+    def texts() -> Iterator[str]:
+        found = (piece.text for piece in read_pieces(config, whole, write_chat))
+        if config.tokenizer == "bpe":
+            return sample_texts(found, expected_bytes(whole), BPE_BYTES)
+        return found
+
+    made: Future[Tokenizer] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(make_tokenizer(config.tokenizer, config.vocab_size, texts))
+        except BaseException as error:
+            made.set_exception(error)
+
+    # Ctrl-C does not reach a library that trains for minutes, but this thread, which waits
+    threading.Thread(target=make, daemon=True).start()
+    return made.result()
 
 
 def chat_writer(name: str, folder: Path, tokenizer: Tokenizer | None) -> WriteChat:
@@ -370,90 +449,3 @@ def chat_writer(name: str, folder: Path, tokenizer: Tokenizer | None) -> WriteCh
         return str(load().apply_chat_template(turns, tokenize=False))
 
     return write
-
-
-def resume_or_start(
-    config: PrepareConfig, selection: Selection, folder: Path, requested: Mapping[str, Any]
-) -> Preparation:
-    """Resume in `folder` if possible; otherwise print the reason and start over."""
-    if folder.exists():
-        try:
-            return resume(config, selection, folder, requested)
-        except DataError as why:
-            discard(folder)
-            sys.stderr.write(f"{folder} cannot be resumed: {why}; starting over\n")
-    folder.mkdir()
-    sys.stderr.write(f"making the {config.tokenizer} tokenizer\n")
-    try:
-        create_tokenizer(config, selection, folder)
-        for path in folder.iterdir():
-            sync(path)
-        journal = {"settings": dict(requested), "splits": {}, "counts": {}}
-        work = Preparation(config, selection, folder, journal)
-        work.save(Position())
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return work
-
-
-def create_tokenizer(config: PrepareConfig, selection: Selection, folder: Path) -> None:
-    """Make the tokenizer of the config and save it in `folder`."""
-
-    def sources() -> list[DocumentSource]:
-        write_chat = chat_writer(config.tokenizer, folder, None)
-        return open_selected(config, selection.sources, write_chat, whole=True)[0]
-
-    def texts() -> Iterator[str]:
-        if config.tokenizer == "bpe":
-            return sample_texts(sources(), BPE_BYTES)
-        return all_texts(sources())
-
-    made: Future[Tokenizer] = Future()
-
-    def make() -> None:
-        try:
-            made.set_result(make_tokenizer(config.tokenizer, config.vocab_size, texts))
-        except BaseException as error:
-            made.set_exception(error)
-
-    # Ctrl-C does not reach a library that trains for minutes, but this thread, which waits
-    threading.Thread(target=make, daemon=True).start()
-    tokenizer = made.result()
-    tokenizer.save(folder, vocab_size=tokenizer.vocab_size)
-
-
-def resume(
-    config: PrepareConfig, selection: Selection, folder: Path, requested: Mapping[str, Any]
-) -> Preparation:
-    """Open the preparation that the journal in `folder` describes.
-
-    Raises `DataError` if it cannot be resumed and may be discarded, and another `UserError` if it
-    must be kept.
-    """
-    if not (folder / JOURNAL).exists():
-        raise DataError(f"it has no {JOURNAL}")
-    journal = read_json(folder / JOURNAL)
-    if differ := differing_settings(journal["settings"], requested, journal["tokenizer"]):
-        if not any(state["shards"] for state in journal["splits"].values()):
-            raise DataError(f"it was begun with other settings ({differ}) and holds no tokens")
-        raise UserError(
-            f"{folder} was begun with other settings ({differ}); remove it to start over"
-        )
-    if given_fingerprint(config.tokenizer) not in (None, journal["tokenizer"]):
-        raise DataError("the tokenizer has changed")
-    work = Preparation(config, selection, folder, journal)
-    tokens = sum(writer.total_tokens for writer in work.writers.values())
-    sys.stderr.write(f"resuming from {tokens:,} tokens in {folder}\n")
-    return work
-
-
-def discard(folder: Path) -> None:
-    """Remove an unfinished folder. Raises `UserError` if it holds a file of another origin."""
-    for path in folder.iterdir():
-        require(
-            re.fullmatch(OWN_FILES, path.name) is not None,
-            f"{folder} is the temporary folder of the data, but holds {path.name}; remove that "
-            "file, or choose another data folder",
-        )
-    shutil.rmtree(folder)

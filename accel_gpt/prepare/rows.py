@@ -1,44 +1,19 @@
 """Read texts from a column of files with rows, or of a data set of the Hub, with `datasets`.
 
-`datasets` streams: nothing is kept on disk, and a state resumes at a row. No code of a data set is
-executed.
+`datasets` streams, and keeps nothing on disk. No code of a data set is executed.
 """
 
 import glob
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_gpt.data.tokenizer import clean
 from accel_gpt.errors import AccelGPTError, DataError, UserError, one_line, require
+from accel_gpt.prepare.sources import TextSource
 
-State = dict[str, Any]
-
-STATE_ROWS = 1000  # rows between two states; a resume repeats at most this many
-# Ending of a file with rows -> its kind, the builder of `datasets` except for tsv
-ROW_KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        ".json": "json",
-        ".jsonl": "json",
-        ".ndjson": "json",
-        ".csv": "csv",
-        ".tsv": "tsv",
-        ".parquet": "parquet",
-        ".arrow": "arrow",
-        ".tar": "webdataset",
-    }
-)
-
-
-class Row(NamedTuple):
-    """A value in the column of the text."""
-
-    number: int
-    value: Any
-    state: State | None
-    """The state from which `datasets` resumes, at this row or an earlier row; see `read_rows()`."""
+BATCH_ROWS = 200  # rows that become Python objects at once
 
 
 def load_library() -> Any:
@@ -84,38 +59,30 @@ def open_hub(name: str, subset: str | None) -> dict[str, Any]:
         ) from None
 
 
-def read_rows(
-    open_data: Callable[[], Any], where: str, field: str, first: int, state: State | None
-) -> Iterator[Row]:
-    """Yield the values in a column from row number `first` on; the first row is number 0.
+def read_rows(source: TextSource, field: str, first: int) -> Iterator[tuple[int, int, Any]]:
+    """Yield the values in a column from shard `first` on: shard, row in the shard, value.
 
-    `state`: where to resume, at row `first` or earlier: {"row": number of the next row, "dataset":
-    `state_dict` of the data set at that row}. `where` names the data in errors. A row without the
-    column has the value None, but the first one must have it.
+    A shard is a file. A row without the column has the value None, but the first row must have it.
     """
-    path = field.split(".")
-    start = 0
+    path: list[str] = []
     try:
-        data = open_data()
-        columns = data.column_names
-        if columns:
-            path = column_path(field, where, columns)
+        data = source.data if source.data is not None else open_files(source.kind, source.files)
+        if columns := data.column_names:
+            path = column_path(field, source.name, columns)
             data = data.select_columns(path[:1])
-        if state is not None:
-            data.load_state_dict(state["dataset"])
-            start = state["row"]
-        with closing(iter(data)) as rows:
-            for number, row in enumerate(rows, start):
-                if number == start:
-                    path = column_path(field, where, row)
-                if number >= first:
-                    yield Row(number, inner_value(row, path), state)
-                if (number + 1) % STATE_ROWS == 0:
-                    state = {"row": number + 1, "dataset": data.state_dict()}
+        for shard in range(first, data.num_shards):
+            row = 0
+            with closing(data.shard(data.num_shards, shard).iter(BATCH_ROWS)) as batches:
+                for batch in batches:
+                    path = path or column_path(field, source.name, batch)
+                    count = len(next(iter(batch.values())))
+                    for value in batch.get(path[0], [None] * count):
+                        yield shard, row, inner_value(value, path[1:])
+                        row += 1
     except AccelGPTError:
         raise
     except Exception as error:  # errors of datasets, pandas, pyarrow, fsspec and httpx
-        raise DataError(f"{where} cannot be read: {one_line(error)}") from None
+        raise DataError(f"{source.name} cannot be read: {one_line(error)}") from None
 
 
 def column_path(field: str, where: str, columns: Iterable[str]) -> list[str]:
@@ -152,15 +119,16 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def as_text(value: Any, where: str, field: str) -> str:
-    """Return the text of a value: a string, bytes of UTF-8, or strings in a list; null is empty."""
+def as_text(value: Any) -> str:
+    """Return the text of a value: a string, bytes of UTF-8, or strings in a list; null is empty.
+
+    Raises `ValueError` for any other value.
+    """
     if isinstance(value, list) and all(isinstance(part, str | None) for part in value):
         value = "\n\n".join(part for part in value if part)
     if isinstance(value, bytes):
-        try:
-            value = value.decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where} is not UTF-8 in column {field}: {error}") from None
+        value = value.decode()
     if value is not None and not isinstance(value, str):
-        raise DataError(f"{where} has {value!r:.50} in column {field}; expected text")
-    return clean(value or "").replace("\r\n", "\n")
+        raise ValueError(f"{value!r:.50}")
+    text = clean(value or "")
+    return text.replace("\r\n", "\n") if "\r" in text else text

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,18 @@ from accel_gpt.errors import DataError
 from accel_gpt.files import sha256, sync, write_file
 
 BUFFER_BYTES = 1 << 20  # bytes collected before a write
+
+
+class Group(NamedTuple):
+    """The tokens of pieces of text, in order, with end-of-text after each document."""
+
+    tokens: Tokens
+    sizes: list[int]
+    """Tokens of each piece."""
+    documents: list[int]
+    """Documents that count for each piece."""
+    utf8_bytes: list[int]
+    """Bytes of the text of each piece."""
 
 
 class ShardWriter:
@@ -83,6 +95,19 @@ class ShardWriter:
                 self.flush()
         return len(self.shards) > before
 
+    def add_group(self, group: Group) -> bool:
+        """Append the pieces of a group; return whether a shard became full."""
+        if self.tokens + len(group.tokens) < self.shard_tokens:
+            return self.add(group.tokens, sum(group.documents), sum(group.utf8_bytes))
+        full = False
+        start = 0
+        for size, documents, utf8_bytes in zip(
+            group.sizes, group.documents, group.utf8_bytes, strict=True
+        ):
+            full |= self.add(group.tokens[start : start + size], documents, utf8_bytes)
+            start += size
+        return full
+
     def cut_end(self, count: int, tokenizer: Tokenizer) -> tuple[Tokens, int, int]:
         """Remove about the last `count` tokens from the current shard, and return them.
 
@@ -102,7 +127,7 @@ class ShardWriter:
         decoded = [decoded_bytes(part, tokenizer) for part in (tokens[:kept], tokens[kept:])]
         utf8_bytes = self.bytes * decoded[1] // max(1, sum(decoded))
         if eot_id is not None:  # a cut document counts where it ends; without eot_id, in both
-            self.documents -= documents
+            self.documents = max(0, self.documents - documents)
         self.tokens = kept
         self.bytes -= utf8_bytes
         return tokens[kept:], documents, utf8_bytes

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
@@ -23,7 +24,6 @@ from accel_gpt.data.remote import Store, Unreachable, file_info, is_url, short_h
 from accel_gpt.errors import UserError, require
 from accel_gpt.files import cache_folder, is_local, sha256
 from accel_gpt.hub import is_repo
-from accel_gpt.prepare.rows import ROW_KINDS
 from accel_gpt.prepare.text_files import (
     is_binary,
     is_page,
@@ -39,6 +39,19 @@ TEXT = "text"
 EXPECTED = "expected text, JSON, CSV or Parquet"
 HIDDEN = "hidden, a lock or a link to a folder"
 HTML_ENDINGS = (".html", ".htm", ".xhtml")
+# Ending of a file with rows -> its kind, the builder of `datasets` except for tsv
+ROW_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        ".json": "json",
+        ".jsonl": "json",
+        ".ndjson": "json",
+        ".csv": "csv",
+        ".tsv": "tsv",
+        ".parquet": "parquet",
+        ".arrow": "arrow",
+        ".tar": "webdataset",
+    }
+)
 # Files that mark the folder of a run, or a data folder, finished or not
 MARKER_FILES = (".lock", "run.json", "dataset.json", "progress.json")
 # Tests and installed packages do not count as the library's sources.
@@ -60,7 +73,7 @@ BESIDE_DATA = frozenset(
 
 
 @dataclass(frozen=True)
-class Selected:
+class TextSource:
     """What is read in one go: files of a kind, or a data set of the Hub."""
 
     name: str
@@ -70,14 +83,12 @@ class Selected:
     files: list[Path] = field(default_factory=list)
     split: str | None = None
     """train or val; None: a hash of each document decides."""
+    data: Any = None
+    """The split of a data set of the Hub, when it is opened."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The sources that are read, and lines that say what is read and what is left out."""
-
-    sources: list[Selected]
-    lines: list[str]
+# Sources, and lines that say what is read and what is left out
+Selection = tuple[list[TextSource], list[str]]
 
 
 def select(config: PrepareConfig, key: str = KEY) -> Selection:
@@ -85,33 +96,32 @@ def select(config: PrepareConfig, key: str = KEY) -> Selection:
 
     A data set of the Hub is not opened. Raises `UserError` if there is nothing to read.
     """
-    selection = select_source(str(config.source), key)
+    sources, lines = select_source(str(config.source), key)
     if config.val is None:
-        return selection
-    other = select_source(config.val, "data.prepare.val")
-    for_train = [source for source in selection.sources if source.split != "val"]
+        return sources, lines
+    others, other_lines = select_source(config.val, "data.prepare.val")
+    for_train = [source for source in sources if source.split != "val"]
     # of a source that has splits, its validation split
-    for_val = [source for source in other.sources if source.split == "val"] or other.sources
-    sources = [replace(source, split="train") for source in for_train]
-    sources += [replace(source, split="val") for source in for_val]
-    lines = selection.lines
-    if len(for_train) < len(selection.sources):
+    for_val = [source for source in others if source.split == "val"] or others
+    if len(for_train) < len(sources):
         lines = [*lines, f"left out: the validation split of {config.source}, for {config.val}"]
-    return Selection(sources, [*lines, *other.lines])
+    chosen = [replace(source, split="train") for source in for_train]
+    chosen += [replace(source, split="val") for source in for_val]
+    return chosen, [*lines, *other_lines]
 
 
 def select_source(name: str, key: str) -> Selection:
     """Select what is read of the source `name`, which is the value of `key`."""
     if name == STDLIB:
-        return Selection([Selected(name, STDLIB, stdlib_files())], [])
+        return [TextSource(name, STDLIB, stdlib_files())], []
     if is_url(name):
         file = download_text(name, key)
         kind = kind_of_file(file.name)
-        return Selection([Selected(name, kind, [file])], [describe_read(name, kind, [file])])
+        return [TextSource(name, kind, [file])], [describe_read(name, kind, [file])]
     if os.path.exists(name) or glob.has_magic(name):
         return select_files(name, key)
     if "/" in name and not is_local(name) and is_repo(name):
-        return Selection([Selected(name, HUB)], [])
+        return [TextSource(name, HUB)], []
     raise UserError(
         f"{key} is {name}, but there is no such file; expected a file, folder, glob, URL or data "
         "set of the Hub (user/name)"
@@ -185,7 +195,7 @@ def by_split(
     name: str, kind: str, files: list[Path], left_out: defaultdict[str, list[Path]]
 ) -> Selection:
     """Return the sources of the files of one kind, by the splits that they are named after."""
-    sources = [Selected(name, kind, files)]
+    sources = [TextSource(name, kind, files)]
     lines = [describe_read(name, kind, files)]
     if splits := named_splits(name, files):
         named: defaultdict[str, list[Path]] = defaultdict(list)
@@ -193,14 +203,14 @@ def by_split(
             named[splits.get(file, "")].append(file)
         left_out["named test"] = named["test"]
         left_out["beside the splits"] = named[""]
-        sources = [Selected(name, kind, named["train"], "train" if named["val"] else None)]
+        sources = [TextSource(name, kind, named["train"], "train" if named["val"] else None)]
         lines = [describe_read(name, kind, named["train"])]
         if named["val"]:
-            sources.append(Selected(name, kind, named["val"], "val"))
+            sources.append(TextSource(name, kind, named["val"], "val"))
             lines.append(describe_read(f"{name} named validation", kind, named["val"]))
     if any(left_out.values()):
         lines.append(f"left out of {name}: {describe_left_out(left_out)}")
-    return Selection(sources, lines)
+    return sources, lines
 
 
 def describe_read(name: str, kind: str, files: Sequence[Path]) -> str:
@@ -272,14 +282,14 @@ def walk(
     return found
 
 
-def source_fingerprint(config: PrepareConfig, selection: Selection) -> str:
+def source_fingerprint(config: PrepareConfig, sources: Sequence[TextSource]) -> str:
     """Return a SHA-256 (hex) that identifies what is read.
 
     For files it covers names and sizes, so a copy of the files has the same. For a download it
     covers URL and content; for a data set its id, subset and split.
     """
     seen: list[object] = []
-    for source in selection.sources:
+    for source in sources:
         seen.append([source.kind, source.split])
         if source.kind == HUB:
             seen.append([source.name, config.subset, config.split])

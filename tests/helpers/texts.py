@@ -1,34 +1,38 @@
 """Read the text of a config, after selecting its files."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare import documents
-from accel_gpt.prepare.documents import DocumentSource, Piece, Position
-from accel_gpt.prepare.pieces import find_cut
-from accel_gpt.prepare.sources import select
+from accel_gpt.prepare.documents import BEGINNING, Piece, Position
+from accel_gpt.prepare.sources import TextSource, select
 
 
 def no_chat(_: list[dict[str, Any]]) -> str:
     raise AssertionError("the text holds no chats")
 
 
-def opened(config: PrepareConfig, whole: bool = False) -> list[DocumentSource]:
-    return documents.open_selected(config, select(config).sources, no_chat, whole)[0]
+def opened(config: PrepareConfig) -> list[TextSource]:
+    return documents.open_data_sets(config, select(config)[0])[0]
 
 
-def read_pieces(config: PrepareConfig, start: Position | None = None) -> Iterator[Piece]:
-    return documents.read_pieces(opened(config), find_cut, start or Position())
+def read_pieces(config: PrepareConfig, start: Position = BEGINNING) -> Iterator[Piece]:
+    return documents.read_pieces(config, opened(config), no_chat, start=start)
 
 
 def read_texts(config: PrepareConfig) -> Iterator[str]:
-    return documents.all_texts(opened(config, whole=True))
+    """Yield the texts of all sources; none is cut into splits."""
+    sources = [replace(source, split="train") for source in opened(config)]
+    for piece in documents.read_pieces(config, sources, no_chat):
+        yield piece.text
 
 
 def read_sample(config: PrepareConfig, size: int) -> Iterator[str]:
-    return documents.sample_texts(opened(config, whole=True), size)
+    total = documents.expected_bytes(opened(config))
+    return documents.sample_texts(read_texts(config), total, size)
 
 
 def read(path: Path | str, **more: Any) -> list[str]:

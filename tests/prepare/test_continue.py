@@ -42,7 +42,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
     monkeypatch.setattr(encoding, "PIECE_OVERHEAD", 10)
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", 60)
-    monkeypatch.setattr("accel_gpt.prepare.rows.STATE_ROWS", 7)
+    monkeypatch.setattr("accel_gpt.prepare.rows.BATCH_ROWS", 7)
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def offline(*_: object) -> None:
     [
         ({"val_fraction": 0.2}, r"val_fraction: 0\.1, requested 0\.2\); remove it"),
         ("longer", r"partial was begun with other .*sizes of the files\); remove it"),
-        ("Encoder", "cannot be fetched"),
+        ("load_tokenizer", "cannot be fetched"),
     ],
 )
 def test_what_cannot_be_resumed_now_is_refused_and_the_work_is_kept(

@@ -99,8 +99,8 @@ def test_the_splits_of_a_folder_are_kept(
     config = PrepareConfig(source=str(tmp_path), val_fraction=0.5)
     found: dict[str, list[str]] = {"train": [], "val": []}
     for piece in read_pieces(config):
-        found[piece.document.split].append(piece.text)
-    told = "\n".join(select(config).lines)
+        found[piece.split].append(piece.text)
+    told = "\n".join(select(config)[1])
     if not splits:
         assert len(found["train"] + found["val"]) == len(names)
         assert "left out" not in told
@@ -127,8 +127,8 @@ def test_a_validation_text_of_ones_own_is_used(tmp_path: Path) -> None:
         ("c", "b.jsonl", {"train": "train", "to validate with": "val"}),
     ):
         config = PrepareConfig(source=str(tmp_path / source), val=str(tmp_path / val))
-        assert {one.text: one.document.split for one in read_pieces(config)} == expected
-        told = any("left out: the validation split" in line for line in select(config).lines)
+        assert {one.text: one.split for one in read_pieces(config)} == expected
+        told = any("left out: the validation split" in line for line in select(config)[1])
         assert told == (source == "c")
     with pytest.raises(
         UserError, match=r"data\.prepare\.val is .*/no\.txt, but there is no such file"
@@ -150,7 +150,7 @@ def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.M
 def test_a_fingerprint_tells_what_is_read(tree: Path) -> None:
     def print_of(**more: str) -> str:
         config = PrepareConfig(**{"source": str(tree), **more})
-        return source_fingerprint(config, select(config))
+        return source_fingerprint(config, select(config)[0])
 
     seen = [print_of()]
     os.utime(tree / "b.txt", ns=(1, 1))  # as in a copy
@@ -186,11 +186,16 @@ BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError]
     ("x.txt", b"", UserError, r"x\.txt, but 1 empty"),
     ("x.txt", b"version https://git-lfs.github.com/spec/v1\n", UserError, "a pointer of Git LFS"),
     ("x.txt.gz", cut_gzip, DataError, r"x\.txt\.gz cannot be read completely: "),
-    ("x.jsonl", b'{"text": 3}\n', DataError, r"row 0 of .*x\.jsonl has 3 in column text; expec"),
+    ("x.jsonl", b'{"text": 3}\n', DataError, r"text in row 0 of .*x\.jsonl is not text: 3"),
     ("x.jsonl", b'{"a": 1, "b": 2}', UserError, r"is text, but .* no such column; .* a, b$"),
     ("x.jsonl", b'{"text": "a"}\nnot JSON\n', DataError, r"x\.jsonl cannot be read: JSON parse er"),
     ("x.parquet", broken_parquet, DataError, r"x\.parquet cannot be read: "),
-    ("x.parquet", parquet_of(pa.array([[1]])), DataError, r"row 0 of .* has \[1\] in column text"),
+    (
+        "x.parquet",
+        parquet_of(pa.array([[1]])),
+        DataError,
+        r"text in row 0 of .* is not text: \[1\]",
+    ),
 ]
 
 
@@ -282,7 +287,7 @@ def test_a_file_that_changed_at_its_url_is_read(dates: bool, web: Web) -> None:
     for date, content in ((1, b"one"), (2, b"two"), (2, b"two")):
         web.put("good.txt", content, date)
         assert read(str(config.source)) == [content.decode()]
-        seen.add(source_fingerprint(config, select(config)))
+        seen.add(source_fingerprint(config, select(config)[0]))
     assert len(seen) == 2
     if dates:
         assert web.gets == 2

@@ -38,8 +38,8 @@ from accel_gpt.train import Training
 
 RANDOM_TOKENS = 2**22  # of a split, read again and again; 2 or 4 bytes each
 DOCUMENT_TOKENS = 500  # between ends of documents; assumption
-# On a CPU, the steps of the first seconds are slower than the others of a run: 3 to 5 % with
-# shakespeare_char_cpu, until caches, threads and clock have settled
+# Steps right after the start were up to 5 % slower in one run on a CPU, and equal in another; a
+# long run has few of them. Assumption: they have ended after these seconds
 WARM_UP_SECONDS = 3.0
 Report = dict[str, Any]
 

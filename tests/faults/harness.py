@@ -19,8 +19,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.checkpoint import verify_checkpoint
 from tests.conftest import text_of
-from tests.faults.launches import Server
-from tests.faults.server import Answer
+from tests.faults.launches import Answer, Server
 
 STEPS, EVERY = 12, 2
 EPOCH_STEPS = 4  # 16 windows of 16 tokens, 4 a step

@@ -11,12 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.faults.server import Answer, Request
 from tests.helpers.ports import free_port
 from tests.test_launch import MARK, PLAIN, ROOT, TORCHRUN, TRAIN, marked
 
@@ -41,6 +40,14 @@ log: {{every: 1, trackers: []}}
 """
     )
     return path
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How the processes of a launch ended."""
+
+    codes: list[int]  # exit code, or the negative number of a signal
+    outputs: list[str]  # output of each
 
 
 class Server:
@@ -68,7 +75,7 @@ class Server:
     ) -> None:
         self.process.communicate()  # the server ends at the end of its input
 
-    def ask(self, question: Mapping[str, Any]) -> Any:
+    def ask(self, **question: Any) -> Any:
         """Send a line, return the answer."""
         assert self.process.stdin
         assert self.process.stdout
@@ -78,10 +85,25 @@ class Server:
         assert line, self.log.read_text()
         return json.loads(line)
 
-    def launch(self, arguments: Sequence[str], processes: int = 1, **asked: Any) -> Answer:
-        """Train with `processes` processes; `asked` holds other fields of a `Request`."""
-        asked.setdefault("environment", [{}] * processes)
-        return Answer(**self.ask(asdict(Request(list(arguments), **asked))))
+    def launch(
+        self,
+        arguments: Sequence[str],
+        processes: int = 1,
+        environment: Sequence[Mapping[str, str]] = (),
+        kill_after: float | None = None,
+        kill: int = 0,
+        **asked: Any,
+    ) -> Answer:
+        """Train until all processes have ended; kill the process `kill` after some seconds."""
+        own = dict(enumerate(environment))
+        launch = Direct(self, self.log.parent, arguments, processes, environment=own, **asked)
+        if kill_after is not None:
+            due = time.monotonic() + kill_after
+            while not launch.poll() and time.monotonic() < due:
+                time.sleep(0.01)
+            launch.send(signal.SIGKILL, kill)
+        codes = launch.wait()
+        return Answer(codes, [launch.shown(rank) for rank in range(processes)])
 
 
 class Direct:
@@ -93,27 +115,32 @@ class Direct:
         self,
         server: Server,
         folder: Path,
-        argv: list[str],
+        argv: Sequence[str],
         processes: int = 2,
         environment: Mapping[int, Mapping[str, str]] | None = None,
         own_argv: Mapping[int, list[str]] | None = None,
         command: bool = False,
+        clock: float = 0.0,
     ) -> None:
         """`command`: the arguments are those of `accel-gpt`, else of training."""
         self.server = server
-        number, group = next(self.counter), {}
+        number, variables = next(self.counter), {"ACCELERATE_USE_CPU": "true"}
         if processes > 1:
-            group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         self.files = [folder / f"shown_{number}_{rank}.txt" for rank in range(processes)]
         self.pids = []
         for rank, file in enumerate(self.files):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            own |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-            own |= (environment or {}).get(rank, {})
-            words = argv + (own_argv or {}).get(rank, [])
-            request = Request(words, [group | own], command=command, folder=str(folder))
-            question = {"start": asdict(request), "output": str(file)}
-            self.pids.append(server.ask(question))
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            pid = server.ask(
+                arguments=[*argv, *(own_argv or {}).get(rank, [])],
+                output=str(file),
+                environment={**variables, **ranks, **(environment or {}).get(rank, {})},
+                folder=str(folder),
+                of_command=command,
+                clock=clock,
+            )
+            self.pids.append(pid)
         self.codes: list[int | None] = [None] * processes
 
     def send(self, number: int, *ranks: int) -> None:
@@ -127,13 +154,18 @@ class Direct:
         """Return whether all have ended."""
         for rank, code in enumerate(self.codes):
             if code is None:
-                self.codes[rank] = self.server.ask({"poll": self.pids[rank]})
+                self.codes[rank] = self.server.ask(poll=self.pids[rank])
         return None not in self.codes
 
     def wait(self, seconds: float = 60) -> list[int]:
-        """Return the exit codes; kill late processes and fail the test."""
+        """Return the exit codes; processes that are late print their stacks and fail the test."""
         try:
             until(self.poll, seconds)
+        except AssertionError as error:
+            self.send(signal.SIGABRT, *range(len(self.pids)))
+            time.sleep(1)
+            shown = "\n".join(self.shown(rank) for rank in range(len(self.pids)))
+            raise AssertionError(shown) from error
         finally:
             self.send(signal.SIGKILL, *range(len(self.pids)))
         return [code for code in self.codes if code is not None]

@@ -184,7 +184,8 @@ def test_second_signal_ends_a_process_that_waits_for_another(
 def first_of_two(server: Server, folder: Path, argv: list[str]) -> Direct:
     """Start a command without its second process; return when it waits for that one."""
     port = free_port()
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     launch = Direct(server, folder, argv, processes=1, environment={0: group}, command=True)
     with socket.socket() as probe:
         until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0)

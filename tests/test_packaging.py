@@ -210,29 +210,3 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
     assert (run / "quickstart.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
     shown("report", "runs/quickstart")
     assert (run / "report.html").exists()
-
-
-@pytest.mark.slow
-def test_the_folder_above_a_clone_imports_the_package(tmp_path: Path) -> None:
-    """A clone in a folder with the package's name, installed editable; Python runs above it."""
-    if find_spec("setuptools") is None:
-        pytest.skip("setuptools is not installed, which builds the wheel")
-    clone, site = tmp_path / "accel_gpt", tmp_path / "site"
-    shutil.copytree(ROOT / "accel_gpt", clone / "accel_gpt", symlinks=True)
-    shutil.copytree(ROOT / "configs", clone / "configs")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, clone)
-    code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=clone, check=True)
-    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(site)
-    code = (
-        f"import site; site.addsitedir({str(site)!r}); import accel_gpt; print(accel_gpt.__file__)"
-    )
-    found = subprocess.run(  # -S, -E: without the installation and PYTHONPATH of this test
-        [sys.executable, "-S", "-E", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.strip() == str(clone / "accel_gpt/__init__.py")

@@ -36,7 +36,7 @@ from accel_gpt.launch import compile as compilation
 from accel_gpt.model.sharding import is_sharded
 from accel_gpt.training import gradients
 
-FSDP = ("fsdp2", "fsdp2_gathered", "hsdp")
+FSDP = ("fsdp2", "hsdp")
 
 
 def emulate_fp8() -> None:

@@ -4,7 +4,7 @@ import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 MATRIX_UNITS = "amx_bf16"
 # On CPUs with one of these flags, bf16 is faster than float32: benchmarks/notes/precision.md.
@@ -109,16 +109,6 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return rates.get(dtype, rates.get("fp32") if dtype == "tf32" else None)
 
 
-def half_precision(device_name: str) -> Literal["bf16", "fp16"] | None:
-    """Return the 16-bit dtype for which a GPU has matrix units, None if it has none or is unknown.
-
-    It is bf16, except on GPUs before Ampere, such as T4 and V100, which have them only for fp16.
-    """
-    if peak_flops(device_name, "bf16"):
-        return "bf16"
-    return "fp16" if peak_flops(device_name, "fp16") else None
-
-
 def precision_problem(precision: str, sharded: bool, reproducible: bool) -> str | None:
     """Return why a run under FSDP, or a reproducible run, cannot use a precision; None if it can.
 
@@ -133,12 +123,12 @@ def precision_problem(precision: str, sharded: bool, reproducible: bool) -> str 
 
 def fast_precision(gpu: str | None, sharded: bool, reproducible: bool) -> str:
     """Return the precision in which a GPU, or this CPU, is fastest and which the run supports."""
-    if gpu is None:
-        return "bf16" if cpu_flags() & FAST_BF16 else "no"
-    half = half_precision(gpu)
-    if half is None or precision_problem(half, sharded, reproducible):
-        return "no"
-    return half
+    has_bf16 = cpu_flags() & FAST_BF16 if gpu is None else peak_flops(gpu, "bf16")
+    if has_bf16:
+        return "bf16"
+    # GPUs before Ampere, such as T4 and V100, have matrix units only for fp16
+    has_fp16 = gpu is not None and peak_flops(gpu, "fp16") is not None
+    return "fp16" if has_fp16 and not precision_problem("fp16", sharded, reproducible) else "no"
 
 
 def device_memory(device_name: str) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import DataFiles
@@ -28,7 +29,12 @@ from accel_gpt.launch.ranks import (
     require_same,
     shared_with_ranks,
 )
-from accel_gpt.launch.stopping import StopSignal, Watchdog, die_with_launcher
+from accel_gpt.launch.stopping import (
+    TIME_LIMIT,
+    StopSignal,
+    Watchdog,
+    die_with_launcher,
+)
 from accel_gpt.launch.unsupported import check_trackers
 from accel_gpt.launcher import is_main, local_rank, main_address, world_size
 from accel_gpt.runs.folder import FolderLock, locked
@@ -65,7 +71,8 @@ def open_launch(config: Config) -> Iterator[Launch]:
     ):
         with meeting_watchdog(config):
             join_same_ranks(config)
-            stop.connect_ranks(config.train.time_limit, make_host_group(config.train, world_size()))
+            stop.time_limit = duration(TIME_LIMIT, config.train.time_limit)
+            stop.group = make_host_group(config.train, world_size())
             with all_ranks():
                 if is_main():
                     lock = held.enter_context(locked(folder))

@@ -95,16 +95,15 @@ class SignalListener:
 @cache
 def restore_signals_in_forks() -> None:
     """Restore the default handlers in each process that this one forks; once for all listeners."""
-    os.register_at_fork(after_in_child=restore_signals)
 
+    def restore() -> None:
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            if isinstance(getattr(handler, "__self__", None), SignalListener):
+                signal.set_wakeup_fd(-1)
+                signal.signal(number, signal.SIG_DFL)
 
-def restore_signals() -> None:
-    """Restore the default handlers in place of the handlers of a `SignalListener`."""
-    for number in SIGNALS:
-        handler = signal.getsignal(number)
-        if isinstance(getattr(handler, "__self__", None), SignalListener):
-            signal.set_wakeup_fd(-1)
-            signal.signal(number, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=restore)
 
 
 @contextlib.contextmanager
@@ -172,11 +171,6 @@ class StopSignal:
             self.listener.thread.join(LISTENER_SECONDS)
             raise SystemExit(PREEMPTED)
         self.received = self.received or signal.Signals(number).name
-
-    def connect_ranks(self, time_limit: str | None, group: dist.ProcessGroup | None) -> None:
-        """Set the time limit, such as `2h`, and the gloo group of the ranks."""
-        self.time_limit = duration(TIME_LIMIT, time_limit)
-        self.group = group
 
     def receive(self, number: int) -> None:
         """Acknowledge the first signal; end the process at a second one or before step 1."""

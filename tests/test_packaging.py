@@ -194,7 +194,7 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
     )
     assert Path(found.stdout.decode().strip()).is_relative_to(target)
     assert "--train.max_steps" in shown("train", "quickstart", "--help").replace("-steps", "_steps")
-    assert "quickstart on 1 x CPU process" in shown("plan", "quickstart")
+    assert "1 x CPU process" in shown("plan", "quickstart")
     few_steps = [
         *("--data.prepare.source", "text.txt"),
         *("--data.prepare.tokenizer", "bpe", "--data.prepare.vocab_size", "270"),

@@ -22,7 +22,7 @@ from tests.faults.harness import (
     newest,
     rewound,
 )
-from tests.test_launch import PLAIN, TRAIN
+from tests.test_launch import PLAIN, ROOT
 
 pytestmark = pytest.mark.slow
 NO_DISK = 99
@@ -37,6 +37,15 @@ cp -a "$2/run" "$3"
 exit $code
 """
 
+TRAINS = """
+import sys
+from accel_gpt.commands import train
+from accel_gpt.console import run_main
+from accel_gpt.runs import saving
+saving.LAST_RETRY_SECONDS = 0.0
+sys.exit(run_main(train.main, sys.argv[1:]))
+"""
+
 
 def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     server: Server, tiny: Tiny, whole: Path, tmp_path: Path
@@ -49,10 +58,16 @@ def test_full_disk_harms_no_checkpoint_and_leaves_no_debris(
     disk.mkdir()
     train = tiny.arguments(disk / "run", "--checkpoint.keep_last", "99")
     places = [str(tmp_path / "before"), str(disk), str(left)]
+    command = ["unshare", "-rm", "bash", "-c", ON_DISK, "bash", *places]
     done = subprocess.run(
-        ["unshare", "-rm", "bash", "-c", ON_DISK, "bash", *places, sys.executable, TRAIN, *train],
-        env={**PLAIN, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [*command, sys.executable, "-c", TRAINS, *train],
+        cwd=ROOT,
+        env={**PLAIN, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     if done.returncode == NO_DISK or not left.exists():
         pytest.skip(f"this machine lets no process mount a disk: {done.stderr}")
     assert "from step 6 " in done.stderr

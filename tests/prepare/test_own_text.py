@@ -129,6 +129,16 @@ def test_few_documents_have_both_splits(tmp_path: Path, rows: int) -> None:
     assert sorted(both) == sorted("".join(texts))
 
 
+def test_a_document_longer_than_a_shard_has_both_splits(tmp_path: Path) -> None:
+    """No document begins in the last shard, whose end becomes val."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 120}))
+    config = PrepareConfig(source=str(tmp_path / "a.jsonl"), tokenizer="bytes", shard_tokens=50)
+    prepare(config, tmp_path / "out")
+    train, val = (open_split(tmp_path / "out", name).shards for name in ("train", "val"))
+    assert [shard.documents for shard in train] == [1, 0, 0]
+    assert [shard.documents for shard in val] == [1]
+
+
 def test_line_ends_of_windows_become_those_of_unix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Choose the mixed precision, for `train.mixed_precision: auto`.
 
 A precision that the launcher sets is used. If there is none, the device and the flags of the
-processor decide. `with_precision` in `resolve.py` asks on rank 0, for all ranks.
+processor decide. `with_precision` in `launch/resolve.py` asks on rank 0, for all ranks.
 """
 
 import torch

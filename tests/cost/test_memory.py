@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from accel_gpt.model.sizes import parameter_counts
 from accel_gpt.optim import muon
 from accel_gpt.optim.groups import make_optimizer
 from tests.conftest import tiny
+from tests.helpers.memory import most_alive
 
 V, B = 100, 3
 
@@ -53,20 +53,6 @@ def test_activating_twice_changes_no_bit_and_runs_no_product_twice(
     found, again = step()
     assert all(map(torch.equal, found, expected))
     assert again == count > 0
-
-
-def most_alive(step: Callable[[], None]) -> int:
-    """Return the peak bytes of live tensors that a step allocates."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        step()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = top = 0
-    for _, change in changes:
-        now += change
-        top = max(top, now)
-    return top
 
 
 @pytest.mark.parametrize("preset", PRESETS)

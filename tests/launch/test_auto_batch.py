@@ -16,7 +16,7 @@ from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.launch import auto_batch as sizing
 from accel_gpt.model.gpt import GPT
-from tests.cost.test_memory import most_alive
+from tests.helpers.memory import most_alive
 
 Arguments = Callable[..., list[str]]
 AUTO = ("--train.micro_batch_size", "auto")

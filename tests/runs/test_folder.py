@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from accel_gpt.report.curves import read_metrics
 from accel_gpt.runs.folder import RunFolder
 
 
@@ -25,26 +24,6 @@ def test_launches_and_config(tmp_path: Path) -> None:
     for broken in ("- a\n", "7: x\n", "a: ["):
         (tmp_path / "config.yaml").write_text(broken)
         assert RunFolder(tmp_path).config == {}
-
-
-def test_metrics_of_any_origin(tmp_path: Path) -> None:
-    lines = [
-        '{"step": 2, "tokens": 20, "time": 2.0, "train/loss": 3.0}',
-        *("not json", "[1]", '{"tokens": 5}', '{"step": "3"}', '{"step": 1e400}'),
-        '{"step": 4, "train/loss": null, "eval/val_loss": null, "x": "text"}',
-        '{"step": 6, "tokens": 60, "time": 6.0, "train/loss": 1.0, "eval/val_loss": 2.0}',
-        '{"step": 2, "eval/val_loss": 2.5}',  # evaluated later
-        '{"step": 8, "trai',  # torn
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    metrics = read_metrics(RunFolder(tmp_path).records())
-    assert metrics.steps.tolist() == [2, 2, 4, 6]
-    assert metrics.tokens.tolist() == [20, 20, 40, 60]
-    assert [values.tolist() for values in metrics.curve("train/loss")] == [[2, 6], [3, 1]]
-    assert [values.tolist() for values in metrics.curve("eval/val_loss")] == [[2, 6], [2.5, 2]]
-    assert (metrics.last("x"), metrics.keys("eval/")) == (None, ["eval/val_loss"])
-    (tmp_path / "metrics.csv").write_text('step,train/loss\n2,3.0\n"4,\nx,1\n6,1.0,extra\n8,0.')
-    assert [row["step"] for row in RunFolder(tmp_path).csv_records()] == ["2", "6"]
 
 
 def test_the_step_of_a_run_is_that_of_its_last_record(tmp_path: Path) -> None:

@@ -208,5 +208,5 @@ def test_numbers_that_decide_results_have_a_source_beside_them() -> None:
     paths = []
     for name in NUMERIC:
         place = PACKAGE / name
-        paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+        paths += [place] if place.suffix else sorted(place.rglob("*.py"))
     assert [line for path in paths for line in unsourced(path)] == []

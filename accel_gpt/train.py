@@ -285,7 +285,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
         if not told and time.monotonic() - began > TELL_SECONDS and run.corpus.waits_for:
             run.reporter.log(f"WARNING: waiting for {run.corpus.waits_for}")
             told = True
-        run.reporter.heartbeat()  # the wait has a limit of its own
+        run.reporter.heartbeat()  # the loader limits this wait, not the watchdog
         time.sleep(LOOK_SECONDS)
 
 

@@ -77,10 +77,12 @@ def bench(options: BenchCommand) -> Report | None:
         speed = report["tokens_per_second"]
         expected = with_expected_length(config, speed)
         run_steps = make_plan(expected, world_size()).max_steps
+        hours, evaluation_hours = run_hours(expected, run_steps, speed)
         report["run"] = {
             "budget": config.train.budget,
             "steps": run_steps,
-            **run_hours(expected, run_steps, speed),
+            "hours": hours,
+            "evaluation_hours": evaluation_hours,
         }
         report["vocabulary"] = {"tokens": vocab_size, "source": source}
         accelerator.end_training()

@@ -161,14 +161,15 @@ def plan_time(
     source: str,
 ) -> dict[str, Any]:
     """Return hours and cost of a run at a speed, the tokens per second of all devices."""
-    length = run_hours(config, plan.max_steps, speed)
-    device_hours = (length["hours"] or 0.0) * machine.devices
+    hours, evaluation_hours = run_hours(config, plan.max_steps, speed)
+    device_hours = hours * machine.devices
     peak = machine.peak(config.train.matmul_precision)
     return {
         "tokens_per_second": speed,
         "source": source,
         "mfu": peak and mfu(speed, flops, peak, machine.devices),
-        **length,
+        "hours": hours,
+        "evaluation_hours": evaluation_hours,
         "device_hours": device_hours,
         "cost": options.price and device_hours * options.price,
     }

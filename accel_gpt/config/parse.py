@@ -112,12 +112,7 @@ def merge(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
             for group in groups:
                 if key in group:
                     replaced += group
-            section = key.rpartition(".")[0]
-            for other, one in options.items():
-                if one.used_with is not None and other.rpartition(".")[0] == section:
-                    name, values = one.used_with
-                    if key == f"{section}.{name}" and value not in values:
-                        replaced.append(other)
+            replaced += unused_keys(cls, key, value)
         for name in replaced:
             for key in [key for key in merged if key == name or key.startswith(f"{name}.")]:
                 del merged[key]
@@ -132,6 +127,17 @@ def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
     for name, hint in field_types(cls).items():
         if is_section(hint):
             yield from exclusive_keys(hint, f"{prefix}{name}.")
+
+
+def unused_keys(cls: type, key: str, value: Any) -> Iterator[str]:
+    """Yield the keys in the section of `key` that this value of it does not use."""
+    section, _, name = key.rpartition(".")
+    for other, one in all_options(cls).items():
+        if one.used_with is None or other.rpartition(".")[0] != section:
+            continue
+        used, values = one.used_with
+        if used == name and value not in values:
+            yield other
 
 
 def with_extra(values: Layer) -> dict[str, Any]:

@@ -42,17 +42,15 @@ def expected_costs(config: Config, tokens_per_second: float) -> Costs:
     )
 
 
-def run_hours(config: Config, steps: int, tokens_per_second: float) -> dict[str, float | None]:
-    """Return the hours of a run of `steps` steps at a speed, and those of its evaluations in them.
+def run_hours(config: Config, steps: int, tokens_per_second: float) -> tuple[float, float | None]:
+    """Return the hours of a run of `steps` steps, and how many of them evaluations take.
 
-    The hours of evaluations are None if a whole split is evaluated whose length is not known.
+    Evaluations whose length is unknown are left out. Their hours are then None.
     """
     costs = expected_costs(config, tokens_per_second)
     known = evaluated_tokens(config) is not None
-    return {
-        "hours": costs.total(config, steps) / 3600,
-        "evaluation_hours": costs.pauses(config, steps) / 3600 if known else None,
-    }
+    evaluations = costs.pauses(config, steps) / 3600 if known else None
+    return costs.total(config, steps) / 3600, evaluations
 
 
 def with_expected_length(config: Config, tokens_per_second: float | None) -> Config:

@@ -308,7 +308,7 @@ def check_documents(source: Source) -> None:
         return
     end = min(split.shards[0].tokens - 1, CHECKED_TOKENS)  # the last token separates nothing
     require(
-        tokenizer.eot_id in split.read(0, 1, end - 1),
+        tokenizer.eot_id in split.read(0, 1, max(end - 1, 0)),
         f"data.document_mask is true, but the first {end:,} tokens of the {split.name} shards of "
         f"{source.path} have no end-of-text token ({tokenizer.eot!r}) between documents",
     )

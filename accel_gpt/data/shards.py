@@ -169,7 +169,7 @@ class Split:
         return path, file
 
     def check_header(self, number: int, path: Path, file: int) -> None:
-        """Raise `DataError` unless the header of an open shard is that of the index."""
+        """Raise `DataError` if the header of an open shard says something else than the index."""
         shard = self.shards[number]
         if number in self.checked:
             return

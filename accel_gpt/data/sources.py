@@ -97,8 +97,8 @@ def open_data(
     """Open a split of a data folder or URL, and its tokenizer.
 
     `folder`: the folder at `path`, if it is already open. `data.tokenizer` is for files that do not
-    say it. Raises `UserError` if there is no folder or no tokenizer,
-    `DataError` if the data is not usable.
+    say it. Raises `UserError` if there is no folder or no tokenizer, `DataError` if the data is not
+    usable.
     """
     folder = folder or open_folder(path, data)
     if data.own_shards is not None:

@@ -75,8 +75,10 @@ def read_config(where: Path) -> dict[str, Any]:
         content = read_json_object(path, DataError)
         for key in TAKEN_ALONG:
             value = content.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
             if value is not None:
-                config[key] = value["content"] if isinstance(value, dict) else value
+                config[key] = value
     template = where.with_name(TEMPLATE)
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")

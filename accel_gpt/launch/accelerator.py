@@ -165,7 +165,7 @@ def build_model(
         wrapped.optimizer = build_optimizer(gpt, config)
     check_parameters(gpt, wrapped)
     gc.collect()
-    gc.freeze()  # what is there now lives to the end: later collections need not look at it
+    gc.freeze()  # these objects live to the end, so later collections skip them
     return gpt, model, wrapped
 
 

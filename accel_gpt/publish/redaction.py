@@ -14,7 +14,7 @@ from accel_gpt.runs.folder import RunFolder
 
 # options, and sections of options: numbers as they are, texts as `public_name` returns them
 CONFIG = ("seed", "data", "model", "train", "optim", "schedule", "eval")
-# keys of metrics.jsonl whose numbers are public, also those of a source with a plain name
+# keys of metrics.jsonl whose numbers are public; a source may stand behind the last slash
 METRIC = re.compile(r"(step|tokens|time|(train|data|perf|eval)/\w+)(/[\w.-]+)?")
 HOMES = ("home", "users")  # folders whose children are named for people
 

@@ -188,5 +188,9 @@ def test_document_mask_needs_end_of_text_in_shards_without_an_index(tmp_path: Pa
     config = Config(data=DataConfig(train=str(tmp_path), document_mask=True))
     with pytest.raises(UserError, match=r"no end-of-text token \('</s>'\) between documents"):
         open_corpus(config)
+    np.save(tmp_path / "a_train_0.npy", tokens[:1])  # the first shard
+    with pytest.raises(UserError, match="the first 0 tokens"):
+        open_corpus(config)
+    (tmp_path / "a_train_0.npy").unlink()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     assert open_corpus(config).target_mask.document_end == 1

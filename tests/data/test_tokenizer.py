@@ -360,6 +360,7 @@ def test_the_settings_say_of_a_space_what_tokenizer_json_says(tmp_path: Path) ->
     [
         ({"</s>": False, "<eos>": True}, "<eos>", "<eos>"),  # an HTML tag
         ({"</s>": False, "<eos>": True}, None, "<eos>"),
+        ({"</s>": False, "<eos>": True}, {"id": 98}, "<eos>"),  # it has no text
         ({"<|stop|>": False, "</s>": True}, {"content": "<|stop|>"}, "<|stop|>"),
     ],
 )

@@ -25,7 +25,7 @@ def report_rows(report: Mapping[str, Any], indent: str) -> Iterator[tuple[str, s
             yield indent + name, ""
             yield from report_rows(value, indent + "  ")
         elif isinstance(value, list):
-            yield indent + name, ", ".join(map(format_value, value))
+            yield indent + name, ", ".join(map(format_value, value)) or "none"
         else:
             yield indent + name, format_value(value)
 

@@ -72,6 +72,7 @@ def make_config(args: argparse.Namespace, more: list[str], folder: Path) -> Conf
         "out_dir": folder / "run",
         "data.train": folder / "data",
         "data.prepare.source": args.text.resolve(),
+        "data.prepare.tokenizer": "chars",  # another data.train drops the file's data.prepare
         "model.bias": True,
         "train.mixed_precision": "no",
         "train.compile": False,

@@ -368,8 +368,7 @@ def compare_whole_commands(args: argparse.Namespace, work: Path) -> dict[str, li
     """
     copy = copy_nanogpt(args.nanogpt, args.text, work, {CHARS})
     settings: dict[str, object] = {
-        "source": "text",
-        "path": args.text.resolve(),
+        "source": args.text.resolve(),
         "out": work / "data",
         "tokenizer": "chars",
         "val_fraction": 0.1,

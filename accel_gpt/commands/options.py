@@ -371,7 +371,10 @@ class PushCommand(Command):
         "fp32",
         "Data type of the exported weights.",
     )
-    license: str | None = same_option(HubConfig, "license")
+    license: str | None = option(
+        None,
+        "Licence of the weights, as the Hub names it: apache-2.0, mit, cc-by-4.0, ...",
+    )
 
     def _check(self) -> None:
         require(bool(self.repo), "--repo is missing; give the repository as user/name")

@@ -426,10 +426,6 @@ class HubConfig(Section, prefix="hub.", resume="free"):
         False,
         "Create the repository as private.",
     )
-    license: str | None = option(
-        None,
-        "Licence of the weights, as the Hub names it: apache-2.0, mit, cc-by-4.0, ...",
-    )
 
     def _check(self) -> None:
         require(

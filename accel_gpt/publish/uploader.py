@@ -99,7 +99,7 @@ class Uploader:
             self.targets.append(Target("copy", url, copy))
         if self.hub.push != "never":
             repo = self.hub.repo_id
-            push = {"repo": repo, "private": self.hub.private, "license": self.hub.license}
+            push = {"repo": repo, "private": self.hub.private}
             self.targets.append(Target("push", f"hf://{repo}", push))
         checkpoints = RunFolder(self.run).checkpoints
         if checkpoints:

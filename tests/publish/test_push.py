@@ -140,12 +140,11 @@ ALWAYS = ["--hub.repo_id", REPO, "--hub.push", "every_checkpoint", "--sample.eve
 @pytest.mark.usefixtures("compared", "uploads_here")
 def test_only_the_end_is_pushed(small_run: Arguments, hub: HubServer, tmp_path: Path) -> None:
     asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--sample.every", "0"]
-    asked += ["--hub.private", "true", "--hub.license", "mit"]
+    asked += ["--hub.private", "true"]
     asked += ["--checkpoint.copy_to", str(tmp_path / "copies")]
     assert launch(small_run(*asked)) == 0
     assert hub.tags(REPO).keys() == {"step-12"}
     assert hub.repos[REPO].private
-    assert b"license: mit\n" in hub.files(REPO)["README.md"]
     assert (tmp_path / "copies" / "step_00000012" / "manifest.json").exists()
 
 

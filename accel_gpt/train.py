@@ -225,7 +225,6 @@ def set_up(
         device=accelerator.device,
         position=state.sequences,
     )
-    loader.keep_sequences = config.log.batch_hash
     guard = StepGuard(accelerator.device)
     guard.load_state_dict(vars(state))
     configure(optimizer, config.optim)  # overrides the options from a checkpoint
@@ -346,7 +345,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             record |= metrics
             peak = logged_peak(run.optimizer, config.optim)
             record["train/lr"] = peak * fraction_at(state.step - 1, config, run.plan)
-            record |= reporter.step_metrics(state.step, run.loader)
+            record |= reporter.step_metrics(state.step)
             if evaluating:
                 state.pending_record = dict(record)  # if own metrics fail, the evaluation stays due
             with saving_on_error(run):

@@ -42,7 +42,7 @@ def test_two_nodes_reach_the_losses_of_one_process_and_one_goes_on(
     small_run: Arguments, tmp_path: Path
 ) -> None:
     """Each node is a launcher of its own, with one process."""
-    alike = ["--train.micro_batch_size", "2", "--log.batch_hash"]
+    alike = ["--train.micro_batch_size", "2"]
     one, two = tmp_path / "one", tmp_path / "two"
     assert launch(small_run(*alike, "--out_dir", str(one))) == 0
     pair = [*ACCELERATE, "--config_file", str(ROOT / "configs/accelerate/multinode_ddp.yaml")]
@@ -64,11 +64,10 @@ def test_two_nodes_reach_the_losses_of_one_process_and_one_goes_on(
 
 
 def assert_close_records(one: Path, two: Path) -> None:
-    """Assert the same batches, and losses that differ by rounding only."""
+    """Assert metrics that differ by rounding only."""
     for alone, together in zip(records(one), records(two), strict=True):
         assert alone.keys() == together.keys()
         assert list(together.values()) == pytest.approx(list(alone.values()), abs=1e-5)
-        assert together["data/batch_hash"] == alone["data/batch_hash"]
 
 
 def marked(mark: str) -> dict[int, dict[str, str]]:

@@ -385,11 +385,6 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
         False,
         "Run TensorBoard on this machine while training, and print its address.",
     )
-    batch_hash: bool = option(
-        False,
-        "Also log data/batch_hash, a hash of the tokens of each step. It does not depend on the "
-        "number of processes.",
-    )
 
     def _check(self) -> None:
         require(

@@ -234,7 +234,7 @@ def shorten(config: Config, steps: int) -> Config:
         schedule=schedule,
         train=replace(config.train, max_steps=steps, max_tokens=None, budget=None, stop_at=None),
         sample=replace(config.sample, every=0),
-        log=LogConfig(every=1, trackers=(), batch_hash=True),
+        log=LogConfig(every=1, trackers=()),
         hub=replace(config.hub, push="never"),
         checkpoint=replace(
             config.checkpoint,

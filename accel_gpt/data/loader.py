@@ -6,13 +6,12 @@ broadcast. Each rank computes its own sequences from the position, which is the 
 Legend: B micro-batch, T block_size.
 """
 
-import hashlib
 import itertools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,12 @@ Sequences = npt.NDArray[np.unsignedinteger[Any]]
 PREFETCH_CHUNKS = 4
 CHUNK_BYTES = 1 << 18  # bytes of a chunk, at least one micro-batch; each chunk costs 1 ms to locate
 CLOSE_SECONDS = 2.0  # assumption: a stopping run has 30 s in total
-HASH_BITS = 48  # exact as a float64, and so in JSON
 
 
 class Loader:
     """Iterate over `(tokens, targets)` pairs without end, each (B, T) int64 on `device`.
 
-    `chunks`: arrays (n B, T + 1) of whole micro-batches. With `keep_sequences` each batch is also
-    appended to `kept`, on the host, until the caller clears it. `next` raises the errors of the
+    `chunks`: arrays (n B, T + 1) of whole micro-batches. `next` raises the errors of the
     prefetching thread, such as `DataError`.
     """
 
@@ -47,8 +44,6 @@ class Loader:
         self.device = device
         # on other devices the copy must finish before the chunk is freed
         self.overlaps = device.type == "cuda"
-        self.keep_sequences = False
-        self.kept: list[Tensor] = []
         self.batches: deque[Tensor] = deque()  # that `fetch` has taken from the queue
         self.ready: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_CHUNKS)
         self.stop = threading.Event()
@@ -62,8 +57,6 @@ class Loader:
         if not self.batches:
             self.take(self.ready.get())
         batch = self.batches.popleft()
-        if self.keep_sequences:
-            self.kept.append(batch)
         batch = batch.to(self.device, non_blocking=self.overlaps)
         batch = batch.long()  # (B, T + 1), widened on the device
         return batch[:, :-1], batch[:, 1:]
@@ -129,20 +122,6 @@ def read_sequences(
         tokens = mixture.read(located, length)
         check_tokens(tokens, vocab_size, partial(mixture.file_of, located))
         yield tokens
-
-
-def batch_hash(batches: Iterable[Tensor]) -> int:
-    """Return a fingerprint below 2^48 of sequences (B, T + 1), independent of their order.
-
-    It is the sum, modulo 2^48, of the BLAKE2b of each sequence as little-endian uint32. The
-    fingerprints of all ranks therefore add up to the fingerprint of the step.
-    """
-    total = 0
-    for batch in batches:
-        for sequence in batch.numpy().astype("<u4"):
-            digest = hashlib.blake2b(sequence.tobytes(), digest_size=HASH_BITS // 8).digest()
-            total += int.from_bytes(digest, "little")
-    return total % (1 << HASH_BITS)
 
 
 def check_tokens(

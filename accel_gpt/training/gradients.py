@@ -36,7 +36,6 @@ def micro_batches(
     If `target_mask` ignores targets, the weight is the number of targets divided by the mean
     number in a micro-batch. This takes one all-reduce a step, and nothing waits for it.
     """
-    loader.kept.clear()
     if target_mask.keeps_all:
         for _ in range(plan.accumulation_steps):
             yield *next(loader), None, 1.0

@@ -11,15 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
 from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.data.loader import HASH_BITS, Loader, batch_hash
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, synchronize
@@ -169,25 +166,14 @@ class Reporter:
         if self.watchdog:
             self.watchdog.heartbeat()
 
-    def step_metrics(self, step: int, loader: Loader) -> Record:
-        """Return the speed since the last call, and the hash of the last global batch.
-
-        A collective if `log.batch_hash` is set.
-        """
-        return self.speed.metrics(self.lap(step)) | self.batch_hash(loader)
+    def step_metrics(self, step: int) -> Record:
+        """Return the speed since the last call."""
+        return self.speed.metrics(self.lap(step))
 
     def lap(self, step: int) -> float:
         """Return the seconds per step since the last call."""
         synchronize(self.accelerator.device)
         return self.stopwatch.lap(step)
-
-    def batch_hash(self, loader: Loader) -> Record:
-        """Return the hash of the last global batch if `log.batch_hash` is set, by an all-reduce."""
-        if not loader.keep_sequences:
-            return {}
-        local = torch.tensor(batch_hash(loader.kept), device=self.accelerator.device)
-        total = int(self.accelerator.reduce(local, "sum").item())
-        return {"data/batch_hash": total % (1 << HASH_BITS)}
 
     def publish(self, state: TrainState, record: Record) -> None:
         """Write the metrics of a step to the files, the trackers and the terminal."""

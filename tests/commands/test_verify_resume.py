@@ -52,7 +52,7 @@ def make_run(folder: Path, **doctored: Any) -> Path:
         {
             **{"step": step, "tokens": 100 * step, "time": time.monotonic()},
             **{"train/loss": 5.0 / step, "train/lr": 0.1, "train/grad_norm": 1.5 + step},
-            **{"data/batch_hash": 2**47 + step, "perf/step_ms": time.monotonic()},
+            **{"data/epochs": step / 64, "perf/step_ms": time.monotonic()},
         }
         for step in range(1, STEPS + 1)
     ]
@@ -86,12 +86,12 @@ def test_the_same_run_is_equal_and_one_without_checkpoint_is_refused(tmp_path: P
 
 
 def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Path) -> None:
-    line = {"train/loss": NEXT, "train/lr": 0.2, "data/batch_hash": 5, "eval/x": 1}
+    line = {"train/loss": NEXT, "train/lr": 0.2, "data/epochs": 5, "eval/x": 1}
     line |= {"train/z_loss": 3.0, "perf/mfu": 0.5}
     zero = {"a.weight": torch.tensor([[0, 1, 2], [3, 4.5, 5]]), "b.bias": torch.tensor([1.0, -0.0])}
     moments = {"step": torch.tensor(5.0), "more": 1.0}
     assert differences(tmp_path / "1", line=line, weights=zero, moments=moments) == [
-        *("train/loss at step 2", "train/lr at step 2", "data/batch_hash at step 2"),
+        *("train/loss at step 2", "train/lr at step 2", "data/epochs at step 2"),
         *("a.weight", "b.bias", "optimizer.state.0.step"),
         *("eval/x at step 2", "train/z_loss at step 2", "optimizer.state.0.more"),
     ]

@@ -54,7 +54,6 @@ class Batches:
 
     def __init__(self, rows: Tensor, micro: int) -> None:
         self.batches = iter([(part[:, :-1], part[:, 1:]) for part in rows.split(micro)])
-        self.kept: list[Any] = []
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         return next(self.batches)

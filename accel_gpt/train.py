@@ -301,8 +301,8 @@ def update(run: Training) -> None:
     set_rates(run.optimizer, config.optim, fraction, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.target_mask)
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
-    # Gradient accumulation. The gradient is all-reduced in the last micro-step, with
-    # train.sync_each_batch in every micro-step, and with train.reproducible in `finish`.
+    # Gradient accumulation. The gradient is all-reduced in the last micro-step, with FSDP in every
+    # micro-step, and with train.reproducible in `finish`.
     for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
         with run.gradients.micro_step(first):
             run.gradients.backward(run.compute_loss(run.model, tokens, targets, documents) * weight)

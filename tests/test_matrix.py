@@ -195,18 +195,18 @@ def test_two_replicas_of_two_shards(small_run: Arguments, tmp_path: Path) -> Non
     train_and_check([dict(zip(DIMENSIONS, values, strict=True))], small_run, tmp_path)
 
 
-def collectives(engine: str, optimizer: str, micro_steps: int, synced: bool) -> dict[str, int]:
+def collectives(engine: str, optimizer: str, micro_steps: int) -> dict[str, int]:
     """Return the collectives of a step of two blocks: one is the all-reduce of the loss.
 
-    DDP all-reduces one bucket of gradients at the last micro-step, or `synced` at each; FSDP2
-    reduces those of four groups, and all-reduces the norm. Each micro-step gathers the groups, then
+    DDP all-reduces one bucket of gradients at the last micro-step; FSDP2 reduces those of four
+    groups at each, and all-reduces the norm. Each micro-step gathers the groups, then
     the two blocks again, and the head if it is not the embedding. For each of Muon's four stacks
     DDP gathers once; FSDP2 has two all-to-alls, on a CPU gathers.
     """
-    muon, reductions = optimizer == "muon", micro_steps if synced else 1
+    muon = optimizer == "muon"
     if engine == "ddp":
-        return {"reduce": 1 + reductions, **({"gather": 4} if muon else {})}
-    scatter, gather = 4 * reductions, (6 + muon) * micro_steps + 8 * muon
+        return {"reduce": 2, **({"gather": 4} if muon else {})}
+    scatter, gather = 4 * micro_steps, (6 + muon) * micro_steps + 8 * muon
     return {"reduce": 2, "scatter": scatter, "gather": gather}
 
 
@@ -217,22 +217,19 @@ def test_losses_are_those_of_one_process_and_collectives_are_counted(
 ) -> None:
     sequences, steps = 16, 50 if THOROUGH else 5
 
-    def task(
-        world: int, optimizer: str, micro_steps: int, synced: bool = False
-    ) -> tuple[Path, list[Any]]:
+    def task(world: int, optimizer: str, micro_steps: int) -> tuple[Path, list[Any]]:
         case = dict.fromkeys(("compiled", "document_mask"), "false")
         case |= {"engine": engine, "precision": "no", "checkpointing": "none"}
-        out = tmp_path / f"{optimizer}-{world}-{micro_steps}-{synced}"
+        out = tmp_path / f"{optimizer}-{world}-{micro_steps}"
         own = [*options({**case, "optimizer": optimizer}), "--out_dir", str(out)]
         own += ["--train.tokens_per_step", str(sequences * SHAPE["block_size"])]
         own += ["--train.micro_batch_size", str(sequences // (world * micro_steps))]
         own += ["--train.max_steps", str(steps), "--checkpoint.every", str(steps)]
-        own += ["--train.sync_each_batch", str(synced).lower()]
         return out, [out.name, small_run(*own), 0, str(out.with_suffix(".json"))]
 
     single = {name: task(1, name, 1) for name in DIMENSIONS["optimizer"]}
     work("one", 1, [words for _, words in single.values()], tmp_path)
-    cases = [("adamw", 1, False), ("muon", 4, False), ("adamw", 4, True)]
+    cases = [("adamw", 1), ("muon", 4)]
     shared = [task(2, *case) for case in cases]
     work(engine, 2, [words for _, words in shared], tmp_path)
     for (optimizer, *case), (out, _) in zip(cases, shared, strict=True):

@@ -106,13 +106,6 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
         "third more computation.",
         resume="free",
     )
-    sync_each_batch: bool = option(
-        False,
-        "Reduce gradients after every micro-batch. With FSDP, each rank then stores only its "
-        "share of the gradients, instead of all gradients at 4 bytes per parameter. It costs a "
-        "reduce-scatter per micro-batch.",
-        resume="free",
-    )
     cpu_threads: int | None = option(
         None,
         "Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores that "
@@ -179,11 +172,6 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
             not (self.reproducible and self.compiled),
             f"train.reproducible is true and train.compile is {str(self.compile).lower()}, but "
             "compiled kernels differ with the number of processes; set one of them to false",
-        )
-        require(
-            not (self.reproducible and self.sync_each_batch),
-            "train.reproducible and train.sync_each_batch are true, but reproducible gradients are "
-            "reduced once a step; set one of them to false",
         )
 
 

@@ -187,8 +187,7 @@ def gradient_bytes(
     """
     size = FLOAT_BYTES * parameter_counts(config.model, vocab_size)["total"]
     if machine.shards > 1:
-        unreduced = size if micro_steps > 1 and not config.train.sync_each_batch else 0
-        return {"gradients": size // machine.shards, "gradients not yet reduced": unreduced}
+        return {"gradients": size // machine.shards}
     in_buckets = machine.devices > 1 and micro_steps == 1 and not config.train.reproducible
     return {"gradients": 0 if in_buckets else size}
 

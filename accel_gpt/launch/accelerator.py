@@ -68,7 +68,8 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
     # torch 2.13 renamed `broadcast_buffers`, and Accelerate 1.15 cannot pass the new name
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     cpu = PartialState().device.type == "cpu"
-    if cpu and PartialState().use_distributed and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    sharded = PartialState().use_distributed and parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if cpu and sharded:
         cpu = False
         # Accelerate starts FSDP only for kinds of processes on GPUs
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -79,7 +80,8 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=plan.accumulation_steps,
                 sync_with_dataloader=False,
-                sync_each_batch=config.train.sync_each_batch,
+                # FSDP would keep all gradients between micro-batches, 4 bytes per parameter
+                sync_each_batch=sharded,
             ),
             log_with=[name for name in config.log.trackers if name != EventFile.name] or None,
             project_config=ProjectConfiguration(

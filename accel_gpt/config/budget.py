@@ -46,16 +46,15 @@ def with_length(config: Config, steps: int, thin: int = 1) -> Config:
     if config.model.depth is None:
         return found
     flat = at_length(to_flat(config), steps)
-    schedule = replace(found.schedule, **of_section("schedule", flat))
-    if schedule.decay_steps:
-        decay = min(schedule.decay_steps, steps - schedule.warmup_steps)
-        schedule = replace(schedule, decay_steps=decay)
-    optim = replace(found.optim, **of_section("optim", flat))
-    return replace(found, optim=optim, schedule=schedule)
+    return replace(
+        found,
+        optim=replace(found.optim, **of_section("optim", flat)),
+        schedule=replace(found.schedule, **of_section("schedule", flat)),
+    )
 
 
 def with_intervals(config: Config, steps: int, thin: int) -> Config:
-    """Return `config` with `steps` steps and what is scaled with them: warm-up, decay, intervals.
+    """Return `config` with `steps` steps and what is scaled with them: warm-up and intervals.
 
     They are scaled from the length that they are meant for, see `reference_steps`. Evaluations,
     samples and saves are `thin` times as rare.
@@ -65,19 +64,13 @@ def with_intervals(config: Config, steps: int, thin: int) -> Config:
     def scaled(count: int, times: int = 1) -> int:
         return max(1, round(count * times * steps / reference)) if count else 0
 
-    schedule = config.schedule
-    warmup = min(scaled(schedule.warmup_steps), steps - 1)
-    decay = schedule.decay_steps
+    warmup = min(scaled(config.schedule.warmup_steps), steps - 1)
     every_tokens = config.checkpoint.every_tokens
     return replace(
         config,
         train=replace(config.train, max_steps=steps, max_tokens=None, budget=None),
         optim=replace(config.optim, muon_momentum_warmup=scaled(config.optim.muon_momentum_warmup)),
-        schedule=replace(
-            schedule,
-            warmup_steps=warmup,
-            decay_steps=min(scaled(decay), steps - warmup) if decay else None,
-        ),
+        schedule=replace(config.schedule, warmup_steps=warmup),
         eval=replace(config.eval, every=scaled(config.eval.every, thin)),
         sample=replace(config.sample, every=scaled(config.sample.every, thin)),
         checkpoint=replace(
@@ -184,7 +177,7 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
     """Return `config` with `steps` steps; up to `step`, the run stays as it is.
 
     An interval is scaled if nothing was due by `step`, and nothing becomes due by then. The warm-up
-    stays. The decay is scaled and begins after `step`.
+    stays. The decay begins after `step`.
     """
     before = config.train.max_steps
     if before is None or before == steps:
@@ -199,12 +192,9 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
     schedule = config.schedule
     if schedule.name == "wsd":
         most = steps - max(step, schedule.warmup_steps)
-        decay = schedule.decay_steps
-        if decay:
-            decay = max(1, round(decay * steps / before))
-            schedule = replace(schedule, decay_steps=decay)
-        if (decay or math.ceil((schedule.decay_share or WSD_DECAY_SHARE) * steps)) > most:
-            schedule = replace(schedule, decay_steps=most, decay_share=None)
+        if math.ceil((schedule.decay_share or WSD_DECAY_SHARE) * steps) > most:
+            # half a step less, since a share is rounded up to whole steps
+            schedule = replace(schedule, decay_share=(most - 0.5) / steps)
     every_tokens = config.checkpoint.every_tokens
     return replace(
         config,

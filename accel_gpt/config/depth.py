@@ -162,10 +162,9 @@ def batch_options(value: Callable[[str], Any], N: Parameters) -> dict[str, Any]:
 
 def schedule_options(value: Callable[[str], Any]) -> dict[str, Any]:
     """Compute the options of the schedule."""
-    found: dict[str, Any] = {}
-    if value("schedule.name") == "wsd" and not value("schedule.decay_steps"):
+    found: dict[str, Any] = {"schedule.warmup_steps": min(WARMUP, run_steps(value) // 10)}
+    if value("schedule.name") == "wsd":
         found["schedule.decay_share"] = COOLDOWN
-    found["schedule.warmup_steps"] = min(WARMUP, run_steps(value) // 10)
     return found
 
 

@@ -179,11 +179,7 @@ DECAYING = ("cosine", "wsd", "linear")  # schedules
 
 
 @dataclass(frozen=True)
-class ScheduleConfig(
-    Section,
-    prefix="schedule.",
-    exclusive=(("decay_steps", "decay_share"),),
-):
+class ScheduleConfig(Section, prefix="schedule."):
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "wsd", "linear", "constant"] = option(
@@ -197,16 +193,10 @@ class ScheduleConfig(
         at_least=0,
         essential=True,
     )
-    decay_steps: int | None = option(
-        None,
-        "Number of steps in which the learning rate falls to min_lr. null: all steps after the "
-        "warm-up (wsd: the last fifth of the run).",
-        above=0,
-        used_with=("name", DECAYING),
-    )
     decay_share: float | None = option(
         None,
-        "Length of the decay as a share of all steps, 0 to 1, in place of decay_steps.",
+        "Share of all steps, 0 to 1, in which the learning rate falls to min_lr. null: all steps "
+        "after the warm-up (wsd: the last fifth of the run).",
         above=0,
         at_most=1,
         used_with=("name", DECAYING),

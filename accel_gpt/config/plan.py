@@ -170,15 +170,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
             f"the warm-up takes {plural(warmup, 'step')} but the run has only {max_steps:,}; "
             "reduce schedule.warmup_steps or make the run longer",
         )
-    decay = schedule.decay_steps
-    if not decay:
-        share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
-        decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
-    require(
-        schedule.name != "wsd" or warmup + decay <= max_steps,
-        f"the warm-up takes {plural(warmup, 'step')} and the decay {decay:,}, but the run has only "
-        f"{max_steps:,}; reduce schedule.decay_steps",
-    )
+    share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
+    decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     return Plan(
         world_size=world_size,
         micro_batch_size=micro_batch(config, world_size),
@@ -205,10 +198,8 @@ def reference_steps(config: Config) -> int:
         train.budget is not None,
         "the length of the run is not set; set train.max_steps, train.max_tokens or train.budget",
     )
-    schedule = config.schedule
     return max(
-        10 * schedule.warmup_steps,
-        schedule.warmup_steps + (schedule.decay_steps or 0),
+        10 * config.schedule.warmup_steps,
         config.eval.every,
         config.checkpoint.every,
         config.sample.every,
@@ -223,15 +214,11 @@ def shorten(config: Config, steps: int) -> Config:
     """
     schedule = config.schedule
     warmup = schedule.warmup_steps
-    decay = schedule.decay_steps or 0
-    if warmup >= steps and schedule.name != "constant":
-        warmup = steps - 1
-        schedule = replace(schedule, warmup_steps=warmup)
-    if schedule.name == "wsd" and decay > steps - warmup:
-        schedule = replace(schedule, decay_steps=steps - warmup)
+    if schedule.name != "constant":
+        warmup = min(warmup, steps - 1)
     return replace(
         config,
-        schedule=schedule,
+        schedule=replace(schedule, warmup_steps=warmup),
         train=replace(config.train, max_steps=steps, max_tokens=None, budget=None, stop_at=None),
         sample=replace(config.sample, every=0),
         log=LogConfig(every=1, trackers=()),

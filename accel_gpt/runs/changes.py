@@ -170,4 +170,4 @@ def budget_keys(budget: Budget | None, step: int) -> tuple[str, ...]:
     """Return the options that a second look at the budget may have changed after `step`."""
     if budget is None or (budget.looked_at or 0) < step:
         return ()
-    return (*LENGTH_KEYS, "schedule.decay_steps", "schedule.decay_share")
+    return (*LENGTH_KEYS, "schedule.decay_share")

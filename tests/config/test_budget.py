@@ -121,7 +121,7 @@ def test_rates_that_follow_from_the_depth_follow_from_the_length(
     assert found.train == expected.train
     assert (found.optim, found.schedule) == (expected.optim, expected.schedule)
     assert found.optim.eps == 1e-7
-    long_decay = ("--train.max_steps", "1000", "--schedule.decay_steps", "950")
+    long_decay = ("--train.max_steps", "1000", "--schedule.decay_share", "0.95")
     asked = load_config([str(file), *long_decay, "--train.budget", "1m"], "test")
     plan = make_plan(with_length(asked, 100), 1)
     assert (plan.warmup_steps, plan.decay_steps) == (10, 90)
@@ -139,7 +139,6 @@ def test_lengths_are_scaled_from_the_length_that_they_are_meant_for() -> None:
         train__max_steps=1000,
         schedule__warmup_steps=100,
         schedule__name="wsd",
-        schedule__decay_steps=300,
         eval__every=250,
         sample__every=500,
         checkpoint__every=200,
@@ -147,7 +146,6 @@ def test_lengths_are_scaled_from_the_length_that_they_are_meant_for() -> None:
     )
     run = with_length(meant, 2500)
     assert run.schedule.warmup_steps == 250
-    assert run.schedule.decay_steps == 750
     assert (run.eval.every, run.sample.every, run.checkpoint.every) == (625, 1250, 500)
     assert run.log.every == 25
     assert with_length(meant, 2500, thin=2).eval.every == 1250

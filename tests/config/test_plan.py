@@ -39,14 +39,14 @@ def test_micro_steps_of_all_processes_number_the_sequences_of_a_step(
 
 def test_tokens_become_steps_rounded_up() -> None:
     asked = config(
-        ScheduleConfig(name="wsd", warmup_steps=3, decay_steps=3),
+        ScheduleConfig(name="wsd", warmup_steps=3),
         block_size=64,
         tokens_per_step=4096,
         micro_batch_size=64,
     )
     tokens = replace(asked, train=replace(asked.train, max_steps=None, max_tokens=100_000))
     plan = make_plan(tokens, world_size=1)
-    assert (plan.max_steps, plan.warmup_steps, plan.decay_steps) == (25, 3, 3)
+    assert (plan.max_steps, plan.warmup_steps, plan.decay_steps) == (25, 3, 5)
 
 
 def test_the_fall_may_be_a_share_of_the_run() -> None:

@@ -275,7 +275,7 @@ def test_the_second_look_is_made_once_whatever_was_saved_before_a_kill(
     forty_steps(100.0)
     every = {"nothing": "0", "before": "3", "at": "4"}[saved]
     words = ["--schedule.name", "wsd", "--checkpoint.every", every, "--train.stop_at", "9"]
-    words += ["--schedule.decay_steps", "5"]
+    words += ["--schedule.decay_share", "0.125"]
     words += ["--train.max_steps", "40"]  # so that no interval is scaled at first
     monkeypatch.setattr(lengths, "LOOK_SHARE", 0.0)  # after four steps of a launch
     update = train.update

@@ -27,8 +27,6 @@ Arguments = Callable[..., list[str]]
 Rows = list[tuple[int, str, Any]]  # step, name and value of each point that a tracker shows
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = -9
-SHORT = ["--train.max_steps", "8", "--schedule.decay_steps", "10"]
-LONGER = ["--schedule.decay_steps", "10", "--checkpoint.allow_change", "train.max_steps"]
 # trains without a network: any connection to another machine is an error. The clock goes back.
 ALONE = """
 import socket, sys, time
@@ -127,7 +125,7 @@ def test_a_tracker_that_does_not_start_is_one_sentence(
         raise KeyError("no key")
 
     monkeypatch.setattr("accelerate.Accelerator.init_trackers", refuse)
-    assert launch(small_run(*SHORT[:4], "--log.trackers", "tensorboard")) == 2
+    assert launch(small_run("--log.trackers", "tensorboard")) == 2
     told = capfd.readouterr().err.splitlines()[-1]
     assert told.startswith("error: a tracker of log.trackers (tensorboard) did not start: ")
 

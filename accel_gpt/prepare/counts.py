@@ -30,12 +30,9 @@ class Counts:
     empty: int = 0  # rows and files without text
     pages: int = 0  # documents that begin as an HTML page
     encodings: dict[str, list[str]] = field(default_factory=dict)  # detected -> files
-    tokens: int = 0
-    unknown: int = 0  # tokens that stand for unknown text
     characters: int = 0
     lost: int = 0  # characters that are not in the decoded text
     examples: str = ""  # some of them
-    held: int = 0  # visible characters of the decoded text
     ends: int = 0  # times that the text spells the end-of-text token, which becomes letters
 
     def add(self, other: "Counts") -> None:
@@ -46,11 +43,6 @@ class Counts:
         self.examples = "".join(dict.fromkeys(self.examples))[:EXAMPLES]
         for encoding, files in other.encodings.items():
             self.encodings.setdefault(encoding, []).extend(files)
-
-    @property
-    def is_all_lost(self) -> bool:
-        """Return whether the tokens hold no visible character of a text that has some."""
-        return self.lost > 0 and self.held == 0
 
     def begin(self, piece: Piece) -> bytes:
         """Count a piece that begins a document; return the hash of the document's text."""
@@ -68,14 +60,10 @@ class Counts:
         """Compare a text with its tokens, which have no end-of-text."""
         if tokenizer.kind != "hf":
             return  # the other kinds hold every text
-        self.tokens += len(ids)
         self.characters += len(text)
-        known = ids
         if tokenizer.unk_id is not None:
-            known = ids[ids != tokenizer.unk_id]
-            self.unknown += len(ids) - len(known)
-        decoded = tokenizer.decode(known.tolist())
-        self.held += len("".join(decoded.split()))
+            ids = ids[ids != tokenizer.unk_id]
+        decoded = tokenizer.decode(ids.tolist())
         if decoded.strip() == text.strip():
             return
         lost = comparable(text) - comparable(decoded)
@@ -99,12 +87,6 @@ class Counts:
             yield f"WARNING: {plural(len(left_out), 'file')} not in UTF-8, left out: {named}"
         if self.pages:
             yield f"WARNING: the markup of HTML is in {plural(self.pages, 'document')}"
-        if self.unknown:
-            assert tokenizer.unk_id is not None
-            yield (
-                f"WARNING: {self.unknown:,} of {plural(self.tokens, 'token')} "
-                f"({self.unknown / self.tokens:.1%}) are {tokenizer.decode([tokenizer.unk_id])}"
-            )
         if self.lost:
             yield (
                 f"WARNING: {self.lost:,} of {plural(self.characters, 'character')} are not in the "

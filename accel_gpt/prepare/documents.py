@@ -22,9 +22,9 @@ from accel_gpt.prepare.pieces import FindCut, find_cut, pieces
 from accel_gpt.prepare.rows import as_text, is_chat, open_hub, read_rows
 from accel_gpt.prepare.sources import HUB, STDLIB, TEXT, TextSource, splits_in
 from accel_gpt.prepare.text_files import (
+    COMPRESSIONS,
     Text,
     examine,
-    is_packed,
     read_text,
     separated_texts,
     text_hash,
@@ -178,12 +178,7 @@ def cut_document(chunks: Iterable[str], find_cut: FindCut) -> Iterator[tuple[str
 
 def split_by_hash(key: bytes, val_fraction: float) -> str:
     """Return the split of a document from its hash: val for a share `val_fraction` of hashes."""
-    return "val" if as_fraction(key) < val_fraction else "train"
-
-
-def as_fraction(key: bytes) -> float:
-    """Convert a hash of 8 bytes to a number between 0 and 1."""
-    return int.from_bytes(key, "big") / 2**64
+    return "val" if int.from_bytes(key, "big") / 2**64 < val_fraction else "train"
 
 
 def part_of(chunks: Iterable[str], start: int, end: int) -> Iterator[str]:
@@ -240,9 +235,6 @@ def hub_splits(
     return {config.split: "train", val[0]: "val"}
 
 
-# --------------------------------------------------------------------------- text for a tokenizer
-
-
 def expected_bytes(sources: Sequence[TextSource]) -> int | None:
     """Estimate the bytes of text in all sources; None for a data set of the Hub."""
     found = 0
@@ -250,28 +242,6 @@ def expected_bytes(sources: Sequence[TextSource]) -> int | None:
         if source.data is not None:
             return None
         for file in source.files:
-            is_smaller = is_packed(file) or source.kind == "parquet"
+            is_smaller = file.suffix.lower() in COMPRESSIONS or source.kind == "parquet"
             found += file.stat().st_size * (EXPANSION if is_smaller else 1)
     return found
-
-
-def sample_texts(texts: Iterable[str], total: int | None, size: int) -> Iterator[str]:
-    """Yield a sample of about `size` UTF-8 bytes of texts that have about `total` bytes.
-
-    A hash of each text's number selects it, so the sample is spread evenly over the texts. If the
-    total is not known, the sample is their beginning.
-    """
-    keep = min(1.0, size / max(total or size, 1))
-    limit = size if keep == 1 else 2 * size  # the total of compressed files is an estimate
-    given = 0
-    owed = 0.0
-    for number, text in enumerate(text for text in texts if text):
-        length = len(text.encode())
-        owed += keep * length
-        if keep < 1 and owed < length * as_fraction(text_hash(str(number))):
-            continue
-        owed -= length
-        given += length
-        yield text
-        if given >= limit:
-            return

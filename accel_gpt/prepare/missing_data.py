@@ -29,8 +29,7 @@ from accel_gpt.launch.ranks import (
 )
 from accel_gpt.launch.stopping import exiting_on_signals
 from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
-from accel_gpt.prepare.child import SETTINGS
-from accel_gpt.prepare.prepare import prepare
+from accel_gpt.prepare.prepare import CHILD_SETTINGS, prepare
 from accel_gpt.prepare.sources import KEY, select
 
 
@@ -55,8 +54,10 @@ def ensure_data(config: Config) -> None:
     settings: dict[str, object] | None = None
     with all_ranks():
         if prepares:
-            check_text(config)
             prepare_config = config.data.prepare
+            if not is_url(str(prepare_config.source)):
+                is_own = config.data.train == own_text_folder(config.out_dir)
+                select(prepare_config, key="data.text" if is_own else KEY)  # raises without a text
             write_err(
                 f"data     {folder} does not exist: preparing it from {prepare_config.source}"
             )
@@ -98,24 +99,31 @@ def is_missing(data: DataConfig) -> bool:
     return False
 
 
-def check_text(config: Config) -> None:
-    """Raise `UserError` if there is no text to prepare; the message names the key the user set."""
-    is_own = config.data.train == own_text_folder(config.out_dir)
-    if not is_url(str(config.data.prepare.source)):
-        select(config.data.prepare, key="data.text" if is_own else KEY)
-
-
 def run_prepare(settings: dict[str, object] | None) -> None:
     """Prepare with `settings` in a child until all ranks are done; a collective.
 
     If `settings` is None, this rank only waits. If a child fails, all ranks exit with its code.
     """
     with exiting_on_signals(PREEMPTED):
-        process = start_prepare(settings) if settings else None
+        process = None
+        if settings:
+            environment = {CHILD_SETTINGS: json.dumps(settings)}
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:
+                environment["TORCHELASTIC_ERROR_FILE"] = os.environ["TORCHELASTIC_ERROR_FILE"]
+            process = launch_child(
+                [],
+                module="accel_gpt.prepare.prepare",
+                environment=environment,
+                own_group=True,  # only this process receives Ctrl-C
+            )
+        code = None if process else 0
+        codes: list[int | None] = [None]
         try:  # a signal or the loss of a rank kills the child
-            codes: list[int | None] = [None]
             while None in codes and not any(codes):
-                codes = all_gather(exit_code(process))
+                if process:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        code = process.wait(timeout=1)
+                codes = all_gather(code)
         finally:
             if process:
                 process.kill()
@@ -124,28 +132,3 @@ def run_prepare(settings: dict[str, object] | None) -> None:
     if failed:
         end_group()
         sys.exit(failed[0])
-
-
-def start_prepare(settings: dict[str, object]) -> subprocess.Popen[str]:
-    """Start to prepare with `settings`."""
-    environment = {SETTINGS: json.dumps(settings)}
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        environment["TORCHELASTIC_ERROR_FILE"] = os.environ["TORCHELASTIC_ERROR_FILE"]
-    return launch_child(
-        [],
-        module="accel_gpt.prepare.child",
-        environment=environment,
-        own_group=True,  # only this process receives Ctrl-C
-    )
-
-
-def exit_code(process: subprocess.Popen[str] | None) -> int | None:
-    """Return the exit code of `process`, or None if it still runs after a second.
-
-    Without a process, return 0.
-    """
-    if process is None:
-        return 0
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=1)
-    return process.returncode

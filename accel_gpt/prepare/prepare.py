@@ -13,13 +13,13 @@ its memory depends on them.
 """
 
 import json
-import re
+import os
 import shutil
 import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -29,11 +29,11 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.console import write_err
+from accel_gpt.console import run_process, write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import token_dtype
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
 from accel_gpt.files import append_all_or_nothing, locked_file, read_json, sync, write_file
 from accel_gpt.launcher import available_cores
@@ -47,7 +47,6 @@ from accel_gpt.prepare.documents import (
     expected_bytes,
     open_data_sets,
     read_pieces,
-    sample_texts,
 )
 from accel_gpt.prepare.encoding import Encoder, encode_all
 from accel_gpt.prepare.pieces import cut_finder
@@ -55,14 +54,11 @@ from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.prepare.sources import TextSource, select, source_fingerprint
 from accel_gpt.training.display import Progress
 
+CHILD_SETTINGS = "ACCEL_GPT_PREPARE"  # environment variable, see `main`
 JOURNAL = "progress.json"
 HASHES = "hashes.bin"  # of the documents, until the end
 FINGERPRINT = "source_fingerprint"
-TOKENIZER_NAMES = ("bytes", "chars", "bpe", "gpt2")  # names that are not a path or Hub id
-BPE_BYTES = 1_000_000_000  # bytes of UTF-8 text on which a bpe is trained, spread over the source
-# Names of the files in an unfinished folder
-OWN_NAMES = rf"(train|val)_\d+\.npy|tokenizer(_config)?\.json|{INDEX}|{JOURNAL}|{HASHES}"
-OWN_FILES = rf"({OWN_NAMES})(\.tmp.*)?"
+BPE_BYTES = 1_000_000_000  # bytes of UTF-8 text, from the beginning, on which a bpe is trained
 RESUMES = "run the same command again to resume"
 
 
@@ -124,13 +120,6 @@ def write_folder(config: PrepareConfig, sources: list[TextSource], folder: Path)
             f"there is too little text: {plural(tokens['train'], 'token')} for train and "
             f"{tokens['val']} for val, expected at least 2 each{empty}"
         )
-    if work.counts.is_all_lost:
-        shutil.rmtree(folder)
-        named = ", ".join(map(repr, work.counts.examples))
-        raise UserError(
-            f"the tokenizer {config.tokenizer} has no token for any visible character of the text, "
-            f"such as {named}"
-        )
     sync(folder)
     for line in work.counts.lines(work.tokenizer, count_duplicates(folder / HASHES)):
         write_err(line)
@@ -189,28 +178,17 @@ def settings(config: PrepareConfig) -> dict[str, Any]:
     return found
 
 
-def differing_settings(
-    made: Mapping[str, Any], requested: Mapping[str, Any], tokenizer_fingerprint: str
-) -> str:
-    """Describe the settings that differ from `made`, whose tokenizer has this fingerprint.
-
-    The same tokenizer at another place is no difference.
-    """
+def differing_settings(made: Mapping[str, Any], requested: Mapping[str, Any]) -> str:
+    """Describe the settings that differ from `made`."""
     found = []
     for key in {**made, **requested}:
-        value = requested.get(key)
-        if made.get(key) == value:
+        if made.get(key) == requested.get(key):
             continue
         if key == FINGERPRINT:
             found.append("other names or sizes of the files")
-        elif key != "tokenizer" or given_fingerprint(requested[key]) != tokenizer_fingerprint:
-            found.append(f"{key}: {made.get(key)}, requested {value}")
+        else:
+            found.append(f"{key}: {made.get(key)}, requested {requested.get(key)}")
     return "; ".join(found)
-
-
-def given_fingerprint(tokenizer: str) -> str | None:
-    """Return the fingerprint of a tokenizer.json or a tokenizer of the Hub; None for the others."""
-    return None if tokenizer in TOKENIZER_NAMES else named_tokenizer(tokenizer).fingerprint
 
 
 def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
@@ -228,23 +206,19 @@ def is_ready(config: PrepareConfig, out: Path, keep_changed: bool) -> bool:
     index = read_index(out)
     fingerprint = index.prepared.get(FINGERPRINT)
     requested = settings(config) | {FINGERPRINT: fingerprint}
-    differ = differing_settings(index.prepared, requested, index.tokenizer.fingerprint)
+    differ = differing_settings(index.prepared, requested)
     require(not differ, f"data folder {out} was prepared with other settings ({differ})")
-    if text_changed(config, fingerprint):
+    if is_url(str(config.source)) or is_url(str(config.val)):
+        return True
+    try:
+        changed = source_fingerprint(config, select(config)[0]) != fingerprint
+    except (AccelGPTError, OSError):  # the text is gone
+        changed = False
+    if changed:
         problem = f"the files of {config.source} have changed since {out} was prepared"
         require(keep_changed, problem)
         write_err(f"WARNING: {problem}, which is used as it is")
     return True
-
-
-def text_changed(config: PrepareConfig, made: str | None) -> bool:
-    """Return whether the files of the source exist here and differ from the prepared files."""
-    if is_url(str(config.source)) or is_url(str(config.val)):
-        return False
-    try:
-        return source_fingerprint(config, select(config)[0]) != made
-    except (AccelGPTError, OSError):
-        return False
 
 
 # --------------------------------------------------------------------------- start or resume
@@ -323,7 +297,6 @@ class Preparation:
         size = self.write_hashes()
         sync(self.folder)
         self.journal |= {
-            "tokenizer": self.tokenizer.fingerprint,
             "splits": splits,
             "counts": asdict(self.counts),
             "hashes": size,
@@ -343,24 +316,37 @@ class Preparation:
 def resume_or_start(
     config: PrepareConfig, sources: list[TextSource], folder: Path, requested: Mapping[str, Any]
 ) -> Preparation:
-    """Resume in `folder` if possible; otherwise print the reason and start over."""
+    """Resume in `folder` if possible; otherwise print the reason and start over.
+
+    Raises `UserError` if the folder has another origin, or holds tokens of other settings.
+    """
+    path = folder / JOURNAL
     if folder.exists():
+        require(path.exists(), f"{folder} has no {JOURNAL}; remove it, or choose another folder")
         try:
-            journal = read_journal(config, folder, requested)
+            if path.stat().st_size == 0:
+                raise DataError("it holds no tokens")
+            journal = read_json(path)
+            if differ := differing_settings(journal["settings"], requested):
+                problem = f"it was begun with other settings ({differ})"
+                if any(state["shards"] for state in journal["splits"].values()):
+                    raise UserError(f"{folder}: {problem}; remove it to start over")
+                raise DataError(f"{problem} and holds no tokens")
             work = Preparation(config, sources, folder, load_tokenizer(folder), journal)
             tokens = sum(writer.total_tokens for writer in work.writers.values())
             write_err(f"resuming from {tokens:,} tokens in {folder}")
             return work
         except DataError as why:
-            discard(folder)
+            shutil.rmtree(folder)
             write_err(f"{folder} cannot be resumed: {why}; starting over")
     folder.mkdir()
+    path.touch()  # from here on, the folder is known as ours
     write_err(f"making the {config.tokenizer} tokenizer")
     try:
         tokenizer = create_tokenizer(config, sources, folder)
         tokenizer.save(folder, vocab_size=tokenizer.vocab_size)
-        for path in folder.iterdir():
-            sync(path)
+        for file in folder.iterdir():
+            sync(file)
         journal = {"settings": dict(requested), "splits": {}, "counts": {}}
         work = Preparation(config, sources, folder, tokenizer, journal)
         work.save(BEGINNING)
@@ -370,39 +356,6 @@ def resume_or_start(
     return work
 
 
-def read_journal(
-    config: PrepareConfig, folder: Path, requested: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Read the journal in `folder`.
-
-    Raises `DataError` if the preparation cannot be resumed and may be discarded, and another
-    `UserError` if it must be kept.
-    """
-    if not (folder / JOURNAL).exists():
-        raise DataError(f"it has no {JOURNAL}")
-    journal: dict[str, Any] = read_json(folder / JOURNAL)
-    if differ := differing_settings(journal["settings"], requested, journal["tokenizer"]):
-        if not any(state["shards"] for state in journal["splits"].values()):
-            raise DataError(f"it was begun with other settings ({differ}) and holds no tokens")
-        raise UserError(
-            f"{folder} was begun with other settings ({differ}); remove it to start over"
-        )
-    if given_fingerprint(config.tokenizer) not in (None, journal["tokenizer"]):
-        raise DataError("the tokenizer has changed")
-    return journal
-
-
-def discard(folder: Path) -> None:
-    """Remove an unfinished folder. Raises `UserError` if it holds a file of another origin."""
-    for path in folder.iterdir():
-        require(
-            re.fullmatch(OWN_FILES, path.name) is not None,
-            f"{folder} is the temporary folder of the data, but holds {path.name}; remove that "
-            "file, or choose another data folder",
-        )
-    shutil.rmtree(folder)
-
-
 def create_tokenizer(config: PrepareConfig, sources: list[TextSource], folder: Path) -> Tokenizer:
     """Make the tokenizer of the config."""
     write_chat = chat_writer(config.tokenizer, folder, None)
@@ -410,10 +363,12 @@ def create_tokenizer(config: PrepareConfig, sources: list[TextSource], folder: P
     whole = [replace(source, split="train") for source in sources]
 
     def texts() -> Iterator[str]:
-        found = (piece.text for piece in read_pieces(config, whole, write_chat))
-        if config.tokenizer == "bpe":
-            return sample_texts(found, expected_bytes(whole), BPE_BYTES)
-        return found
+        size = 0  # bytes
+        for piece in read_pieces(config, whole, write_chat):
+            yield piece.text
+            size += len(piece.text.encode())
+            if config.tokenizer == "bpe" and size >= BPE_BYTES:
+                return
 
     made: Future[Tokenizer] = Future()
 
@@ -449,3 +404,23 @@ def chat_writer(name: str, folder: Path, tokenizer: Tokenizer | None) -> WriteCh
         return str(load().apply_chat_template(turns, tokenize=False))
 
     return write
+
+
+# --------------------------------------------------------------------------- child of a run
+
+
+def main(_: Sequence[str]) -> int:
+    """Prepare the folder that the environment names; see `missing_data.py`.
+
+        ACCEL_GPT_PREPARE='{"out": "data/x", "source": "text", ...}' python -m ...
+
+    The settings are not on the command line, because every user of a machine can read it.
+    """
+    values = json.loads(os.environ.pop(CHILD_SETTINGS))
+    out = Path(values.pop("out"))
+    prepare(PrepareConfig(**values), out, keep_changed=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_process(main)

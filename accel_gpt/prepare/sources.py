@@ -25,9 +25,9 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.files import cache_folder, is_local, sha256
 from accel_gpt.hub import is_repo
 from accel_gpt.prepare.text_files import (
-    is_binary,
+    LFS_POINTER,
     is_page,
-    placeholder_in,
+    marked_encoding,
     read_head,
     unpacked_name,
 )
@@ -179,9 +179,10 @@ def why_not_read(path: Path) -> str | None:
     if path.stat().st_size == 0:
         return "empty"
     head = read_head(path)
-    if placeholder := placeholder_in(head):
-        return placeholder
-    if kind_of_file(path.name) == TEXT and is_binary(head):
+    if head.startswith(LFS_POINTER):
+        return "a pointer of Git LFS"
+    is_binary = b"\0" in head and marked_encoding(head) is None
+    if is_binary and kind_of_file(path.name) == TEXT:
         return f"not text ({path.suffix or 'no ending'})"
     return None
 

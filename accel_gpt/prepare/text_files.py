@@ -125,24 +125,9 @@ def unpacked_name(name: str) -> str:
     return name
 
 
-def is_packed(path: Path) -> bool:
-    """Return whether a file is compressed, so that its size is not the size of its text."""
-    return path.suffix.lower() in COMPRESSIONS
-
-
-def placeholder_in(head: bytes) -> str | None:
-    """Return what the start of a file is, if it stands in place of the file."""
-    return "a pointer of Git LFS" if head.startswith(LFS_POINTER) else None
-
-
 def is_page(text: str) -> bool:
     """Return whether a text begins as an HTML page."""
     return "<" in text[:100] and HTML.match(text[:HEAD_BYTES]) is not None
-
-
-def is_binary(head: bytes) -> bool:
-    """Return whether the start of a file has a zero byte, which no text has."""
-    return b"\0" in head and marked_encoding(head) is None
 
 
 def marked_encoding(head: bytes) -> str | None:

@@ -30,11 +30,6 @@ def read_texts(config: PrepareConfig) -> Iterator[str]:
         yield piece.text
 
 
-def read_sample(config: PrepareConfig, size: int) -> Iterator[str]:
-    total = documents.expected_bytes(opened(config))
-    return documents.sample_texts(read_texts(config), total, size)
-
-
 def read(path: Path | str, **more: Any) -> list[str]:
     """Return the documents of a source that have text."""
     return [text for text in read_texts(PrepareConfig(source=str(path), **more)) if text]

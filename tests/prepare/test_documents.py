@@ -5,7 +5,6 @@ import csv
 import gzip
 import io
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.prepare.documents import Piece, Position, split_by_hash
 from accel_gpt.prepare.text_files import text_hash
-from tests.helpers.texts import opened, read, read_pieces, read_sample
+from tests.helpers.texts import opened, read, read_pieces
 
 ROWS = ["one", None, "", "two\r\nlines", "é 👍"]
 KEPT = ["one", "two\nlines", "é 👍"]
@@ -102,15 +101,11 @@ def test_each_kind_of_file_is_read(
         ({"a": None}, "a.b", None),
     ],
 )
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_lists_and_nested_columns_are_read(
-    row: dict[str, Any], field: str, text: str | None, kind: str, tmp_path: Path
+    row: dict[str, Any], field: str, text: str | None, tmp_path: Path
 ) -> None:
-    path = tmp_path / f"x.{kind}"
-    if kind == "jsonl":
-        path.write_text(json.dumps(row))
-    else:
-        pq.write_table(pa.Table.from_pylist([row]), path)
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(row))
     assert read(path, text_field=field) == [text] * (text is not None)
 
 
@@ -168,8 +163,8 @@ def check_resume(config: PrepareConfig) -> list[Piece]:
         ("long", "text", 3, 10),
         ("whole", "text", 3, 10**6),
         ("separated", "text", 2, 10),
-        ("lines", "jsonl", 3, 0),
-        ("columns", "parquet", 3, 0),
+        ("lines", "jsonl", 2, 0),
+        ("columns", "parquet", 2, 0),
     ],
 )
 def test_reading_goes_on_after_any_piece(
@@ -227,29 +222,6 @@ def test_held_out_documents_stay_when_a_folder_grows(tmp_path: Path) -> None:
     assert all(split_by_hash(text_hash(text), 0.5) == "val" for text in held)
 
 
-@pytest.mark.parametrize("kind", ["txt", "parquet"])
-def test_a_sample_is_spread_over_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    words = [f"{number:05d} " + "word " * 40 for number in range(2000)]
-    place = tmp_path / f"x.{kind}"
-    if kind == "txt":
-        place.write_text("\n".join(words))
-    else:
-        pq.write_table(pa.table({"text": words}), place, compression="none", use_dictionary=False)
-    config = PrepareConfig(source=str(place))
-    size = 50_000
-    monkeypatch.setattr("accel_gpt.prepare.documents.BATCH_CHARACTERS", size // 16)
-    sample = list(read_sample(config, size))
-    expected = size if kind != "parquet" else size / 3
-    assert expected * 0.7 < sum(len(t.encode()) for t in sample) < expected * 1.3
-    taken = [int(n) for n in re.findall(r"\d{5}", " ".join(sample))]
-    assert all(any(low <= n < low + 500 for n in taken) for low in range(0, 2000, 500))
-    assert taken == sorted(set(taken))
-    assert list(read_sample(config, size)) == sample
-    assert "".join(read_sample(config, 10**7)) == "".join(read(place))
-
-
 # --------------------------------------------------------------------------- the Hub
 
 Splits = Callable[[dict[str, list[dict[str, Any]]]], list[Any]]
@@ -291,7 +263,6 @@ def test_a_data_set_of_the_hub_is_streamed_and_its_splits_are_kept(on_the_hub: S
         ("val", "c"),
     ]
     assert asked[0] == (("me/data", "10BT"), {"streaming": True})
-    assert "".join(read_sample(config, 1)) == "a"  # its size is unknown, so its beginning
     test = replace(config, split="test")
     assert splits(test) == [("train", "d"), ("val", "c")]
     with pytest.raises(UserError, match=r"split is tset, but .* no such split; did you mean test"):

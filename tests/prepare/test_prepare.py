@@ -96,6 +96,18 @@ def test_any_number_of_cores_and_pieces_writes_the_same_bytes(
     assert len(one) > 5
 
 
+def test_a_bpe_is_trained_on_the_beginning(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_gpt.prepare.prepare.BPE_BYTES", 900)
+    for name, word in (("1", "begin "), ("2", "after ")):
+        (tmp_path / f"{name}.txt").write_text(word * 200)
+    prepare(PrepareConfig(source=f"{tmp_path}/*.txt", tokenizer="bpe", vocab_size=280), out)
+    tokenizer = load_tokenizer(out)
+    assert len(tokenizer.encode("begin")) < 3
+    assert len(tokenizer.encode("after")) > 3
+
+
 def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
     """Also with other settings, and settings of another version, which are rejected."""
     prepare(config, out)

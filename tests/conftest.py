@@ -89,6 +89,21 @@ def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+@pytest.fixture
+def uploads_in_turn(uploads_here: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the training wait for the uploads of each checkpoint. Return the exit codes."""
+    from accel_gpt.publish.uploader import Uploader
+
+    on_checkpoint = Uploader.on_checkpoint
+
+    def wait(uploads: Uploader, checkpoint: Path) -> None:
+        on_checkpoint(uploads, checkpoint)
+        uploads.thread.submit(lambda: None).result()  # of the only thread
+
+    monkeypatch.setattr(Uploader, "on_checkpoint", wait)
+    return uploads_here
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Train in this process; return the exit code."""
     from accel_gpt.commands import train as command

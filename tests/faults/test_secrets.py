@@ -31,7 +31,7 @@ def holding(folder: Path, secret: str) -> list[Path]:
 @pytest.mark.usefixtures("in_this_process")
 def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
     small_run: Arguments,
-    uploads_here: list[int],
+    uploads_in_turn: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

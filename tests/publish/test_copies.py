@@ -147,7 +147,7 @@ def test_a_copy_that_is_killed_is_no_copy(
     assert not (tmp_path / "run" / ".uploading").exists()
 
 
-@pytest.mark.usefixtures("uploads_here")
+@pytest.mark.usefixtures("uploads_in_turn")
 def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +14,8 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from accel_gpt import train
-from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import PrepareConfig
-from accel_gpt.config.plan import make_plan
 from accel_gpt.model.gpt import GPT
-from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_checkpoint
@@ -67,11 +62,6 @@ def around_updates(
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
     """Call a function before step `step` is trained."""
     around_updates(monkeypatch, lambda run: run.state.step == step - 1 and act())
-
-
-def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
-    """Send this process a signal during step `step`."""
-    before_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
 
 
 def test_the_rate_that_is_logged_is_optim_lr_whatever_the_groups(
@@ -153,27 +143,6 @@ def test_loss_curve_is_the_stored_one_and_the_contract_names_what_is_left(
     assert shown.index(f"run      {tmp_path / 'run'}\n") < shown.index("model    ")
 
 
-def test_stopped_and_launched_again_equals_never_stopped(
-    small_run: Arguments,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    trained(to="whole")
-    with monkeypatch.context() as patch:
-        signal_after(patch, 7, signal.SIGINT)
-        assert launch(small_run()) == 75
-    assert "saved at step 7" in capsys.readouterr().err
-    assert launch(small_run()) == 0
-    assert "from step 7" in capsys.readouterr().err
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-    for name in ("step_00000006.txt", "step_00000012.txt"):
-        texts = [(tmp_path / r / "samples" / name).read_text() for r in ("run", "whole")]
-        assert texts[0] == texts[1]
-
-
 def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"ctx": "the king", "endings": ["a sea", "war"], "label": 0}\n' * 5)
@@ -188,24 +157,6 @@ def test_evaluation_and_samples_leave_no_trace(small_run: Arguments, tmp_path: P
     steps = [line["step"] for line in records(tmp_path / "without")]
     assert steps == [1, 3, 4]  # the first step is logged at once
     assert "eval/val_loss" in records(tmp_path / "without")[-1]  # the last step is evaluated
-
-
-def test_finished_run_says_so_and_goes_on_when_allowed(
-    small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained()
-    assert launch(small_run()) == 0
-    assert len(records(tmp_path / "run")) == 12
-    capsys.readouterr()
-    longer = ["--train.max_steps", "14", "--optim.lr", "0.1"]
-    assert launch(small_run(*longer)) == 2
-    assert "optim.lr was 0.01, is 0.1, train.max_steps was 12, is 14" in capsys.readouterr().err
-    allow = ["--checkpoint.allow_change", "[train.max_steps, optim.lr]"]
-    assert launch(small_run(*longer, *allow)) == 0
-    last = records(tmp_path / "run")[-1]
-    assert last["step"] == 14
-    plan = make_plan(load_config(small_run(*longer), ""), 1)
-    assert last["train/lr"] == pytest.approx(0.1 * lr_fraction(13, "cosine", plan, 0.0))
 
 
 def test_a_folder_of_another_run_is_refused(

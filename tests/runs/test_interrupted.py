@@ -1,4 +1,4 @@
-"""A signal or an error between a step and its evaluation or samples loses nothing."""
+"""Resumed equals never stopped, wherever a run was interrupted."""
 
 import os
 import signal
@@ -20,13 +20,11 @@ from tests.test_train import assert_same_weights, records, weights
 
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
-BATCHES = 4  # of an evaluation: 512 tokens of two splits, in batches of 8 x 32 tokens
-BEST = ("--checkpoint.keep_best", "true")
-RARELY = ("--checkpoint.every", "0", "--log.every", "3")
+Patch = pytest.MonkeyPatch
 
 
 def call_before(
-    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: int, act: Callable[[], None]
+    monkeypatch: Patch, module: Any, name: str, number: int, act: Callable[[], None]
 ) -> list[int]:
     """Call `act` before call `number` of a function; return a list with an entry per call."""
     function = getattr(module, name)
@@ -42,94 +40,66 @@ def call_before(
     return calls
 
 
-def send(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+def break_shards(monkeypatch: Patch) -> None:
+    def fail(*_: object) -> None:
+        raise DataError("the shard cannot be read")
+
+    monkeypatch.setattr(Split, "read", fail)
 
 
-def fail() -> None:
-    raise DataError("the shard cannot be read")
+# The interruptions of one run, in turn: before which call of which function, counted in a launch;
+# the signal, or 0 for shards that cannot be read; the step that is saved. An evaluation has four
+# batches of 8 x 32 tokens, and steps 4, 8 and 12 have one; steps 6 and 12 have samples of 8 tokens.
+STOPS = (
+    (train, "update", 3, signal.SIGINT, 3),
+    (validation, "collate", 2, signal.SIGTERM, 4),
+    (generate, "sample_token", 3, signal.SIGINT, 6),
+    (train, "evaluate_step", 1, 0, 8),
+    (validation, "collate", 4 + 2, signal.SIGUSR2, 12),
+    (generate, "sample_token", 3, signal.SIGUSR1, 12),
+)
 
 
-def saved_steps(run: Path) -> list[int]:
-    return list(RunFolder(run).checkpoints)
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--checkpoint.keep_best", "true", "--checkpoint.every", "0", "--log.every", "3")],
+)
+def test_a_run_that_is_stopped_everywhere_equals_one_that_never_stopped(
+    options: tuple[str, ...],
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At the end its newest checkpoint is damaged, and its last record is torn."""
+    run, whole = tmp_path / "run", trained(*options, to="whole")
+    for module, name, number, sent, step in STOPS:
+        with monkeypatch.context() as patch:
 
+            def act(patch: Patch = patch, sent: int = sent) -> None:
+                os.kill(os.getpid(), sent) if sent else break_shards(patch)
 
-def assert_same_run(run: Path, whole: Path) -> None:
+            calls = call_before(patch, module, name, number, act)
+            assert launch(small_run(*options)) == (75 if sent else 3)
+        said = capsys.readouterr().err
+        assert len(calls) == number  # nothing follows
+        end = f"{sent.name}: saved at step {step} " if sent else "error: the shard cannot be read"
+        assert end in said
+        assert list(RunFolder(run).checkpoints)[-1] == step
+    assert 12 not in [record["step"] for record in records(run)][:-1]
+    (run / "checkpoints" / "step_00000012" / "model.json").write_text("{}")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "tok')
+    assert launch(small_run(*options)) == 0
+    assert "from step 8 " in capsys.readouterr().err
     assert records(run) == records(whole)
     rows, expected = ((r / "metrics.csv").read_text().splitlines() for r in (run, whole))
     assert [row.partition(",")[0] for row in rows] == [row.partition(",")[0] for row in expected]
     assert RunFolder(run).best == RunFolder(whole).best
     assert_same_weights(weights(run), weights(whole))
-    samples = sorted(path.name for path in (whole / "samples").iterdir())
-    assert sorted(path.name for path in (run / "samples").iterdir()) == samples
-    for name in samples:
-        assert (run / "samples" / name).read_text() == (whole / "samples" / name).read_text()
-
-
-def test_a_signal_during_an_evaluation_saves_at_once(
-    small_run: Arguments,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In the middle of the evaluation of the last step, the third."""
-    run, whole = tmp_path / "run", trained(to="whole")
-    number, step = BATCHES * 2 + 2, 12
-    with monkeypatch.context() as patch:
-        calls = call_before(patch, validation, "collate", number, send(signal.SIGTERM))
-        assert launch(small_run()) == 75
-    assert len(calls) == number  # the current batch is the last one
-    assert f"SIGTERM: saved at step {step} " in capsys.readouterr().err
-    assert saved_steps(run)[-1] == step
-    assert step not in [record["step"] for record in records(run)]
-    assert launch(small_run()) == 0
-    assert_same_run(run, whole)
-
-
-def test_a_signal_during_samples_saves_at_once(
-    small_run: Arguments,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Twice: during the samples of step 6, which restart, and of the last step."""
-    run, whole = tmp_path / "run", trained(to="whole")
-    with monkeypatch.context() as patch:
-        calls = call_before(patch, generate, "sample_token", 3, send(signal.SIGINT))
-        assert launch(small_run()) == 75
-        assert len(calls) == 3
-    assert saved_steps(run)[-1] == 6
-    with monkeypatch.context() as patch:
-        call_before(patch, generate, "sample_token", 8 + 3, send(signal.SIGUSR1))
-        assert launch(small_run()) == 75
-    assert [path.name for path in (run / "samples").iterdir()] == ["step_00000006.txt"]
-    assert launch(small_run()) == 0
-    assert_same_run(run, whole)
-
-
-@pytest.mark.parametrize(("options", "evaluation"), [(BEST, 3), (RARELY, 1)])
-def test_an_evaluation_that_fails_costs_no_step(
-    options: tuple[str, ...],
-    evaluation: int,
-    small_run: Arguments,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run, whole, step = tmp_path / "run", trained(*options, to="whole"), 4 * evaluation
-    with monkeypatch.context() as patch:
-
-        def unreadable() -> None:
-            patch.setattr(Split, "read", lambda *_: fail())
-
-        call_before(patch, train, "evaluate_step", evaluation, unreadable)
-        assert launch(small_run(*options)) == 3
-    assert "error: the shard cannot be read" in capsys.readouterr().err
-    assert saved_steps(run)[-1] == step
-    assert launch(small_run(*options)) == 0
-    assert_same_run(run, whole)
+    texts = [{p.name: p.read_text() for p in (r / "samples").iterdir()} for r in (run, whole)]
+    assert texts[0] == texts[1]
 
 
 def test_a_signal_is_acknowledged_at_once(
@@ -139,8 +109,8 @@ def test_a_signal_is_acknowledged_at_once(
     shown: list[str] = []
 
     def press() -> None:
-        send(signal.SIGINT)()
-        send(signal.SIGINT)()  # a launcher delivers the same key press again
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # a launcher delivers the same key press again
         end = time.monotonic() + 60
         while "SIGINT" not in (text := "".join(shown)) and time.monotonic() < end:
             time.sleep(0.01)
@@ -166,7 +136,8 @@ def test_the_clock_of_a_run_counts_the_evaluation_after_a_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(validation, "collate", slowly)
-        assert launch(small_run("--train.stop_at", "4")) == 0
-    assert launch(small_run()) == 0
+        assert launch(small_run("--train.stop_at", "4", "--sample.every", "0")) == 0
+    short = ("--train.stop_at", "6", "--sample.every", "0", "--eval.every", "4")
+    assert launch(small_run(*short)) == 0
     times = [record["time"] for record in RunFolder(tmp_path / "run").records()]
     assert times == sorted(times)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
+from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import leaves, to_flat, to_yaml
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
+from accel_gpt.optim.schedule import lr_fraction
 from accel_gpt.runs.changes import check_same_config, check_same_run
-from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.runs.folder import checkpoint_steps
-from accel_gpt.runs.resume import describe_load_error
+from accel_gpt.runs.resume import best_step_is_valid, describe_load_error
 from accel_gpt.runs.state import TrainState
 from tests.conftest import QUIET, launch, reseal
 from tests.test_train import records
@@ -105,25 +107,6 @@ def test_another_tokenizer_is_refused() -> None:
         check_same_run(Path("step"), before, now, ("tokenizer",))
 
 
-def test_metrics_are_cut_back_to_the_step_that_is_resumed(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    """The newest checkpoint is damaged: lines after the previous one, also torn ones, are cut."""
-    assert launch(small_run()) == 0
-    run = tmp_path / "run"
-    whole = records(run)
-    (run / "checkpoints" / "step_00000012" / "model.json").write_text("{}")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "tok')
-    (run / "best").write_text("12\n")
-    assert launch(small_run()) == 0
-    assert records(run) == whole
-    rows = (run / "metrics.csv").read_text().splitlines()
-    assert [row.partition(",")[0] for row in rows] == ["step", *map(str, range(1, 13))]
-    assert checkpoint_steps(run / "checkpoints") == [8, 12]
-    assert (run / "best").read_text() == "8\n"
-
-
 # --------------------------------------------------------------------------- what may change
 
 
@@ -183,29 +166,22 @@ def test_a_config_of_a_run_that_cannot_be_read_is_not_replaced(
         check_same_config(Config(out_dir=str(tmp_path)), ())
 
 
-def test_the_best_loss_so_far_is_that_of_the_same_text_in_all_named_sets(
-    small_run: Arguments, corpus: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    own = ["--eval.every", "2", "--checkpoint.every", "2", "--sample.every", "0", "--data.val"]
-    named = [*own, f"{{web: {corpus}, code: {corpus}}}"]
-    assert launch(small_run(*named, "--train.stop_at", "4")) == 0
-    state = run / "checkpoints" / "step_00000004"
-    content = json.loads((state / "trainer_state.json").read_text())
-    content |= {"best_val_loss": 0.1, "best_step": 2}  # as if that text were easy
-    (state / "trainer_state.json").write_text(json.dumps(content))
-    reseal(state)
-    fewer = ["--eval.tokens", "64", "--checkpoint.allow_change", "eval.tokens"]
-    assert launch(small_run(*named, "--train.stop_at", "6")) == 0
-    assert read_state(state.with_name("step_00000006")).best_val_loss == 0.1
-    assert launch(small_run(*own, f"{{web: {corpus}}}", "--train.stop_at", "8")) == 2
-    assert launch(small_run(*named, *fewer)) == 0
-    last = read_state(state.with_name("step_00000012"))
-    assert last.best_val_loss is not None
-    assert last.best_val_loss > 1
-    evaluated = [line for line in records(run) if "eval/val_loss" in line]
-    assert [line["step"] for line in evaluated] == [2, 4, 6, 8, 10, 12]
-    assert all({"eval/val_loss/web", "eval/val_loss/code"} <= line.keys() for line in evaluated)
+def test_the_best_step_is_forgotten_if_an_evaluation_reads_another_text(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "step_00000004"
+    (tmp_path / "best").write_text("2\n")
+    saved = TrainState(step=4, best_step=2, config=to_flat(Config(out_dir=str(tmp_path))))
+    assert best_step_is_valid(path, saved, saved)
+    assert not best_step_is_valid(tmp_path / "other" / "checkpoints" / path.name, saved, saved)
+    for changes, valid in (
+        ({"train.max_steps": 7}, True),
+        ({"eval.tokens": 64}, False),
+        ({"data.val": "other"}, False),
+        ({"checkpoint.keep_best": True}, True),
+    ):
+        now = replace(saved, config={**saved.config, **changes})
+        assert best_step_is_valid(path, saved, now) == valid, changes
+    (tmp_path / "best").unlink()
+    assert best_step_is_valid(path, saved, saved) == (not saved.config["checkpoint.keep_best"])
 
 
 def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> None:
@@ -215,25 +191,6 @@ def test_no_advice_to_load_what_executes_code_is_passed_on(tmp_path: Path) -> No
     assert describe_load_error(caught.value) == (
         "it holds objects other than tensors and plain values"
     )
-
-
-def test_a_change_that_is_allowed_is_named_and_in_force(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(small_run(*QUIET, "--train.max_steps", "4")) == 0
-    allow = ["--checkpoint.allow_change", "[train.max_steps, optim.beta2, optim.weight_decay]"]
-    longer = [*QUIET, "--train.max_steps", "8", "--optim.beta2", "0.9", *allow]
-    longer += ["--optim.weight_decay", "0.3"]
-    assert launch(small_run(*longer)) == 0
-    shown = capsys.readouterr().err
-    assert "from step 4 on optim.beta2 is 0.9; it was 0.95" in shown
-    assert "from step 4 on train.max_steps is 8; it was 4" in shown
-    rates = [record["train/lr"] for record in records(tmp_path / "run")]
-    assert rates[3:5] == pytest.approx([5.0e-3, 7.5e-3])
-    file = tmp_path / "run" / "checkpoints" / "step_00000008" / "optimizer.bin"
-    groups = torch.load(file, weights_only=True)["param_groups"]
-    assert [group["lr"] for group in groups] == [pytest.approx(rates[-1])] * 2
-    assert [(g["weight_decay"], g["betas"][1]) for g in groups] == [(0.3, 0.9), (0.0, 0.9)]
 
 
 @pytest.mark.slow
@@ -271,3 +228,28 @@ def test_a_path_to_resume_from_is_used_by_a_run_without_checkpoints_alone(
     said = capsys.readouterr().err
     assert f"{tmp_path / 'branch'} has checkpoints, so checkpoint.resume {older} is ignored" in said
     assert "from step 16" in said
+
+
+def test_a_change_that_is_allowed_is_named_and_in_force(
+    trained: Trained, small_run: Arguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(*QUIET)
+    assert launch(small_run(*QUIET)) == 0  # it is finished
+    assert len(records(run)) == 12
+    longer = [*QUIET, "--train.max_steps", "14", "--optim.lr", "0.1", "--optim.beta2", "0.9"]
+    longer += ["--optim.weight_decay", "0.3"]
+    assert launch(small_run(*longer)) == 2
+    assert "optim.lr was 0.01, is 0.1, " in capsys.readouterr().err
+    allow = "[train.max_steps, optim.lr, optim.beta2, optim.weight_decay]"
+    assert launch(small_run(*longer, "--checkpoint.allow_change", allow)) == 0
+    shown = capsys.readouterr().err
+    assert "from step 12 on optim.beta2 is 0.9; it was 0.95" in shown
+    assert "from step 12 on train.max_steps is 14; it was 12" in shown
+    plan = make_plan(load_config(small_run(*longer), ""), 1)
+    rates = [record["train/lr"] for record in records(run)[12:]]
+    expected = [0.1 * lr_fraction(step, "cosine", plan, 0.0) for step in (12, 13)]
+    assert rates == pytest.approx(expected)
+    file = run / "checkpoints" / "step_00000014" / "optimizer.bin"
+    groups = torch.load(file, weights_only=True)["param_groups"]
+    assert [group["lr"] for group in groups] == [pytest.approx(rates[-1])] * 2
+    assert [(g["weight_decay"], g["betas"][1]) for g in groups] == [(0.3, 0.9), (0.0, 0.9)]

@@ -10,16 +10,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from accel_gpt.errors import CheckpointError, UserError
-from accel_gpt.model.gpt import GPT
+from accel_gpt.errors import CheckpointError
 from accel_gpt.runs.tensor_files import (
     OFFSETS,
     rank_content,
     read_tensors,
     saved_tensors,
-    weights_of,
 )
-from tests.conftest import tiny
 
 FULL = torch.arange(15.0).view(5, 3)
 
@@ -66,11 +63,3 @@ def test_missing_rows_and_other_shapes_are_refused(files: list[Path]) -> None:
         read_tensors(saved_tensors(files), {**zeros(), "v": torch.zeros(5, 3)})
     with pytest.raises(CheckpointError, match="it has step, unknown"):
         read_tensors(saved_tensors(files), {"w": torch.zeros(5, 3)})
-
-
-def test_a_head_that_the_config_ties_but_the_model_does_not_is_refused() -> None:
-    gpt = GPT(tiny(), 100)
-    assert "head.weight" not in weights_of(gpt)
-    gpt.head.weight = torch.nn.Parameter(gpt.wte.weight.detach().clone())
-    with pytest.raises(UserError, match=r"head\.weight is not the weight of the embedding"):
-        weights_of(gpt)

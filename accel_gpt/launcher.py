@@ -147,11 +147,6 @@ def world_size() -> int:
     return size
 
 
-def main_address() -> str:
-    """Return the address of rank 0, where all ranks meet."""
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-
 def is_main() -> bool:
     """Return whether this is rank 0; known before the process group exists."""
     return rank() == 0

@@ -36,7 +36,7 @@ from accel_gpt.launch.stopping import (
     die_with_launcher,
 )
 from accel_gpt.launch.unsupported import check_trackers
-from accel_gpt.launcher import is_main, local_rank, main_address, world_size
+from accel_gpt.launcher import is_main, local_rank, world_size
 from accel_gpt.runs.folder import FolderLock, locked
 from accel_gpt.runs.state import TrainState, record_code
 from accel_gpt.training.display import Display
@@ -92,7 +92,7 @@ def meeting_watchdog(config: Config) -> Watchdog:
     """Return the watchdog of the block in which the ranks meet."""
     problem = "has not met the others"
     if world_size() > 1:
-        problem += f" at {main_address()}"
+        problem += f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return Watchdog(config.train.step_timeout, problem)
 
 

@@ -132,7 +132,7 @@ class Reporter:
         model = self.context.config.model.preset if own.model is None else own.name
         lines = [
             f"run      {self.context.config.out_dir}",
-            *option_lines(self.context.config),
+            *option_lines(to_flat(self.context.config)),
             *code,
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
@@ -245,10 +245,10 @@ def recorded_lines(corpus: Corpus, plan: Plan) -> list[str]:
     return [line.removeprefix("data").strip() for line in corpus.lines(plan)]
 
 
-def option_lines(config: Config) -> list[str]:
+def option_lines(options: Mapping[str, Any]) -> list[str]:
     """Describe the options that differ from their defaults, one line per section of the config."""
     sections: dict[str, list[str]] = {}
-    for key, (_, value) in differences({}, to_flat(config)).items():
+    for key, (_, value) in differences({}, options).items():
         if key == "out_dir":  # a line above shows it
             continue
         text = value if isinstance(value, str) else strict_json(value)

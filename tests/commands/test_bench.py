@@ -19,6 +19,12 @@ Arguments = Callable[..., list[str]]
 SHORT = ("--steps", "3")
 
 
+@pytest.fixture(autouse=True)
+def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "RANDOM_TOKENS", 10_000)
+
+
 def call(*words: str) -> int:
     return run_here(dispatch, ("bench", *words))
 
@@ -29,6 +35,7 @@ def test_bench_times_the_training_step_and_keeps_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The run: 12 steps of 256 tokens; 512 tokens of both splits after 4, 8 and 12 steps."""
     steps: list[int] = []
     update = train.update
 
@@ -37,7 +44,6 @@ def test_bench_times_the_training_step_and_keeps_nothing(
         steps.append(run.state.step)
 
     monkeypatch.setattr(train, "update", counted)
-    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.0)
     before = sorted(tmp_path.rglob("*"))
     assert call(*small_run(*SHORT, "--json", "--train.micro_batch_size", "2")) == 0
     report = json.loads(capsys.readouterr().out)
@@ -50,6 +56,10 @@ def test_bench_times_the_training_step_and_keeps_nothing(
     assert report["tokens_per_second"] == pytest.approx(256_000 / report["step_ms"])
     assert report["mfu"] is None
     assert report["memory_gb"] > 0
+    hour = 3600 * report["tokens_per_second"]  # tokens
+    assert report["run"]["steps"] == 12
+    assert report["run"]["evaluation_hours"] == pytest.approx(3 * 2 * 512 / 3 / hour)
+    assert report["run"]["hours"] == pytest.approx((12 * 256 + 3 * 2 * 512 / 3) / hour)
 
 
 def test_steps_that_warm_up_do_not_count(
@@ -58,32 +68,18 @@ def test_steps_that_warm_up_do_not_count(
     def time_steps(_: Any, number: Callable[[float], int]) -> tuple[float, list[float]]:
         return 9.0, [0.5, *[0.5] * (number(0.5) - 3), 0.25, 0.25, 0.25]
 
+    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 3.0)
     monkeypatch.setattr(bench, "time_steps", time_steps)
     assert call(*small_run(*SHORT, "--json")) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["steps"], report["step_ms"]) == (3, 250)
 
 
-def test_the_hours_of_the_whole_run_count_its_evaluations(
-    small_run: Arguments, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """12 steps of 256 tokens; 512 tokens of both splits after 4, 8 and 12 steps."""
-    asked = small_run(*SHORT, "--eval.every", "4", "--eval.tokens", "512")
-    assert call(*asked, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    hour = 3600 * report["tokens_per_second"]  # tokens
-    assert report["run"]["steps"] == 12
-    assert report["run"]["evaluation_hours"] == pytest.approx(3 * 2 * 512 / 3 / hour)
-    assert report["run"]["hours"] == pytest.approx((12 * 256 + 3 * 2 * 512 / 3) / hour)
-
-
 def test_no_data_is_prepared_or_read(
     small_run: Arguments,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench, "RANDOM_TOKENS", 10_000)
     words = ["--data.train", str(tmp_path / "missing"), "--data.prepare.source", "no/such"]
     assert call(*small_run(*SHORT, *words, "--data.document_mask", "true")) == 0
     assert re.search("^vocabulary\n  tokens +50,257$", capsys.readouterr().out, re.MULTILINE)

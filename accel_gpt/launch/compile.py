@@ -1,8 +1,9 @@
 """Choose whether to use torch.compile, for `train.compile: auto`, and set its cache.
 
-Rank 0 decides for all ranks. Writes compiled code to `~/.cache/accel_gpt/compiled`.
+Writes compiled code to `~/.cache/accel_gpt/compiled`.
 """
 
+import math
 import os
 import sys
 import warnings
@@ -12,32 +13,36 @@ from types import MappingProxyType
 import torch
 from accelerate import PartialState
 
-from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import MachineError, first_line, require
 from accel_gpt.files import cache_folder
-from accel_gpt.launch.devices import MATRIX_UNITS, cpu_flags
-from accel_gpt.launch.precision import requested_precision
-from accel_gpt.launch.ranks import all_gather, on_main
-from accel_gpt.model.make import make_model
+from accel_gpt.launch.ranks import all_gather
 
 CAPABILITY = (7, 0)  # of CUDA: Volta, the first GPUs that Triton supports
-# On a CPU with matrix units, compiling takes 45 s and saves a quarter of a step, so it pays after
-# 180 s (benchmarks/notes/precision.md). On an H100, it takes 20 s (benchmarks/RESULTS.md).
+# On an H100, compiling takes 20 s (benchmarks/RESULTS.md); on slower machines more; assumption
 LEAST_SECONDS = 180.0
-# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
-MATRIX_UNIT_FLOPS = 1.2e11
 # Options of inductor for `train.compile: graphs`
 GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def check_compile(train: TrainConfig, plan: Plan) -> None:
-    """Raise `UserError` if the config asks for torch.compile but it does not work; a collective."""
-    if train.compile == "graphs":
-        check_graphs(plan)
+    """Raise `UserError` if the config asks for torch.compile but it does not work; a collective.
+
+    With CUDA graphs, a step is one forward and one backward pass on one GPU. A gradient that a
+    graph writes is overwritten by the next micro-step, so gradients cannot be accumulated.
+    DistributedDataParallel and FSDP2 have not been tried with CUDA graphs.
+    """
+    device = PartialState().device.type
+    one_pass = device == "cuda" and plan.world_size == plan.accumulation_steps == 1
+    require(
+        one_pass or train.compile != "graphs",
+        "train.compile graphs needs one GPU and no gradient accumulation; this run has "
+        f"{plural(plan.world_size, 'process', 'processes')} on {device} and "
+        f"{plural(plan.accumulation_steps, 'micro-step')}; set train.compile to true",
+    )
     error = compiler_error_on_any_machine() if train.compiled else None
     require(
         error is None,
@@ -46,62 +51,17 @@ def check_compile(train: TrainConfig, plan: Plan) -> None:
     )
 
 
-def choose_compile(config: Config, plan: Plan, earlier: object, as_before: str) -> tuple[bool, str]:
-    """Return whether to compile, for `train.compile: auto`, and the reason; a collective.
-
-    A run keeps its choice, `earlier`, if torch.compile works here; `as_before` is then the reason.
-    """
-    if config.train.reproducible:
-        return False, "train.reproducible is set"
-    compiled = bool(earlier)
-    reason = as_before
-    if earlier is None:
-        compiled, reason = on_main(lambda: gains_from_compiling(config, plan))
-    error = compiler_error_on_any_machine() if compiled else None
-    if error:
-        return False, f"torch.compile does not work here ({error})"
-    return compiled, reason
-
-
-def check_graphs(plan: Plan) -> None:
-    """Raise `UserError` unless a step is one forward and one backward pass on one GPU.
-
-    A gradient that a graph writes is overwritten by the next micro-step, so gradients cannot be
-    accumulated. DistributedDataParallel and FSDP2 have not been tried with CUDA graphs.
-    """
-    device = PartialState().device.type
-    require(
-        device == "cuda" and plan.world_size == plan.accumulation_steps == 1,
-        "train.compile graphs needs one GPU and no gradient accumulation; this run has "
-        f"{plural(plan.world_size, 'process', 'processes')} on {device} and "
-        f"{plural(plan.accumulation_steps, 'micro-step')}; set train.compile to true",
-    )
-
-
-def gains_from_compiling(config: Config, plan: Plan) -> tuple[bool, str]:
-    """Return whether compiling saves more time than it takes, and the reason."""
+def choose_compile(train: TrainConfig) -> tuple[bool, str]:
+    """Return whether compiling saves more time than it takes on this device, and the reason."""
     device = PartialState().device
-    pays = f"compiling pays after {LEAST_SECONDS:.0f} s"
-    budget = duration("train.budget", config.train.budget)
-    if budget and budget <= LEAST_SECONDS:
-        return False, f"train.budget is {config.train.budget}, and {pays}"
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        number = ".".join(map(str, capability))
-        return capability >= CAPABILITY, f"the GPU has compute capability {number}"
-    bf16 = requested_precision(config.train) != "no"
-    if device.type != "cpu" or not bf16 or MATRIX_UNITS not in cpu_flags():
-        return False, f"compiling saves little on {device.type} without matrix units for bf16"
-    seconds = budget or cpu_seconds(config, plan)
-    return seconds > LEAST_SECONDS, f"the run takes about {seconds:,.0f} s, and {pays}"
-
-
-def cpu_seconds(config: Config, plan: Plan) -> float:
-    """Estimate the seconds of the run without compiling, on a CPU with matrix units."""
-    # a model of --code may not work on the device meta
-    gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")
-    tokens = plan.max_steps * plan.tokens_per_step / plan.world_size
-    return tokens * gpt.flops_per_token() / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
+    if device.type != "cuda":
+        return False, f"compiling saves little on {device.type}"
+    budget = duration("train.budget", train.budget) or math.inf
+    if budget <= LEAST_SECONDS:
+        return False, f"train.budget is {train.budget}; compiling pays after {LEAST_SECONDS:.0f} s"
+    capability = torch.cuda.get_device_capability(device)
+    number = ".".join(map(str, capability))
+    return capability >= CAPABILITY, f"the GPU has compute capability {number}"
 
 
 def compiler_error_on_any_machine() -> str | None:

@@ -30,7 +30,11 @@ from accel_gpt.errors import AccelGPTError, UserError
 from accel_gpt.hub import newest_commit
 from accel_gpt.launch.accelerator import make_accelerator
 from accel_gpt.launch.auto_batch import choose_micro_batch_size
-from accel_gpt.launch.compile import check_compile, choose_compile
+from accel_gpt.launch.compile import (
+    check_compile,
+    choose_compile,
+    compiler_error_on_any_machine,
+)
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.precision import choose_precision
 from accel_gpt.launch.process import join_ranks
@@ -194,10 +198,19 @@ def with_compile(config: Config, plan: Plan, done: Done, log: Callable[[str], No
     if config.train.compile != "auto":
         check_compile(config.train, plan)
         return config
-    earlier = done.config.get("train.compile")
-    compiled, reason = choose_compile(config, plan, earlier, f"as in {done.file}")
+    compiled: Any = done.config.get("train.compile")
+    reason = f"as in {done.file}"
+    if config.train.reproducible:
+        compiled = False
+        reason = "train.reproducible is set"
+    elif compiled is None:
+        compiled, reason = on_main(lambda: choose_compile(config.train))
+    error = compiler_error_on_any_machine() if compiled else None
+    if error:
+        compiled = False
+        reason = f"torch.compile does not work here ({error})"
     log(f"auto     {'compiled' if compiled else 'not compiled'}: {reason}")
-    return replace(config, train=replace(config.train, compile=compiled))
+    return replace(config, train=replace(config.train, compile=bool(compiled)))
 
 
 def fit_slowest(config: Config, costs: Costs, seconds: float, started: float) -> Budget:

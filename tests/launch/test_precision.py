@@ -9,18 +9,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.launch import compile as compilation
-from accel_gpt.launch import devices, precision
-from tests.conftest import QUIET, launch
-from tests.test_train import around_updates, records
+from accel_gpt.launch import devices, precision, resolve
+from accel_gpt.launch.accelerator import set_up_model
+from accel_gpt.launch.process import join_ranks
+from accel_gpt.model.gpt import GPT
+from tests.conftest import QUIET, launch, tiny
+from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
 AUTO = ("--train.mixed_precision", "auto", "--train.compile", "auto", "--sample.every", "0")
@@ -31,8 +34,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Simulate a CPU with these flags."""
 
     def give(*flags: str) -> None:
-        for module in (devices, compilation):
-            monkeypatch.setattr(module, "cpu_flags", lambda: frozenset(flags))
+        monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
 
     return give
 
@@ -43,34 +45,49 @@ def saved(tmp_path: Path) -> tuple[str | None, bool]:
     return train["mixed_precision"], train["compile"]
 
 
+def test_what_is_chosen_is_printed_and_recorded(
+    cpu: Callable[..., None], small_run: Arguments, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also by a later launch, on a device that would choose otherwise: it keeps what was done."""
+    cpu("avx2")
+    assert launch(small_run(*AUTO, "--train.max_steps", "3")) == 0
+    shown = capsys.readouterr().err
+    assert re.search("auto +precision fp32: .* is not known to be faster in bf16", shown)
+    assert "auto     not compiled: compiling saves little on cpu\n" in shown
+    assert "precision fp32, " in shown  # the precision that Accelerate uses
+    assert saved(tmp_path) == ("no", False)
+    plain = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
+    cpu("amx_bf16")
+    monkeypatch.setattr(resolve, "choose_compile", lambda _: (True, "saves 45%"))
+    assert launch(small_run(*AUTO, *plain)) == 0
+    shown = capsys.readouterr().err
+    file = tmp_path / "run" / "config.yaml"
+    assert f"auto     precision fp32: as in {file}\n" in shown
+    assert f"auto     not compiled: as in {file}\n" in shown
+    assert saved(tmp_path) == ("no", False)
+    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    for launched in launches:
+        asked = launched["asked"]
+        assert (asked["train.mixed_precision"], asked["train.compile"]) == ("auto", "auto")
+
+
 @pytest.mark.parametrize(
-    ("flag", "precision", "reason", "options"),
+    ("flag", "launcher", "expected"),
     [
-        ("avx2", "no", ".* is not known to be faster in bf16", ()),
-        ("amx_bf16", "bf16", ".* has instructions for it", ()),
-        ("avx512_bf16", "bf16", ".* has instructions for it", ("--train.reproducible", "true")),
-        ("avx2", "bf16", "set by accelerate launch", ()),
+        ("avx2", "no", "no"),
+        ("amx_bf16", "no", "bf16"),
+        ("avx512_bf16", "no", "bf16"),
+        ("avx2", "bf16", "bf16"),
     ],
 )
-def test_the_cpu_decides_and_the_reason_is_printed(
-    flag: str, precision: str, reason: str, options: tuple[str, ...], cpu: Callable[..., None],
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_a_cpu_decides_unless_the_launcher_does(
+    flag: str, launcher: str, expected: str, cpu: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     cpu(flag)
-    by_launcher = "launch" in reason
-    if by_launcher:
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert launch(small_run(*AUTO, *options, "--train.max_steps", "3")) == 0
-    assert saved(tmp_path) == (precision, False)
-    shown = capsys.readouterr().err
-    printed = {"no": "fp32", "bf16": "bf16"}[precision]
-    assert re.search(rf"auto +precision {printed}: {reason}", shown)
-    why = "compiling saves little on cpu without matrix units"
-    why = "the run takes about 0 s" if flag == "amx_bf16" else why
-    why = "train.reproducible is set" if options else why
-    assert re.search(f"auto +not compiled: {why}", shown)
-    assert f"precision {printed}, " in shown  # the precision that Accelerate uses
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert precision.choose_precision(reproducible=True)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -98,83 +115,46 @@ def test_a_gpu_decides_unless_the_launcher_does(
     assert precision.choose_precision(reproducible)[0] == expected
 
 
-def test_a_run_that_moves_to_a_faster_device_keeps_what_it_does(
-    cpu: Callable[..., None], small_run: Arguments, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    cpu("avx2")
-    assert launch(small_run(*AUTO, "--train.max_steps", "3")) == 0
-    plain = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
-    cpu("amx_bf16")
-    monkeypatch.setattr(compilation, "gains_from_compiling", lambda *_: (True, "saves 45%"))
-    capsys.readouterr()
-    assert launch(small_run(*AUTO, *plain)) == 0
-    shown = capsys.readouterr().err
-    file = tmp_path / "run" / "config.yaml"
-    assert f"auto     precision fp32: as in {file}\n" in shown
-    assert f"auto     not compiled: as in {file}\n" in shown
-    assert saved(tmp_path) == ("no", False)
-    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
-    for launched in launches:
-        asked = launched["asked"]
-        assert (asked["train.mixed_precision"], asked["train.compile"]) == ("auto", "auto")
-
-
 @pytest.mark.parametrize(
     ("capability", "budget", "expected"),
-    [((7, 0), "null", True), ((6, 1), "null", False), ((9, 0), "2m", False), ((9, 0), "4m", True)],
+    [((7, 0), None, True), ((6, 1), None, False), ((9, 0), "2m", False), ((9, 0), "4m", True)],
 )
 def test_a_gpu_compiles_if_triton_supports_it_and_the_budget_is_long(
     capability: tuple[int, int],
-    budget: str,
+    budget: str | None,
     expected: bool,
-    small_run: Arguments,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = load_config(small_run(*AUTO, "--train.budget", budget), "test")
     state = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(compilation, "PartialState", lambda: state)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert compilation.gains_from_compiling(config, make_plan(config, 1))[0] == expected
+    assert compilation.choose_compile(TrainConfig(budget=budget))[0] == expected
 
 
-@pytest.mark.parametrize("compiler", ["works", "fails"])
-def test_a_long_run_is_compiled_where_a_compiler_works(
-    compiler: str,
-    cpu: Callable[..., None],
-    small_run: Arguments,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("error", [None, "no C++ compiler"])
+def test_a_run_is_compiled_where_a_compiler_works(
+    error: str | None, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu("amx_bf16")
-    monkeypatch.setattr(compilation, "cpu_seconds", lambda *_: 181.0)
-    error = None if compiler == "works" else "no C++ compiler"
+) -> None:  # fmt: skip
+    monkeypatch.setattr(resolve, "choose_compile", lambda _: (True, "saves 45%"))
     monkeypatch.setattr(compilation, "compiler_error", lambda device: error)
     compiled: list[bool] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, **__: compiled.append(True))
-    assert launch(small_run(*AUTO, "--optim.name", "adamw", "--train.max_steps", "4")) == 0
+    assert launch(small_run(*AUTO, *QUIET, "--train.max_steps", "3")) == 0
     assert saved(tmp_path)[1] == bool(compiled) == (error is None)
-    shown = capsys.readouterr().err
-    reason = (
-        "compiling pays after 180 s"
-        if error is None
-        else "torch.compile does not work here (no C++ comp"
-    )
-    assert shown.count(reason) == 1
+    reason = f"torch.compile does not work here ({error})" if error else "saves 45%"
+    assert capsys.readouterr().err.count(reason) == 1
 
 
-@pytest.mark.parametrize("requested", ["true", "graphs"])
+@pytest.mark.parametrize("requested", ["graphs", True, False])
 def test_a_model_is_compiled_with_the_options_of_cuda_graphs(
-    requested: str, small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+    requested: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "compiler_error", lambda device: None)
-    monkeypatch.setattr(compilation, "check_graphs", lambda plan: None)
     given: list[dict[str, bool] | None] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, options: given.append(options))
-    options = (*QUIET, "--train.max_steps", "3", "--train.compile", requested)
-    assert launch(small_run(*options)) == 0
-    assert given == [dict(compilation.GRAPH_OPTIONS) if requested == "graphs" else None]
+    set_up_model(GPT(tiny(), 100), TrainConfig(compile=requested))
+    options = dict(compilation.GRAPH_OPTIONS) if requested == "graphs" else None
+    assert given == [options] * bool(requested)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +175,11 @@ def test_cuda_graphs_need_one_gpu_and_one_micro_step(
 ) -> None:
     state = SimpleNamespace(device=torch.device(device))
     monkeypatch.setattr(compilation, "PartialState", lambda: state)
-    plan = SimpleNamespace(world_size=world_size, accumulation_steps=accumulation_steps)
+    monkeypatch.setattr(compilation, "compiler_error_on_any_machine", lambda: None)
+    plan: Any = SimpleNamespace(world_size=world_size, accumulation_steps=accumulation_steps)
+    compilation.check_compile(TrainConfig(compile=True), plan)
     with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs one GPU"):
-        compilation.check_graphs(plan)  # type: ignore[arg-type]
+        compilation.check_compile(TrainConfig(compile="graphs"), plan)
 
 
 @pytest.mark.gpu
@@ -230,12 +212,10 @@ def test_a_broken_compiler_is_one_sentence(small_run: Arguments, tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_float32_products_on_a_cpu_are_exact_by_default(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[str] = []
-    around_updates(monkeypatch, lambda _: found.append(torch.get_float32_matmul_precision()))
-    for option in ("high", "auto"):
-        words = ("--train.matmul_precision", option, "--train.max_steps", "3", *QUIET)
-        assert launch(small_run(*words, "--out_dir", str(tmp_path / option))) == 0
-    assert found == 3 * ["high"] + 3 * ["highest"]
+@pytest.mark.usefixtures("settings_kept")
+def test_float32_products_on_a_cpu_are_exact_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    join_ranks(TrainConfig(matmul_precision="high"))
+    assert torch.get_float32_matmul_precision() == "high"
+    join_ranks(TrainConfig())
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -11,8 +11,8 @@ at its address gets another name. At the end of the run the cache is removed.
                                                 thread that downloads it
     {cache}/.lock                               locked while a process makes room
 
-Each download is a thread. It is repeated while the store cannot be reached. Who needs the file
-waits for the thread, at most `train.step_timeout`, and holds no lock meanwhile.
+Who needs a file downloads it, or waits for whoever does, at most `train.step_timeout`, and repeats
+this while the store cannot be reached. A thread downloads what is needed next.
 
 Other files (index, tokenizer) are small and downloaded at each launch.
 """
@@ -28,17 +28,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from accel_gpt.data.index import is_shard_name
-from accel_gpt.data.remote import FileInfo, Missing, Store, Unreachable, short_hash
+from accel_gpt.data.remote import FileInfo, Store, Unreachable, short_hash
 from accel_gpt.errors import DataError, UserError
 from accel_gpt.files import TOKEN_ENDINGS, cache_folder, locked_file
 
 START_SECONDS = 30.0  # to read the index of a folder; a longer wait hides a typo; assumption
 PAUSE_SECONDS = 1.0  # before the second try; doubled after each
 LONGEST_PAUSE_SECONDS = 30.0
-LOOK_SECONDS = 0.1  # between two looks at the room in the cache, or at what is needed next
+LOOK_SECONDS = 0.1  # between two looks at the room in the cache, or at another's download
 PART = ".part"
 NOT_SOON = 1 << 30  # the place in the order of need of a shard that is not needed soon
 
@@ -108,49 +109,6 @@ class Cache:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-class Download(threading.Thread):
-    """A call in a thread, repeated while it is `Unreachable` and nobody gave it up.
-
-    `where`: what it fetches, in messages.
-    """
-
-    def __init__(self, call: Callable[[], None], where: str) -> None:
-        super().__init__(name="download", daemon=True)
-        self.call = call
-        self.where = where
-        self.given_up = False
-        self.error: Exception | None = None
-        self.problem = "neither an answer nor room in the cache yet"
-        self.start()
-
-    def run(self) -> None:
-        """Call until it succeeds."""
-        pause = PAUSE_SECONDS
-        while not self.given_up:
-            try:
-                self.call()
-                return
-            except Unreachable as error:
-                self.problem = str(error)
-            except Exception as error:  # who waits raises it
-                self.error = error
-                return
-            time.sleep(pause * random.uniform(0.5, 1))  # so that processes do not come at once
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-    def wait(self, seconds: float, option: str = "") -> None:
-        """Wait for the call; raise its error, or `DataError` after `seconds`, set by `option`."""
-        self.join(seconds)
-        if self.is_alive():
-            self.given_up = True
-            raise DataError(
-                f"{self.where} could not be fetched within {seconds:g} s{option}: {self.problem}; "
-                "check the network and launch again"
-            )
-        if self.error is not None:
-            raise self.error
-
-
 class RemoteFolder:
     """A data folder behind `url`, whose files appear in `folder`, complete and verified.
 
@@ -158,7 +116,7 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str, cache: Cache) -> None:
-        # `Download` repeats a request: botocore would do so for up to a minute, without a word
+        # `repeat` repeats a request: botocore would do so for up to a minute, without a word
         is_s3 = url.startswith(("s3://", "s3a://"))
         self.store = Store(
             url, {"config_kwargs": {"retries": {"max_attempts": 0}}} if is_s3 else {}
@@ -169,9 +127,7 @@ class RemoteFolder:
         self.infos: dict[str, FileInfo] = {}
         self.current: set[str] = set()  # small files that this process downloaded
         self.wanted: list[str] = []  # shards, in the order of need
-        self.downloads: dict[str, Download] = {}  # of shards
-        self.starting = threading.Lock()  # held while `downloads` changes
-        self.waiting: Download | None = None  # that a reader waits for
+        self.waits_for = ""  # the shard that a reader waits for, and why; "": none
         self.thread: threading.Thread | None = None
         self.changed = threading.Event()
         self.closed = False
@@ -182,7 +138,12 @@ class RemoteFolder:
 
     def list(self) -> dict[str, FileInfo]:
         """List the files of the folder; raises `UserError` if it cannot be listed."""
-        self.at_start(lambda: self.infos.update(self.store.list()))
+
+        def attempt() -> bool:
+            self.infos.update(self.store.list())
+            return True
+
+        self.repeat(attempt, self.store.url, min(START_SECONDS, self.cache.timeout))
         return self.infos
 
     def path(self, name: str) -> Path:
@@ -198,78 +159,75 @@ class RemoteFolder:
         may not be read or finds no room.
         """
         assert is_shard_name(name), name
-        if name.endswith(TOKEN_ENDINGS):
-            return self.fetch_shard(name)
-        path = self.folder / name
-        if name not in self.current:
-            self.at_start(lambda: self.download_small_file(name, path), name)
-            self.current.add(name)
-        return path
-
-    # ----------------------------------------------------------------------- small files
-
-    def at_start(self, call: Callable[[], None], name: str = "") -> None:
-        """Make a call that the start of a run waits for."""
-        where = f"{self.store.url}/{name}".rstrip("/")
-        Download(call, where).wait(min(START_SECONDS, self.cache.timeout))
-
-    def download_small_file(self, name: str, path: Path) -> None:
-        """Download a file, which no process of the run sees before it is complete."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{name}.{os.getpid()}")
-        self.store.download(name, part)
-        part.replace(path)
-
-    # ----------------------------------------------------------------------- shards
-
-    def fetch_shard(self, name: str) -> Path:
-        """Return the local copy of a shard."""
-        assert not self.closed
-        if name not in self.infos:
-            raise Missing(f"{self.store.url}/{name} does not exist; check the address")
+        where = f"{self.store.url}/{name}"
+        if not name.endswith(TOKEN_ENDINGS):
+            if name not in self.current:
+                attempt = partial(self.download_small_file, name)
+                self.repeat(attempt, where, min(START_SECONDS, self.cache.timeout))
+                self.current.add(name)
+            return self.folder / name
         path = self.path(name)
         if not path.is_file():
-            self.waiting = self.start_download(name)
-            try:
-                self.waiting.wait(self.cache.timeout, " (train.step_timeout)")
-            finally:
-                self.waiting = None
+            attempt = partial(self.download_shard, name)
+            self.repeat(attempt, where, self.cache.timeout, " (train.step_timeout)")
         return path
 
-    @property
-    def waits_for(self) -> str:
-        """Return the shard that a reader waits for, and why; "" if it waits for none."""
-        download = self.waiting
-        return f"{download.where} ({download.problem})" if download else ""
+    def repeat(
+        self, attempt: Callable[[], bool], where: str, seconds: float, option: str = ""
+    ) -> None:
+        """Repeat `attempt` until it returns True; raise `DataError` after `seconds`.
 
-    def start_download(self, name: str) -> Download:
-        """Start the download of a shard unless it is in progress."""
-        with self.starting:
-            download = self.downloads.get(name)
-            if download is None or download.given_up or not download.is_alive():
-                where = f"{self.store.url}/{name}"
-                download = Download(lambda: self.download_shard(name), where)
-                self.downloads[name] = download
-        return download
+        `where`: what it fetches, in messages. `option`: what sets `seconds`.
+        """
+        end = time.monotonic() + seconds
+        pause = PAUSE_SECONDS
+        problem = "neither an answer nor room in the cache yet"
+        try:
+            while True:
+                self.waits_for = f"{where} ({problem})"
+                try:
+                    if attempt():
+                        return
+                    time.sleep(LOOK_SECONDS)
+                except Unreachable as error:
+                    problem = str(error)
+                    time.sleep(pause * random.uniform(0.5, 1))  # not all processes at once
+                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                if time.monotonic() > end:
+                    raise DataError(
+                        f"{where} could not be fetched within {seconds:g} s{option}: {problem}; "
+                        "check the network and launch again"
+                    )
+        finally:
+            self.waits_for = ""
 
-    def download_shard(self, name: str) -> None:
-        """Download a shard as soon as no other process does, and the cache has room for it."""
+    def download_small_file(self, name: str) -> bool:
+        """Download a file, which no process of the run sees before it is complete."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / f".{name}.{os.getpid()}"
+        self.store.download(name, part)
+        part.replace(self.folder / name)
+        return True
+
+    def download_shard(self, name: str) -> bool:
+        """Download a shard, unless another thread does or the cache has no room; return whether."""
         path = self.path(name)
         size = self.infos[name].size
         part = path.with_name(f"{path.name}.{size}{PART}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        while not self.closed:
-            with locked_file(part):
+        try:
+            with locked_file(part, wait=False):
                 if path.is_file():
-                    return
+                    return True
                 with locked_file(self.cache.root / ".lock"):
                     has_room = self.cache.make_room(path, part, size)
                 if has_room:
                     self.store.download(name, part)
                     self.verify(name, part)
                     part.rename(path)
-                    return
-            time.sleep(LOOK_SECONDS)
+                return has_room
+        except BlockingIOError:
+            return False
 
     def verify(self, name: str, part: Path) -> None:
         """Raise `Unreachable` if a download has another size or content than expected."""
@@ -283,8 +241,6 @@ class RemoteFolder:
                 f"it came with {size} bytes of SHA-256 {digest}, expected {info.size} of "
                 f"{info.sha256}"
             )
-
-    # ----------------------------------------------------------------------- prefetching
 
     def prefetch(self, now: Sequence[str], then: Sequence[str] = ()) -> None:
         """Download shards in the background: all of `now`, and of `then` while there is room.
@@ -310,18 +266,17 @@ class RemoteFolder:
         """Download the wanted shards until closed."""
         while not self.closed:
             self.changed.clear()
-            for name in self.wanted:
-                if not self.path(name).is_file():
-                    download = self.start_download(name)
-                    while download.is_alive() and not self.changed.is_set():
-                        download.join(LOOK_SECONDS)
+            missing = [name for name in self.wanted if not self.path(name).is_file()]
+            for name in missing:
+                try:
+                    self.download_shard(name)
+                except Exception:  # who needs the shard repeats it, and tells
+                    break
                 if self.changed.is_set():
                     break
-            self.changed.wait()
+            self.changed.wait(PAUSE_SECONDS if missing else None)
 
     def close(self) -> None:
         """End the thread; a download in progress ends with the process. The cache stays."""
         self.closed = True
-        for download in self.downloads.values():
-            download.given_up = True
         self.changed.set()

@@ -115,27 +115,29 @@ class Store:
 
     @contextlib.contextmanager
     def explained(self, name: str = "") -> Iterator[None]:
-        """Turn whatever a file system raises into an `Unreachable` or a `UserError`."""
+        """Turn whatever a file system raises into an `Unreachable` or a `UserError`.
+
+        The type of the error and the status of the answer decide.
+        """
+        where = f"{self.url}/{name}".rstrip("/")
         try:
             yield
         except UserError:
             raise
         except Exception as error:  # of aiohttp, botocore, huggingface_hub, ssl, ...
-            raise self.explain(error, f"{self.url}/{name}".rstrip("/")) from None
-
-    def explain(self, error: BaseException, where: str) -> Exception:
-        """Return what to raise, by the type of an error and the status of the answer."""
-        answer = getattr(error, "response", error)  # of httpx; aiohttp: the error itself
-        status = getattr(answer, "status_code", getattr(answer, "status", 0))
-        if isinstance(error, OSError) and error.errno in FULL:
-            return MachineError(f"{where} cannot be stored: {error.strerror}")
-        if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
-            return Missing(f"{where} does not exist; check the address")
-        if isinstance(error, PermissionError) or (400 <= status < 500 and status not in TRY_AGAIN):
-            return UserError(
-                f"{where} may not be read: {one_line(error)}; check the address and your login"
-            )
-        return Unreachable(one_line(error))
+            answer = getattr(error, "response", error)  # of httpx; aiohttp: the error itself
+            status = getattr(answer, "status_code", getattr(answer, "status", 0))
+            said = one_line(error)
+            refused = 400 <= status < 500 and status not in TRY_AGAIN
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise MachineError(f"{where} cannot be stored: {error.strerror}") from None
+            if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
+                raise Missing(f"{where} does not exist; check the address") from None
+            if isinstance(error, PermissionError) or refused:
+                raise UserError(
+                    f"{where} may not be read: {said}; check the address and your login"
+                ) from None
+            raise Unreachable(said) from None
 
 
 def file_info(entry: dict[str, Any]) -> FileInfo:

@@ -1,28 +1,32 @@
-"""Read the token files of other projects in place, without conversion.
+"""Read token ids that have no index: of other projects in place, or of `shards()` in --code.
 
-`FORMATS` lists them. A folder has one format. The split follows from the file name, the tokenizer
-from meta.pkl, a tokenizer.json, `data.tokenizer` or the format.
+`FORMATS` lists the files of other projects. A folder has one format. The split follows from the
+file name, the tokenizer from meta.pkl, a tokenizer.json, `data.tokenizer` or the format.
 """
 
+import contextlib
 import hashlib
 import json
+import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from accel_gpt.data.downloads import RemoteFolder
 from accel_gpt.data.index import INDEX, is_shard_name
 from accel_gpt.data.remote import FileInfo
-from accel_gpt.data.safe_pickle import read_vocabulary
 from accel_gpt.data.shards import (
+    BLOCK,
+    BLOCKS,
     NoSplit,
     Shard,
     Split,
+    Tokens,
     npy_header,
     sampled_digest,
     token_dtype,
@@ -37,6 +41,7 @@ from accel_gpt.data.tokenizer import (
 from accel_gpt.data.tokenizer_json import CONFIG
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import TOKEN_ENDINGS
+from accel_gpt.own_code import place_of
 
 META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
@@ -133,7 +138,16 @@ def open_foreign(folder: DataFolder, split: str, tokenizer: str | None) -> tuple
                 f"{first.dtype}, {file.name} in {file.dtype}; put each into its own folder"
             )
         info = folder.files[file.name]
-        tokens = tokens_in(folder.path, file, info.size)
+        itemsize = file.dtype.itemsize
+        tokens = file.tokens
+        if tokens is None:
+            tokens = max(info.size - file.offset, 0) // itemsize
+        expected = file.offset + tokens * itemsize
+        if info.size != expected:
+            raise DataError(
+                f"{folder.path / file.name} has {info.size} bytes, expected {expected} for "
+                f"{tokens} tokens of {file.dtype}: it is damaged, or the type is wrong"
+            )
         if not tokens:
             continue
         sample = None
@@ -185,6 +199,51 @@ def split_without_index(
     )
 
 
+def open_own_shards(
+    function: Callable[..., Any], folder: DataFolder, split: str, tokenizer: str | None
+) -> tuple[Split, Tokenizer]:
+    """Open the arrays that `shards(folder, split)` in --code returns, with their tokenizer.
+
+    They may be `numpy.memmap`: only what is trained on is read. Raises `UserError` unless they are
+    one-dimensional arrays of whole numbers, with at least one token.
+    """
+    place = place_of(function)
+    returned = function(folder.path, split)
+    arrays: list[Tokens] = []
+    with contextlib.suppress(TypeError, ValueError):  # not a list of arrays; lists of many lengths
+        arrays = [np.asanyarray(value) for value in returned]
+    are_ids = all(array.ndim == 1 and array.dtype.kind in "ui" for array in arrays if array.size)
+    arrays = [array for array in arrays if array.size]
+    require(
+        bool(arrays) and are_ids,
+        f"{place} returned no token ids for the {split} split of {folder.path}; return a list of "
+        "one-dimensional arrays of whole numbers, for train and for val",
+    )
+    dtype = np.result_type(*arrays)
+    if dtype.kind not in "ui":  # the common type of int64 and uint64 is float64
+        dtype = np.dtype(np.int64)
+    shards = []
+    content = []
+    for number, array in enumerate(arrays):
+        shards.append(Shard(f"array {number} of {place}", len(array)))
+        hasher = hashlib.sha256()
+        last = max(len(array) - BLOCK, 0)
+        for i in range(BLOCKS):  # the first, the last, and some between, in one type
+            start = last * i // (BLOCKS - 1)
+            hasher.update(array[start : start + BLOCK].astype("<i8").tobytes())
+        content.append([len(array), hasher.hexdigest()])
+    made_by = foreign_tokenizer(folder, [None], tokenizer)
+    opened = split_without_index(
+        folder=folder.path,
+        name=split,
+        shards=shards,
+        dtype=dtype,
+        tokenizer=made_by,
+        content=content,
+    )
+    return replace(opened, arrays=tuple(arrays)), made_by
+
+
 # --------------------------------------------------------------------------- which files
 
 
@@ -195,7 +254,10 @@ def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
     of each series is read.
     """
     names = [name for name in folder.files if name.endswith(TOKEN_ENDINGS) and is_shard_name(name)]
-    candidates = sorted(names, key=number_order)
+    # "a_9.npy" before "a_10.npy": each number as 20 digits
+    candidates = sorted(
+        sorted(names), key=lambda name: re.sub("[0-9]+", lambda n: n[0].zfill(20), name)
+    )
     series: dict[str, TokenFile] = {}
     files: list[TokenFile] = []
     for name in files_of_split(candidates, split):
@@ -214,37 +276,32 @@ def find_token_files(folder: DataFolder, split: str) -> list[TokenFile]:
     return files
 
 
-def number_order(name: str) -> tuple[list[str | int], str]:
-    """Return a sort key that compares the numbers in names by value."""
-    parts = re.split(r"([0-9]+)", name)
-    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
-
-
 def files_of_split(names: Sequence[str], split: str) -> list[str]:
-    """Choose the files of a split: train, val or test.
+    """Choose the files of a split: train, val or test, as a word of the name says.
 
     If no name says train, the files whose names say no split are train.
     """
-    said = {name: split_of(name) for name in names}
-    chosen = [name for name in names if said[name] == split]
-    if chosen or split != "train":
-        return chosen
-    return [name for name in names if said[name] is None]
-
-
-def split_of(name: str) -> str | None:
-    """Return the split that the words of a file name say: val, train or test; else None."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    if words & {"val", "valid", "validation"}:
-        return "val"
-    return next((split for split in ("train", "test") if split in words), None)
+    said: dict[str, str | None] = {}
+    for name in names:
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        if words & {"val", "valid", "validation"}:
+            said[name] = "val"
+        else:
+            said[name] = next((word for word in ("train", "test") if word in words), None)
+    if split == "train" and "train" not in said.values():
+        return [name for name in names if said[name] is None]
+    return [name for name in names if said[name] == split]
 
 
 # --------------------------------------------------------------------------- one file
 
 
 def describe(folder: DataFolder, name: str) -> TokenFile:
-    """Describe a file of token ids."""
+    """Describe a file of token ids.
+
+    Of datatrove, NAME.ds.metadata does: line 1 is `tokenizer|bytes per token`, line 2 the number
+    of tokens.
+    """
     path = folder.path / name
     if name.endswith(".npy"):
         with folder.fetch(name).open("rb") as file:
@@ -256,7 +313,16 @@ def describe(folder: DataFolder, name: str) -> TokenFile:
             )
         return TokenFile(name, stored, offset, tokens)
     if name.endswith(".ds"):
-        return describe_datatrove(folder, name)
+        where = folder.path / f"{name}.metadata"
+        if where.name not in folder.files:
+            raise UserError(f"{where} does not exist, which says the type of the ids")
+        text = folder.fetch(where.name).read_text(encoding="utf-8", errors="replace")
+        first, second = (*text.splitlines(), "", "")[:2]
+        tokenizer, _, size = first.rpartition("|")
+        if size not in ("2", "4"):
+            raise DataError(f"{where} begins with {first[:80]!r}; expected tokenizer|2 or |4")
+        count = int(second) if second.isdecimal() else None
+        return TokenFile(name, np.dtype(f"<u{size}"), 0, count, tokenizer)
     with folder.fetch(name).open("rb") as file:
         start = file.read(12).ljust(12, b"\0")
     magic, version, tokens = np.frombuffer(start, "<u4").tolist()
@@ -268,42 +334,6 @@ def describe(folder: DataFolder, name: str) -> TokenFile:
         if form.magic is None and name == form.names:
             return TokenFile(name, np.dtype(form.dtype), form.header)
     raise UserError(f"{path} does not say the type of its ids; use shards() in a file of --code")
-
-
-def describe_datatrove(folder: DataFolder, name: str) -> TokenFile:
-    """Describe a .ds file of datatrove from NAME.ds.metadata.
-
-    Its line 1 is `tokenizer|bytes per token`, line 2 the number of tokens.
-    """
-    where = folder.path / f"{name}.metadata"
-    if where.name not in folder.files:
-        raise UserError(f"{where} does not exist, which says the type of the ids")
-    text = folder.fetch(where.name).read_text(encoding="utf-8", errors="replace")
-    first, second = (*text.splitlines(), "", "")[:2]
-    tokenizer, _, size = first.rpartition("|")
-    if size not in ("2", "4"):
-        raise DataError(f"{where} begins with {first[:80]!r}; expected tokenizer|2 or |4")
-    return TokenFile(
-        name=name,
-        dtype=np.dtype(f"<u{size}"),
-        offset=0,
-        tokens=int(second) if second.isdecimal() else None,
-        tokenizer=tokenizer,
-    )
-
-
-def tokens_in(folder: Path, file: TokenFile, size: int) -> int:
-    """Return the number of tokens in a file. Raises `DataError` if its `size` does not fit."""
-    tokens = file.tokens
-    if tokens is None:
-        tokens = max(size - file.offset, 0) // file.dtype.itemsize
-    expected = file.offset + tokens * file.dtype.itemsize
-    if size != expected:
-        raise DataError(
-            f"{folder / file.name} has {size} bytes, expected {expected} for {tokens} tokens of "
-            f"{file.dtype}: it is damaged, or the type is wrong"
-        )
-    return tokens
 
 
 # --------------------------------------------------------------------------- tokenizers
@@ -338,3 +368,37 @@ def foreign_tokenizer(
         f"the token shards in {folder.path} {problem}; set data.tokenizer to gpt2, bytes or the "
         "path of a tokenizer.json"
     )
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Unpickle plain values only, by rejecting every class and function that a pickle names."""
+
+    def find_class(self, module: str, name: str, /) -> NoReturn:
+        """Raise `UnpicklingError`."""
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and calling that executes code")
+
+
+def read_vocabulary(path: Path) -> str:
+    """Return the characters in nanoGPT's meta.pkl in the order of their ids.
+
+    nanoGPT's data/shakespeare_char/prepare.py writes the file. Raises `DataError` if it holds
+    anything else.
+    """
+    try:
+        with path.open("rb") as file:
+            meta = PlainUnpickler(file).load()
+    except Exception as error:  # pickle has no common class of errors for damaged files
+        raise DataError(
+            f"{path} cannot be read: {error}; remove the file and set data.tokenizer"
+        ) from None
+    itos = meta.get("itos") if isinstance(meta, dict) else None
+    chars: list[Any] = []
+    if isinstance(itos, dict):
+        chars = [itos.get(i) for i in range(len(itos))]
+    plain = all(isinstance(c, str) and len(c) == 1 and not "\ud800" <= c <= "\udfff" for c in chars)
+    if not chars or not plain or len(set(chars)) < len(chars):
+        raise DataError(
+            f"{path} holds no vocabulary of characters: itos must map the ids from 0 to different "
+            "characters; remove the file and set data.tokenizer"
+        )
+    return "".join(chars)

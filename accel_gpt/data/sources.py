@@ -11,9 +11,8 @@ import msgspec
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.data.downloads import Cache, RemoteFolder
-from accel_gpt.data.foreign import TOKENIZER, DataFolder, open_foreign
+from accel_gpt.data.foreign import TOKENIZER, DataFolder, open_foreign, open_own_shards
 from accel_gpt.data.index import INDEX
-from accel_gpt.data.own_shards import open_own_shards
 from accel_gpt.data.remote import Missing, is_repository, is_url
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_gpt.data.safe_pickle import read_vocabulary
+from accel_gpt.data.foreign import read_vocabulary
 from accel_gpt.errors import DataError
 
 

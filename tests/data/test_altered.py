@@ -1,4 +1,4 @@
-"""Data files that were altered between two launches of a run."""
+"""Data files that were altered between two launches of a run, or while it trains."""
 
 import os
 import shutil
@@ -8,164 +8,136 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from accel_gpt.config.data import DataConfig
+from accel_gpt.data.altered import DataFiles
+from accel_gpt.data.sources import open_data
+from accel_gpt.errors import DataError
 from tests.conftest import launch
-from tests.test_train import records
-
-Arguments = Callable[..., list[str]]
-LONGER = ["--train.max_steps", "16", "--checkpoint.allow_change", "train.max_steps"]
 
 
-def overwrite(path: Path, start: int, values: bytes) -> None:
-    """Change bytes of a file in place, as a faulty disk or another program would."""
+def overwrite(path: Path) -> None:
+    """Change bytes of a file in place, and set the old time."""
+    before = path.stat()
     with path.open("r+b") as file:
-        file.seek(start)
-        file.write(values)
+        file.seek(5000)
+        file.write(bytes(200))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def token_file(path: Path, tokens: int = 60_000) -> None:
-    """A token file of nanoGPT, with bytes."""
-    np.random.default_rng(0).integers(1, 256, tokens).astype("<u2").tofile(path)
+def replace_by_other(path: Path) -> None:
+    other = path.with_name("other")
+    content = bytearray(path.read_bytes())
+    content[5000:5200] = bytes(200)
+    other.write_bytes(content)
+    other.replace(path)
 
 
-@pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    """A data folder of nanoGPT, far longer than the blocks that are sampled."""
-    folder = tmp_path / "foreign"
+def replace_by_copy(path: Path) -> None:
+    shutil.copy2(path, path.with_name("other")).replace(path)
+
+
+def foreign_folder(folder: Path) -> Path:
+    """A data folder of nanoGPT, with bytes, far longer than the blocks that are sampled."""
     folder.mkdir()
-    token_file(folder / "train.bin")
-    token_file(folder / "val.bin", 3000)
+    for name, tokens in (("train.bin", 60_000), ("val.bin", 3000)):
+        np.random.default_rng(0).integers(1, 256, tokens).astype("<u2").tofile(folder / name)
     return folder
 
 
-@pytest.fixture
-def foreign_run(small_run: Arguments, foreign: Path) -> Arguments:
-    """Return the arguments of a tiny run on that folder."""
-    data = ["--data.train", str(foreign), "--data.tokenizer", "bytes"]
-    return lambda *options: small_run(*data, *options)
-
-
-def saved(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
-def test_an_altered_shard_ends_the_run_and_nothing_is_saved(
-    small_run: Arguments, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(small_run()) == 0
-    before = saved(tmp_path / "run")
-    shard = corpus / "train_000001.npy"
-    overwrite(shard, 5000, bytes(200))
-    assert launch(small_run(*LONGER)) == 3
-    shown = capsys.readouterr().err
-    assert f"error: {shard} was altered: its SHA-256 begins" in shown
-    assert saved(tmp_path / "run") == before
-
-
-def test_a_val_file_of_another_size_is_found_and_can_be_accepted(
-    foreign_run: Arguments, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(foreign_run()) == 0
-    token_file(foreign / "val.bin", 4000)
-    for _ in range(2):  # the second launch finds it too
-        assert launch(foreign_run(*LONGER)) == 3
-        shown = capsys.readouterr().err
-        assert f"{foreign / 'val.bin'} was altered: it has 8,000 bytes, expected 6,000" in shown
-    both = ["--checkpoint.allow_change", "[train.max_steps, data.train]"]
-    assert launch(foreign_run("--train.max_steps", "16", *both)) == 0
-    assert launch(foreign_run("--train.max_steps", "20", *LONGER[2:])) == 0  # accepted once
-    assert records(tmp_path / "run")[-1]["step"] == 20
-
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    token_file(foreign / "val.bin", 5000)
-    again = foreign_run("--train.max_steps", "20", *LONGER[2:])
-    assert launch(again) == 0  # a run without checkpoints has trained on no file
-    token_file(foreign / "val.bin", 6000)
-    assert launch(again) == 3
-    assert "it has 12,000 bytes, expected 10,000" in capsys.readouterr().err
-
-
-def test_a_shard_that_was_only_touched_is_hashed_once(
-    small_run: Arguments, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(small_run()) == 0
-    os.utime(corpus / "train_000001.npy")
-    capsys.readouterr()
-    assert launch(small_run(*LONGER)) == 0
-    assert "comparing 1 data files" in capsys.readouterr().err
-    assert launch(small_run("--train.max_steps", "20", *LONGER[2:])) == 0
-    assert "comparing" not in capsys.readouterr().err
+def opened(folder: Path, log: list[str]) -> DataFiles:
+    """The files of a folder, as a launch opens them."""
+    data = DataConfig(tokenizer="bytes")
+    splits = [open_data(str(folder), name, data)[0] for name in ("train", "val")]
+    return DataFiles(splits, log.append)
 
 
 # a --code file that alters a data file when step 6 of 12 begins; checkpoints are due at 4 and 8
 WHILE_TRAINING = """
-import os, shutil
 from pathlib import Path
+from tests.data.test_altered import overwrite
 def lr(step, config, plan):
-    path = {path!r}
-    if step == 6 and not os.path.exists(path + "done"):
-        before = os.stat(path)
-        Path(path + "done").touch()
-        {change}
+    path = Path({path!r})
+    done = path.with_name("done")
+    if step == 6 and not done.exists():
+        done.touch()
+        overwrite(path)
     return 1e-2
 """
-OVERWRITE = """content = bytearray(Path(path).read_bytes())
-        content[5000:5200] = bytes(200)
-        Path({to}).write_bytes(content)
-        """
-ALTERED = {
-    "in place, with the old time": OVERWRITE.format(to="path")
-    + "os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))",
-    "replaced": OVERWRITE.format(to="path + 'new'") + "os.replace(path + 'new', path)",
-    "cut": "os.truncate(path, before.st_size - 2000)",
-}
-TOUCHED = {
-    "touched": "os.utime(path)",
-    "replaced by a copy": "shutil.copy2(path, path + 'new'); os.replace(path + 'new', path)",
-}
 
 
-def altering(folder: Path, path: Path, change: str) -> list[str]:
-    """Return the options of a run during which a data file is altered."""
-    code = folder / "altering.py"
-    code.write_text(WHILE_TRAINING.format(path=str(path), change=change))
-    return ["--code", str(code), "--eval.every", "0", "--sample.every", "0"]
-
-
-@pytest.mark.parametrize("change", ALTERED.values(), ids=list(ALTERED))
 def test_a_shard_that_is_altered_while_the_run_trains_ends_it_and_is_not_saved(
-    small_run: Arguments,
+    small_run: Callable[..., list[str]],
     corpus: Path,
     tmp_path: Path,
-    change: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And it ends the next launch."""
     shard = corpus / "train_000001.npy"
-    assert launch(small_run(*altering(tmp_path, shard, change))) == 3
-    shown = capsys.readouterr().err
-    assert f"{shard} was altered" in shown or "became shorter during the run" in shown
-    assert saved(tmp_path / "run") == ["step_00000004"]
+    code = tmp_path / "altering.py"
+    code.write_text(WHILE_TRAINING.format(path=str(shard)))
+    run = small_run("--code", str(code), "--eval.every", "0", "--sample.every", "0")
+    for _ in range(2):
+        assert launch(run) == 3
+        assert f"error: {shard} was altered: its SHA-256 begins" in capsys.readouterr().err
+        saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+        assert saved == ["step_00000004"]
 
 
-@pytest.mark.parametrize("change", TOUCHED.values(), ids=list(TOUCHED))
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("train_000001.npy", overwrite),
+        ("train_000001.npy", replace_by_other),
+        ("train_000001.npy", lambda path: os.truncate(path, 400)),
+        ("train.bin", lambda path: path.write_bytes(path.read_bytes()[::-1])),
+    ],
+)
+def test_another_content_is_found(
+    corpus: Path, tmp_path: Path, name: str, change: Callable[[Path], object]
+) -> None:
+    """In a file of another project, by five blocks."""
+    folder = corpus if name.endswith(".npy") else foreign_folder(tmp_path / "foreign")
+    files = opened(folder, [])
+    change(folder / name)
+    with pytest.raises(DataError, match=f"{name} was altered: .*not saved; restore it"):
+        files.check_now()
+
+
+@pytest.mark.parametrize("change", [os.utime, replace_by_copy])
 def test_a_shard_with_another_time_and_the_same_content_does_not_end_the_run(
-    small_run: Arguments, corpus: Path, tmp_path: Path, change: str
+    corpus: Path, change: Callable[[Path], None]
 ) -> None:
-    assert launch(small_run(*altering(tmp_path, corpus / "train_000001.npy", change))) == 0
-    assert records(tmp_path / "run")[-1]["step"] == 12
+    log: list[str] = []
+    files = opened(corpus, log)
+    change(corpus / "train_000001.npy")
+    for _ in range(2):  # hashed once; the copy has another inode, but the time and the size
+        files.check_now()
+        assert len(log) == (change is os.utime)
 
 
-def test_a_file_of_another_project_is_compared_by_a_sample_while_the_run_trains(
-    foreign_run: Arguments, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "other.bin"
-    np.random.default_rng(1).integers(1, 256, 60_000).astype("<u2").tofile(other)
-    path = foreign / "train.bin"
-    copy = f"shutil.copyfile({str(other)!r}, path)"
-    assert launch(foreign_run(*altering(tmp_path, path, "os.utime(path)"))) == 0
-    said = f"WARNING: of {path}, only the size and a sample"
-    assert capsys.readouterr().err.count(said) == 1
-    (foreign / "train.bindone").unlink()
-    again = ["--out_dir", str(tmp_path / "again")]
-    assert launch(foreign_run(*altering(tmp_path, path, copy), *again)) == 3
-    assert f"{path} was altered" in capsys.readouterr().err
-    assert saved(tmp_path / "again") == ["step_00000004"]
+def test_between_two_launches_a_touched_file_is_compared_once(tmp_path: Path) -> None:
+    folder, log = foreign_folder(tmp_path / "foreign"), list[str]()
+    opened(folder, log).check_since_last_launch(tmp_path, resuming=False, accept_changes=False)
+    os.utime(folder / "train.bin")
+    for _ in range(2):
+        opened(folder, log).check_since_last_launch(tmp_path, resuming=True, accept_changes=False)
+        assert [line.partition(" ")[0] for line in log] == ["comparing", "WARNING:"]
+    assert f"of {folder / 'train.bin'}, only the size and a sample of tokens" in log[1]
+
+
+def test_another_file_between_two_launches_ends_each_until_it_is_accepted(tmp_path: Path) -> None:
+    folder = foreign_folder(tmp_path / "foreign")
+
+    def check(resuming: bool = True, accept: bool = False) -> None:
+        opened(folder, []).check_since_last_launch(tmp_path, resuming, accept)
+
+    check(resuming=False)
+    os.truncate(folder / "val.bin", 5000)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"val.bin was altered: it has 5,000 .*expected 6,000"):
+            check()
+    check(accept=True)
+    check()
+    os.truncate(folder / "val.bin", 4000)
+    check(resuming=False)  # it has trained on no file
+    check()

@@ -182,7 +182,7 @@ def test_a_server_that_fails_is_given_up_and_can_be_tried_again(
     server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.statuses = [503] * 10_000
-    folder = opened(seconds=0.5)
+    folder = opened(seconds=0.2)
     with pytest.raises(DataError, match=r"train_000000.npy could not .*step_timeout\): 503"):
         folder.fetch(NAMES[0])
     server.statuses.clear()
@@ -191,14 +191,14 @@ def test_a_server_that_fails_is_given_up_and_can_be_tried_again(
     assert right(server, folder.fetch(NAMES[0]))
     assert until(folder.path(NAMES[1]).exists)
     server.delay = 60
-    monkeypatch.setattr(remote, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(DataError, match=r"Timeout.*; check the network"):
-        opened(seconds=1).fetch(NAMES[2])
+        opened(seconds=0.3).fetch(NAMES[2])
 
 
 def test_file_that_is_always_corrupt_never_appears(server: Server, opened: Opener) -> None:
     server.corrupt = 10_000
-    folder = opened(seconds=0.5)
+    folder = opened(seconds=0.2)
     with pytest.raises(
         DataError, match=r"train_000000.*step_timeout\): it came with .*expected.*[0-9a-f]{64}"
     ):
@@ -336,37 +336,34 @@ def start(server: Server, names: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_of_a_run_fetch_each_file_once(server: Server) -> None:
-    server.delay = 0.01
-    both = [start(server, NAMES) for _ in range(2)]
-    assert [process.communicate(timeout=120)[0] for process in both] == ["done\n"] * 2
-    assert server.requests == dict.fromkeys(NAMES, 1)
-
-
-def test_killed_process_leaves_nothing_that_looks_complete(server: Server, opened: Opener) -> None:
-    server.delay = 0.3
+def test_two_processes_of_a_run_fetch_each_file_once(server: Server, opened: Opener) -> None:
+    server.delay = 0.05
+    process = start(server, NAMES)
     folder = opened()
-    process = start(server, NAMES[:1])
     assert until(lambda: used(folder) > 0)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    server.delay = 0
-    assert not folder.path(NAMES[0]).exists()
-    assert right(server, folder.fetch(NAMES[0]))
-    assert used(folder) == SIZE
+    folder.prefetch(NAMES)
+    assert all(right(server, folder.fetch(name)) for name in NAMES)
+    assert process.communicate(timeout=120)[0] == "done\n"
+    assert server.requests == dict.fromkeys(NAMES, 1)
 
 
 def test_downloads_of_another_process_count_against_the_limit(
     server: Server, opened: Opener
 ) -> None:
-    server.delay = 0.5
+    """Until it is killed. It leaves nothing that looks complete."""
+    server.delay = 60
     process = start(server, NAMES[:1])
     folder = opened(1)
-    assert until(lambda: used(folder) > 0)
+    assert until(lambda: any(folder.folder.glob("*.part")))
     other = folder.path(NAMES[1])
     assert not folder.cache.make_room(other, other.with_suffix(".part"), SIZE)
+    process.send_signal(signal.SIGKILL)
     process.communicate()
+    server.delay = 0
     assert folder.cache.make_room(other, other.with_suffix(".part"), SIZE)
+    assert not folder.path(NAMES[0]).exists()
+    assert right(server, folder.fetch(NAMES[0]))
+    assert used(folder) == SIZE
 
 
 # --------------------------------------------------------------------------- folders

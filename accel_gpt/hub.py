@@ -99,33 +99,30 @@ def hub_errors(repo: str, action: str) -> Iterator[None]:
     """
     from huggingface_hub import errors
 
+    failed = f"{repo} cannot be {action}"
+    lasting = (
+        errors.OfflineModeIsEnabled,
+        errors.LocalTokenNotFoundError,
+        errors.EntryNotFoundError,
+    )
     try:
         yield
-    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]  # of httpx
-        cause: BaseException = error
+    except (errors.HTTPError, OSError, RuntimeError) as raised:  # type: ignore[attr-defined]  # of httpx
+        error: BaseException = raised
         # these two wrap the error that says why the request or the upload failed
-        if isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__:
-            cause = error.__cause__
-        raise hub_error(cause, repo, action) from None
-
-
-def hub_error(error: BaseException, repo: str, action: str) -> UserError:
-    """Describe an error of `huggingface_hub` in one sentence."""
-    from huggingface_hub import errors
-
-    failed = f"{repo} cannot be {action}"
-    if action == "read" and isinstance(error, errors.RepositoryNotFoundError):
-        return UserError(
-            f"{repo} is neither a local folder nor a repository on the Hub that you can read"
-        )
-    if isinstance(error, errors.HfHubHTTPError):
-        status = error.response.status_code
-        kind = UnreachableError if status in BUSY else UserError
-        said = error.server_message or str(error)
-        return kind(f"{failed}: the Hub answered with status {status}: {one_line(said)}")
-    if isinstance(error, OSError) and error.strerror and error.filename:  # a local file
-        return UserError(f"{failed}: {error.strerror}: {error.filename}")
-    lasting = errors.OfflineModeIsEnabled | errors.LocalTokenNotFoundError
-    if isinstance(error, lasting | errors.EntryNotFoundError):
-        return UserError(f"{failed}: {one_line(error)}")
-    return UnreachableError(f"{failed}: the Hub cannot be reached: {one_line(error)}")
+        if isinstance(raised, errors.LocalEntryNotFoundError | RuntimeError):
+            error = raised.__cause__ or raised
+        if action == "read" and isinstance(error, errors.RepositoryNotFoundError):
+            raise UserError(
+                f"{repo} is neither a local folder nor a repository on the Hub that you can read"
+            ) from None
+        if isinstance(error, errors.HfHubHTTPError):
+            status = error.response.status_code
+            kind = UnreachableError if status in BUSY else UserError
+            said = one_line(error.server_message or str(error))
+            raise kind(f"{failed}: the Hub answered with status {status}: {said}") from None
+        if isinstance(error, OSError) and error.strerror and error.filename:  # a local file
+            raise UserError(f"{failed}: {error.strerror}: {error.filename}") from None
+        if isinstance(error, lasting):
+            raise UserError(f"{failed}: {one_line(error)}") from None
+        raise UnreachableError(f"{failed}: the Hub cannot be reached: {one_line(error)}") from None

@@ -107,16 +107,17 @@ class DataFiles:
         if not written:
             return
         self.log(f"comparing {len(written):,} data files that were written {when}")
-        damage = find_damage([self.expected(path, time.size) for path, time in written.items()])
+        expected = []
+        for path, before in written.items():
+            shard = self.shards[path]
+            if shard.sha256 is not None:
+                expected.append(Expected(path, before.size, shard.sha256))
+            else:
+                sampled = partial(sampled_digest, offset=shard.offset)
+                expected.append(Expected(path, before.size, shard.sample, sampled))
+        damage = find_damage(expected)
         if damage:
             raise DataError(f"{damage}; {advice}")
         for path in written:
             if self.shards[path].sha256 is None:
                 self.log(f"WARNING: of {path}, only the size and a sample of tokens were compared")
-
-    def expected(self, path: Path, size: int) -> Expected:
-        """Return what a file must be, which had `size` bytes before it was written."""
-        shard = self.shards[path]
-        if shard.sha256 is not None:
-            return Expected(path, size, shard.sha256)
-        return Expected(path, size, shard.sample, partial(sampled_digest, offset=shard.offset))

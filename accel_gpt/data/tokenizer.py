@@ -151,18 +151,43 @@ class Tokenizer(ABC):
     ) -> None:
         """Write the tokenizer as files that `AutoTokenizer` opens.
 
-        The files are tokenizer.json and tokenizer_config.json, with the chat template that the
-        tokenizer came with, if any. `encode(text)`, `decode(ids)` and `eos_token_id` of
-        transformers then equal our `encode_prompt(text)`, `decode(ids)` and `eot_id`, with one
-        exception. A character that a chars tokenizer does not know raises "WordLevel error: Missing
-        [UNK] token from the vocabulary", where ours raises `UserError`. `block_size`: tokens, for
+        `encode(text)`, `decode(ids)` and `eos_token_id` of transformers then equal our
+        `encode_prompt(text)`, `decode(ids)` and `eot_id`. But of a character that a chars tokenizer
+        does not know, transformers says "Missing [UNK] token". `block_size`: tokens, for
         model_max_length; None: as the tokenizer came. `vocab_size`: rows of the model; None: as
         many as the tokenizer has tokens.
+
+        tokenizer_config.json holds the settings that the tokenizer came with, and ours. The token
+        that ends a document in the training data also begins the next one, as in GPT-2; a text gets
+        neither by default. A token that tokenizer.json does not add is left out: transformers would
+        add it beyond the rows of the model, or cut a text at an ordinary token, which training did
+        not.
         """
-        settings = written_config(self, block_size, vocab_size)
-        config = json.dumps(settings, ensure_ascii=False, indent=2)
+        content = json.loads(self.file_text)
+        added = {
+            token["content"]
+            for token in content.get("added_tokens", ())
+            if vocab_size is None or token["id"] < vocab_size
+        }
+        config = {"tokenizer_class": TOKENIZER_CLASS, **self.config}
+        for key in ("pad_token", "unk_token"):
+            if config.get(key) not in added:
+                config.pop(key, None)
+        if block_size is not None:
+            config["model_max_length"] = block_size
+        config["clean_up_tokenization_spaces"] = False
+        config.pop("eos_token", None)
+        if self.eot_id is not None:
+            config["bos_token"] = self.eot
+            config["eos_token"] = self.eot
+        config["add_bos_token"] = False
+        config["add_eos_token"] = False
+        split = content.get("pre_tokenizer") or {}
+        if "add_prefix_space" in split:  # transformers 4 takes its own default otherwise
+            config["add_prefix_space"] = split["add_prefix_space"]
+        settings = json.dumps(config, ensure_ascii=False, indent=2)
         (Path(folder) / FILE).write_text(self.file_text, encoding="utf-8")
-        (Path(folder) / CONFIG).write_text(config + "\n", encoding="utf-8")
+        (Path(folder) / CONFIG).write_text(settings + "\n", encoding="utf-8")
 
 
 class BytesTokenizer(Tokenizer):
@@ -457,41 +482,3 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         tokenizer = HFTokenizer(content, where, config)
     tokenizer.config = config
     return tokenizer
-
-
-# --------------------------------------------------------------------------- writing
-
-
-def written_config(
-    tokenizer: Tokenizer, block_size: int | None, vocab_size: int | None
-) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json.
-
-    It holds the settings that the tokenizer came with, and ours. The token that ends a document in
-    the training data also begins the next one, as in GPT-2; a text gets neither by default. A token
-    that tokenizer.json does not add is left out: transformers would add it beyond the `vocab_size`
-    rows of the model, or cut a text at an ordinary token, which training did not.
-    """
-    content = json.loads(tokenizer.file_text)
-    added = {
-        token["content"]
-        for token in content.get("added_tokens", ())
-        if vocab_size is None or token["id"] < vocab_size
-    }
-    config = {"tokenizer_class": TOKENIZER_CLASS, **tokenizer.config}
-    for key in ("pad_token", "unk_token"):
-        if config.get(key) not in added:
-            config.pop(key, None)
-    if block_size is not None:
-        config["model_max_length"] = block_size
-    config["clean_up_tokenization_spaces"] = False
-    config.pop("eos_token", None)
-    if tokenizer.eot_id is not None:
-        config["bos_token"] = tokenizer.eot
-        config["eos_token"] = tokenizer.eot
-    config["add_bos_token"] = False
-    config["add_eos_token"] = False
-    split = content.get("pre_tokenizer") or {}
-    if "add_prefix_space" in split:  # transformers 4 takes its default instead of tokenizer.json's
-        config["add_prefix_space"] = split["add_prefix_space"]
-    return config

@@ -220,8 +220,10 @@ def kind_of(content: dict[str, Any]) -> str:
     """Return the kind of a tokenizer.json that this package writes, gpt2, or hf for any other."""
     core = content | dict.fromkeys(BESIDE_THE_POINT)
     try:
-        if adds_tokens(content.get("post_processor")):
-            return "hf"
+        after = content.get("post_processor") or {"type": "ByteLevel"}
+        is_template = after["type"] == "TemplateProcessing"
+        if after["type"] != "ByteLevel" and (not is_template or after["special_tokens"]):
+            return "hf"  # it may add tokens to a text
         vocabulary = tokens_by_id(content["model"]["vocab"])
         if core == bytes_content():
             return "bytes"
@@ -232,14 +234,6 @@ def kind_of(content: dict[str, Any]) -> str:
         return "gpt2" if is_gpt2(content, vocabulary) else "hf"
     except (LookupError, TypeError, AttributeError):
         return "hf"  # the package tokenizers reads it or says what is wrong
-
-
-def adds_tokens(post_processor: Any) -> bool:
-    """Return whether a post-processor may add tokens to a text."""
-    if not post_processor or post_processor["type"] == "ByteLevel":
-        return False
-    template = post_processor["type"] == "TemplateProcessing"
-    return not template or bool(post_processor["special_tokens"])
 
 
 def is_gpt2(content: dict[str, Any], vocabulary: list[str]) -> bool:

@@ -17,7 +17,7 @@ from accel_gpt.data.shards import Split
 from accel_gpt.data.sources import open_data
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.runs.checkpoint import read_state
-from tests.conftest import run_here, text_of
+from tests.conftest import QUIET, run_here, text_of
 from tests.helpers.hub_server import HubServer, no_waiting, point_at
 
 REPO = "tester/shards"
@@ -85,11 +85,12 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own = small_run("--data.train", URL, "--eval.tokens", "64", "--checkpoint.every", "4")
+    short = ("--train.max_steps", "4", "--eval.tokens", "64", "--checkpoint.every", "2")
+    own = small_run("--data.train", URL, *QUIET, *short)
     prepares = ["--data.prepare.source", "user/text"]
     assert run_here(command.main, [*own, *prepares]) == 2
     assert "give --data.train on the command line" in capsys.readouterr().err
-    assert run_here(command.main, [*own, "--train.stop_at", "4"]) == 0
+    assert run_here(command.main, [*own, "--train.stop_at", "2"]) == 0
     caches = tmp_path / "cache" / "accel_gpt" / "shards"
     assert len(list(caches.iterdir())) == 1
     index = json.loads((shards / "dataset.json").read_text())
@@ -106,5 +107,5 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     assert run_here(dispatch, ["evaluate", str(tmp_path / "run")]) == 0
     hub.add(REPO, {"dataset.json": json.dumps(index).encode()})
     assert run_here(command.main, [*own, "--out_dir", str(tmp_path / "new")]) == 0
-    (path,) = list((tmp_path / "new" / "checkpoints").glob("*12"))
+    (path,) = list((tmp_path / "new" / "checkpoints").glob("*4"))
     assert read_state(path).data_commits[URL] == hub.repos[REPO].find("main")

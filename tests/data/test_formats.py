@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_gpt.data import foreign
 from accel_gpt.data.foreign import DataFolder, files_of_split, open_foreign
 from accel_gpt.data.remote import FileInfo
 from accel_gpt.data.shards import Split
@@ -126,8 +127,12 @@ def test_characters_of_nanogpt_in_any_order(tmp_path: Path) -> None:
     assert tokenizer.decode(tokens(split)) == "baé"
 
 
-def test_what_a_format_tells_of_its_tokenizer_is_used(tmp_path: Path) -> None:
-    ids = [*load_gpt2().encode("Hello, world"), 50256]
+def test_what_a_format_tells_of_its_tokenizer_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt2 = load_gpt2()
+    monkeypatch.setattr(foreign, "load_gpt2", lambda: gpt2)  # it takes half a second
+    ids = [*gpt2.encode("Hello, world"), 50256]
     llmc(tmp_path / "a_train_0.bin", ids)
     datatrove(tmp_path / "a_val.ds", [ids])
     for name in ("train", "val"):
@@ -178,7 +183,7 @@ def test_other_files_are_left_out(tmp_path: Path) -> None:
     for name in ("notes.txt", "a_val.bin.gz", ".val.bin", "my val.bin", "val_.idx"):
         (tmp_path / name).write_text("something")
     llmc(tmp_path / "empty_val.bin", [])
-    split, _ = open_folder(tmp_path, "val")
+    split, _ = open_folder(tmp_path, "val", "bytes")
     assert [shard.name for shard in split.shards] == ["tiny_shakespeare_val.bin"]
 
 
@@ -224,11 +229,11 @@ def test_of_a_remote_folder_only_the_first_shard_of_a_series_is_fetched(source: 
         llmc(source / f"fineweb_train_{i:06d}.bin", [i, 10, 20 + i])
         datatrove(source / f"0000{i}_val.ds", [[i, 4], [5]], "<u4")
     remote = Remote(source)
-    split = remote.open("train")
+    split = remote.open("train", "bytes")
     assert remote.fetched == ["fineweb_train_000000.bin"]
     assert tokens(split) == [0, 10, 20, 1, 10, 21, 2, 10, 22]
     remote.fetched.clear()
-    split = remote.open("val")
+    split = remote.open("val", "bytes")
     assert remote.fetched == ["00000_val.ds.metadata"]
     assert tokens(split) == [0, 4, 5, 1, 4, 5, 2, 4, 5]
 

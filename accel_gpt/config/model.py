@@ -116,21 +116,15 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         "learned",
         "learned: position embeddings. rope: rotary positions (RoPE).",
     )
-    norm: Literal["layernorm", "rmsnorm"] = option(
+    norm: Literal["layernorm", "rmsnorm", "plain_rmsnorm"] = option(
         "layernorm",
-        "Normalization before each sub-layer.",
-    )
-    norm_weight: bool = option(
-        True,
-        "Use learned scales in the norms. If bias is true, LayerNorm also has learned shifts.",
+        "Normalization before each sub-layer. layernorm has learned scales, and learned shifts if "
+        "bias is true. rmsnorm has learned scales. plain_rmsnorm has none, and also normalizes the "
+        "embeddings.",
     )
     qk_norm: bool = option(
         False,
         "Apply RMSNorm to the queries and keys of each head.",
-    )
-    embedding_norm: bool = option(
-        False,
-        "Normalize the embeddings before the first block.",
     )
     mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu"] = option(
         "gelu",
@@ -281,11 +275,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
         "fast": {
             "bias": False,
             "position": "rope",
-            "norm": "rmsnorm",
-            "norm_weight": False,
+            "norm": "plain_rmsnorm",
             "norm_eps": 1e-6,
             "qk_norm": True,
-            "embedding_norm": True,
             "mlp": "relu2",
             "tie_embeddings": False,
             "logit_softcap": 15.0,

@@ -307,7 +307,7 @@ def block_bytes(config: Config, tokens: int, machine: Machine) -> int:
     D = model.head_size
     number_bytes = machine.product_bytes
     cpu = machine.gpu is None
-    weighted_rmsnorm = model.norm_weight and model.norm == "rmsnorm"
+    weighted_rmsnorm = model.norm == "rmsnorm"
     norm_input = stream_bytes(machine)
     if not machine.sharded and (weighted_rmsnorm if cpu else not config.train.compiled):
         norm_input = FLOAT_BYTES

@@ -61,7 +61,7 @@ class GPT(LanguageModel):
         with _SkipInit():
             self.wte = nn.Embedding(self.padded_vocab_size, config.n_embd)
             self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
-            self.norm_e = build_norm(config) if config.embedding_norm else None
+            self.norm_e = build_norm(config) if config.norm == "plain_rmsnorm" else None
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
             self.norm_f = build_norm(config)
             self.head = Head(config, vocab_size)

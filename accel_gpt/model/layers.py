@@ -35,14 +35,10 @@ class RMSNorm(nn.RMSNorm):
 
 def build_norm(config: ModelConfig) -> nn.Module:
     """Build a LayerNorm or RMSNorm over the channels."""
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.n_embd, eps=config.norm_eps, elementwise_affine=config.norm_weight)
-    return nn.LayerNorm(
-        config.n_embd,
-        eps=config.norm_eps,
-        elementwise_affine=config.norm_weight,
-        bias=config.bias,
-    )
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+    scaled = config.norm == "rmsnorm"
+    return RMSNorm(config.n_embd, eps=config.norm_eps, elementwise_affine=scaled)
 
 
 # --------------------------------------------------------------------------- rotary positions
@@ -171,8 +167,9 @@ class QKNorm(nn.Module):
         super().__init__()
         D = config.head_size
         self.heads = (config.n_head, config.kv_heads)
-        self.q = nn.RMSNorm(D, eps=config.norm_eps, elementwise_affine=config.norm_weight)
-        self.k = nn.RMSNorm(D, eps=config.norm_eps, elementwise_affine=config.norm_weight)
+        scaled = config.norm != "plain_rmsnorm"
+        self.q = nn.RMSNorm(D, eps=config.norm_eps, elementwise_affine=scaled)
+        self.k = nn.RMSNorm(D, eps=config.norm_eps, elementwise_affine=scaled)
 
     def forward(self, qk: Tensor) -> Tensor:
         """Normalize queries and keys (B, T, H + K, D), in float32."""

@@ -80,15 +80,14 @@ def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
         attention_biases = qkv // C + C
         mlp_biases = up // C + C
     vectors_per_norm = 2 if config.bias and config.norm == "layernorm" else 1
-    n_norms = 2 * n_layer + 1 + (1 if config.embedding_norm else 0)
     qk_norms = 2 * n_layer * config.head_size if config.qk_norm else 0
-    norms = n_norms * vectors_per_norm * C + qk_norms
+    norms = (2 * n_layer + 1) * vectors_per_norm * C + qk_norms
     parts = {
         "embedding": rows * C,
         "position": config.block_size * C if config.position == "learned" else 0,
         "attention": n_layer * (qkv + out + attention_biases),
         "mlp": n_layer * (up + down + mlp_biases),
-        "norm": norms if config.norm_weight else 0,
+        "norm": 0 if config.norm == "plain_rmsnorm" else norms,
         "head": 0 if config.tie_embeddings else rows * C,
     }
     total = sum(parts.values())

@@ -44,8 +44,7 @@ def convert_to_qwen3(model: GPT, tokens: Tensor) -> GPT:
         dataclasses.replace(
             config,
             preset="qwen3",
-            norm_weight=True,
-            embedding_norm=False,
+            norm="rmsnorm",
             mlp="swiglu",
             mlp_hidden=config.hidden_size,
             tie_embeddings=False,

@@ -29,7 +29,7 @@ ACTIVATIONS = MappingProxyType(  # of GPT-2
     {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu2"}
 )
 # fields that a preset determines
-STRUCTURE = ("position", "norm", "norm_weight", "qk_norm", "embedding_norm", "mlp", "bias")
+STRUCTURE = ("position", "norm", "qk_norm", "mlp", "bias")
 FIELDS = (  # our field; its name in the config.json of GPT-2 ("": it has none), and of the others
     ("n_layer", "n_layer", "num_hidden_layers"),
     ("n_head", "n_head", "num_attention_heads"),

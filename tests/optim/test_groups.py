@@ -42,7 +42,7 @@ def test_configure_overrides_what_a_checkpoint_restored() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_embedding_and_head_have_their_own_learning_rates(name: str) -> None:
-    gpt = GPT(tiny("fast", norm_weight=True), 64)
+    gpt = GPT(tiny("fast", norm="rmsnorm"), 64)
     settings = OptimConfig(name, lr=0.1, embedding_lr=0.2, weight_decay=0.3)  # type: ignore[arg-type]
     optimizer = make_optimizer(gpt, settings)
     of = {id(p): g for g in optimizer.param_groups for p in g["params"]}

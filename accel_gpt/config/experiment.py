@@ -19,7 +19,7 @@ TRAIN_TOKENS = 524_288
 
 
 @dataclass(frozen=True)
-class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens"),)):
+class TrainConfig(Section, prefix="train."):
     """Batch size, length and numerics of the run."""
 
     tokens_per_step: int = option(
@@ -43,7 +43,7 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     max_steps: int | None = option(
         None,
         "Number of optimizer steps in the run. Set this, max_tokens or budget.",
-        replaces=("train.budget",),
+        replaces=("train.max_tokens", "train.budget"),
         above=0,
         essential=True,
     )
@@ -51,7 +51,7 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
         None,
         "Number of tokens in the run. Set this or max_steps. For N epochs, set N times the number "
         "of train tokens; the first lines of a run print this number.",
-        replaces=("train.budget",),
+        replaces=("train.max_steps", "train.budget"),
         above=0,
     )
     budget: str | None = option(
@@ -167,6 +167,11 @@ class TrainConfig(Section, prefix="train.", exclusive=(("max_steps", "max_tokens
     def _check(self) -> None:
         for name in ("budget", "time_limit", "step_timeout"):
             duration(f"train.{name}", getattr(self, name))
+        require(
+            not (self.max_steps and self.max_tokens),
+            f"train.max_steps is {self.max_steps} and train.max_tokens is {self.max_tokens}; set "
+            "one of them",
+        )
         require(
             not (self.reproducible and self.compiled),
             f"train.reproducible is true and train.compile is {str(self.compile).lower()}, but "

@@ -14,16 +14,14 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec
+from typing import Any, ClassVar, Literal
 
 from accel_gpt.errors import require
 
 Resume = Literal["free", "start", "ask", "refuse"]
 Inherited = Literal["always", "default", "never"]
-Groups = tuple[tuple[str, ...], ...]
-Rules = ParamSpec("Rules")
 REQUIRED: Any = dataclasses.MISSING  # the default of a required option
 LONGEST_SECONDS = 1000 * 86_400.0  # largest time limit: 1,000 days
 
@@ -90,24 +88,15 @@ class Option:
         return f"it must be {' and '.join(limits)}"
 
 
-def field_of(
-    describe: Callable[Concatenate[str, Rules], Option],
-) -> Callable[Concatenate[Any, str, Rules], Any]:
-    """Return the function that makes a dataclass field from a default and what `describe` takes.
+def option(default: Any, description: str, **rules: Any) -> Any:
+    """Return a dataclass field of an option, with the rules of `Option`.
 
     If the default is a dictionary, each object gets its own.
     """
-
-    def make(default: Any, description: str, /, *args: Rules.args, **rules: Rules.kwargs) -> Any:
-        metadata = {"option": describe(description, *args, **rules)}
-        if isinstance(default, dict):
-            return dataclasses.field(default_factory=default.copy, metadata=metadata)
-        return dataclasses.field(default=default, metadata=metadata)
-
-    return make
-
-
-option = field_of(Option)  # of an option: its default, its description, and the rules of `Option`
+    metadata = {"option": Option(description, **rules)}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -131,25 +120,21 @@ def internal(default: Any) -> Any:
 class Section:
     """Base class for a section of options; checks their values.
 
-    Messages show `prefix` before the name of an option. At most one option of each group in
-    `exclusive` may be set. The class arguments `resume` and `per_machine` are the defaults of the
-    section. Raises `UserError` with the option and its value.
+    Messages show `prefix` before the name of an option. The class arguments `resume` and
+    `per_machine` are the defaults of the section. Raises `UserError` with the option and its value.
     """
 
     prefix: ClassVar[str] = ""
-    exclusive: ClassVar[Groups] = ()
     default_resume: ClassVar[Resume] = "ask"
     default_per_machine: ClassVar[bool] = False
 
     def __init_subclass__(
         cls,
         prefix: str | None = None,
-        exclusive: Groups | None = None,
         resume: Resume | None = None,
         per_machine: bool | None = None,
     ) -> None:
         cls.prefix = cls.prefix if prefix is None else prefix
-        cls.exclusive = cls.exclusive if exclusive is None else exclusive
         cls.default_resume = cls.default_resume if resume is None else resume
         cls.default_per_machine = cls.default_per_machine if per_machine is None else per_machine
 
@@ -159,17 +144,6 @@ class Section:
         for name, one in described.items():
             problem = one.problem(getattr(self, name))
             self.require(problem is None, name, problem or "")
-        for group in self.exclusive:
-            shown = {
-                name: name.upper() if described[name].positional else f"{self.prefix}{name}"
-                for name in group
-            }
-            found = [
-                f"{word} is {getattr(self, name)}"
-                for name, word in shown.items()
-                if getattr(self, name)
-            ]
-            require(len(found) < 2, f"{' and '.join(found)}; set one of them")
         for name, one in described.items():
             if one.used_with is not None and getattr(self, name) != self.unset(name):
                 self.require_use(name, *one.used_with)

@@ -29,7 +29,6 @@ from accel_gpt.config.values import (
     describe_type,
     flatten,
     is_config_of_run,
-    is_section,
     leaves,
     nearest_keys,
     parse_text,
@@ -98,10 +97,9 @@ def merge(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return the keys of all `layers` of a `cls`; a later layer overrides an earlier one.
 
     A key that a layer sets to a value other than null also removes, from the layers before it, what
-    its option `replaces`, what its section says it excludes, and what its value does not use.
+    its option `replaces`, and what its value does not use.
     """
     options = all_options(cls)
-    groups = list(exclusive_keys(cls))
     merged: dict[str, Any] = {}
     for layer in layers:
         replaced: list[str] = []
@@ -109,24 +107,12 @@ def merge(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
             if value is None or key not in options:
                 continue
             replaced += options[key].replaces
-            for group in groups:
-                if key in group:
-                    replaced += group
             replaced += unused_keys(cls, key, value)
         for name in replaced:
             for key in [key for key in merged if key == name or key.startswith(f"{name}.")]:
                 del merged[key]
         merged |= layer
     return merged
-
-
-def exclusive_keys(cls: type, prefix: str = "") -> Iterator[list[str]]:
-    """Yield each group of dotted keys that exclude one another."""
-    for group in getattr(cls, "exclusive", ()):
-        yield [prefix + name for name in group]
-    for name, hint in field_types(cls).items():
-        if is_section(hint):
-            yield from exclusive_keys(hint, f"{prefix}{name}.")
 
 
 def unused_keys(cls: type, key: str, value: Any) -> Iterator[str]:
@@ -341,7 +327,7 @@ def resolve_config(word: str, folder: str = "") -> Path:
     nearby = {str(other): other.stem for other in path.parent.glob("*.yaml")}
     expected = f"expected a file or {', '.join(shipped)}"
     near = did_you_mean(word, [*shipped, *nearby], expected)
-    raise UserError(f"config file {word} does not exist; {near}")
+    raise UserError(f"there is no file {word}; {near}")
 
 
 def copy_shipped(word: str, folder: Path) -> None:

@@ -5,17 +5,15 @@
 `internal` hold results of `parse`.
 """
 
-import contextlib
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal, Self
 
-from accel_gpt.commands.resolve import load_config, named_config
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.sweep_settings import Grid, read_grid
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config, HubConfig, SampleConfig, check_repo
@@ -33,10 +31,9 @@ from accel_gpt.config.parse import (
     read_options,
     read_values,
     resolve_config,
-    shipped_configs,
 )
 from accel_gpt.config.values import build, check_utf8
-from accel_gpt.errors import UserError, did_you_mean, require
+from accel_gpt.errors import require
 
 
 class Command(Section, prefix="--"):
@@ -90,8 +87,8 @@ class TrainCommand(Command):
     def parse(cls, argv: Sequence[str]) -> "TrainCommand":
         """Load the config; `--dump_config` asks for another command."""
         if "--dump_config" in argv:
-            arguments = [argument for argument in argv if argument != "--dump_config"]
-            return DumpConfigCommand(loaded=named_config(arguments))
+            words = [word for word in argv if word != "--dump_config"]
+            return DumpConfigCommand(loaded=load_config(words, "accel-gpt train"))
         loaded = load_config(argv, "accel-gpt train")
         return TrainCommand(config=argv[0], loaded=loaded)
 
@@ -104,7 +101,7 @@ class DumpConfigCommand(TrainCommand):
 
 
 @dataclass(frozen=True)
-class PrepareCommand(PrepareConfig, Command):
+class PrepareCommand(PrepareConfig, Command, prefix="--"):
     """Turn text into token shards; if it is stopped, the same command resumes.
 
     SOURCE is short for --source. RECIPE is a YAML file with these options as `key: value`, or the
@@ -134,59 +131,26 @@ class PrepareCommand(PrepareConfig, Command):
         require(bool(self.source), "the source is empty; give a text")
 
     @classmethod
-    def parse(cls, argv: Sequence[str]) -> "PrepareCommand":
+    def parse(cls, argv: Sequence[str]) -> Self:
         """Parse `[SOURCE|RECIPE] --key value ...`; a recipe and the options may set any option."""
-        with errors_name_options("data.prepare."):
-            return parse_recipe(argv)
-
-
-def parse_recipe(argv: Sequence[str]) -> PrepareCommand:
-    """Parse `[SOURCE|RECIPE] --key value ...`."""
-    arguments = list(argv)
-    named = bool(arguments) and not arguments[0].startswith("-")
-    argument = os.path.expanduser(arguments.pop(0)) if named else None
-    if argument is None or {"-h", "--help"} & set(arguments):
-        return parse_command(PrepareCommand, arguments, "accel-gpt prepare [SOURCE|RECIPE]")
-    check_utf8("SOURCE", argument)
-    if is_source(argument):
-        twice = any(option.partition("=")[0] == "--source" for option in arguments)
-        require(not twice, f"both the source {argument} and --source are given; give one")
-        return parse_command(
-            PrepareCommand, ["--source", argument, *arguments], "accel-gpt prepare SOURCE"
-        )
-    check_recipe(argument)
-    path = str(resolve_config(argument, "data"))
-    return build(PrepareCommand, read_values(PrepareCommand, path, arguments))
-
-
-def check_recipe(argument: str) -> None:
-    """Raise `UserError` if an argument is the name of no file, whether of a text or of a recipe."""
-    recipes = shipped_configs("data")
-    is_recipe = argument in recipes or argument.endswith(YAML)
-    expected = f"expected the path of a text, or a recipe: {', '.join(recipes)}"
-    near = did_you_mean(argument, recipes, expected)
-    require(is_recipe, f"there is no file {argument}; {near}")
+        words = list(argv)
+        named = bool(words) and not words[0].startswith("-")
+        argument = os.path.expanduser(words.pop(0)) if named else None
+        if argument is None or {"-h", "--help"} & set(words):
+            return parse_command(cls, words, "accel-gpt prepare [SOURCE|RECIPE]")
+        check_utf8("SOURCE", argument)
+        if is_source(argument):
+            return parse_command(cls, ["--source", argument, *words], "accel-gpt prepare SOURCE")
+        path = str(resolve_config(argument, "data"))
+        return build(cls, read_values(cls, path, words))
 
 
 def is_source(argument: str) -> bool:
     """Return whether an argument names text instead of a recipe."""
-    shipped = argument in shipped_configs("data") and not Path(argument).is_file()
-    if shipped or argument.endswith(YAML):
+    if argument.endswith(YAML):
         return False
     is_stdlib = argument == PrepareCommand.source
     return is_stdlib or "/" in argument or Path(argument).exists() or has_magic(argument)
-
-
-@contextlib.contextmanager
-def errors_name_options(*keys: str) -> Iterator[None]:
-    """Name the options of a command in errors, instead of the `keys` of a config."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        for key in keys:
-            text = re.sub(rf"(?<!-){re.escape(key)}", f"--{key.rpartition('.')[2]}", text)
-        raise type(error)(text) from None
 
 
 @dataclass(frozen=True)
@@ -300,7 +264,7 @@ class EvaluateCommand(Command):
 
 
 @dataclass(frozen=True)
-class ExportCommand(Command, exclusive=(("to", "gguf"),)):
+class ExportCommand(Command):
     """Write a model for transformers or llama.cpp, and verify that it computes the same there.
 
     Examples:
@@ -335,7 +299,10 @@ class ExportCommand(Command, exclusive=(("to", "gguf"),)):
     )
 
     def _check(self) -> None:
-        require(bool(self.to or self.gguf), "--to is missing; give the folder to create, or --gguf")
+        require(
+            bool(self.to) != bool(self.gguf),
+            "expected either --to, the folder to create, or --gguf, the file",
+        )
         require(
             self.dtype != "q8_0" or not self.to,
             "--dtype is q8_0, but --to takes fp32, bf16 or fp16; give --gguf instead of --to",
@@ -570,6 +537,7 @@ class VerifyResumeCommand(ConfigCommand):
     steps: int = option(
         20,
         "Number of steps of each run.",
+        at_least=2,
     )
     kills: int = option(
         5,
@@ -584,7 +552,6 @@ class VerifyResumeCommand(ConfigCommand):
     )
 
     def _check(self) -> None:
-        require(self.steps >= 2, f"--steps is {self.steps}; it must be 2 or more")
         require(
             bool(self.processes) and min(self.processes) > 0,
             f"--processes is {','.join(map(str, self.processes))}; expected numbers above 0",

@@ -4,7 +4,7 @@ from dataclasses import fields
 from glob import has_magic
 from pathlib import Path
 
-from accel_gpt.commands.options import PrepareCommand, errors_name_options
+from accel_gpt.commands.options import PrepareCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.console import write_out
 from accel_gpt.prepare.prepare import prepare
@@ -12,12 +12,11 @@ from accel_gpt.prepare.prepare import prepare
 
 def run(options: PrepareCommand) -> int:
     """Create a data folder."""
-    with errors_name_options("data.prepare."):
-        values = {field.name: getattr(options, field.name) for field in fields(PrepareConfig)}
-        config = PrepareConfig(**values)
-        out = Path(options.out or default_folder(config))
-        if not prepare(config, out):
-            write_out(f"already prepared: {out}\n")
+    values = {field.name: getattr(options, field.name) for field in fields(PrepareConfig)}
+    config = PrepareConfig(**values)
+    out = Path(options.out or default_folder(config))
+    if not prepare(config, out):
+        write_out(f"already prepared: {out}\n")
     return 0
 
 

@@ -5,13 +5,12 @@ The trainer takes the config that comes out. In it, every key has a plain value.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import all_options
-from accel_gpt.config.parse import read_given, read_options, with_extra
+from accel_gpt.config.parse import read_given
 from accel_gpt.config.values import build
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
@@ -61,22 +60,3 @@ def load_code(path: str | None) -> OwnCode:
 def with_code(config: Config, own: OwnCode) -> Config:
     """Return `config` with the functions of a file of --code."""
     return replace(config, own=own, data=replace(config.data, own_shards=own.shards))
-
-
-def named_config(words: Sequence[str]) -> Config:
-    """Load the config that `[NAME] [--section.key value ...]` names.
-
-    NAME is a YAML file, the folder of a run, a shipped config or a preset of the model. Without
-    NAME, all keys have their defaults.
-    """
-    options = list(words)
-    values: dict[str, Any] = {}
-    if options and not options[0].startswith("-"):
-        name = options.pop(0)
-        if name not in PRESETS:
-            inside = Path(name, "config.yaml")
-            path = str(inside) if inside.is_file() else name
-            return load_config([path, *options], "accel-gpt train --dump_config")
-        values["model.preset"] = name
-    values |= read_options(Config, options)
-    return complete(with_extra(values))

@@ -68,9 +68,7 @@ def keys_page() -> Iterator[str]:
         | command | prints |
         |---|---|
         | `accel-gpt train --help-all` | this page |
-        | `accel-gpt train --dump_config NAME` | every key with its meaning and its value, in YAML |
-
-        NAME is a shipped config, a file or a run's folder.
+        | `accel-gpt train CONFIG --dump_config` | each key with its meaning and value, in YAML |
 
         The column *values* uses these words:
 

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 
 from accel_gpt.cli import dispatch
-from accel_gpt.commands import prepare as command
 from accel_gpt.commands.options import PrepareCommand
 from accel_gpt.console import run_main
 from accel_gpt.data.index import read_index
 from accel_gpt.data.shards import open_split
-from accel_gpt.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/data").glob("*.yaml"))
 
@@ -46,14 +44,3 @@ def test_the_command_line_goes_before_the_recipe(recipe: Path, tmp_path: Path) -
     prepared = read_index(tmp_path / "out").prepared
     assert (prepared["source"], prepared["tokenizer"]) == (f"{tmp_path}/*.txt", "bytes")
     assert open_split(tmp_path / "out", "train").lengths[0] == 70
-
-
-def test_an_error_names_options(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Any) -> bool:
-        raise UserError("data.prepare.tokenizer is gone")
-
-    monkeypatch.setattr(command, "prepare", fail)
-    assert call(recipe) == 2
-    assert "error: --tokenizer is gone" in capsys.readouterr().err

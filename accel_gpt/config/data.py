@@ -85,16 +85,6 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         if self.vocab_size != self.unset("vocab_size") and not made:
             self.require_use("vocab_size", "tokenizer", ("bpe",))
 
-    def check_unused(self) -> None:
-        """Raise `UserError` if an option is set but no source, so that nothing is prepared."""
-        names = [name for name in own_options(PrepareConfig) if name != "source"]
-        used = [name for name in names if getattr(self, name) != self.unset(name)]
-        require(
-            not used,
-            f"data.prepare sets {', '.join(used)}, but data.prepare.source is null, so nothing is "
-            "prepared; set data.prepare.source, or remove data.prepare",
-        )
-
 
 @dataclass(frozen=True)
 class Weighted(Section, prefix="data.train."):
@@ -197,8 +187,17 @@ class DataConfig(Section, prefix="data."):
                 bool(re.fullmatch(r"[A-Za-z0-9_-]+", name)),
                 f"data.val has the name {name!r}; use letters, digits, - and _",
             )
-        if self.prepare.source is None:
-            self.prepare.check_unused()
+        prepare = self.prepare
+        used = [
+            name
+            for name in own_options(PrepareConfig)
+            if getattr(prepare, name) != prepare.unset(name)
+        ]
+        require(
+            prepare.source is not None or not used,
+            f"data.prepare sets {', '.join(used)}, but data.prepare.source is null, so nothing is "
+            "prepared; set data.prepare.source, or remove data.prepare",
+        )
 
     @property
     def folder(self) -> str | None:

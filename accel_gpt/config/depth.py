@@ -109,7 +109,8 @@ def rules(given: Mapping[str, Any]) -> dict[str, Any]:
 def shape_options(value: Callable[[str], Any]) -> dict[str, Any]:
     """Compute the options of the shape."""
     depth = int(value("model.depth"))
-    n_embd = value("model.n_embd") or width(depth)
+    width = depth * HEAD_SIZE
+    n_embd = value("model.n_embd") or width
     require(
         n_embd % HEAD_SIZE == 0,
         f"model.n_embd is {n_embd}, but with model.depth it is a multiple of {HEAD_SIZE}; leave it "
@@ -117,7 +118,7 @@ def shape_options(value: Callable[[str], Any]) -> dict[str, Any]:
     )
     return {
         "model.n_layer": depth,
-        "model.n_embd": width(depth),
+        "model.n_embd": width,
         "model.n_head": n_embd // HEAD_SIZE,
     }
 
@@ -174,11 +175,6 @@ def run_steps(value: Callable[[str], Any]) -> int:
     return int(value("train.max_steps") or max(1, from_tokens))
 
 
-def width(depth: int) -> int:
-    """Compute the channels (n_embd) at a depth."""
-    return depth * HEAD_SIZE
-
-
 class Factors(NamedTuple):
     """Factors on the learning rates and weight decay of the reference, by their causes."""
 
@@ -192,11 +188,6 @@ class Factors(NamedTuple):
     def run(self) -> float:
         """Factor on every learning rate."""
         return self.batch * self.length * self.chosen
-
-    @property
-    def adamw_matrices(self) -> float:
-        """Factor on the rate of the matrices of the blocks under AdamW, for the width."""
-        return math.pow(self.width, ADAMW_WIDTH_EXPONENT)
 
 
 def factors(value: Callable[[str], Any]) -> Factors:
@@ -248,7 +239,7 @@ def optimizer_options(value: Callable[[str], Any]) -> dict[str, Any]:
         found["optim.muon_weight_decay"] = rounded(decay)
         found["optim.muon_momentum_warmup"] = min(MOMENTUM_WARMUP, steps // 10)
     else:
-        found["optim.lr"] = rounded(ADAMW_LR * by.run * by.adamw_matrices)
+        found["optim.lr"] = rounded(ADAMW_LR * by.run * by.width**ADAMW_WIDTH_EXPONENT)
         found["optim.head_lr"] = rounded(ADAMW_HEAD_LR * by.run * by.width)
     if value("schedule.name") != "constant":
         found["schedule.min_lr"] = rounded(FLOOR * (value("optim.lr") or found["optim.lr"]))

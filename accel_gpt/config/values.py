@@ -233,10 +233,7 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
         try:
             return load_yaml(text)
         except ValueError:
-            advice = "check its brackets and quotes"
-            if hint == tuple[str, ...]:
-                advice += "; a text that begins with [ needs quotes in a list: ['[a] b']"
-            raise UserError(f"{key} is {text!r}, but must be valid YAML; {advice}") from None
+            raise UserError(f"{key} is {text!r}, but must be valid YAML") from None
     if origins == {tuple}:
         return [word.strip() for word in text.split(",")]
     return text
@@ -280,7 +277,9 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         f"{key} is {value}, but it cannot be null; expected {describe_type(hint)}",
     )
     if isinstance(value, list) and value and section_in(hint):
-        return tuple(one_section(key, one, hint) for one in value)
+        if not all(isinstance(one, Mapping) for one in value):
+            raise mismatch(key, value, hint)
+        return tuple(from_mapping(section_in(hint), one, f"in {key}") for one in value)
     try:
         found = msgspec.convert(prepared(value, hint), hint, strict=False)
     except msgspec.ValidationError:
@@ -329,13 +328,6 @@ def section_in(hint: Any) -> Any:
         if get_origin(option) is tuple and is_section(get_args(option)[0]):
             return get_args(option)[0]
     return None
-
-
-def one_section(key: str, value: Any, hint: Any) -> Any:
-    """Convert an item of a list of mappings to its dataclass; raises `UserError`."""
-    if not isinstance(value, Mapping):
-        raise mismatch(key, value, hint)
-    return from_mapping(section_in(hint), value, f"in {key}")
 
 
 def prepared(value: Any, hint: Any) -> Any:

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -178,6 +178,9 @@ def test_an_option_replaces_options_of_the_layers_before_it() -> None:
         "optim.lr": 1e-2,
     }
     assert merge(Config, [muon, {"optim.name": "muon"}]) == muon
+    lengths: list[dict[str, Any]] = [{"train.max_steps": 3}, {"train.max_tokens": 4096}]
+    for layers in (lengths, lengths[::-1]):
+        assert merge(Config, layers) == layers[1]
     for key, one in all_options(Config).items():
         assert {*one.replaces} <= {*leaves(Config), *sections(Config)}, key
 

@@ -193,8 +193,7 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
     if schedule.name == "wsd":
         most = steps - max(step, schedule.warmup_steps)
         if math.ceil((schedule.decay_share or WSD_DECAY_SHARE) * steps) > most:
-            # half a step less, since a share is rounded up to whole steps
-            schedule = replace(schedule, decay_share=(most - 0.5) / steps)
+            schedule = replace(schedule, decay_share=most / steps)
     every_tokens = config.checkpoint.every_tokens
     return replace(
         config,

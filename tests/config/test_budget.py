@@ -186,7 +186,15 @@ def what_is_due(config: Config, step: int) -> tuple[object, ...]:
     )
 
 
+LONG_DECAY: dict[str, object] = {
+    "schedule__name": "wsd",
+    "schedule__warmup_steps": 0,
+    "schedule__decay_share": 0.7,
+}
+
+
 @given(RUNS, st.integers(10, 1500), st.integers(1, 300), st.integers(0, 3000))
+@example(LONG_DECAY, 150, 45, 10)  # 0.7 of the new length would begin at step 30
 def test_another_length_changes_nothing_that_was_due_before(
     keys: dict[str, object], steps: int, step: int, further: int
 ) -> None:

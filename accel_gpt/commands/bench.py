@@ -19,8 +19,7 @@ from accel_gpt.commands.printing import write_report
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import make_plan
-from accel_gpt.cost.data_sizes import vocabulary_size
-from accel_gpt.cost.forecast import run_hours, with_expected_length
+from accel_gpt.cost.forecast import run_hours, vocabulary_size, with_expected_length
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
 from accel_gpt.launch.machine import describe_machine, memory_gb

@@ -11,22 +11,21 @@ from accel_gpt.commands.options import PlanCommand
 from accel_gpt.commands.printing import write_report
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, with_size
-from accel_gpt.cost.data_sizes import split_tokens, vocabulary_size
 from accel_gpt.cost.forecast import (
     assumed_mfu,
     expected_speed,
     run_hours,
+    split_tokens,
+    vocabulary_size,
     with_expected_length,
 )
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
 from accel_gpt.data.sources import train_paths
-from accel_gpt.errors import UserError, did_you_mean, require
+from accel_gpt.errors import UserError, did_you_mean
 from accel_gpt.launch.devices import (
     DEVICES,
     device_key,
     fast_precision,
-    peak_flops,
-    precision_problem,
 )
 from accel_gpt.model.sizes import flops_per_token, mfu, parameter_counts
 
@@ -85,30 +84,15 @@ def forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) ->
 
 
 def make_machine(options: PlanCommand, config: Config) -> Machine:
-    """Return the machine that the options describe.
-
-    Raises `UserError` if the GPU is unknown, or does not support the precision.
-    """
+    """Return the machine that the options describe."""
     gpu = options.gpu
     if gpu is not None and device_key(gpu) is None:
         near = did_you_mean(gpu.lower(), DEVICES, f"expected {', '.join(DEVICES)}", cutoff=0.3)
         raise UserError(f"--gpu {gpu} is not in the table of devices; {near}")
     sharded = options.distribution == "fsdp"
-    reproducible = config.train.reproducible
     precision: str = config.train.mixed_precision or "no"
     if precision == "auto":
-        precision = fast_precision(gpu, sharded, reproducible)
-    problem = precision_problem(precision, sharded, reproducible)
-    require(problem is None, f"train.mixed_precision is {precision}, but {problem}")
-    require(
-        not (sharded and reproducible),
-        "train.reproducible is true, but FSDP sums gradients in float32",
-    )
-    supported = peak_flops(gpu, precision) is not None if gpu else precision == "bf16"
-    require(
-        precision == "no" or supported,
-        f"train.mixed_precision is {precision}, but {gpu or 'a CPU'} does not support it",
-    )
+        precision = fast_precision(gpu, sharded, config.train.reproducible)
     return Machine(options.gpus, gpu, sharded, precision, options.memory_gb)
 
 

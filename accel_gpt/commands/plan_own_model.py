@@ -5,7 +5,7 @@ The memory of its activations is not known, so it does not say whether a run fit
 
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.commands.plan import print_forecast
-from accel_gpt.cost.data_sizes import vocabulary_size
+from accel_gpt.cost.forecast import vocabulary_size
 from accel_gpt.errors import require
 from accel_gpt.model.make import make_model
 

@@ -66,17 +66,12 @@ class Machine:
             return self.memory_gb * 1e9
         return None if self.gpu is None else device_memory(self.gpu)
 
-    def dtype(self, matmul_precision: str) -> str:
-        """Return the dtype of matrix products, as a key of `Device.rates`."""
-        if self.precision != "no":
-            return self.precision
-        return "tf32" if self.gpu and matmul_precision != "highest" else "fp32"
-
     def peak(self, matmul_precision: str) -> float | None:
         """Return the peak FLOP/s of one device; None if unknown."""
         if self.gpu is None:
             return None
-        return peak_flops(self.gpu, self.dtype(matmul_precision))
+        float32 = "fp32" if matmul_precision == "highest" else "tf32"
+        return peak_flops(self.gpu, float32 if self.precision == "no" else self.precision)
 
     def __str__(self) -> str:
         """Describe the machine: `8 x h100, ddp, bf16`."""

@@ -22,7 +22,6 @@ from accel_gpt.data.tokenizer import (
     named_tokenizer,
 )
 from accel_gpt.data.tokenizer_json import BYTE_CHARS, PATTERN, bpe_content
-from accel_gpt.errors import require
 from accel_gpt.prepare.pieces import pieces
 from accel_gpt.training.display import Progress
 
@@ -46,11 +45,6 @@ def make_tokenizer(spec: str, vocab_size: int, texts: Callable[[], Iterator[str]
         found: set[str] = set()
         for text in texts():
             found.update(text)
-        require(
-            bool(found),
-            "the text is empty; give another text, or set data.prepare.text_field to the column "
-            "that holds the text",
-        )
         return CharsTokenizer("".join(sorted(found)))
     return named_tokenizer(spec, "data.prepare.tokenizer", "bytes, chars, bpe, gpt2")
 

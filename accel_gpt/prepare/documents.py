@@ -102,7 +102,7 @@ def text_pieces(
         text = examine(source.files[file])
         if is_one and not text.encoding:
             raise DataError(f"{text.path} is no text in an encoding that is known")
-        detected = text if text.is_detected else None
+        detected = None if text.encoding in ("utf-8", "utf-16", "utf-32") else text
         for row, (split, key, chunks) in enumerate(text_parts(config, source, text, is_one)):
             for count, (part, begins, ends) in enumerate(cut_document(chunks, find_cut), 1):
                 after = Position(number, file, row, count)

@@ -69,11 +69,6 @@ class Text(NamedTuple):
     key: bytes
     """Hash of its text; see `start_hash`."""
 
-    @property
-    def is_detected(self) -> bool:
-        """Return whether the encoding is not UTF-8, nor said by a byte order mark."""
-        return self.encoding not in ("utf-8", "utf-16", "utf-32")
-
 
 def start_hash(data: bytes = b"") -> "hashlib.blake2b":
     """Start the hash (8 bytes) of a document: it decides the split, and tells duplicates."""

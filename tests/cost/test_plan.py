@@ -15,7 +15,7 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.console import run_main
-from accel_gpt.cost.data_sizes import evaluated_tokens
+from accel_gpt.cost.forecast import evaluated_tokens
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
 from accel_gpt.model.gpt import GPT

@@ -158,7 +158,7 @@ def check_nothing_half(out: Path) -> None:
 
 def test_killed_again_and_again_it_makes_the_same_bytes(config: PrepareConfig, out: Path) -> None:
     draw, kills = random.Random(3), 0
-    while run_and_kill(config, out, draw.randint(12, 60)):
+    while run_and_kill(config, out, draw.randint(30, 90)):
         kills += 1
         check_nothing_half(out)
         assert kills < 40, "it gets no further"

@@ -209,6 +209,7 @@ def test_a_few_invalid_bytes_leave_a_text_utf8(
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 
 
+@pytest.mark.slow  # imports transformers
 def test_chats_are_written_with_the_template_of_the_tokenizer(tmp_path: Path) -> None:
     """The special tokens of the template are tokens; in a text they would be letters."""
     path = write_tokenizer("bytes", tmp_path / "tokenizer")

@@ -149,7 +149,7 @@ def test_line_ends_of_windows_become_those_of_unix(
     config = PrepareConfig(source=str(tmp_path / "a.txt"), tokenizer="chars")
     for lines in ("\n", "\r\n"):
         (tmp_path / "a.txt").write_bytes(text.replace("\n", lines).encode())
-        for i in range(1, 20, 3):
+        for i in range(1, 20, 6):
             out = tmp_path / f"out{i}"
             prepare(replace(config, val_fraction=i / 20), out)
             tokenizer, both = load_tokenizer(out), ""

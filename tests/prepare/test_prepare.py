@@ -74,11 +74,10 @@ def test_one_text_is_parted_where_nanogpt_parts_it(tmp_path: Path, out: Path) ->
     (tmp_path / "input.txt").write_text(text)
     config = PrepareConfig(source=str(tmp_path / "input.txt"), tokenizer="chars", val_fraction=0.1)
     prepare(config, out)
-    cut = int(len(text) * 0.9)
-    assert (open_split(out, "train").tokens, open_split(out, "val").tokens) == (1_003_854, 111_540)
-    tokenizer = load_tokenizer(out)
-    assert tokenizer.decode(tokens(out, "train")) == text[:cut]
-    assert tokenizer.decode(tokens(out, "val")) == text[cut:]
+    train, val = (open_split(out, name) for name in ("train", "val"))
+    assert (train.tokens, val.tokens) == (1_003_854, 111_540)
+    ids = np.concatenate([train.read(0, 0, train.tokens), val.read(0, 0, val.tokens)])
+    assert np.array_equal(ids, letters - 97)
 
 
 def test_any_number_of_cores_and_pieces_writes_the_same_bytes(

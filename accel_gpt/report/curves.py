@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Metrics:
-    """The records of a run as columns, sorted by step; `nan` if tokens or seconds are unknown."""
+    """The records of a run as columns, in their order; `nan` if tokens or seconds are unknown."""
 
     steps: Floats  # (N,) completed updates, ascending
     tokens: Floats  # (N,)
@@ -40,10 +40,7 @@ class Metrics:
 
 
 def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
-    """Collect the finite numbers in `records` as columns, sorted by step.
-
-    The sort is stable: records of the same step keep their order.
-    """
+    """Collect the finite numbers in `records` as columns."""
     steps = array("d")
     tokens = array("d")
     seconds = array("d")
@@ -61,25 +58,11 @@ def read_metrics(records: Iterator[dict[str, Any]]) -> Metrics:
             rows, values = columns[key]
             rows.append(row)
             values.append(value)
-    order = np.argsort(np.array(steps), kind="stable")
-    rank = np.argsort(order, kind="stable")  # record -> its index in the order of steps
-    by_step = {}
-    for key, (rows, values) in columns.items():
-        index = rank[np.array(rows)]
-        ascending = np.argsort(index)
-        by_step[key] = (index[ascending], np.array(values)[ascending])
-    ascending_steps = np.array(steps)[order]
     return Metrics(
-        steps=ascending_steps,
-        tokens=interpolated(ascending_steps, np.array(tokens)[order]),
-        seconds=interpolated(ascending_steps, np.array(seconds)[order]),
-        columns=by_step,
+        steps=np.array(steps),
+        tokens=np.array(tokens),
+        seconds=np.array(seconds),
+        columns={
+            key: (np.array(rows), np.array(values)) for key, (rows, values) in columns.items()
+        },
     )
-
-
-def interpolated(steps: Floats, clock: Floats) -> Floats:
-    """Fill missing values of `clock` (N,) by interpolation over the steps."""
-    known = np.isfinite(clock)
-    if known.all() or not known.any():
-        return clock
-    return np.interp(steps, steps[known], clock[known])

@@ -19,12 +19,7 @@ import numpy as np
 from accel_gpt import __version__
 from accel_gpt.config.values import changed_keys
 from accel_gpt.console import format_clock
-from accel_gpt.report.payload import (
-    MOST_POINTS,
-    all_marks,
-    is_thinned,
-    payload,
-)
+from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
 from accel_gpt.runs.folder import ERROR_ENDINGS, is_benchmark
@@ -100,7 +95,8 @@ def explain_curves(runs: Sequence[NamedRun]) -> list[str]:
             "The runs have different tokenizers. Compare their bits per byte, not their losses in "
             "nats per token."
         )
-    if any(is_thinned(run) for run in runs):
+    columns = [column for run in runs for column in run.metrics.columns.values()]
+    if any(len(rows) > MOST_POINTS for rows, _ in columns):
         notes.append(
             f"Curves of more than {MOST_POINTS:,} points are thinned to the lowest and the highest "
             "value of each bucket. Smoothing uses the means of the buckets. metrics.jsonl has all "

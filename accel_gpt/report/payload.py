@@ -130,7 +130,9 @@ def plot_entry(plot: Plot, runs: Sequence[NamedRun]) -> dict[str, Any]:
     for index, key in enumerate(keys):
         several = len(plot.keys) > 1 or key not in plot.keys
         name = NAMES.get(key, key.split("/", 2)[-1]) if several else ""
-        style = curve_style(key)
+        style = "dots" if key.startswith("eval/") else "line"
+        if key == "eval/train_loss":
+            style = "dashed"
         for number, run in enumerate(runs):
             if key not in run.metrics.columns:
                 continue
@@ -158,13 +160,6 @@ def plot_entry(plot: Plot, runs: Sequence[NamedRun]) -> dict[str, Any]:
         "low": plot.low,
         "curves": curves,
     }
-
-
-def curve_style(key: str) -> str:
-    """Return the style of a metric's curve: line, dashed or dots."""
-    if key == "eval/train_loss":
-        return "dashed"
-    return "dots" if key.startswith("eval/") else "line"
 
 
 def curve_points(metrics: Metrics, key: str, plot: Plot) -> dict[str, Any]:
@@ -204,11 +199,6 @@ def count_marks(run: NamedRun, key: str, kind: str, noun: str) -> list[dict[str,
         text = f"{plural(int(counts[i] - counts_before[i]), noun)}, {where}"
         marks.append({"step": last, "kind": kind, "text": text})
     return marks
-
-
-def is_thinned(run: NamedRun) -> bool:
-    """Return whether a curve of the run is thinned."""
-    return any(len(rows) > MOST_POINTS for rows, _ in run.metrics.columns.values())
 
 
 # --------------------------------------------------------------------------- many points

@@ -41,10 +41,6 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     given, common = read_arguments(arguments)
     out_dir = given.pop("out_dir", None)
     seeds = split_values("seed", given.pop("seed")) if "seed" in given else []
-    require(
-        len(set(configs)) == len(configs),
-        f"CONFIG is {' '.join(configs)}, but a config is listed twice; list it once",
-    )
     swept = {"config": [*configs]}
     for key, text in given.items():
         swept[key] = split_values(key, text)
@@ -65,6 +61,11 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         arguments += [f"--{key}={value}" for key, value in values.items()]
         config = load_config(arguments, PROGRAM)
         settings.append(Setting(",".join(words), config))
+    names = [setting.name for setting in settings]
+    require(
+        len(set(names)) == len(names),
+        f"{', '.join(several)}: a config or a value is listed twice",
+    )
     with_targets = [one.name for one in settings if one.config.own.targets is not None]
     require(
         len(with_targets) in (0, len(settings)),
@@ -135,8 +136,6 @@ def split_values(key: str, text: str) -> list[str]:
     values = [value.strip() for value in text.split(",")]
     if text.startswith(("[", "{")) and {tuple, Mapping} & set(map(get_origin, kinds)):
         values = [text]
-    converted = {repr(read_options(Config, [f"--{key}={value}"])) for value in values}
-    require(
-        len(converted) == len(values), f"{key} is {text}, but a value is listed twice; list it once"
-    )
+    for value in values:
+        read_options(Config, [f"--{key}={value}"])
     return values

@@ -129,26 +129,20 @@ def test_settings_are_paired_by_seed_and_the_last_line_is_a_verdict(
     ]
 
 
-def test_equal_settings_use_all_seeds(
-    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
+def test_equal_settings_use_all_seeds_and_added_ones_keep_the_runs_that_exist(
+    made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert made("--optim.lr", "1e-3,2e-3", "--seed", "1") == 0
+    capsys.readouterr()
     assert made("--optim.lr", "1e-3,2e-3", FIVE) == 0
     (line,) = verdicts(capsys)
     assert line.startswith("no difference that 5 seeds could show between optim.lr=2e-3 and ")
-    assert len(Trained.launched) == 10
-
-
-def test_added_seeds_and_values_keep_the_runs_that_exist(
-    made: Callable[..., int], tmp_path: Path
-) -> None:
-    assert made("--optim.lr", "1e-3,2e-3", "--seed", "1") == 0
-    assert made("--optim.lr", "1e-3,2e-3", "--seed", "1,2") == 0
-    assert made("--optim.lr", "1e-3,2e-3,3e-3", "--seed", "1,2") == 0
-    assert len(Trained.launched) == len(set(Trained.launched)) == 6
+    assert made("--optim.lr", "1e-3,2e-3,3e-3", "--seed", "1") == 0
+    assert len(Trained.launched) == len(set(Trained.launched)) == 11
     before = (tmp_path / "sweep/sweep.json").read_bytes()
-    assert made("--optim.lr", "1e-3,2e-3,3e-3", "--seed", "1,2") == 0
+    assert made("--optim.lr", "1e-3,2e-3,3e-3", "--seed", "1") == 0
     assert (tmp_path / "sweep/sweep.json").read_bytes() == before
-    assert len(Trained.launched) == 6
+    assert len(Trained.launched) == 11
 
 
 def test_with_a_budget_each_run_has_the_steps_that_it_came_to(
@@ -165,16 +159,16 @@ def test_with_a_budget_each_run_has_the_steps_that_it_came_to(
     assert len(Trained.launched) == len(set(Trained.launched))
 
 
-@pytest.mark.parametrize("lr", ["1", "2"])
 def test_a_setting_that_always_diverges_needs_three_seeds(
-    lr: str, made: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With lr 2, the run ends with a loss that is worse than the loss of a guess."""
-    assert made("--optim.lr", f"1e-3,{lr},3e-3", "--seed=3,4,5,6") == 0
+    assert made("--optim.lr", "1e-3,1,2,3e-3", "--seed=3,4,5,6") == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[-1] == f"optim.lr={lr} diverged with 3 of 3 seeds: 3, 4, 5"
-    assert re.search(rf"^optim.lr={lr} +diverged ", out, re.MULTILINE)
-    assert f"optim.lr={lr},seed=6" not in Trained.launched
+    for lr in ("1", "2"):
+        assert f"\noptim.lr={lr} diverged with 3 of 3 seeds: 3, 4, 5\n" in out
+        assert re.search(rf"^optim.lr={lr} +diverged ", out, re.MULTILINE)
+        assert f"optim.lr={lr},seed=6" not in Trained.launched
 
 
 def test_a_run_that_fails_for_another_reason_is_no_verdict(
@@ -213,7 +207,7 @@ def test_one_text_is_prepared_with_each_tokenizer(
     made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--data.prepare.tokenizer", "bytes,chars", "--optim.lr", "1e-3,3e-3")
-    assert made("--data.text", str(tmp_path / "text.txt"), *words, "--seed=1,2,3") == 0
+    assert made("--data.text", str(tmp_path / "text.txt"), *words, "--seed=1") == 0
     assert verdicts(capsys)[0].startswith("data.prepare.tokenizer, data.train differ: bits per ")
     folders = [path.parent.name for path in (tmp_path / "sweep").glob("data*/dataset.json")]
     assert (len(folders), min(folders)) == (2, "data")
@@ -224,6 +218,8 @@ def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str
     settings = read_grid(small_run(), words).settings
     assert len(settings) == 6
     assert settings[0].name == "optim.lr=1,optim.beta1=0"
+    with pytest.raises(UserError, match=r"^optim\.lr: a config or a value is listed twice"):
+        read_grid(small_run(), ["--optim.lr", "1,2,1"])
 
 
 def test_a_comma_of_a_list_separates_no_values() -> None:

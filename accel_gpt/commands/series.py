@@ -64,7 +64,12 @@ class SeriesRun:
         self.own = config.own
         folder = RunFolder(self.folder)
         before = folder.config
-        changed = recipe_differences(with_earlier_length(config, self.folder), before)
+        asked = config
+        if config.train.budget:  # its length is the one that an earlier launch set
+            done = read_done(str(self.folder), config.checkpoint.resume)
+            budget = earlier_budget(config, done)
+            asked = with_budget(config, budget) if budget else config
+        changed = recipe_differences(asked, before)
         train = to_flat(config)["data.train"]
         prepared_for_series = train == str(out / "data")
         if before and before.get("data.train", train) != train and not prepared_for_series:
@@ -230,14 +235,6 @@ def recipe_differences(config: Config, before: Mapping[str, Any]) -> Differences
         if key in before and now != "auto" and option_of(key).resume != "free":
             found[key] = (then, now)
     return found
-
-
-def with_earlier_length(config: Config, folder: Path) -> Config:
-    """Return `config` with the length that an earlier launch in `folder` set for `train.budget`."""
-    if config.train.budget is None:
-        return config
-    budget = earlier_budget(config, read_done(str(folder), config.checkpoint.resume))
-    return config if budget is None else with_budget(config, budget)
 
 
 def visible_devices() -> list[str | None]:

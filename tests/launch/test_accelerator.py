@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
 from accel_gpt.commands.resolve import load_config
@@ -16,9 +16,10 @@ from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.launch import compile as compilation
 from accel_gpt.launch import process, unsupported
+from accel_gpt.launch.accelerator import set_up_model
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import Block
-from tests.conftest import QUIET, launch
+from tests.conftest import QUIET, launch, tiny
 
 Arguments = Callable[..., list[str]]
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -124,58 +125,39 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
 )
 def test_the_type_of_the_residual_stream_is_that_of_the_precision_and_blocks_are_recomputed(
     precision: str,
-    checkpointing: str,
+    checkpointing: Any,
     passes: int,
     dtype: torch.dtype,
-    small_run: Arguments,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[torch.dtype] = []
     forward = Block.forward
 
     def watched(block: Block, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if block.training:
-            seen.append(x.dtype)
+        seen.append(x.dtype)
         return forward(block, x, *rest, **named)
 
     monkeypatch.setattr(Block, "forward", watched)
-    options = ("--train.mixed_precision", precision, "--train.max_steps", "3")
-    recomputing = ("--train.activation_checkpointing", checkpointing)
-    assert launch(small_run(*QUIET, *options, *recomputing)) == 0
-    assert seen == [dtype] * (3 * 2 * passes)  # in three steps, of two blocks
+    gpt = GPT(tiny(), 100)
+    set_up_model(gpt, TrainConfig(activation_checkpointing=checkpointing))
+    tokens = torch.zeros((1, 8), dtype=torch.long)
+    with Accelerator(cpu=True, mixed_precision=precision).autocast():
+        loss = gpt(tokens, tokens)
+    loss.backward()
+    assert seen == [dtype] * (2 * passes)  # of two blocks
 
 
-@pytest.mark.usefixtures("settings_kept")
-@pytest.mark.parametrize(
-    ("environment", "train", "threads"),
-    [
-        ({"OMP_NUM_THREADS": "3,2"}, TrainConfig(), 3),  # outer and nested regions
-        ({"OMP_NUM_THREADS": "3"}, TrainConfig(cpu_threads=2), 2),
-        ({"OMP_NUM_THREADS": "3"}, TrainConfig(reproducible=True), 1),
-        # the launcher's own
-        (
-            {
-                "OMP_NUM_THREADS": "1",
-                "TORCHELASTIC_RUN_ID": "none",
-                "ACCELERATE_MIXED_PRECISION": "no",
-            },
-            TrainConfig(),
-            5,
-        ),
-    ],
-)
 def test_threads_are_those_of_the_user_but_not_those_of_a_launcher(
-    environment: dict[str, str],
-    train: TrainConfig,
-    threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(5)))
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    process.join_ranks(train)
-    assert torch.get_num_threads() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")  # of outer and nested regions
+    assert process.cpu_threads(TrainConfig()) == 3
+    assert process.cpu_threads(TrainConfig(cpu_threads=2)) == 2
+    assert process.cpu_threads(TrainConfig(reproducible=True)) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun sets it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert process.cpu_threads(TrainConfig()) == 5
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

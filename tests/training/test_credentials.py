@@ -26,15 +26,16 @@ ACCEPTED = (
 )
 
 
-@pytest.mark.parametrize("url", REFUSED)
 def test_a_url_with_credentials_is_refused_and_not_repeated(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In each option and file."""
     file = tmp_path / "a.yaml"
     file.write_text("train: {max_steps: 1}\n")
     out = ["--out_dir", str(tmp_path / "run")]
-    commands = [
-        lambda: launch([str(file), *out, "--data.train", url]),
+    url = REFUSED[0]
+    commands = [lambda url=url: launch([str(file), *out, "--data.train", url]) for url in REFUSED]
+    commands += [
         lambda: launch([str(file), *out, "--data.train", f"[{{path: '{url}', weight: 1}}]"]),
         lambda: launch([str(file), *out, "--data.val", f"{{web: '{url}'}}"]),
         lambda: launch([str(file), *out, "--checkpoint.copy_to", url]),

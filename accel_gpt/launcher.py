@@ -120,17 +120,6 @@ def shared_cores() -> int:
     return max(1, cores // local_world_size())
 
 
-def requested_threads() -> int | None:
-    """Return the threads that the user requests with OMP_NUM_THREADS; None without a number.
-
-    torchrun and `accelerate launch` set the variable themselves, so under them it is not read.
-    """
-    outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list
-    if not outer.isdecimal() or started_by_launcher():
-        return None
-    return int(outer) or None
-
-
 def world_size() -> int:
     """Return the number of processes over all machines.
 
@@ -196,7 +185,9 @@ def use_slurm_variables() -> None:
         WORLD_SIZE=str(slurm_number("SLURM_STEP_NUM_TASKS")),
         LOCAL_WORLD_SIZE=str(tasks_of_nodes[node]),
     )
-    os.environ.setdefault("MASTER_ADDR", first_host(os.environ["SLURM_STEP_NODELIST"]))
+    # Slurm writes the hosts as `node[01-03,7],other`
+    hosts = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+    os.environ.setdefault("MASTER_ADDR", hosts.partition(",")[0])
     os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
 
 
@@ -233,9 +224,3 @@ def tasks_per_node(text: str) -> list[int]:
             return []
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def first_host(hosts: str) -> str:
-    """Return the first of the hosts that Slurm writes as `node[01-03,7],other`."""
-    with_first_numbers = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts)
-    return with_first_numbers.partition(",")[0]

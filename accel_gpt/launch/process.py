@@ -15,11 +15,7 @@ from accel_gpt.config.plan import plural
 from accel_gpt.errors import require
 from accel_gpt.launch.ranks import keep_group
 from accel_gpt.launch.unsupported import check_accelerate_config, check_devices
-from accel_gpt.launcher import (
-    requested_threads,
-    shared_cores,
-    world_size,
-)
+from accel_gpt.launcher import shared_cores, started_by_launcher, world_size
 
 # Added to the timeout of a collective, so that it does not expire while a process is paused;
 # assumption
@@ -78,12 +74,18 @@ def set_matmul_precision(train: TrainConfig, device: torch.device) -> None:
 
 
 def cpu_threads(train: TrainConfig) -> int:
-    """Return the number of threads of this process on a CPU."""
+    """Return the number of threads of this process on a CPU.
+
+    torchrun and `accelerate launch` set OMP_NUM_THREADS themselves, so under them it is not read.
+    """
     if train.cpu_threads:
         return train.cpu_threads
     if train.reproducible:
         return 1
-    return requested_threads() or shared_cores()
+    outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list
+    if outer.isdecimal() and not started_by_launcher():
+        return int(outer) or shared_cores()
+    return shared_cores()
 
 
 def keep_freed_memory() -> None:

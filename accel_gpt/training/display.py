@@ -274,17 +274,12 @@ class Display:
         rows: list[RenderableType] = [*curve, Constrain(self.steps.get_renderable(), width)]
         for keys in PANEL_ROWS:
             known = [FORMS[key].format(self.metrics[key]) for key in keys if key in self.metrics]
-            rows.append(figures(known))
+            figures = Text("   ".join(known), "dim")
+            figures.highlight_regex(r"\d[\d.,:e%+-]*", "bold not dim")
+            rows.append(figures)
         if self.evaluation:
             rows.append(self.evaluation.bar.get_renderable())
         return Group(*rows)
-
-
-def figures(parts: Sequence[str]) -> Text:
-    """Join parts into a dim text with bold numbers."""
-    text = Text("   ".join(parts), "dim")
-    text.highlight_regex(r"\d[\d.,:e%+-]*", "bold not dim")
-    return text
 
 
 def loss_curve(losses: Sequence[float], width: int, height: int) -> list[Text]:

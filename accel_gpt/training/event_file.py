@@ -48,7 +48,13 @@ class EventFile:
 
     def append(self, events: Iterable["Event"]) -> None:
         """Append events. Raises `OSError` if the disk is full; the next call writes them too."""
-        self.unwritten += as_records(events)
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        content = io.BytesIO()
+        writer = RecordWriter(content)
+        for event in events:
+            writer.write(event.SerializeToString())
+        self.unwritten += content.getvalue()
         append_all_or_nothing(self.path, self.unwritten)
         self.unwritten = b""
 
@@ -72,17 +78,6 @@ def event_of_values(values: Mapping[str, float | str], step: int, wall_time: flo
         else:
             summary.value.add(tag=tag, simple_value=value)
     return Event(wall_time=wall_time, step=step, summary=summary)
-
-
-def as_records(events: Iterable["Event"]) -> bytes:
-    """Return events as records of an event file."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    content = io.BytesIO()
-    writer = RecordWriter(content)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return content.getvalue()
 
 
 def logged_values(folder: Path) -> dict[int, set[str]]:

@@ -90,26 +90,11 @@ BAD: dict[str, tuple[str, str]] = {
         net("return super().forward(tokens)[:, 1:]"),
         "model() returned Tensor of shape (1, 31, 257); return logits of shape (1, 32, 257)",
     ),
-    "logits without a gradient": (
-        net("return super().forward(tokens).detach()"),
-        "model() returned Tensor of shape (8, 32, 257); return logits of shape (8, 32, 257), with",
-    ),
     "logits of later tokens": (net("return super().forward(tokens.flip(1))"), "on later tokens"),
-    "a tensor that is no buffer": (
-        MODEL.replace(
-            "        self.head", "        self.pos = torch.ones(2)\n        self.head", 1
-        ),
-        "pos of Net is a tensor, but neither a parameter nor a buffer",
-    ),
     "blocks that share a cache": (
         f"{GPT}    gpt.blocks[1] = gpt.blocks[0]\n    return gpt\n",
         "the GPT of my.py, line 2: model() computes other logits with its cache",
     ),
-    "a GPT of another vocabulary": (
-        f"{GPT}    return GPT(config.model, 300, init=False)\n",
-        "my.py, line 2: model() returned a GPT of 300 tokens and a block_size of 32",
-    ),
-    "documents for a model of tokens": (MODEL, "but the module of my.py, line 15: model() takes"),
     "a push of an own model": (MODEL, "the model() of my.py cannot be exported"),
     "a loss that is no tensor": (
         f"{LOSS}    return model(tokens, targets).item()\n",
@@ -125,7 +110,7 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "no optimizer": (
         function("optimizer", "model, config", "pass"),
-        "my.py, line 1: optimizer() returned NoneType; return a torch.optim.Optimizer whose groups",
+        "my.py, line 1: optimizer() returned NoneType; return a torch.optim.Optimizer",
     ),
     "an optimizer that lacks parameters": (
         f"{SGD}[p for p in model.parameters() if p.ndim > 1], lr=0.1)\n",
@@ -134,10 +119,6 @@ BAD: dict[str, tuple[str, str]] = {
     "an optimizer that keeps an object": (
         step("self.state[self.param_groups[0]['params'][0]]['x'] = object()"),
         "the optimizer of my.py, line 5: optimizer() keeps a object in its state or its groups",
-    ),
-    "a rate that is NaN": (
-        function("lr", "step, config, plan", "return float('nan')"),
-        "my.py, line 1: lr() returned nan after 0 steps",
     ),
     "shards of two dimensions": (f"{SHARDS}[np.ones((50, 100), int)]\n", "my.py, line 2: shards()"),
     "no shards for val": (
@@ -151,7 +132,6 @@ BAD: dict[str, tuple[str, str]] = {
 }
 # what some of them need beside the file
 OPTIONS = {
-    "documents for a model of tokens": ("--data.document_mask", "true"),
     "a push of an own model": ("--hub.push", "end", "--hub.repo_id", "me/mine"),
     "shards of two dimensions": BYTES,
     "no shards for val": BYTES,

@@ -3,7 +3,8 @@
 Shapes: B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,141 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.errors import require
 from accel_gpt.evals.validation import CHECKED_SEQUENCES, first_sequences
-from accel_gpt.model.causality import CHECKED_LOGITS, ROUNDING, check_causality
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.loss import IGNORE, next_token_loss, sequence_losses
 from accel_gpt.model.make import make_model
-from accel_gpt.own_code import Function
 from accel_gpt.training.losses import Called
 
 MOST_CHECKED = 1_000_000_000  # parameters; assumption
 VECTOR_NOISE = 0.1  # standard deviation of what is added to vectors; assumption
+CHECKED_TOKENS = 64  # most tokens that the check changes; assumption
+CHECKED_LOGITS = 2**24  # in one batch of the check: 64 MiB in float32; assumption
+LEAST_LEAK = 2e-5  # of the largest logit, between rows of a batch; 200 roundings; assumption
+ROUNDING = 1e-3  # of the largest number; TF32 rounds each factor to 2**-11
+
+
+@torch.no_grad()
+def check_own_code(
+    config: Config, gpt: LanguageModel, corpus: Corpus, device: torch.device
+) -> None:
+    """Raise `UserError` if the val loss of the run would say nothing; see the two checks.
+
+    `gpt`: the model of the run. One that is larger than `MOST_CHECKED` is not made once more.
+    Random numbers are added to the weights, since weights that begin at zero hide a leak.
+    """
+    if gpt.parameter_count() > MOST_CHECKED:
+        return
+    model = make_model(config, gpt.vocab_size).to(device)
+    model.init_weights()
+    with seeded(config.seed):
+        for weight in model.parameters():  # of a matrix: outputs are as large as its inputs
+            fan_in = weight.shape[1:].numel()
+            deviation = fan_in**-0.5 if weight.dim() > 1 else VECTOR_NOISE
+            weight.add_((torch.randn(weight.shape) * deviation).to(device))
+    check_model(config, model, device)
+    if config.own.loss is not None:
+        check_loss(config, model, corpus, device)
+
+
+# --------------------------------------------------------------------------- the model
+
+
+def check_model(config: Config, model: LanguageModel, device: torch.device) -> None:
+    """Raise `UserError` if the val loss of a model would say nothing about text.
+
+    The logits must depend neither on later tokens nor on another document, and be the same with the
+    cache of keys. The loss must be their cross entropy.
+    """
+    place = config.own.place("model") if config.own.model else config.own.file
+    masked = config.data.document_mask
+    with seeded(config.seed):
+        tokens = torch.randint(model.vocab_size, (1, config.model.block_size)).to(device)
+
+    def compute(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        one_document = torch.zeros_like(tokens) if masked else None
+        logits: Tensor = model(tokens, documents=one_document if documents is None else documents)
+        return logits
+
+    with evaluating(model):
+        with contextlib.suppress(Exception):  # raised below, if the length is not the cause
+            compute(tokens[:, :CHECKED_TOKENS])
+            tokens = tokens[:, :CHECKED_TOKENS]
+        T = tokens.shape[1]
+        if getattr(getattr(model, "inner", model), "causal", True):
+            check_earlier_logits(compute, tokens, model.vocab_size, place)
+            if masked:
+                halves = (torch.arange(T, device=device) >= T // 2).int()[None]
+                changed = torch.where(halves == 0, (tokens + 1) % model.vocab_size, tokens)
+                logits = compute(tokens, halves)[:, T // 2 :]
+                require(
+                    same_logits(logits, compute(changed, halves)[:, T // 2 :]),
+                    f"the logits of {place} depend on another document, but data.document_mask is "
+                    "true; let a token see its own document only, or set data.document_mask to "
+                    "false",
+                )
+        logits = compute(tokens)
+        targets = tokens.roll(-1, 1)
+        documents = torch.zeros_like(tokens) if masked else None
+        require(
+            same_logits(
+                sequence_losses(logits, targets),
+                model(tokens, targets, documents=documents, per_sequence=True),
+            ),
+            f"the loss of {place} in evaluations is not the cross entropy of its logits; compute "
+            "other losses in loss()",
+        )
+        cache = model.make_cache(T)
+        if cache is not None:  # a prompt, then one token at a time
+            half = (T + 1) // 2
+            parts = [model(tokens[:, :half], cache=cache)]
+            parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(half, T)]
+            require(
+                same_logits(model(tokens), torch.cat(parts, dim=1)),
+                f"the GPT of {place} computes other logits with its cache of keys and values, so "
+                "it would sample other text; number the attention layers by attn.layer",
+            )
+
+
+def check_earlier_logits(
+    compute: Callable[[Tensor], Tensor], tokens: Tensor, vocab_size: int, place: str
+) -> None:
+    """Raise `UserError` if a change of one of the `tokens` (1, T) changes logits before it.
+
+    Each of the first `CHECKED_TOKENS` is changed in turn, each in another sequence.
+    """
+    T = tokens.shape[1]
+    end = min(T, CHECKED_TOKENS)
+    alone = compute(tokens)
+    rows = max(1, CHECKED_LOGITS // (T * vocab_size))
+    for first in range(1, end, rows):
+        positions = torch.arange(first, min(first + rows, end), device=tokens.device)
+        changed = tokens.repeat(len(positions) + 1, 1)  # the first row stays as it is
+        number = torch.arange(1, len(changed), device=tokens.device)
+        changed[number, positions] = (changed[number, positions] + 1) % vocab_size
+        logits = compute(changed)
+        require(
+            same_logits(alone, logits[:1]),
+            f"the logits of {place} depend on the other sequences of a batch, so its loss depends "
+            "on the batch size; compute each sequence alone in evaluation mode",
+        )
+        is_before = torch.arange(T, device=tokens.device) < positions[:, None]
+        same = logits[1:].where(is_before[..., None], logits[:1])
+        require(
+            same_logits(logits[:1], same, LEAST_LEAK),
+            f"the logits of {place} depend on later tokens, so its loss says nothing about text; "
+            "let a token see those before it only, or set causal = False on the module to allow it",
+        )
+
+
+def same_logits(logits: Tensor, others: Tensor, tolerance: float = ROUNDING) -> bool:
+    """Return whether logits are equal within rounding, where they are finite."""
+    difference = (logits.float() - others.float()).nan_to_num(0, 0, 0).abs().max()
+    largest = logits.float().nan_to_num(0, 0, 0).abs().max()
+    return bool(difference <= tolerance * largest)
+
+
+# --------------------------------------------------------------------------- the loss
 
 
 class Watched(Called):
@@ -45,52 +171,35 @@ class Watched(Called):
         self.logits.append(logits)
         if targets is None:
             return logits
-        return (
-            sequence_losses(logits, targets) if per_sequence else next_token_loss(logits, targets)
-        )
+        loss_of = sequence_losses if per_sequence else next_token_loss
+        return loss_of(logits, targets)
 
 
-@torch.no_grad()
-def check_own_code(
-    config: Config, gpt: LanguageModel, corpus: Corpus, device: torch.device
-) -> None:
-    """Raise `UserError` if the val loss of the run would say nothing; see the two checks.
-
-    `gpt`: the model of the run. One that is larger than `MOST_CHECKED` is not made once more.
-    Random numbers are added to the weights, since weights that begin at zero hide a leak.
-    """
-    if gpt.parameter_count() > MOST_CHECKED:
-        return
-    model = make_model(config, gpt.vocab_size).to(device)
-    model.init_weights()
-    with seeded(config.seed):
-        for weight in model.parameters():  # of a matrix: outputs are as large as its inputs
-            fan_in = weight.shape[1:].numel()
-            deviation = fan_in**-0.5 if weight.dim() > 1 else VECTOR_NOISE
-            weight.add_((torch.randn(weight.shape) * deviation).to(device))
-    check_causality(config, model, device)
-    if config.own.loss is not None:
-        check_own_loss(config, model, corpus, device)
-
-
-def check_own_loss(
-    config: Config, model: LanguageModel, corpus: Corpus, device: torch.device
-) -> None:
+def check_loss(config: Config, model: LanguageModel, corpus: Corpus, device: torch.device) -> None:
     """Raise `UserError` if `loss()` drops targets so that the loss depends on the micro-batch.
 
-    Compares the gradient that logits get from several sequences together with the one they get from
-    each sequence alone. A loss that uses every target may couple sequences. Cannot check a loss
-    that draws random numbers or does not take a sequence alone.
+    Compares the gradient that logits get from a few train sequences together with the one they get
+    from each sequence alone. A loss that uses every target may couple sequences. Cannot check a
+    loss that draws random numbers or does not take a sequence alone.
     """
     loss = config.own.loss
     assert loss is not None
-    tokens, targets, documents = checked_sequences(corpus, config.model.block_size, device)
+    block_size = config.model.block_size
+    B = max(2, min(CHECKED_SEQUENCES, CHECKED_LOGITS // (block_size * corpus.vocab_size)))
+    tokens, targets = first_sequences(corpus.evaluated["train"][0], block_size, B)
+    targets, documents = corpus.target_mask.apply(tokens, targets)
+    tokens = tokens.to(device)
+    targets = targets.to(device)
     counted = targets != IGNORE
 
     def derive(rows: slice) -> Tensor:
-        part = None if documents is None else documents[rows]
-        arguments = (tokens[rows], targets[rows], part)
-        return logit_gradient(loss, model, arguments) * counted[rows].sum()
+        watched = Watched(model)
+        part = None if documents is None else documents[rows].to(device)
+        returned = loss(watched, tokens[rows], targets[rows], part)
+        scalar = returned[0] if isinstance(returned, tuple) else returned
+        gradients = torch.autograd.grad(scalar, watched.logits, allow_unused=True)
+        total = torch.stack([one for one in gradients if one is not None]).sum(0)  # (B, T, V)
+        return total * counted[rows].sum()
 
     try:
         with evaluating(model), torch.enable_grad(), seeded(config.seed):
@@ -110,24 +219,3 @@ def check_own_loss(
         f"{int(counted.sum()):,} targets, and its mean depends on the micro-batch; drop these "
         "targets in a function targets(tokens, targets, documents)",
     )
-
-
-def logit_gradient(loss: Function, model: nn.Module, arguments: Sequence[Tensor | None]) -> Tensor:
-    """Return the gradient of `loss(model, *arguments)` by all logits that it uses, (B, T, V)."""
-    watched = Watched(model)
-    returned = loss(watched, *arguments)
-    scalar = returned[0] if isinstance(returned, tuple) else returned
-    gradients = torch.autograd.grad(scalar, watched.logits, allow_unused=True)
-    return torch.stack([one for one in gradients if one is not None]).sum(0)
-
-
-def checked_sequences(
-    corpus: Corpus, block_size: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return tokens, targets and documents of a few train sequences, each (B, T)."""
-    B = max(2, min(CHECKED_SEQUENCES, CHECKED_LOGITS // (block_size * corpus.vocab_size)))
-    tokens, targets = first_sequences(corpus.evaluated["train"][0], block_size, B)
-    targets, documents = corpus.target_mask.apply(tokens, targets)
-    if documents is not None:
-        documents = documents.to(device)
-    return tokens.to(device), targets.to(device), documents

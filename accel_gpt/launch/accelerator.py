@@ -36,8 +36,7 @@ from accel_gpt.launch.process import collective_timeout
 from accel_gpt.launch.unsupported import REPLICATED, check_engine, check_fp8
 from accel_gpt.launcher import local_world_size
 from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.model.make import make_model
-from accel_gpt.model.own import OwnModel
+from accel_gpt.model.make import OwnModel, make_model
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.optim.own import OwnOptimizer, make_own_optimizer

@@ -1,15 +1,20 @@
-"""Make the model of a run: a GPT, or what `model()` in the file of --code returns."""
+"""Make the model of a run: a GPT, or what `model()` in the file of --code returns.
 
-import inspect
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel, seeded
-from accel_gpt.model.own import OwnModel
+from accel_gpt.model.layers import KVCache
+from accel_gpt.model.loss import next_token_loss, sequence_losses
 from accel_gpt.own_code import unexpected
 
 
@@ -38,27 +43,14 @@ def make_model(
 def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
     """Call `model()` of the file of --code; return its GPT, or any other module as an `OwnModel`.
 
-    Raises `UserError` unless it is a module with weights, or if it cannot do what the config asks.
+    Raises `UserError` unless it is a module with weights, or if it would ignore the config.
     """
     assert config.own.model is not None
     place = config.own.place("model")
     module = config.own.model(config, vocab_size)
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
         raise unexpected(place, module, "a torch.nn.Module with trainable parameters")
-    for part in module.modules():
-        for name, value in vars(part).items():
-            require(
-                not isinstance(value, Tensor),
-                f"{place}: {name} of {type(part).__name__} is a tensor, but neither a parameter "
-                f'nor a buffer, so no checkpoint holds it; use register_buffer("{name}", ...)',
-            )
     if isinstance(module, GPT):
-        require(
-            module.vocab_size == vocab_size and module.config.block_size >= config.model.block_size,
-            f"{place} returned a GPT of {module.vocab_size:,} tokens and a block_size of "
-            f"{module.config.block_size:,}; give it the vocab_size {vocab_size:,} and "
-            f"config.model.block_size, {config.model.block_size:,}",
-        )
         module.given = config.model
         module.tie_weights()
         module.build_buffers()
@@ -66,21 +58,79 @@ def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
     require(
         config.train.activation_checkpointing == "none",
         f"train.activation_checkpointing is {config.train.activation_checkpointing}, but {place} "
-        "returned another class than GPT; set it to none, or call torch.utils.checkpoint in the "
-        "module",
-    )
-    require(
-        not config.data.document_mask or takes_documents(module),
-        f"data.document_mask is true, but the module of {place} takes the tokens alone; give its "
-        "forward a second argument, documents, or set data.document_mask to false",
+        "returned another class than GPT; set it to none",
     )
     return OwnModel(module, place, config.model, vocab_size)
 
 
-def takes_documents(module: nn.Module) -> bool:
-    """Return whether the module can be called with tokens and documents."""
-    try:
-        inspect.signature(module.forward).bind("tokens", "documents")
-    except TypeError:
-        return False
-    return True
+class OwnModel(LanguageModel):
+    """Give a module that maps tokens (B, T) to logits (B, T, V) the interface of a model.
+
+    The module may have these: `flops_per_token()`, in place of the estimate from its weights, and
+    `_no_split_modules`, the names of the classes that FSDP shards as units. It generates text
+    without a cache.
+    """
+
+    def __init__(self, inner: nn.Module, place: str, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.inner = inner
+        self.place = place  # of `model()`, for errors
+        self._no_split_modules = getattr(inner, "_no_split_modules", None) or unit_classes(self)
+        self.tied = list(tied_weights(self))
+
+    def tie_weights(self) -> None:
+        """Tie the weights that `inner` shares between modules."""
+        for name, first in self.tied:
+            module, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(module), attribute, self.get_parameter(first))
+
+    def flops_per_token(self) -> int:
+        """Return what the module says, else 6 FLOPs for each weight in a matrix product."""
+        own = getattr(self.inner, "flops_per_token", None)
+        return super().flops_per_token() if own is None else int(own())
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+        documents: Tensor | None = None,
+        per_sequence: bool = False,
+    ) -> Tensor:
+        """Compute logits or losses, as `GPT.forward` does, without a cache."""
+        assert cache is None
+        logits: Tensor
+        logits = self.inner(tokens) if documents is None else self.inner(tokens, documents)
+        shape = (*tokens.shape, self.vocab_size)
+        if not isinstance(logits, Tensor) or logits.shape != shape:
+            raise unexpected(f"the module of {self.place}", logits, f"logits of shape {shape}")
+        if targets is None:
+            return logits[:, -1:] if last_only else logits
+        if per_sequence:
+            return sequence_losses(logits, targets)
+        return next_token_loss(logits, targets)
+
+
+def unit_classes(module: nn.Module) -> list[str]:
+    """Return the names of the classes in the outermost lists of modules, for FSDP."""
+    names: set[str] = set()
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            # a class of torch, such as Linear, is also in other places of the model
+            kinds = {type(one) for one in child if not type(one).__module__.startswith("torch.")}
+            names |= {kind.__name__ for kind in kinds}
+        else:
+            names |= set(unit_classes(child))
+    return sorted(names)
+
+
+def tied_weights(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the further names of each weight that has several, with its first name."""
+    names: dict[int, str] = {}
+    for name, weight in module.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(weight), name)
+        if first != name:
+            yield name, first

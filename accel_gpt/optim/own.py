@@ -40,20 +40,9 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
             group[OPTIONS] = {key: value for key, value in group.items() if key != "params"}
             group[PEAK] = float(group["lr"])
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute of torch
-        """Return the groups of the inner optimizer."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]  # an attribute of torch
-        """Return the state of the inner optimizer."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]  # an attribute of torch
-        """Return the default options of the inner optimizer."""
-        return self.inner.defaults
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the inner optimizer: its groups, state and defaults."""
+        return getattr(self.inner, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -105,30 +94,6 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
             self.checked = True
         return result
 
-    def check_state(self, packed: Mapping[str, Any]) -> None:
-        """Raise `UserError` if a checkpoint could not hold the state; `packed`: the same."""
-        unknown = not_stored(packed)
-        require(
-            unknown is None,
-            f"the optimizer of {self.place} keeps a {unknown} in its state or its groups, and no "
-            "checkpoint can hold it; keep tensors, numbers, texts, lists and dictionaries there",
-        )
-        for p, state in self.state.items():
-            if not is_sharded(p):
-                continue
-            for key, value in state.items():
-                require(
-                    isinstance(value, Tensor | int | float),
-                    f"the optimizer of {self.place} keeps {key}, a {type(value).__name__}, but "
-                    "with FSDP a checkpoint holds only tensors and numbers; train with DDP",
-                )
-                whole = not isinstance(value, Tensor) or not value.dim()
-                require(
-                    whole or (is_sharded(value) and value.shape == p.shape),
-                    f"the optimizer of {self.place} keeps {key} in another shape than its "
-                    "parameter, but FSDP shards both alike; train with DDP",
-                )
-
     # ----------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,28 +101,43 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
 
         Raises `UserError` if a checkpoint could not hold it.
         """
-        packed: dict[str, Any] = plain(self.inner.state_dict())
-        self.check_state(packed)
+        packed: dict[str, Any] = tree_map(
+            lambda one: one.item() if isinstance(one, np.generic) else one, self.inner.state_dict()
+        )
+        unknown = not_stored(packed)
+        require(
+            unknown is None,
+            f"the optimizer of {self.place} keeps a {unknown} in its state or its groups, and no "
+            "checkpoint can hold it; keep tensors, numbers, texts, lists and dictionaries there",
+        )
+        for p, state in self.state.items():
+            for key, value in state.items() if is_sharded(p) else ():
+                is_number = isinstance(value, int | float)
+                if isinstance(value, Tensor):
+                    is_number = not value.dim()
+                require(
+                    is_number or (is_sharded(value) and value.shape == p.shape),
+                    f"the optimizer of {self.place} keeps {key}, a {type(value).__name__}, but "
+                    "with FSDP a checkpoint holds only numbers, and tensors in the shape of their "
+                    "parameter; train with DDP",
+                )
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the inner optimizer; see `keep_options` and `restore_types`."""
+        """Load the state of the inner optimizer; see `keep_options`.
+
+        Restores the tensors that torch has converted to the type of their parameter: it makes
+        float32 of bfloat16, and of a count of int64.
+        """
         now = [group[OPTIONS] for group in self.param_groups]
         self.inner.load_state_dict(state_dict)
-        self.restore_types(state_dict)
-        self.keep_options(now)
-
-    def restore_types(self, saved: Mapping[str, Any]) -> None:
-        """Restore the tensors that torch has converted to the type of their parameter.
-
-        `Optimizer.load_state_dict` makes float32 of bfloat16, and of a count of int64.
-        """
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, parameters, strict=True):
-            state = saved["state"].get(number, {})
-            if tree_structure(state) == tree_structure(self.state.get(p, {})):
-                self.state[p] = tree_map(as_saved, self.state[p], state)
+            saved = state_dict["state"].get(number, {})
+            if tree_structure(saved) == tree_structure(self.state.get(p, {})):
+                self.state[p] = tree_map(as_saved, self.state[p], saved)
+        self.keep_options(now)
 
     def group_values(self) -> list[dict[str, Any]]:
         """Return the values of each group for JSON, without its parameters; see `state_dict`."""
@@ -195,11 +175,6 @@ def as_saved(loaded: Any, saved: Any) -> Any:
     return saved.to(loaded.device)
 
 
-def plain(value: Any) -> Any:
-    """Return a state in which each number of NumPy is one of Python."""
-    return tree_map(lambda one: one.item() if isinstance(one, np.generic) else one, value)
-
-
 def not_stored(value: Any) -> str | None:
     """Return the name of the first type in a state that no checkpoint can hold; None: none."""
     if type(value) in CONTAINERS:
@@ -223,11 +198,8 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
     place = config.own.place("optimizer")
     with seeded(config.seed):
         optimizer = config.own.optimizer(model, config)
-    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
-    if not is_optimizer or not all("lr" in group for group in optimizer.param_groups):
-        raise unexpected(
-            place, optimizer, "a torch.optim.Optimizer whose groups have lr, their peak"
-        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise unexpected(place, optimizer, "a torch.optim.Optimizer")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         require(

@@ -474,10 +474,10 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
 def write_samples(run: Training, check: Callable[[], None]) -> None:
     """Generate text from each prompt with the model of the completed step, and write it.
 
-    Calls `check` on all ranks before each token.
+    Calls `check` on all ranks after each token.
     """
 
-    def on_progress(_done: int, _total: int) -> None:
+    def on_token() -> None:
         fault_point("sample")
         run.reporter.heartbeat()
         check()
@@ -489,7 +489,7 @@ def write_samples(run: Training, check: Callable[[], None]) -> None:
         config=run.config.sample,
         seed=run.config.seed,
         step=run.state.step,
-        on_progress=on_progress,
+        on_token=on_token,
     )
     run.reporter.write_samples(run.state.step, text)
 

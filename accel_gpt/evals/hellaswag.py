@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from accelerate import Accelerator
 
-from accel_gpt.data.loader import check_tokens
+from accel_gpt.data.shards import token_beyond
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import DataError, UserError, one_line, require
 from accel_gpt.evals.validation import OnProgress, ValidationBatch, ignore_progress, score_sequences
@@ -65,7 +65,9 @@ def read_questions(
             question = encode_question(query, endings, label, tokenizer, block_size)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
-        check_question(question, vocab_size, where)
+        for tokens, _ in question.sequences:
+            if max(tokens) >= vocab_size:
+                raise token_beyond(where, max(tokens), tokens.index(max(tokens)), vocab_size)
         questions.append(question)
     if not questions:
         raise DataError(f"eval.hellaswag {path} holds no questions")
@@ -77,31 +79,26 @@ def read_entries(path: str) -> Iterator[tuple[str, Any]]:
 
     Reads the validation split of a data set on the Hub.
     """
-    if not Path(path).exists() and not path.endswith((".jsonl", ".json")):
-        yield from read_hub_rows(path)
+    if Path(path).exists() or path.endswith((".jsonl", ".json")):
+        try:
+            with open(path, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield f"{path} line {number}", line
+        except OSError as error:
+            raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}") from None
         return
-    try:
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path} line {number}", line
-    except OSError as error:
-        raise UserError(f"eval.hellaswag {path} cannot be read: {error.strerror}") from None
-
-
-def read_hub_rows(name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the content of each row in the validation split of a Hub data set."""
     import datasets
 
     try:
-        rows = datasets.load_dataset(name, split="validation")
+        rows = datasets.load_dataset(path, split="validation")
     except Exception as error:  # from datasets, pyarrow, fsspec, huggingface_hub, httpx
         raise UserError(
-            f"eval.hellaswag {name} is not a file, and cannot be read from the Hub: "
+            f"eval.hellaswag {path} is not a file, and cannot be read from the Hub: "
             f"{one_line(error)}"
         ) from None
     for number, row in enumerate(rows):
-        yield f"{name} row {number}", row
+        yield f"{path} row {number}", row
 
 
 def parse_question(entry: Any) -> tuple[str, list[str], int]:
@@ -157,12 +154,6 @@ def encode_question(
         sequences.append((tokens[-(block_size + 1) :], count))
     lengths = tuple(len(ending) for ending in endings)
     return Question(sequences=tuple(sequences), lengths=lengths, label=label)
-
-
-def check_question(question: Question, vocab_size: int, where: str) -> None:
-    """Raise `DataError` for a token beyond the vocabulary of the model."""
-    for tokens, _ in question.sequences:
-        check_tokens(np.array(tokens)[None], vocab_size, lambda _: (where, 0))
 
 
 # --------------------------------------------------------------------------- scoring

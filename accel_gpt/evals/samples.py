@@ -10,7 +10,6 @@ from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
-from accel_gpt.evals.validation import OnProgress, ignore_progress
 from accel_gpt.model.generate import stream
 from accel_gpt.model.language_model import LanguageModel
 
@@ -85,11 +84,12 @@ def write_text(
     config: SampleConfig,
     generator: torch.Generator,
     to_the_end: bool = False,
-    before_token: Callable[[], object] | None = None,
+    on_token: Callable[[], object] | None = None,
 ) -> list[str]:
     """Return `config.num` texts: `prompt`, each with its own continuation.
 
-    `generator` is on the device of the model. `to_the_end` and `before_token`: see `stream`. Raises
+    `generator` is on the device of the model. `to_the_end`: see `stream`. `on_token` is called
+    `max_new_tokens` times, after each token and for the tokens of texts that ended early. Raises
     `UserError` if the model has no token ids for the prompt.
     """
     start = prompt_ids(prompt, tokenizer, model.vocab_size)
@@ -101,12 +101,15 @@ def write_text(
         eot_id=tokenizer.eot_id,
         choices=tokenizer.vocab_size,
         to_the_end=to_the_end,
-        before_token=before_token,
     )
     texts: list[list[int]] = [[] for _ in range(config.num)]
-    for tokens in tokens_of:
-        for ids, token in zip(texts, tokens.tolist(), strict=True):
-            ids.append(token)
+    for _ in range(config.max_new_tokens):
+        tokens = next(tokens_of, None)
+        if tokens is not None:
+            for ids, token in zip(texts, tokens.tolist(), strict=True):
+                ids.append(token)
+        if on_token is not None:
+            on_token()
     return [prompt + continuation(tokenizer, start, ids) for ids in texts]
 
 
@@ -117,23 +120,15 @@ def sample(
     config: SampleConfig,
     seed: int,
     step: int,
-    on_progress: OnProgress = ignore_progress,
+    on_token: Callable[[], object] | None = None,
 ) -> str:
     """Generate samples on all ranks and return them as one text; a collective.
 
     Each rank and prompt has a separate seed, so the length of one text does not change the others.
     Under FSDP all ranks generate `max_new_tokens`, since each forward pass all-gathers weights.
-    `on_progress` is called exactly `max_new_tokens` times for each prompt.
+    `on_token` is called equally often on all ranks.
     """
     generator = torch.Generator(accelerator.device)
-    calls = 0
-    total = config.max_new_tokens * len(config.prompts)
-
-    def before_token() -> None:
-        nonlocal calls
-        on_progress(calls, total)
-        calls += 1
-
     texts: list[str] = []
     for number, prompt in enumerate(config.prompts):
         rank = accelerator.process_index
@@ -145,10 +140,8 @@ def sample(
             config=config,
             generator=generator,
             to_the_end=accelerator.distributed_type == DistributedType.FSDP,
-            before_token=before_token,
+            on_token=on_token,
         )
-        while calls < config.max_new_tokens * (number + 1):
-            before_token()
     if accelerator.num_processes > 1:
         texts = gather_object(texts)
     return "\n\n".join(f"--- sample {i}\n{text}" for i, text in enumerate(texts, start=1))

@@ -59,11 +59,9 @@ def attention_mask(documents: Tensor, head_size: int, dropout: float) -> "Tensor
 
 def dense_mask(documents: Tensor) -> Tensor:
     """Build the mask for `scaled_dot_product_attention`: (B, 1, T, T) bool, true where visible."""
-    B, T = documents.shape
-    sequence = torch.arange(B, device=documents.device).view(B, 1, 1, 1)
-    index = torch.arange(T, device=documents.device)
-    is_visible = _mask_function(documents)
-    return is_visible(sequence=sequence, head=sequence, query=index.view(T, 1), key=index)
+    index = torch.arange(documents.shape[1], device=documents.device)
+    same_document = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+    return same_document & (index <= index[:, None])
 
 
 def block_mask(documents: Tensor) -> "BlockMask":
@@ -71,24 +69,19 @@ def block_mask(documents: Tensor) -> "BlockMask":
     from torch.nn.attention.flex_attention import create_block_mask
 
     B, T = documents.shape
+
+    def is_visible(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_document = documents[sequence, query] == documents[sequence, key]
+        return (key <= query) & same_document
+
     return create_block_mask(
-        _mask_function(documents),
+        is_visible,
         B=B,
         H=None,  # the same for all heads
         Q_LEN=T,
         KV_LEN=T,
         device=documents.device,
     )
-
-
-def _mask_function(documents: Tensor) -> Callable[..., Tensor]:
-    """Return the function from indices to visibility that FlexAttention calls `mask_mod`."""
-
-    def is_visible(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same_document = documents[sequence, query] == documents[sequence, key]
-        return (key <= query) & same_document
-
-    return is_visible
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask") -> Tensor:

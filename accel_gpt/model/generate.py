@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, V vocabulary, k candidate tokens.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ def stream(
     eot_id: int | None = None,
     choices: int | None = None,
     to_the_end: bool = False,
-    before_token: Callable[[], object] | None = None,
 ) -> Iterator[Tensor]:
     """Continue `prompt_ids` (B, T), T > 0: yield one token (B,) of each text at a time.
 
@@ -33,8 +32,7 @@ def stream(
     the device of the prompt. Temperature 0 takes the likeliest token and draws no random numbers.
 
     A text that has ended with `eot_id` is padded with it. Generation stops when all texts have
-    ended, unless it goes `to_the_end`, as on ranks that share a model. `before_token` is called
-    before each token.
+    ended, unless it goes `to_the_end`, as on ranks that share a model.
 
     The model is in evaluation mode, without gradients, until the iterator ends or is closed.
     """
@@ -45,8 +43,6 @@ def stream(
     cache = model.make_cache(max_length)
     with evaluating(model, compiled=False):  # a compiled model would recompile for each length
         for length in range(T, max_length):
-            if before_token is not None:
-                before_token()
             logits = _next_logits(model, tokens[:, :length], cache)  # (B, V)
             token = sample_token(
                 logits[:, :choices],

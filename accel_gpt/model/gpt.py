@@ -18,12 +18,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import require
 from accel_gpt.model.documents import attention_mask, positions
 from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.model.layers import (
-    Block,
-    KVCache,
-    build_norm,
-    rotary_table,
-)
+from accel_gpt.model.layers import Block, KVCache, build_norm, rotary_table
 from accel_gpt.model.loss import Head, autocast_dtype
 from accel_gpt.model.sharding import load_full
 from accel_gpt.model.sizes import padded_vocab_size, training_flops
@@ -53,7 +48,6 @@ class GPT(LanguageModel):
 
     def __init__(self, config: ModelConfig, vocab_size: int, init: bool = True) -> None:
         super().__init__()
-        require(vocab_size > 0, f"vocab_size is {vocab_size}; a model needs at least one token")
         self.config = config
         self.vocab_size = vocab_size
         self.padded_vocab_size = padded_vocab_size(vocab_size)
@@ -174,18 +168,12 @@ class GPT(LanguageModel):
         `documents` (B, T), the numbers of `documents.separate`, attention and positions restart in
         each document.
 
-        Raises `ValueError` if the tokens exceed `block_size`, or for `documents` with a cache.
         Token ids are not checked, as a check would wait for the device.
         """
         start = 0 if cache is None else cache.position
         end = start + tokens.shape[1]
-        if end > self.config.block_size:
-            raise ValueError(
-                f"the model got {end} tokens ({start} of them cached), but model.block_size is "
-                f"{self.config.block_size}; give it fewer tokens"
-            )
-        if documents is not None and cache is not None:
-            raise ValueError("the model got documents and a cache; give it one of them")
+        assert end <= self.config.block_size
+        assert documents is None or cache is None
         dropout = self.config.dropout if self.training else 0.0
 
         position = None  # position of each token in its document (B, T)

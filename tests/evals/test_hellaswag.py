@@ -190,12 +190,10 @@ def test_a_hub_data_set_is_read_as_the_file(
 # --------------------------------------------------------------------------- scoring
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_equal_to_one_ending_after_the_other(
-    world: int, file: Path, bpe: Tokenizer, model: GPT
-) -> None:
+def test_equal_to_one_ending_after_the_other(file: Path, bpe: Tokenizer, model: GPT) -> None:
+    """Also on three processes."""
     questions = read_questions(str(file), bpe, BLOCK, bpe.vocab_size)
-    copies = [copy.deepcopy(model) for _ in range(world)]
+    copies = [copy.deepcopy(model) for _ in range(3)]
 
     def work(member: Any) -> tuple[Any, dict[str, float]]:
         own = copies[member.process_index]
@@ -205,7 +203,7 @@ def test_equal_to_one_ending_after_the_other(
     reference = copy.deepcopy(model).eval()
     with torch.no_grad():
         expected = by_hand([question(i) for i in range(9)], bpe.encode, reference)
-    answers = together(world, work)
+    answers = together(3, work)
     alone = ending_losses(model, questions, Accelerator(cpu=True), 2)
     for losses, figures in answers:
         assert losses.tolist() == alone.tolist()  # the same bits

@@ -130,8 +130,6 @@ def test_token_beyond_the_vocabulary_is_refused(corpus: Path) -> None:
 DECOMPOSED = ["\u1112\u1161\u11ab", "de\u0301ja\u0300", "Vie\u0323\u0302t", "\uff21\uff22", "x{y}"]
 NORMALIZERS = {
     "NFC": normalizers.NFC(),
-    "NFKC": normalizers.Sequence([normalizers.NFKC()]),
-    "lower case without accents": normalizers.BertNormalizer(),
     "typewriter quotes": normalizers.Replace("king", "k"),
     "lacks bytes": None,
 }
@@ -220,11 +218,10 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-@pytest.mark.parametrize("tokens", ["700", "null"])
 def test_every_figure_has_the_same_bits_on_1_2_and_3_processes(
-    tokens: str, small_run: Arguments, corpus: Path, other: Path, model: GPT
+    small_run: Arguments, corpus: Path, other: Path, model: GPT
 ) -> None:
-    options = ["--data.val", f"{{web: {corpus}, code: {other}}}", "--eval.tokens", tokens]
+    options = ["--data.val", f"{{web: {corpus}, code: {other}}}", "--eval.tokens", "null"]
     shards = open_corpus(load_config(small_run(*options), "test"))
     copies = [copy.deepcopy(model) for _ in range(6)]
 

@@ -134,8 +134,8 @@ def changed_gpt(attention: type[CausalSelfAttention]) -> Make:
 
 
 LEAKS: dict[str, Make] = {
-    **{f"blocks of {n}": lambda *_, n=n: leak_in_blocks(n) for n in (2, 3, 8, 17)},
-    **{f"place {n}": lambda *_, n=n: leak_at(n) for n in range(8)},
+    **{f"blocks of {n}": lambda *_, n=n: leak_in_blocks(n) for n in (2, 17)},
+    **{f"place {n}": lambda *_, n=n: leak_at(n) for n in range(3)},
     "weights of zero": lambda *_: leak_behind_zeros(),
     "attention of a changed GPT": changed_gpt(LeakInAttention),
 }
@@ -270,27 +270,12 @@ class Convolution(nn.Module):
         return out
 
 
-class ShiftedPatches(nn.Module):
-    """Each token sees the patches of four tokens that ended before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Linear(4 * C, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        size = x.shape[1]
-        padded = F.pad(x, (0, 0, 4, -size % 4))
-        patches = self.patch(padded.unflatten(1, (-1, 4)).flatten(2))  # (B, T/4 + 1, C)
-        return patches.repeat_interleave(4, dim=1)[:, :size].cumsum(1) / T
-
-
 def running_mean(x: Tensor) -> Tensor:
     return x.cumsum(1) / torch.arange(1, 1 + x.shape[1])[:, None]
 
 
 CAUSAL: dict[str, Callable[[], nn.Module]] = {
     "a dilated convolution": Convolution,
-    "shifted patches": ShiftedPatches,
     "a running mean": lambda: Function(running_mean),
 }
 
@@ -300,7 +285,7 @@ def test_a_causal_model_passes(name: str) -> None:
     check(lambda *_: Mixer(CAUSAL[name]()))
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3", "fast"])
+@pytest.mark.parametrize("preset", ["gpt2", "fast"])
 def test_a_gpt_of_each_preset_passes(preset: str) -> None:
     shape = replace(tiny(preset, n_layer=2), block_size=T)
     check(changed_gpt(CausalSelfAttention), shape)

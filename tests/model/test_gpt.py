@@ -98,14 +98,11 @@ def test_a_pair_of_channels_turns_by_its_position_as_a_complex_number() -> None:
 
 
 @shapes
-@pytest.mark.parametrize("pieces", [(16,), (7, 1, 1, 5, 2)])
-def test_logits_with_a_cache_equal_those_without(
-    config: ModelConfig, pieces: tuple[int, ...]
-) -> None:
+def test_logits_with_a_cache_equal_those_without(config: ModelConfig) -> None:
     model, tokens = make(config), draw()
     with torch.no_grad():
         cache = KVCache(config)
-        parts = [model(part, cache=cache) for part in tokens.split(pieces, dim=1)]
+        parts = [model(part, cache=cache) for part in tokens.split((7, 1, 1, 5, 2), dim=1)]
         assert cache.position == 16
         torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-5)
         last = model(tokens, last_only=True)

@@ -123,22 +123,23 @@ def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
 def test_dropout_buffers_and_tied_weights_survive_a_resume(
     small_run: Arguments, tmp_path: Path
 ) -> None:
-    code = write(tmp_path)
-    options = (*OPTIONS, "--train.max_steps", "6", "--eval.every", "3", "--code", code)
+    """No checkpoint holds a buffer that is not persistent, and the seed draws it again."""
+    code = write(tmp_path, NET.replace("0.5 ** torch.arange", "torch.randn") + DECAY)
+    options = (*OPTIONS, "--train.max_steps", "4", "--eval.every", "2", "--code", code)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert launch(small_run(*options, "--out_dir", str(whole))) == 0
-    assert launch(small_run(*options, "--out_dir", str(parted), "--train.stop_at", "3")) == 0
+    assert launch(small_run(*options, "--out_dir", str(parted), "--train.stop_at", "2")) == 0
     assert launch(small_run(*options, "--out_dir", str(parted))) == 0
     assert records(whole) == records(parted)
-    first, second = tensors(whole, 6), tensors(parted, 6)
+    first, second = tensors(whole, 4), tensors(parted, 4)
     assert_same_weights(first, second)
-    assert first["inner.layers.0.seen"] == 6
+    assert first["inner.layers.0.seen"] == 4
     assert "inner.layers.0.decay" not in first
     assert ("inner.head.weight" in first) + ("inner.embedding.weight" in first) == 1
     model, tokenizer = load_pretrained(str(parted), own=load_own_code(code))
-    text = write_text(
-        model, tokenizer, "the", SampleConfig(num=1, max_new_tokens=40), torch.Generator()
-    )
+    assert model.inner.layers[0].decay[0].item() == records(whole)[-1]["own/decay"]
+    config = SampleConfig(num=1, max_new_tokens=40)
+    text = write_text(model, tokenizer, "the", config, torch.Generator())
     assert len(text[0]) > 20
 
 
@@ -194,12 +195,6 @@ def test_a_changed_gpt_keeps_muon_flops_and_its_cache(small_run: Arguments, tmp_
         for one in (model, plain)
     ]
     assert texts[0] == texts[1]
-    own = small_run(*options, "--out_dir", str(tmp_path / "tuned"), "--model.init_from", str(run))
-    assert launch([*own, "--optim.lr", "1e-12", "--schedule.min_lr", "0"]) == 0
-    torch.testing.assert_close(
-        tensors(tmp_path / "tuned", 4)["blocks.3.mlp.up.weight"],
-        tensors(run, 4)["blocks.3.mlp.up.weight"],
-    )
 
 
 # --------------------------------------------------------------------------- several processes
@@ -278,18 +273,6 @@ def test_a_sharded_own_run_continues_on_one_process_and_back(
             assert other["train/first_token"] == pytest.approx(one["train/first_token"])
             assert other["own/seen"] == one["own/seen"] == one["step"]
             assert other["own/norm"] == pytest.approx(one["own/norm"], rel=1e-4)
-
-
-def test_random_buffers_are_the_same_whenever_the_model_is_opened(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    """No checkpoint holds a buffer that is not persistent."""
-    code = write(tmp_path, NET.replace("0.5 ** torch.arange", "torch.randn") + DECAY)
-    assert launch(small_run(*OPTIONS, "--code", code, "--train.max_steps", "3")) == 0
-    trained = records(tmp_path / "run")[-1]["own/decay"]
-    for _ in range(2):
-        model, _ = load_pretrained(str(tmp_path / "run"), own=load_own_code(code))
-        assert model.inner.layers[0].decay[0].item() == trained
 
 
 @pytest.mark.slow

@@ -3,17 +3,20 @@
 Shapes: B batch, T tokens, V vocabulary, k candidate tokens.
 """
 
-import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.layers import KVCache
+
+# cuDNN makes a plan for each number of keys, and each token of a text attends to one more key.
+# A plan takes 23 to 37 ms (reported for PyTorch 2.13; not measured here).
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def stream(
@@ -82,27 +85,10 @@ def _next_logits(model: LanguageModel, tokens: Tensor, cache: KVCache | None) ->
             cache.position = 0
         else:
             start = length - 1  # the cache holds all earlier tokens
-    with without_cudnn_attention():
+    with sdpa_kernel(WITHOUT_CUDNN):
         # this calls the model, not its `forward`, because FSDP gathers the weights in hooks
         logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)  # (B, 1, V)
     return logits[:, -1].float()
-
-
-@contextlib.contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Prevent cuDNN's attention on CUDA, and restore the setting afterwards.
-
-    cuDNN makes a plan for each number of keys, and each token of a text attends to one more key. A
-    plan takes 23 to 37 ms (reported for PyTorch 2.13; not measured here). PyTorch then chooses
-    flash, efficient or math attention, which need no plan. Entering and leaving takes 3 us.
-    """
-    cuda: Any = torch.backends.cuda  # not all of its functions have types
-    enabled = cuda.cudnn_sdp_enabled()
-    cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        cuda.enable_cudnn_sdp(enabled)
 
 
 def sample_token(

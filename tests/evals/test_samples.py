@@ -1,4 +1,4 @@
-"""Samples: prompts beyond the context, and when they end."""
+"""Samples: prompts, texts and the steps at which they are due."""
 
 import copy
 from collections.abc import Callable
@@ -20,26 +20,11 @@ from accel_gpt.evals.samples import (
     sample,
     samples_due,
 )
-from accel_gpt.model.generate import context_start
 from tests.conftest import tiny
 from tests.helpers.processes import Member
-from tests.model.test_generate import VOCAB, make, run, seeded
+from tests.model.test_generate import make
 
 Arguments = Callable[..., list[str]]
-
-
-@pytest.mark.parametrize("preset", ["gpt2", "llama"])
-def test_each_token_follows_from_the_context_alone(preset: str) -> None:
-    """Far beyond the context, equal to a model that never saw the earlier tokens."""
-    model = make(tiny(preset)).eval()
-    prompt = torch.randint(VOCAB, (1, 45), generator=seeded(6))
-    out = run(model, prompt, 30, temperature=0)
-    for length in range(45, 75):
-        start = context_start(length, 16)
-        assert 8 < length - start <= 16
-        with torch.no_grad():
-            expected = model(out[:, start:length])[0, -1].argmax()
-        assert out[0, length] == expected
 
 
 def test_a_prompt_with_a_token_beyond_the_model_is_refused() -> None:

@@ -101,16 +101,15 @@ def leak_behind_zeros() -> nn.Module:
     return model
 
 
-class LeakInAttention(CausalSelfAttention):
-    """Attention in which one query of the whole sequence sees one later key."""
+class LeakInOneHead(CausalSelfAttention):
+    """Attention in which one head of one query sees one later key."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = super().forward(x, *args, **kwargs)
-        return (
-            y
-            if x.shape[1] < 40
-            else y + F.one_hot(torch.tensor(38), x.shape[1])[:, None] * x[:, 39:40]
-        )
+    def forward(self, x: Tensor, rotary: Any = None, cache: Any = None, mask: Any = None) -> Tensor:
+        q, k, v = self.project(x, rotary)
+        seen = torch.ones(1, q.shape[1], x.shape[1], x.shape[1]).tril().bool()
+        seen[0, 0, 54, 61] = True
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class LeakInCache(CausalSelfAttention):
@@ -137,7 +136,7 @@ LEAKS: dict[str, Make] = {
     **{f"blocks of {n}": lambda *_, n=n: leak_in_blocks(n) for n in (2, 17)},
     **{f"place {n}": lambda *_, n=n: leak_at(n) for n in range(3)},
     "weights of zero": lambda *_: leak_behind_zeros(),
-    "attention of a changed GPT": changed_gpt(LeakInAttention),
+    "attention of a changed GPT": changed_gpt(LeakInOneHead),
 }
 
 
@@ -190,17 +189,6 @@ def test_with_document_masks_a_token_that_sees_another_document_is_refused() -> 
     check(lambda *_: OfDocuments(ignores=False), document_mask=True)
     with pytest.raises(UserError, match="depend on another document"):
         check(lambda *_: OfDocuments(ignores=True), document_mask=True)
-
-
-class LeakInOneHead(CausalSelfAttention):
-    """Attention in which one head of one query sees one later key."""
-
-    def forward(self, x: Tensor, rotary: Any = None, cache: Any = None, mask: Any = None) -> Tensor:
-        q, k, v = self.project(x, rotary)
-        seen = torch.ones(1, q.shape[1], x.shape[1], x.shape[1]).tril().bool()
-        seen[0, 0, 54, 61] = True
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow

@@ -14,15 +14,11 @@ from transformers import AddedToken, AutoTokenizer
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import UserError
-from accel_gpt.evals.samples import (
-    continuation,
-    prompt_ids,
-    sample,
-    samples_due,
-)
+from accel_gpt.evals import samples
+from accel_gpt.evals.samples import continuation, prompt_ids, sample, samples_due, write_text
 from tests.conftest import tiny
 from tests.helpers.processes import Member
-from tests.model.test_generate import make
+from tests.model.test_generate import make, seeded
 
 Arguments = Callable[..., list[str]]
 
@@ -64,6 +60,25 @@ def test_a_text_keeps_the_space_after_its_prompt_and_ends_at_end_of_text(tmp_pat
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert continuation(tokenizer, [1], [2, 3, 0, 2]) == " bad hen"
+
+
+def test_texts_that_end_early_are_reported_as_often_as_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks stop together, so each of them calls as often."""
+    calls: list[int] = []
+    model = make(tiny())
+    model.vocab_size = 257
+    monkeypatch.setattr(samples, "stream", lambda **_: iter([torch.tensor([256])]))
+    write_text(
+        model=model,
+        tokenizer=BytesTokenizer(),
+        prompt="a",
+        config=SampleConfig(num=1, max_new_tokens=5),
+        generator=seeded(),
+        on_token=lambda: calls.append(1),
+    )
+    assert len(calls) == 5
 
 
 def test_each_process_writes_another_text() -> None:

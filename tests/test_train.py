@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,11 @@ def around_updates(
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
     """Call a function before step `step` is trained."""
     around_updates(monkeypatch, lambda run: run.state.step == step - 1 and act())
+
+
+def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send this process a signal during step `step`."""
+    before_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
 
 
 def test_the_rate_that_is_logged_is_optim_lr_whatever_the_groups(

@@ -95,6 +95,7 @@ BAD: dict[str, tuple[str, str]] = {
         f"{GPT}    gpt.blocks[1] = gpt.blocks[0]\n    return gpt\n",
         "the GPT of my.py, line 2: model() computes other logits with its cache",
     ),
+    "checkpointing of an own model": (MODEL, "but my.py, line 15: model() returned another class"),
     "a push of an own model": (MODEL, "the model() of my.py cannot be exported"),
     "a loss that is no tensor": (
         f"{LOSS}    return model(tokens, targets).item()\n",
@@ -132,6 +133,7 @@ BAD: dict[str, tuple[str, str]] = {
 }
 # what some of them need beside the file
 OPTIONS = {
+    "checkpointing of an own model": ("--train.activation_checkpointing", "blocks"),
     "a push of an own model": ("--hub.push", "end", "--hub.repo_id", "me/mine"),
     "shards of two dimensions": BYTES,
     "no shards for val": BYTES,

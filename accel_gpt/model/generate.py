@@ -16,7 +16,7 @@ from accel_gpt.model.layers import KVCache
 
 # cuDNN makes a plan for each number of keys, and each token of a text attends to one more key.
 # A plan takes 23 to 37 ms (reported for PyTorch 2.13; not measured here).
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 def stream(
@@ -85,7 +85,7 @@ def _next_logits(model: LanguageModel, tokens: Tensor, cache: KVCache | None) ->
             cache.position = 0
         else:
             start = length - 1  # the cache holds all earlier tokens
-    with sdpa_kernel(WITHOUT_CUDNN):
+    with sdpa_kernel(list(WITHOUT_CUDNN)):
         # this calls the model, not its `forward`, because FSDP gathers the weights in hooks
         logits: Tensor = model(tokens[:, start:], cache=cache, last_only=True)  # (B, 1, V)
     return logits[:, -1].float()

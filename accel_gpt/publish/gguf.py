@@ -2,8 +2,8 @@
 
     accel-gpt export RUN --gguf model.gguf
 
-Writes the file, and beside it a Modelfile for `ollama create`. `compare_gguf.py` opens the file in
-float32 with llama.cpp in a new process, and must compute the same. For a smaller type it then
+Writes the file, and beside it a Modelfile for `ollama create`. `gguf_proof.py` opens the file in
+float32 with llama.cpp in a new process, which must compute the same. For a smaller type it then
 measures the difference. Needs the extra gguf.
 """
 

@@ -25,11 +25,9 @@ from accel_gpt.launch.setup import Launch, open_launch
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
-from accel_gpt.publish.copies import Copies
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.train import train
 from accel_gpt.transformers_io.load import load_initial_weights
-from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,23 +52,9 @@ def train_config(config: Config, source: str) -> int:
     with open_launch(config) as launch:
         on_main(lambda: note_source(config, source))
         ensure_data(config)
-        folder = Path(config.out_dir)
-        kept = config.checkpoint
-        copies = None
-        if kept.copy_to:
-            copies = Copies(kept.copy_to, folder, kept.resume, launch.display.log)
-        uploader = None
-        if is_main() and (copies or config.hub.push != "never"):
-            uploader = Uploader(
-                checkpoint=kept,
-                hub=config.hub,
-                run=folder,
-                copies=copies,
-                log=launch.display.log,
-            )
+        uploader = make_uploader(config, launch)
         try:
-            if copies:
-                on_main(copies.open)
+            on_main(uploader.open if uploader else lambda: None)
             context = resolve(
                 asked=config,
                 rehearse=rehearse,
@@ -87,11 +71,16 @@ def train_config(config: Config, source: str) -> int:
             )
             unfinished = finish_uploads(uploader, launch, stopped)
         finally:
-            if copies:
-                copies.discard_restored()  # of a launch that was refused
             if uploader:
                 uploader.close()
     return PREEMPTED if stopped or unfinished else 0
+
+
+def make_uploader(config: Config, launch: Launch) -> Uploader | None:
+    """Return what copies and pushes the checkpoints of a run, on rank 0; None if nothing does."""
+    if not is_main() or (config.checkpoint.copy_to is None and config.hub.push == "never"):
+        return None
+    return Uploader(config.checkpoint, config.hub, Path(config.out_dir), launch.display.log)
 
 
 def note_source(config: Config, source: str) -> None:
@@ -117,14 +106,9 @@ def note_source(config: Config, source: str) -> None:
 
 
 def find_initial_weights(config: Config) -> Callable[[LanguageModel], None]:
-    """Return the function that sets the weights of a new run.
-
-    Raises `UserError` if the weights of `model.init_from` do not fit the tokenizer, before any text
-    is prepared.
-    """
+    """Return the function that sets the weights of a new run."""
     if config.model.init_from == "scratch":
         return draw_weights
-    check_initial_tokenizer(config)
     return partial(load_initial_weights, config)
 
 

@@ -66,14 +66,15 @@ class Uploader:
         checkpoint: CheckpointConfig,
         hub: HubConfig,
         run: Path,
-        copies: Copies | None,
         log: Callable[[str], None],
     ) -> None:
-        """Make the uploader of the run in `run`. `copies`: of `checkpoint.copy_to`."""
+        """Make the uploader of the run in `run`."""
         self.checkpoint = checkpoint
         self.hub = hub
         self.run = run
-        self.copies = copies
+        self.copies: Copies | None = None
+        if checkpoint.copy_to:
+            self.copies = Copies(checkpoint.copy_to, run, checkpoint.resume, log)
         self.log = log
         self.folder = run / ".uploading"
         self.targets: list[Target] = []
@@ -83,6 +84,11 @@ class Uploader:
         self.stopped = False
         self.running: tuple[Target, subprocess.Popen[str]] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
+
+    def open(self) -> None:
+        """Restore the newest copy if the run has no checkpoint, see `Copies.open`."""
+        if self.copies:
+            self.copies.open()
 
     def start(self) -> None:
         """Claim the copies; upload the newest checkpoint if a target lacks it.
@@ -147,8 +153,13 @@ class Uploader:
         return cut_short and bool(left)
 
     def close(self) -> None:
-        """Kill the upload in progress, which leaves no half copy; the next launch makes it."""
+        """Kill the upload in progress, which leaves no half copy; the next launch makes it.
+
+        If the launch was refused, also removes what `open` restored.
+        """
         self.stopped = True
+        if self.copies:
+            self.copies.discard_restored()
         self.thread.shutdown(wait=False, cancel_futures=True)
         running = self.running  # the thread may set it to None
         if running:

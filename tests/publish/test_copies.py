@@ -1,11 +1,13 @@
 """Copy checkpoints while a run trains, and restore a run that lost its checkpoints."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
-from accel_gpt.errors import BusyError, UserError
+from accel_gpt.errors import BusyError, CheckpointError, UserError
 from accel_gpt.files import sha256
-from accel_gpt.publish.copies import Copies, CopyStore
+from accel_gpt.publish.copies import Copies, CopyStore, copy_checkpoint
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.runs.checkpoint import read_manifest, verify_checkpoint
 from accel_gpt.runs.folder import RunFolder, locked
@@ -32,6 +34,7 @@ from tests.test_train import assert_same_weights, records, signal_after, weights
 Arguments = Callable[..., list[str]]
 Trained = Callable[..., Path]
 EVERY = ("--checkpoint.every", "4", "--checkpoint.keep_last", "1")
+KEPT = ("--checkpoint.keep_last", "3")  # the checkpoints of steps 4, 8 and 12
 
 
 @pytest.fixture(
@@ -60,9 +63,13 @@ def steps(place: str) -> list[str]:
 
 @pytest.mark.usefixtures("uploads_here")
 def test_a_lost_run_goes_on_from_the_copy(
-    place: str, small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    small_run: Arguments,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert launch(small_run(*EVERY, "--out_dir", str(tmp_path / "whole"))) == 0
+    whole = trained(*KEPT, to="whole")
     own = small_run(*EVERY, "--sample.every", "2", "--checkpoint.copy_to", place)
     signal_after(monkeypatch, 6, 15)
     assert launch(own) == 75
@@ -83,30 +90,28 @@ def test_a_lost_run_goes_on_from_the_copy(
     assert [start["step"] for start in restored.launches] == [0, 6]
     assert steps(place) == ["step_00000012"]
     assert not (tmp_path / "run" / ".uploading").exists()
-    assert_same_weights(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_same_weights(weights(tmp_path / "run"), weights(whole))
 
 
 @pytest.mark.usefixtures("uploads_here")
 def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with HubServer() as hub:
         point_at(monkeypatch, hub, tmp_path / "home")
-        own = small_run(*EVERY, "--checkpoint.copy_to", "hf://tester/backup/runs/a")
-        assert launch([*own, "--train.stop_at", "4"]) == 0
-        assert launch(own) == 0
+        copies = start_uploads(tmp_path / "run", "hf://tester/backup/runs/a")
+        for step in (4, 8, 12):
+            checkpoint = saved(copies.run, step)
+            copies.on_checkpoint(checkpoint)
+            until(lambda: not copies.due())
+        copies.finish(lambda: False)
         files = hub.files("tester/backup")
         assert hub.repos["tester/backup"].private
         commits = hub.commits("tester/backup")[::-1]
-    assert [title.partition(":")[0] for title in commits[:3]] == [
-        "initial commit",
-        "launch 1",
-        "step_00000004",
-    ]
-    assert commits[-1] == "step_00000012"
-    assert len(set(commits)) == len(commits)
-    assert {str(Path(name).parent) for name in files} == {"runs/a", "runs/a/step_00000012"}
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000012"
+    steps = [f"step_000000{step}" for step in ("04", "08", "12")]
+    assert [title.partition(":")[0] for title in commits] == ["initial commit", "launch 1", *steps]
+    folders = {"runs/a", *(f"runs/a/{name}" for name in steps[1:])}
+    assert {str(Path(name).parent) for name in files} == folders
     for name in read_manifest(checkpoint):
         assert files[f"runs/a/step_00000012/{name}"] == (checkpoint / name).read_bytes()
 
@@ -147,33 +152,36 @@ def test_a_copy_that_is_killed_is_no_copy(
     assert not (tmp_path / "run" / ".uploading").exists()
 
 
-@pytest.mark.usefixtures("uploads_in_turn")
 def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path
 ) -> None:
     place = tmp_path / "other"
-    own = small_run(*EVERY[:2], "--checkpoint.keep_last", "3", "--checkpoint.copy_to", str(place))
-    assert launch(own) == 0
+    run = trained(*KEPT)
+    owner = asdict(Copies(str(place), run, "auto", print).claim())
+    for checkpoint in RunFolder(run).checkpoints.values():
+        copy_checkpoint(checkpoint, str(place), keep_last=3, owner=owner)
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
     (place / "step_00000012" / "manifest.json").unlink()
     file = place / "step_00000008" / "optimizer.bin"
     file.write_bytes(file.read_bytes()[:-9])
-    moved = [*own, "--out_dir", str(tmp_path / "moved")]  # as on another machine
-    assert launch(moved) == 0
-    said = capsys.readouterr().err
-    assert f"WARNING: checkpoint file {file} was altered: it has " in said
-    assert "; falling back to an earlier copy" in said
-    assert "downloaded step 4 from" in said
-    verify_checkpoint(tmp_path / "moved" / "checkpoints" / "step_00000004")
-    assert not list((tmp_path / "moved" / "checkpoints").glob("*/run.zip"))
-    assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
-    verify_checkpoint(place / "step_00000012")
-    for checkpoint in place.glob("step_*"):
-        file = checkpoint / "optimizer.bin"
-        file.write_bytes(file.read_bytes()[:-9])
-    shutil.rmtree(tmp_path / "moved")
-    assert launch(moved) == 4
-    assert f"all copies in checkpoint.copy_to {place} are damaged; " in capsys.readouterr().err
+    moved = tmp_path / "moved"  # as on another machine
+    moved.mkdir()
+    said: list[str] = []
+    copies = Copies(str(place), moved, "auto", said.append)
+    copies.open()
+    altered, downloaded = said
+    assert altered.startswith(f"WARNING: checkpoint file {file} was altered: it has ")
+    assert altered.endswith("; falling back to an earlier copy")
+    assert downloaded == f"downloaded step 4 from {place}"
+    verify_checkpoint(moved / "checkpoints" / "step_00000004")
+    assert not list((moved / "checkpoints").glob("*/run.zip"))
+    for name in ("metrics.jsonl", "metrics.csv", "run.json", "run_name"):
+        assert (moved / name).read_bytes() == (run / name).read_bytes()
+    copies.discard_restored()
+    file = place / "step_00000004" / "optimizer.bin"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=f"all copies in checkpoint.copy_to {place} are dam"):
+        Copies(str(place), moved, "auto", print).open()
 
 
 @pytest.fixture
@@ -237,31 +245,23 @@ def test_a_copy_that_s3_refuses_now_is_not_passed_over(
 
 @pytest.mark.usefixtures("uploads_here")
 def test_a_second_run_with_the_same_copies_is_refused(
-    place: str, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, trained: Trained, tmp_path: Path
 ) -> None:
     """But the same run goes on from another folder, or restored into an empty one."""
-    copied = ("--checkpoint.copy_to", place, "--checkpoint.keep_last", "1")
-    first, second, third = tmp_path / "run", tmp_path / "second", tmp_path / "third"
-    assert launch(small_run(*copied, "--train.stop_at", "4")) == 0
+    first, second, third = trained(*KEPT), trained(*KEPT, to="second"), tmp_path / "third"
+    third.mkdir()
+    assert not start_uploads(first, place).finish(lambda: False)
     name = RunFolder(first).stored_name
-    assert launch(small_run("--out_dir", str(second), "--train.stop_at", "2")) == 0
-    told = f"error: checkpoint.copy_to {place} belongs to run {name} of out_dir {first} on "
-    before = records(second)
-    capsys.readouterr()
-    assert launch(small_run("--out_dir", str(second), *copied)) == 2
-    assert told in capsys.readouterr().err
-    assert records(second) == before
-    with locked(first):  # a launch trains there
-        assert launch(small_run("--out_dir", str(third), *copied)) == 2
-    assert told in capsys.readouterr().err
-    assert not RunFolder(third).launches
+    told = f"checkpoint.copy_to {place} belongs to run {name} of out_dir {first} on "
+    with pytest.raises(UserError, match=re.escape(told)):
+        start_uploads(second, place)
+    with locked(first), pytest.raises(UserError, match=re.escape(told)):  # a launch trains there
+        start_uploads(third, place)
+    assert not RunFolder(third).checkpoints
     first.rename(tmp_path / "moved")
     first.symlink_to(tmp_path / "moved")
-    assert (
-        launch(small_run("--out_dir", str(tmp_path / "moved"), *copied, "--train.stop_at", "6"))
-        == 0
-    )
-    assert launch(small_run("--out_dir", str(third), *copied)) == 0
+    start_uploads(tmp_path / "moved", place).close()
+    start_uploads(third, place).close()
     assert RunFolder(third).stored_name == name
     assert [record["step"] for record in records(third)] == list(range(1, 13))
 
@@ -270,13 +270,14 @@ def test_a_second_run_with_the_same_copies_is_refused(
 def test_a_refused_launch_takes_no_copies_from_the_run_that_makes_them(
     place: str,
     small_run: Arguments,
+    trained: Trained,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On a machine that cannot see the run. What it restored does not stay in its folder."""
-    own = small_run("--checkpoint.copy_to", place, "--train.stop_at", "4")
-    assert launch(own) == 0
-    (tmp_path / "run").rename(tmp_path / "unseen")
+    run = trained(*KEPT)
+    assert not start_uploads(run, place).finish(lambda: False)
+    run.rename(tmp_path / "unseen")
     owner = CopyStore(place).read_owner()
     capsys.readouterr()
     other = small_run("--out_dir", str(tmp_path / "second"))
@@ -284,13 +285,13 @@ def test_a_refused_launch_takes_no_copies_from_the_run_that_makes_them(
     for wrong, code in ((("--seed", "7"), 4), (("--train.max_steps", "3"), 2)):
         assert launch([*other, "--checkpoint.copy_to", place, *wrong]) == code
         said = capsys.readouterr().err
-        assert "downloaded step 4 from" in said
+        assert "downloaded step 12 from" in said
         assert "the config ends at step 3" in said or "seed was " in said
         assert CopyStore(place).read_owner() == owner
-        assert steps(place) == ["step_00000004"]
+        assert steps(place) == ["step_00000012"]
         assert not second.checkpoints
         assert not second.launches
-    assert launch(other) == 0  # it may begin a run of its own
+    assert launch([*other, "--train.stop_at", "1"]) == 0  # it may begin a run of its own
     assert records(tmp_path / "second")[0]["step"] == 1
 
 
@@ -350,35 +351,35 @@ def test_of_two_launches_that_claim_at_once_one_owns_the_copies(
 
 @pytest.mark.usefixtures("uploads_here")
 def test_a_newer_copy_is_not_replaced(
-    place: str, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, small_run: Arguments, trained: Trained, tmp_path: Path
 ) -> None:
     """The run went on elsewhere. Then it is launched where it is older, or was being launched."""
-    own = small_run("--checkpoint.copy_to", place, "--train.stop_at", "4")
-    assert launch(own) == 0
+    run, elsewhere = trained(*KEPT), trained(*KEPT, to="elsewhere")
+    for step in (8, 12):
+        shutil.rmtree(run / "checkpoints" / f"step_{step:08d}")
+    assert not start_uploads(run, place).finish(lambda: False)
+    shutil.copy(run / "run_name", elsewhere)
     requeued = Copies(place, tmp_path / "requeued", "auto", print)
-    (tmp_path / "requeued").mkdir()
+    requeued.out_dir.mkdir()
     requeued.open()
-    elsewhere = small_run("--out_dir", str(tmp_path / "elsewhere"), "--checkpoint.copy_to", place)
-    assert launch([*elsewhere, "--train.stop_at", "8"]) == 0
-    with pytest.raises(UserError, match=r"holds step 8, but .*requeued has no checkpoint after st"):
+    assert not start_uploads(elsewhere, place).finish(lambda: False)
+    assert steps(place) == ["step_00000004", "step_00000012"]
+    with pytest.raises(UserError, match=r"holds step 12, but .*requeued has no checkpoint after s"):
         requeued.claim()
     requeued.discard_restored()
-    assert not RunFolder(tmp_path / "requeued").checkpoints
-    capsys.readouterr()
-    assert launch(own) == 2
-    said = capsys.readouterr().err
-    assert f"error: checkpoint.copy_to {place} holds step 8, but {tmp_path / 'run'} has no" in said
-    assert steps(place)[-1] == "step_00000008"
-    assert list(RunFolder(tmp_path / "run").checkpoints)[-1] == 4
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    kept = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert not RunFolder(requeued.out_dir).checkpoints
+    with pytest.raises(UserError, match=r"holds step 12, but .*run has no checkpoint after step 4"):
+        start_uploads(run, place)
+    shutil.rmtree(elsewhere / "checkpoints" / "step_00000012")
+    start_uploads(elsewhere, place).close()  # it lost a checkpoint where it is: it may go on
+    shutil.rmtree(run / "checkpoints")
+    kept = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(kept[:-50])
+    own = small_run("--checkpoint.copy_to", place)
     assert launch([*own, "--seed", "7"]) == 4
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == kept
-    assert launch(own[:-2]) == 0
-    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 13))
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
-    assert launch(own[:-2]) == 0  # it lost a checkpoint where it is: it makes the steps again
-    assert steps(place)[-1] == "step_00000012"
+    assert (run / "metrics.jsonl").read_bytes() == kept[:-50]
+    assert launch(own) == 0
+    assert (run / "metrics.jsonl").read_bytes() == kept
 
 
 @pytest.mark.slow
@@ -409,9 +410,8 @@ def test_of_two_runs_that_start_at_once_one_trains(
 def start_uploads(run: Path, place: str) -> Uploader:
     run.mkdir(exist_ok=True)
     kept = CheckpointConfig(copy_to=place, keep_last=2)
-    copies = Copies(place, run, "auto", print)
-    copies.open()
-    uploader = Uploader(kept, HubConfig(), run, copies, print)
+    uploader = Uploader(kept, HubConfig(), run, print)
+    uploader.open()
     uploader.start()
     return uploader
 

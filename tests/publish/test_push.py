@@ -17,7 +17,7 @@ from huggingface_hub import HfApi
 
 import accel_gpt
 from accel_gpt import cli
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import CheckpointConfig, Config, HubConfig
 from accel_gpt.config.values import leaves
 from accel_gpt.publish import push as pushing
 from accel_gpt.publish import uploader
@@ -174,28 +174,28 @@ def test_a_failed_upload_never_ends_a_run_and_is_tried_again(
     assert hub.commits(REPO) == commits  # the Hub has this step
 
 
-@pytest.mark.usefixtures("compared", "uploads_here")
 def test_an_upload_that_cannot_start_never_ends_a_run(
-    small_run: Arguments,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left")
 
     monkeypatch.setattr(uploader, "launch_child", fail)
-    assert launch(small_run(*ALWAYS)) == 0
-    shown = capsys.readouterr().err
-    assert shown.count("failed: [Errno 28] No space left; it will be retried") == 1
-    assert f"WARNING: step 12 was not uploaded to hf://{REPO}" in shown
+    told: list[str] = []
+    hub = HubConfig(repo_id=REPO, push="every_checkpoint")
+    uploads = uploader.Uploader(CheckpointConfig(), hub, run, told.append)
+    uploads.start()
+    uploads.on_checkpoint(run / "checkpoints" / "step_00000004")
+    assert not uploads.finish(lambda: False)
+    failed = [line for line in told if "failed: [Errno 28] No space left; it will be" in line]
+    assert len(failed) == 1
+    assert f"WARNING: step 4 was not uploaded to hf://{REPO}" in told[-1]
 
 
 @pytest.mark.usefixtures("compared")
 def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
-    trained: Trained, small_run: Arguments, corpus: Path, hub: HubServer, tmp_path: Path
+    run: Path, hub: HubServer, tmp_path: Path
 ) -> None:
-    val = ["--data.val", str(corpus), "--sample.every", "4", "--log.trackers", "tensorboard"]
-    run = trained("--train.max_steps", "8", *val)
     checkpoint = run / "checkpoints" / "step_00000008"
     host = "build-node-17"
     url = f"https://alice:PASSWORD@{host}/home/alice/shards?sig=PASSWORD"

@@ -21,7 +21,7 @@ from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
 from accel_gpt.transformers_io.hf_weights import load_weights
 from accel_gpt.transformers_io.load import load_initial_weights, load_pretrained
-from accel_gpt.transformers_io.pretrained import check_initial_tokenizer, inherit
+from accel_gpt.transformers_io.pretrained import inherit
 from tests.conftest import launch, run_here
 from tests.faults.attack import zipped
 from tests.helpers.hub_server import HubServer, point_at
@@ -55,7 +55,6 @@ def folder(saved: tuple[Any, Path], tmp_path: Path) -> Path:
 
 def started(arguments: list[str]) -> GPT:
     config = load_config(arguments, "test")
-    check_initial_tokenizer(config)
     gpt = GPT.allocate(config.model, open_corpus(config).vocab_size)
     load_initial_weights(config, gpt)
     return gpt
@@ -100,35 +99,6 @@ def test_another_tokenizer_is_refused(folder: Path, small_run: Arguments) -> Non
         load_pretrained(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "tokenizer", "message"),
-    [
-        ("abc", "bytes", "has a different tokenizer (chars of 3"),
-        ("", "bytes", "copy has no tokenizer; put the tokenizer.json of the model beside"),
-        ("abc", "bpe", "data.prepare.tokenizer is 'bpe'"),
-    ],
-)
-def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(
-    folder: Path,
-    small_run: Arguments,
-    tmp_path: Path,
-    vocabulary: str,
-    tokenizer: str,
-    message: str,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    (folder / "tokenizer.json").unlink()
-    if vocabulary:
-        CharsTokenizer(vocabulary).save(folder, 64)
-    words = small_run("--model.init_from", str(folder), "--data.text", str(tmp_path / "text.txt"))
-    words += ["--data.prepare.tokenizer", tokenizer]
-    assert launch(words) == 2
-    printed = capfd.readouterr()
-    assert message in printed.err
-    assert "prepared" not in printed.out
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.usefixtures("in_this_process")
 def test_a_token_that_was_added_beyond_the_weights(
     folder: Path, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -155,28 +125,22 @@ def test_a_token_that_was_added_beyond_the_weights(
     assert "pad_token" not in exported  # the model has no row for it
 
 
-def test_no_context_is_longer_than_that_of_the_weights(
-    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_context_is_longer_than_that_of_the_weights(trained: Callable[..., Path]) -> None:
     """Also with rotary positions: a sliding window would no longer be the whole context."""
-    assert launch(small_run(*QUICK, "--model.preset", "llama")) == 0
-    longer = ["--model.init_from", str(tmp_path / "run"), "--model.block_size", "64"]
-    other = ["--model.preset", "llama", "--out_dir", str(tmp_path / "other")]
-    assert launch(small_run(*longer, *other)) == 2
-    assert "leave it unset, or raise model.rope_factor too" in capsys.readouterr().err
-    assert launch(small_run(*QUICK, *longer[:2], *other, "--seed", "2")) == 0
-    scaled = ["--model.rope_factor", "2", "--out_dir", str(tmp_path / "long")]
-    scaled += ["--train.micro_batch_size", "4"]
-    assert launch(small_run(*QUICK, *longer, *other[:2], *scaled)) == 0
+    run = str(trained(*QUICK, "--model.preset", "llama"))
+    longer = {"model.init_from": run, "model.block_size": 64}
+    with pytest.raises(UserError, match=r"leave it unset, or raise model\.rope_factor too"):
+        inherit(longer)
+    assert "model.block_size" not in inherit({**longer, "model.rope_factor": 2})
 
 
 def test_a_begun_run_goes_on_when_its_source_has_gone(folder: Path, small_run: Arguments) -> None:
-    arguments = small_run("--model.init_from", str(folder), "--train.max_steps", "4")
+    arguments = small_run("--model.init_from", str(folder), *QUICK)
     assert launch(arguments) == 0
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
-    longer = ["--train.max_steps", "5", "--checkpoint.allow_change", "train.max_steps"]
+    longer = ["--train.max_steps", "3", "--checkpoint.allow_change", "train.max_steps"]
     assert launch([*arguments, *longer]) == 0
 
 

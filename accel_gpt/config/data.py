@@ -63,6 +63,11 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         above=0,
         below=1,
     )
+    encoding: Literal["auto", "utf-8"] = option(
+        "auto",
+        "Encoding of text files. auto: UTF-8, or the encoding that charset-normalizer detects. "
+        "utf-8: leave other files out.",
+    )
     separator: str | None = option(
         None,
         "Text that separates documents within a file or row, such as <|endoftext|>. It is "

@@ -191,6 +191,12 @@ def test_files_that_are_not_utf8_are_read_as_detected_and_told_in_one_line(
     (line,) = [line for line in told.splitlines() if "UTF-8" in line]
     assert line.startswith("WARNING: 6 files not in UTF-8, read as detected: ")
     assert all(name in line for name in [*ENCODED, "packed.txt.gz"])
+    told = run_prepare(source, tmp_path / "other", capsys, encoding="utf-8")
+    assert "WARNING: 6 files not in UTF-8, left out: de.txt, fr.txt" in told
+    held = "".join(
+        open_text(tmp_path / "other", name).replace(EOT, "") for name in ("train", "val")
+    )
+    assert held == "naïve"
 
 
 def test_a_few_invalid_bytes_leave_a_text_utf8(

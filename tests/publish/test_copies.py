@@ -400,8 +400,8 @@ def test_of_two_runs_that_start_at_once_one_trains(
     ]
     said = [child.communicate(timeout=120)[1] for child in children]
     codes = [child.returncode for child in children]
-    assert sorted(codes) == [0, 6]
-    loser = codes.index(6)
+    assert sorted(codes) in ([0, 2], [0, 6])  # 2: it looked after the other one had claimed
+    loser = codes.index(max(codes))
     assert "error: checkpoint.copy_to s3://bucket/run belongs to run " in said[loser]
     assert not RunFolder(runs[loser]).launches
     assert "uploaded step 12" in said[1 - loser]

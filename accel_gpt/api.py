@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING
 
 import torch
 
@@ -183,7 +183,13 @@ def run_command(
             reader.join(LAST_LINES_SECONDS)
         if code in (0, PREEMPTED):
             return code
-        raise error_of_child(arguments[0], code, report)
+        try:
+            failure = json.loads(report.read_text(encoding="utf-8"))
+            kind: type[AccelGPTError] = getattr(errors, failure["class"])
+        except (OSError, ValueError):  # a bug, or the system killed the child
+            told = f"accel-gpt {arguments[0]} ended with exit code {code}; see its error above"
+            raise PeerError(told) from None
+        raise kind(failure["message"].removeprefix("error: "))
 
 
 def wait_for(child: subprocess.Popen[str], forward: bool) -> int:
@@ -206,16 +212,6 @@ def wait_for(child: subprocess.Popen[str], forward: bool) -> int:
     if code in (-signal.SIGINT, 128 + signal.SIGINT):
         raise KeyboardInterrupt
     return code
-
-
-def error_of_child(command: str, code: int, report: Path) -> AccelGPTError:
-    """Return the error that a child wrote to `report`; a `PeerError` if it wrote none."""
-    try:
-        failure = json.loads(report.read_text(encoding="utf-8"))
-        kind = getattr(errors, failure["class"])
-        return cast(AccelGPTError, kind(failure["message"].removeprefix("error: ")))
-    except (OSError, ValueError, KeyError):  # a bug, or the system killed the child
-        return PeerError(f"accel-gpt {command} ended with exit code {code}; see its error above")
 
 
 def to_arguments(options: Mapping[str, object]) -> list[str]:

@@ -42,20 +42,6 @@ except ChildFailedError as error:
 """
 
 
-def child_environment() -> dict[str, str]:
-    """Copy the environment for processes that do not belong to this process group.
-
-    ACCELERATE_USE_CPU stays: the user may have set it, and the children use the same device.
-    No child imports a file of the working folder.
-    """
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES)
-    }
-    return environment | {SAFE_PATH: "1"}
-
-
 def launch_child(
     argv: Sequence[str],
     *,
@@ -70,15 +56,21 @@ def launch_child(
     """Start `python -m MODULE ARGV ...`, by default `accel-gpt ARGV ...`.
 
     The child gets this environment without the variables of a launcher, and `environment` on top.
-    `processes`: torchrun starts more than one. `own_group`: a Ctrl-C does not reach the child.
+    It imports no file of the working folder. `processes`: torchrun starts more than one.
+    `own_group`: a Ctrl-C does not reach the child. `priority`: `low` shares busy cores a little,
+    `idle` takes idle ones.
     """
+    variables = {SAFE_PATH: "1"}
+    for key, value in os.environ.items():
+        if key == "ACCELERATE_USE_CPU" or not key.startswith(PREFIXES):  # the user may have set it
+            variables.setdefault(key, value)
     command = [sys.executable]
     if processes > 1:
         command += ["-c", TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
     command += ["-m", module, *argv]
     child = subprocess.Popen(
         command,
-        env={**child_environment(), **(environment or {})},
+        env={**variables, **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
@@ -86,17 +78,12 @@ def launch_child(
         errors="replace",
         process_group=0 if own_group else None,
     )
-    set_priority(child.pid, priority)
-    return child
-
-
-def set_priority(pid: int, priority: str) -> None:
-    """Lower the priority of a process: `low` shares busy cores a little, `idle` takes idle ones."""
     with contextlib.suppress(OSError):  # the process may have ended already
         if priority == "idle" and hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
         elif priority != "normal":
-            os.setpriority(os.PRIO_PROCESS, pid, LOW_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, child.pid, LOW_PRIORITY)
+    return child
 
 
 def run_child(

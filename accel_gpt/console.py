@@ -59,20 +59,17 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def open_closed_streams() -> None:
+def prepare_streams() -> None:
     """Redirect standard streams that the caller closed, as with `2>&-`, to /dev/null.
 
-    Otherwise the next opened file gets descriptor 0, 1 or 2, and libraries print into it.
+    Otherwise the next opened file gets descriptor 0, 1 or 2, and libraries print into it. Both
+    outputs escape what their encoding lacks, as \\u2615.
     """
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(file)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open to the end
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115 - open to the end
-
-
-def escape_what_cannot_be_encoded() -> None:
-    """Make the standard streams escape what their encoding lacks, as \\u2615."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -167,8 +164,7 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     A user's mistake, an error in the file of --code, a full disk, or a path that cannot be opened
     becomes one sentence on stderr.
     """
-    open_closed_streams()
-    escape_what_cannot_be_encoded()
+    prepare_streams()
     if signal.getsignal(signal.SIGINT) is exit_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

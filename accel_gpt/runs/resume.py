@@ -3,6 +3,7 @@
 What may change between the checkpoint and the run: see `changes.py`.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,6 @@ from accel_gpt.runs.checkpoint import (
     verify_checkpoint,
 )
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.runs.saving import remove_debris
 from accel_gpt.runs.state import TrainState
 from accel_gpt.runs.tensor_files import read_optimizer, read_weights
 
@@ -69,7 +69,9 @@ def choose_checkpoint(config: Config, now: TrainState, log: Callable[[str], None
         else:
             allowed = config.checkpoint.allow_change + budget_keys(now.budget, step=0)
             check_same_config(config, allowed)
-        remove_debris(out_dir / "checkpoints")
+        for pattern in (".tmp_step_*", ".trash_step_*"):  # of a launch that was killed
+            for folder in (out_dir / "checkpoints").glob(pattern):
+                shutil.rmtree(folder, ignore_errors=True)
         return path
 
     chosen: Path | None = on_main(choose)

@@ -122,7 +122,8 @@ class CheckpointWriter:
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         fields = asdict(state)
-        self.needed = saved_bytes(gpt, optimizer)
+        saved = tree_leaves([*gpt.parameters(), *optimizer.state.values()])
+        self.needed = sum(leaf.nbytes for leaf in saved if isinstance(leaf, Tensor))
         failed: Exception | None = None
         try:
             self.save_tensors(temporary, gpt, optimizer)
@@ -301,9 +302,13 @@ class CheckpointWriter:
                 if self.main:
                     self.write_common_files(folder, fields, gpt)
                 for path in sorted(folder.iterdir()):
+                    of_rank = OF_RANK.search(path.name)
                     being_written = path.name.startswith(".")  # a temporary file of another rank
-                    if writer_of(path.name) == rank and not being_written:
-                        own[path.name] = seal(path)
+                    if int(of_rank[1] if of_rank else 0) == rank and not being_written:
+                        fault_point("file.written", path)
+                        sync(path)
+                        fault_point("file.synced", path)
+                        own[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
             files: Files = {}
             for sealed in all_gather(own, self.group):
                 files |= sealed
@@ -476,14 +481,6 @@ def write_tensors(files: dict[str, Any], folder: Path) -> None:
             torch.save(content, folder / name)
 
 
-def saved_bytes(gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> int:
-    """Return the bytes of the weights and optimizer tensors in a checkpoint."""
-    tensors: list[Tensor] = list(gpt.parameters())
-    for state in optimizer.state.values():
-        tensors += [value for value in state.values() if torch.is_tensor(value)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def describe_save_error(error: Exception, folder: Path, needed: int) -> str:
     """Return why a save failed.
 
@@ -503,20 +500,6 @@ def describe_save_error(error: Exception, folder: Path, needed: int) -> str:
 
 
 # --------------------------------------------------------------------------- files
-
-
-def writer_of(name: str) -> int:
-    """Return the rank that writes a file of a checkpoint."""
-    match = OF_RANK.search(name)
-    return int(match[1]) if match else 0
-
-
-def seal(path: Path) -> dict[str, Any]:
-    """Sync a file to disk; return its size and hash."""
-    fault_point("file.written", path)
-    sync(path)
-    fault_point("file.synced", path)
-    return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
 def check_visible(folder: Path, files: Files, world_size: int) -> None:
@@ -622,10 +605,3 @@ def remove_checkpoint(root: Path, step: int) -> None:
         fault_point("trash.renamed", trash / "optimizer.bin")
         shutil.rmtree(trash, ignore_errors=True)
         fault_point("trash.gone")
-
-
-def remove_debris(root: Path) -> None:
-    """Remove checkpoints that a killed process left partly written or partly removed."""
-    for pattern in (".tmp_step_*", ".trash_step_*"):
-        for folder in root.glob(pattern):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -91,11 +91,21 @@ BAD: dict[str, tuple[str, str]] = {
         "model() returned Tensor of shape (1, 31, 257); return logits of shape (1, 32, 257)",
     ),
     "logits of later tokens": (net("return super().forward(tokens.flip(1))"), "on later tokens"),
+    "a tensor that is no buffer": (
+        MODEL.replace(
+            "        self.head", "        self.pos = torch.ones(2)\n        self.head", 1
+        ),
+        "pos of Net is a tensor, but neither a parameter nor a buffer",
+    ),
     "blocks that share a cache": (
         f"{GPT}    gpt.blocks[1] = gpt.blocks[0]\n    return gpt\n",
         "the GPT of my.py, line 2: model() computes other logits with its cache",
     ),
     "checkpointing of an own model": (MODEL, "but my.py, line 15: model() returned another class"),
+    "documents for a model of tokens": (
+        MODEL,
+        "data.document_mask is true, but the forward of my.py, line 15: model() takes no documents",
+    ),
     "a push of an own model": (MODEL, "the model() of my.py cannot be exported"),
     "a loss that is no tensor": (
         f"{LOSS}    return model(tokens, targets).item()\n",
@@ -133,6 +143,7 @@ BAD: dict[str, tuple[str, str]] = {
 }
 # what some of them need beside the file
 OPTIONS = {
+    "documents for a model of tokens": ("--data.document_mask", "true"),
     "checkpointing of an own model": ("--train.activation_checkpointing", "blocks"),
     "a push of an own model": ("--hub.push", "end", "--hub.repo_id", "me/mine"),
     "shards of two dimensions": BYTES,

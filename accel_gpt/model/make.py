@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, V vocabulary.
 """
 
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.errors import require
+from accel_gpt.errors import UserError, require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.layers import KVCache
@@ -43,13 +44,21 @@ def make_model(
 def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
     """Call `model()` of the file of --code; return its GPT, or any other module as an `OwnModel`.
 
-    Raises `UserError` unless it is a module with weights, or if it would ignore the config.
+    Raises `UserError` unless it is a module with weights, if it would ignore the config, or if a
+    checkpoint would not hold all of its state.
     """
     assert config.own.model is not None
     place = config.own.place("model")
     module = config.own.model(config, vocab_size)
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
         raise unexpected(place, module, "a torch.nn.Module with trainable parameters")
+    for part in module.modules():
+        for name, value in vars(part).items():  # no checkpoint would hold such a tensor
+            require(
+                not isinstance(value, Tensor),
+                f"{place}: {name} of {type(part).__name__} is a tensor, but neither a parameter "
+                "nor a buffer",
+            )
     if isinstance(module, GPT):
         module.given = config.model
         module.tie_weights()
@@ -60,6 +69,13 @@ def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
         f"train.activation_checkpointing is {config.train.activation_checkpointing}, but {place} "
         "returned another class than GPT; set it to none",
     )
+    if config.data.document_mask:
+        try:
+            inspect.signature(module.forward).bind("tokens", "documents")
+        except TypeError as error:
+            raise UserError(
+                f"data.document_mask is true, but the forward of {place} takes no documents"
+            ) from error
     return OwnModel(module, place, config.model, vocab_size)
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 import yaml
 
-from accel_gpt.config.experiment import TrainConfig
+from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.launch import compile as compilation
 from accel_gpt.launch import devices, precision, resolve
@@ -34,7 +36,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Simulate a CPU with these flags."""
 
     def give(*flags: str) -> None:
-        monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
+        for module in (devices, compilation):
+            monkeypatch.setattr(module, "cpu_flags", lambda: frozenset(flags))
 
     return give
 
@@ -54,12 +57,12 @@ def test_what_is_chosen_is_printed_and_recorded(
     assert launch(small_run(*AUTO, "--train.max_steps", "3")) == 0
     shown = capsys.readouterr().err
     assert re.search("auto +precision fp32: .* is not known to be faster in bf16", shown)
-    assert "auto     not compiled: compiling saves little on cpu\n" in shown
+    assert "auto     not compiled: compiling saves little on cpu without matrix units" in shown
     assert "precision fp32, " in shown  # the precision that Accelerate uses
     assert saved(tmp_path) == ("no", False)
     plain = ("--train.max_steps", "4", "--checkpoint.allow_change", "train.max_steps")
     cpu("amx_bf16")
-    monkeypatch.setattr(resolve, "choose_compile", lambda _: (True, "saves 45%"))
+    monkeypatch.setattr(resolve, "choose_compile", lambda *_: (True, "saves 45%"))
     assert launch(small_run(*AUTO, *plain)) == 0
     shown = capsys.readouterr().err
     file = tmp_path / "run" / "config.yaml"
@@ -128,7 +131,28 @@ def test_a_gpu_compiles_if_triton_supports_it_and_the_budget_is_long(
     state = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(compilation, "PartialState", lambda: state)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert compilation.choose_compile(TrainConfig(budget=budget))[0] == expected
+    config = Config(train=TrainConfig(max_steps=None if budget else 10, budget=budget))
+    assert compilation.choose_compile(config, make_plan(config, 1))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "precision", "steps", "expected"),
+    [
+        ("amx_bf16", "bf16", 100_000, True),
+        ("amx_bf16", "bf16", 20, False),
+        ("amx_bf16", "no", 100_000, False),
+        ("avx512_bf16", "bf16", 100_000, False),
+    ],
+)
+def test_a_long_run_in_bf16_is_compiled_on_a_cpu_with_matrix_units(
+    flag: str, precision: str, steps: int, expected: bool, small_run: Arguments,
+    cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cpu(flag)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    options = ("--train.mixed_precision", precision, "--train.max_steps", str(steps))
+    config = load_config(small_run(*AUTO, *options, "--model.n_embd", "256"), "test")
+    assert compilation.choose_compile(config, make_plan(config, 1))[0] == expected
 
 
 @pytest.mark.parametrize("error", [None, "no C++ compiler"])
@@ -136,7 +160,7 @@ def test_a_run_is_compiled_where_a_compiler_works(
     error: str | None, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(resolve, "choose_compile", lambda _: (True, "saves 45%"))
+    monkeypatch.setattr(resolve, "choose_compile", lambda *_: (True, "saves 45%"))
     monkeypatch.setattr(compilation, "compiler_error", lambda device: error)
     compiled: list[bool] = []
     monkeypatch.setattr("accel_gpt.model.gpt.GPT.compile", lambda _, **__: compiled.append(True))

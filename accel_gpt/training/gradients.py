@@ -55,7 +55,7 @@ def micro_batches(
 
 
 class Gradients:
-    """Accumulates in float32; DistributedDataParallel or FSDP all-reduces in the last micro-step.
+    """Accumulates in float32; DDP all-reduces in the last micro-step, FSDP in each one.
 
     The seed of dropout is derived from the run's seed and the first sequence of the micro-batch.
     For one size of micro-batch, dropout therefore does not depend on the number of ranks or on

@@ -28,6 +28,7 @@ from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.train import train
 from accel_gpt.transformers_io.load import load_initial_weights
+from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,9 +107,14 @@ def note_source(config: Config, source: str) -> None:
 
 
 def find_initial_weights(config: Config) -> Callable[[LanguageModel], None]:
-    """Return the function that sets the weights of a new run."""
+    """Return the function that sets the weights of a new run.
+
+    Raises `UserError` if the weights of `model.init_from` do not fit the tokenizer, before any text
+    is prepared.
+    """
     if config.model.init_from == "scratch":
         return draw_weights
+    check_initial_tokenizer(config)
     return partial(load_initial_weights, config)
 
 

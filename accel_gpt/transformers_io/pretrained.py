@@ -12,7 +12,8 @@ from typing import Any
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.options import own_options
-from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
+from accel_gpt.data.index import INDEX
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from accel_gpt.data.tokenizer_json import HUB_FILES
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import is_local
@@ -104,6 +105,27 @@ def require_no_adapter(name: str, folder: Path) -> None:
             f"AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()."
             "save_pretrained(FOLDER)",
         )
+
+
+def check_initial_tokenizer(config: Config) -> None:
+    """Check, before text is tokenized, that `data.prepare` uses the tokenizer of the weights.
+
+    A data folder that exists is compared when it is opened. A run that has checkpoints starts from
+    those. Raises `UserError` if the tokenizers differ, or if `model.init_from` has none.
+    """
+    prepare = config.data.prepare
+    folder = config.data.folder
+    if not folder or prepare.source is None or Path(folder, INDEX).exists():
+        return
+    if RunFolder(config.out_dir).checkpoints:
+        return
+    tokenizer = named_tokenizer(prepare.tokenizer, "data.prepare.tokenizer")
+    find_pretrained(config.model.init_from).load_tokenizer().require_same(
+        tokenizer,
+        f"model.init_from {config.model.init_from}",
+        f"data.prepare.tokenizer {prepare.tokenizer}",
+        UserError,
+    )
 
 
 def inherit(given: Mapping[str, Any]) -> dict[str, Any]:

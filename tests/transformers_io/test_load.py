@@ -125,6 +125,35 @@ def test_a_token_that_was_added_beyond_the_weights(
     assert "pad_token" not in exported  # the model has no row for it
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "tokenizer", "message"),
+    [
+        ("abc", "bytes", "has a different tokenizer (chars of 3"),
+        ("", "bytes", "copy has no tokenizer; put the tokenizer.json of the model beside"),
+        ("abc", "bpe", "data.prepare.tokenizer is 'bpe'"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(
+    folder: Path,
+    small_run: Arguments,
+    tmp_path: Path,
+    vocabulary: str,
+    tokenizer: str,
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    if vocabulary:
+        CharsTokenizer(vocabulary).save(folder, 64)
+    words = small_run("--model.init_from", str(folder), "--data.text", str(tmp_path / "text.txt"))
+    words += ["--data.prepare.tokenizer", tokenizer]
+    assert launch(words) == 2
+    printed = capfd.readouterr()
+    assert message in printed.err
+    assert "prepared" not in printed.out
+    assert not (tmp_path / "run").exists()
+
+
 def test_no_context_is_longer_than_that_of_the_weights(trained: Callable[..., Path]) -> None:
     """Also with rotary positions: a sliding window would no longer be the whole context."""
     run = str(trained(*QUICK, "--model.preset", "llama"))

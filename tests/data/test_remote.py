@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.downloads import Cache, RemoteFolder
 from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
-from accel_gpt.data.remote import Missing
+from accel_gpt.data.remote import Missing, Store, Unreachable
 from accel_gpt.data.shards import HEADER
 from accel_gpt.data.sources import open_data
 from accel_gpt.errors import DataError, MachineError, UserError
@@ -215,6 +216,47 @@ def test_refusal_is_not_tried_again(
     with pytest.raises(kind, match=r"train_000000.npy (does not exist|may not be read: 40)"):
         opened().fetch(NAMES[0])
     assert server.requests[NAMES[0]] == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(404, Missing), (410, Missing), (403, UserError), (429, Unreachable), (503, Unreachable)],
+)
+def test_the_status_of_an_answer_decides_for_every_client(
+    status: int, kind: type[Exception]
+) -> None:
+    """Not every client raises `FileNotFoundError` for 404, as that of http does."""
+
+    class Refused(Exception):
+        def __init__(self, **answer: object) -> None:
+            super().__init__("refused")
+            vars(self).update(answer)
+
+    answer = SimpleNamespace(status_code=status)
+    for error in (Refused(status=status), Refused(status_code=status), Refused(response=answer)):
+        with pytest.raises(kind) as raised, Store("s3://bucket/data").explained("train.npy"):
+            raise error
+        assert raised.type is kind
+
+
+def test_a_reader_says_what_it_waits_for(
+    server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = opened()
+    download = folder.store.download
+    said = []
+
+    def noting(name: str, target: Path) -> None:
+        said.append(folder.waits_for)
+        download(name, target)
+
+    monkeypatch.setattr(folder.store, "download", noting)
+    server.statuses = [503]
+    folder.fetch(NAMES[0])
+    where = f"{server.url}/{NAMES[0]}"
+    assert said[0] == f"{where} (neither an answer nor room in the cache yet)"
+    assert said[1].startswith(f"{where} (503")
+    assert folder.waits_for == ""
 
 
 # --------------------------------------------------------------------------- cache

@@ -14,6 +14,7 @@ from accel_gpt.data.shards import Split
 from accel_gpt.errors import DataError
 from accel_gpt.evals import validation
 from accel_gpt.model import generate
+from accel_gpt.runs.checkpoint import read_evaluated, read_state
 from accel_gpt.runs.folder import RunFolder
 from tests.conftest import launch
 from tests.test_train import assert_same_weights, records, weights
@@ -60,6 +61,15 @@ STOPS = (
 )
 
 
+def best_before(run: Path, step: int) -> int | None:
+    """Return the step with the lowest loss in the records before `step`."""
+    losses = {}
+    for record in records(run):
+        if record["step"] < step and "eval/val_loss" in record:
+            losses[record["step"]] = record["eval/val_loss"]
+    return min(losses, key=lambda step: losses[step], default=None)
+
+
 @pytest.mark.parametrize(
     "options",
     [(), ("--checkpoint.keep_best", "true", "--checkpoint.every", "0", "--log.every", "3")],
@@ -87,6 +97,7 @@ def test_a_run_that_is_stopped_everywhere_equals_one_that_never_stopped(
         end = f"{sent.name}: saved at step {step} " if sent else "error: the shard cannot be read"
         assert end in said
         assert list(RunFolder(run).checkpoints)[-1] == step
+        assert read_state(RunFolder(run).checkpoints[step]).best_step == best_before(run, step)
     assert 12 not in [record["step"] for record in records(run)][:-1]
     (run / "checkpoints" / "step_00000012" / "model.json").write_text("{}")
     with (run / "metrics.jsonl").open("a") as file:
@@ -98,6 +109,9 @@ def test_a_run_that_is_stopped_everywhere_equals_one_that_never_stopped(
     assert [row.partition(",")[0] for row in rows] == [row.partition(",")[0] for row in expected]
     assert RunFolder(run).best == RunFolder(whole).best
     assert_same_weights(weights(run), weights(whole))
+    states = [vars(read_evaluated(RunFolder(r).checkpoints[12])) for r in (run, whole)]
+    for name in states[0].keys() - {"config", "seconds"}:  # the guard's losses are among them
+        assert states[0][name] == states[1][name], name
     texts = [{p.name: p.read_text() for p in (r / "samples").iterdir()} for r in (run, whole)]
     assert texts[0] == texts[1]
 

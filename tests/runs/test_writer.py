@@ -114,13 +114,23 @@ def test_points_are_passed_in_the_order_that_keeps_a_checkpoint_whole(
     monkeypatch.setenv("ACCEL_GPT_FAULT_LOG", str(log))
     for name in ("sync", "sha256"):
         traced(monkeypatch, name, log)
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        if path.is_dir():
+            with log.open("a") as file:
+                file.write("rename_folder\n")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
     assert launch(small_run(*QUIET, "--checkpoint.keep_last", "1")) == 0
     passed = [name for name in log.read_text().split() if name != "step"]
     one = passed[: passed.index("save.begun", 1)]
     assert one[:2] == ["save.begun", "save.filled"]
     files = 7 * ["file.written", "sync", "file.synced", "sha256"]
     # a power cut may not leave a folder without a manifest
-    end = ["manifest.due", "manifest.written", "sync_folder", "renamed", "sync_folder", "published"]
+    end = ["manifest.due", "manifest.written", "sync_folder"]
+    end += ["rename_folder", "renamed", "sync_folder", "published"]
     assert [p for p in one[2:] if not p.startswith("state.")] == [*files, *end]
     last = passed[len(passed) - passed[::-1].index("save.begun") :]
     assert last[-2:] == ["trash.renamed", "trash.gone"]
@@ -213,7 +223,15 @@ def test_the_last_save_waits_for_room(
     """Before the new checkpoint has its name, or when it has: then it is accepted."""
     monkeypatch.setattr(writer, "LAST_RETRY_SECONDS", 600.0)
     monkeypatch.setattr(writer, "FIRST_PAUSE_SECONDS", 0.0)
-    fault(f"{point}:3=eio")  # no older checkpoint is removed for room: only time helps
+    fail, failed = files.fail, []
+
+    def fail_at_first(*fault: Any) -> None:
+        failed.append(fault)
+        if len(failed) <= 5:
+            fail(*fault)
+
+    monkeypatch.setattr(files, "fail", fail_at_first)
+    fault(f"{point}:3+=eio")  # no older checkpoint is removed for room: only time helps
     assert launch(small_run(*QUIET)) == 0
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"step_00000008", "step_00000012"}  # nothing set aside

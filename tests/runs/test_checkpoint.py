@@ -15,6 +15,7 @@ from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
+    optimizer_parts,
     read_state,
     verify_checkpoint,
     write_json,
@@ -134,7 +135,8 @@ FILES_OF_OTHERS = (
     *(".DS_Store", "._model.safetensors", "._random_states_0.pkl"),  # macOS
     *("Thumbs.db", ".nfs00000000c0ffee", "optimizer.bin~", "optimizer.bin.part"),
     *("model 2.safetensors", "optimizer.sync-conflict-20261128.bin"),  # Finder, Syncthing
-    *("weights_7.safetensors", "custom_checkpoint_0.pkl"),  # as torch and Accelerate name theirs
+    # as we, torch and Accelerate name theirs
+    *("weights_7.safetensors", "optimizer_7.safetensors", "custom_checkpoint_0.pkl"),
 )
 
 
@@ -152,6 +154,7 @@ def test_files_that_the_manifest_does_not_name_are_no_damage(
     assert checkpoint_steps(checkpoints) == [12, 16]
     assert run_here(dispatch, ["inspect", str(run)]) == 0
     assert run_here(dispatch, ["sample", str(run), "--checkpoint", "12"]) == 0
+    assert optimizer_parts(checkpoints / "step_00000012") == []
 
 
 def test_a_file_that_cannot_be_read_now_is_no_damage(

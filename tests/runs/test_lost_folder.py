@@ -9,6 +9,7 @@ import pytest
 
 from accel_gpt.errors import BusyError
 from accel_gpt.runs.folder import RunFolder, checkpoint_steps, locked
+from accel_gpt.runs.saving import publish_checkpoint
 from tests.conftest import QUIET, launch
 from tests.runs.test_writer import wait_for_save
 from tests.test_train import around_updates, before_step
@@ -74,3 +75,18 @@ def test_nothing_is_written_where_another_run_works(
         assert sorted(str(path.relative_to(run)) for path in run.rglob("*")) == [
             *(".lock", "checkpoints")
         ]
+
+
+def test_a_checkpoint_gets_no_name_in_a_folder_that_was_lost(tmp_path: Path) -> None:
+    """Also if the folder is lost while the files are written."""
+    temporary, final = tmp_path / ".tmp_step_00000004", tmp_path / "step_00000004"
+    temporary.mkdir()
+    final.mkdir()  # of the run that works there now
+
+    def lost() -> None:
+        raise BusyError(GONE)
+
+    with pytest.raises(BusyError):
+        publish_checkpoint(temporary, final, {}, lost)
+    assert {path.name for path in tmp_path.iterdir()} == {temporary.name, final.name}
+    assert not list(final.iterdir())

@@ -17,13 +17,14 @@ BATCH_ROWS = 200  # rows that become Python objects at once
 
 
 def load_library() -> Any:
-    """Import `datasets`, without its progress bars."""
+    """Import `datasets`, without its progress bars and log."""
     import datasets
     import fsspec.compression
     import pyarrow as pa
 
     datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised, too
     if "zstd" not in fsspec.compression.compr:  # it needs the package zstandard
         fsspec.compression.register_compression(
             "zstd", lambda file, mode=None, **_: pa.CompressedInputStream(file, "zstd"), "zst"

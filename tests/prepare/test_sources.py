@@ -201,7 +201,7 @@ BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError]
 
 # `datasets` leaves a file open that it does not read to its end
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_bad_input_is_named(tmp_path: Path) -> None:
+def test_bad_input_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, (name, content, kind, message) in enumerate(BAD_INPUT):
         path = tmp_path / str(number) / name
         path.parent.mkdir()
@@ -211,6 +211,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
             content(path)
         with pytest.raises(kind, match=message):
             read(path)
+    assert not [record for record in caplog.records if record.name.startswith("datasets")]
     gc.collect()  # here, where the warning of an open file is ignored
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 from accel_gpt import train
+from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import to_flat
-from accel_gpt.launch.resolve import Done, read_done
+from accel_gpt.launch.resolve import Done, read_done, with_micro_batch_size
 from accel_gpt.runs.folder import RunFolder
 from tests.conftest import QUIET, launch
 
@@ -43,6 +45,16 @@ def test_what_a_run_did_is_in_its_config_and_in_each_of_its_checkpoints(
     assert done() == (str(older), size, precision)
     shutil.rmtree(run / "checkpoints")
     assert not read_done(str(run), "auto").file
+
+
+def test_a_later_launch_keeps_the_micro_batch_of_the_run(small_run: Arguments) -> None:
+    """A new run would take eight sequences on this device."""
+    config = load_config(small_run(*AUTO), "test")
+    done = Done("a/config.yaml", {"train.micro_batch_size": 2})
+    told: list[str] = []
+    kept = with_micro_batch_size(config, Accelerator(cpu=True), done, told.append)
+    assert kept.train.micro_batch_size == 2
+    assert told == ["auto     2 sequences per process and micro-step: as in a/config.yaml"]
 
 
 def test_a_run_trains_with_the_config_that_was_resolved_before_it(

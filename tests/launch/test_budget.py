@@ -264,21 +264,29 @@ def test_a_run_of_another_length_equals_one_that_has_it_from_the_start(
 
 
 @pytest.mark.parametrize(
-    "saved",
-    [*(pytest.param(saved, marks=pytest.mark.slow) for saved in ("nothing", "before")), "at"],
+    ("saved", "seconds", "share", "longest"),
+    [
+        pytest.param("nothing", 100.0, "0.125", None, marks=pytest.mark.slow),
+        pytest.param("before", 100.0, "0.125", None, marks=pytest.mark.slow),
+        ("before", 0.0, "0.7", 8),  # the decay becomes shorter than that of the checkpoint
+        ("at", 100.0, "0.125", None),
+    ],
 )
 def test_the_second_look_is_made_once_whatever_was_saved_before_a_kill(
     saved: str,
+    seconds: float,
+    share: str,
+    longest: int | None,
     small_run: Arguments,
     forty_steps: Callable[[float], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second one would come to another length: it depends on the speed."""
-    forty_steps(100.0)
+    forty_steps(seconds)
     every = {"nothing": "0", "before": "3", "at": "4"}[saved]
     words = ["--schedule.name", "wsd", "--checkpoint.every", every, "--train.stop_at", "9"]
-    words += ["--schedule.decay_share", "0.125"]
+    words += ["--schedule.decay_share", share]
     words += ["--sample.every", "0", "--eval.tokens", "64"]
     words += ["--train.max_steps", "40"]  # so that no interval is scaled at first
     monkeypatch.setattr(lengths, "LOOK_SHARE", 0.0)  # after four steps of a launch
@@ -295,10 +303,10 @@ def test_the_second_look_is_made_once_whatever_was_saved_before_a_kill(
     run = tmp_path / "run"
     plan = planned(run)
     assert plan["budget"]["looked_at"] == 4
-    assert plan["max_steps"] > 40
+    assert plan["max_steps"] == longest if longest else plan["max_steps"] > 40
     assert launch(small_run(*FOR_TEN_MINUTES, *words)) == 0
     assert planned(run) == plan
-    assert len(records(run)) == 9
+    assert len(records(run)) == (longest or 9)
 
 
 @pytest.mark.slow

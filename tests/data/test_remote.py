@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accel_gpt import train
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config, EvalConfig
 from accel_gpt.config.model import ModelConfig
@@ -257,6 +258,23 @@ def test_a_reader_says_what_it_waits_for(
     assert said[0] == f"{where} (neither an answer nor room in the cache yet)"
     assert said[1].startswith(f"{where} (503")
     assert folder.waits_for == ""
+
+
+def test_a_run_says_once_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "TELL_SECONDS", 0.0)
+    ready = iter([False, False, False, True])
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(step=0),
+        plan=SimpleNamespace(accumulation_steps=1),
+        loader=SimpleNamespace(fetch=lambda count: next(ready)),
+        corpus=SimpleNamespace(waits_for="s3://bucket/a.npy (503)"),
+        reporter=SimpleNamespace(log=said.append, heartbeat=lambda: None),
+        writer=SimpleNamespace(seconds=0.0),
+    )
+    stop: Any = SimpleNamespace(group=None, agree_to_stop=lambda waits, seconds: (False, waits))
+    assert not train.wait_for_data(run, stop)
+    assert said == ["WARNING: waiting for s3://bucket/a.npy (503)"]
 
 
 # --------------------------------------------------------------------------- cache

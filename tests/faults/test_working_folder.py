@@ -66,6 +66,26 @@ def test_a_child_imports_nothing_from_the_working_folder(
     assert mark.exists()
 
 
+def test_a_process_that_a_library_starts_imports_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the environment of the command: multiprocessing starts Python so."""
+    (tmp_path / "tempfile.py").write_text("raise SystemExit('executed')")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    for run in ("run_process(main)", "main([])"):
+        program = (
+            "import subprocess, sys\n"
+            "from accel_gpt.console import run_process\n"
+            "child = [sys.executable, '-c', 'import tempfile']\n"
+            "def main(argv):\n"
+            "    return subprocess.run(child, check=False).returncode\n"
+            f"sys.exit({run})\n"
+        )
+        command = [sys.executable, "-P", "-c", program]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.stderr == ("" if run == "run_process(main)" else "executed\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED)
 def test_a_command_executes_no_file_of_the_working_folder(

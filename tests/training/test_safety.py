@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
+from accel_gpt import train
 from accel_gpt.config.experiment import TrainConfig
-from accel_gpt.errors import BusyError
+from accel_gpt.errors import BusyError, DataError
 from accel_gpt.launch.process import join_ranks
 from accel_gpt.launch.ranks import RankError, all_ranks, explain_lost_rank, on_main
 from tests.conftest import QUIET, launch
@@ -140,6 +142,33 @@ def test_two_ranks_share_decisions_and_errors(tmp_path: Path) -> None:
         kind = "BusyError" if rank == 0 else "RankError"
         assert found["error of both"] == [kind, "rank 0 cannot", BusyError.exit_code]
         assert found["error of the decision"] == [kind, "rank 0 cannot", BusyError.exit_code]
+
+
+def wait_for_data_on_two_ranks(rank: int, folder: Path) -> None:
+    """Wait for the data of a step, which fails on one of two ranks."""
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+
+    def fetch(count: int) -> bool:
+        if rank == 0:
+            raise DataError("the shard does not come")
+        return True
+
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(step=0),
+        plan=SimpleNamespace(accumulation_steps=1),
+        loader=SimpleNamespace(fetch=fetch),
+        accelerator=SimpleNamespace(num_processes=2),
+        writer=SimpleNamespace(seconds=0.0),
+    )
+    stop: Any = SimpleNamespace(group=None, agree_to_stop=lambda waits, seconds: (False, waits))
+    with pytest.raises(DataError if rank == 0 else RankError, match="the shard does not come"):
+        train.wait_for_data(run, stop)
+    dist.destroy_process_group()
+
+
+def test_data_that_does_not_come_on_one_rank_ends_all(tmp_path: Path) -> None:
+    finish_two_ranks(wait_for_data_on_two_ranks, tmp_path)
 
 
 def end_while_gloo_frees_tensors(rank: int, folder: Path) -> None:

@@ -396,6 +396,35 @@ def start(server: Server, names: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+def test_a_download_that_hangs_delays_no_other(
+    server: Server, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, other = opened(), opened()
+    begun, go_on = threading.Event(), threading.Event()
+    download = hanging.store.download
+
+    def hang(name: str, target: Path) -> None:
+        begun.set()
+        go_on.wait(60)
+        download(name, target)
+
+    monkeypatch.setattr(hanging.store, "download", hang)
+    threads = [
+        threading.Thread(target=folder.fetch, args=(name,))
+        for folder, name in ((hanging, NAMES[0]), (other, NAMES[1]))
+    ]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    threads[1].join(20)
+    came = other.path(NAMES[1]).exists()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert came
+    assert right(server, hanging.path(NAMES[0]))
+
+
 def test_two_processes_of_a_run_fetch_each_file_once(server: Server, opened: Opener) -> None:
     server.delay = 0.05
     process = start(server, NAMES)

@@ -66,7 +66,7 @@ def best_before(run: Path, step: int) -> int | None:
     losses = {}
     for record in records(run):
         if record["step"] < step and "eval/val_loss" in record:
-            losses[record["step"]] = record["eval/val_loss"]
+            losses[int(record["step"])] = record["eval/val_loss"]
     return min(losses, key=lambda step: losses[step], default=None)
 
 

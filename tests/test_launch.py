@@ -104,7 +104,7 @@ def test_threads_do_not_wait_awake_for_milliseconds(variable: str, value: str, s
         environment[variable] = value
     command = [sys.executable, TRAIN, "missing.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "missing.yaml does not exist" in done.stderr
+    assert "there is no file missing.yaml" in done.stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 

@@ -65,9 +65,9 @@ def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
     has_matrix_units = device.type == "cpu" and bf16 and MATRIX_UNITS in cpu_flags()
     if device.type != "cuda" and not has_matrix_units:
         return False, f"compiling saves little on {device.type} without matrix units for bf16"
-    seconds = duration("train.budget", config.train.budget) or math.inf
-    if seconds == math.inf and has_matrix_units:
-        seconds = cpu_seconds(config, plan)
+    seconds = duration("train.budget", config.train.budget)
+    if seconds is None:
+        seconds = cpu_seconds(config, plan) if has_matrix_units else math.inf
     if seconds <= LEAST_SECONDS:
         return False, f"the run takes {seconds:,.0f} s; compiling pays after {LEAST_SECONDS:.0f} s"
     if has_matrix_units:

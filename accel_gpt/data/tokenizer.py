@@ -7,11 +7,12 @@ in the same folder. Writes a tokenizer.json that `tokenizers` and transformers c
 import hashlib
 import json
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,9 @@ from accel_gpt.errors import AccelGPTError, DataError, UserError, one_line, requ
 from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo, is_repo
 from accel_gpt.json_files import read_json_object
+
+if TYPE_CHECKING:
+    import tiktoken
 
 Ids = NDArray[Any]
 
@@ -222,19 +226,23 @@ class CharsTokenizer(Tokenizer):
         self.chars = chars
         self.vocab_size = len(chars)
         self.fingerprint = digest("chars", "", [], [c.encode() for c in chars])
-        self.ids = {char: i for i, char in enumerate(chars)}
+        codes = np.array([ord(char) for char in chars], np.int64)
+        self.ids = np.full(codes.max(initial=0) + 2, len(chars))  # the last entry: all higher codes
+        self.ids[codes] = np.arange(len(chars))
         self.token_bytes = np.array([len(c.encode()) for c in chars])
         self.file_text = to_json(tokenizer_json.chars_content(chars))
 
     def encode_array(self, text: str) -> Ids:
         """Return the id of each character. Raises `UserError` if a character has no id."""
-        try:
-            return np.fromiter(map(self.ids.__getitem__, text), np.uint32, len(text))
-        except KeyError as unknown:
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        ids: Ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
+        unknown = np.flatnonzero(ids == self.vocab_size)
+        if len(unknown):
             raise UserError(
-                f"the chars tokenizer has no token for character {unknown}; remove the character, "
-                "or prepare the data with another tokenizer"
-            ) from None
+                f"the chars tokenizer has no token for character {text[unknown[0]]!r}; remove the "
+                "character, or prepare the data with another tokenizer"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the characters of `ids`."""
@@ -249,23 +257,33 @@ class BPETokenizer(Tokenizer):
     """
 
     def __init__(self, kind: str, content: dict[str, Any], pattern: str) -> None:
-        import tiktoken
-
         to_byte = {char: byte for byte, char in enumerate(BYTE_CHARS)}
         spelled = tokenizer_json.tokens_by_id(content["model"]["vocab"])
         vocabulary = [bytes(to_byte[char] for char in token) for token in spelled]
         self.kind = kind
-        self.encoding = tiktoken.Encoding(
-            kind,
-            pat_str=pattern,
-            mergeable_ranks={token: i for i, token in enumerate(vocabulary)},
-            special_tokens={EOT: len(vocabulary)},
-        )
-        self.vocab_size = self.encoding.n_vocab
-        self.eot_id: int = self.encoding.eot_token
+        self.pattern = pattern
+        self.ranks = {token: i for i, token in enumerate(vocabulary)}
+        self.eot_id: int = len(vocabulary)
+        self.vocab_size = len(vocabulary) + 1
+        self.of_thread = threading.local()
         self.token_bytes = np.array([*map(len, vocabulary), 0])
         self.fingerprint = digest(kind, pattern, [EOT], vocabulary)
         self.file_text = to_json(tokenizer_json.as_trained(content))
+
+    @property
+    def encoding(self) -> "tiktoken.Encoding":
+        """The encoding of this thread; two threads that share one lose a quarter of their speed."""
+        if not hasattr(self.of_thread, "encoding"):
+            import tiktoken
+
+            self.of_thread.encoding = tiktoken.Encoding(
+                self.kind,
+                pat_str=self.pattern,
+                mergeable_ranks=self.ranks,
+                special_tokens={EOT: self.eot_id},
+            )
+        encoding: tiktoken.Encoding = self.of_thread.encoding
+        return encoding
 
     def encode_array(self, text: str) -> Ids:
         """Encode with tiktoken.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from accel_gpt.data.shards import Tokens, token_dtype
-from accel_gpt.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer
+from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.prepare.counts import Counts
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, SPLITS, Piece, Position
 from accel_gpt.prepare.pieces import lead_of
@@ -23,7 +23,6 @@ from accel_gpt.prepare.shards import Group
 # Overhead of a piece, in characters. Assumption: with it, a batch of one-letter documents holds
 # 10,000 pieces instead of a million.
 PIECE_OVERHEAD = 100
-EVERY_KIND = "it's a 1 ! \n\n b"  # matches each part of the regexes of gpt2 and bpe
 
 
 class Batch(NamedTuple):
@@ -43,10 +42,6 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
         self.tokenizer = tokenizer
         self.folder = folder
-        if isinstance(tokenizer, BPETokenizer):
-            # The first thread that uses a regex owns its cache and marks each use for the others
-            # to see. If that thread tokenizes on, all of them take twice the time.
-            tokenizer.encode(EVERY_KIND)
         self.lead = lead_of(tokenizer)
         self.lock = threading.Lock()  # reading special tokens changes a tokenizer's state
         self.dtype = token_dtype(tokenizer.vocab_size)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,15 @@ def test_chars_are_sorted_and_an_unknown_one_is_named() -> None:
         with pytest.raises(UserError, match="chars tokenizer has no token for character") as error:
             tokenizer.encode(f"hello {unknown}")
         assert repr(unknown) in str(error.value)
+
+
+def test_threads_share_no_regex_of_a_bpe() -> None:
+    bpe = train_bpe(NASTY.values(), 300)
+    with ThreadPoolExecutor(1) as pool:
+        other, ids = pool.submit(lambda: (bpe.encoding, bpe.encode(NASTY["code"]))).result()
+    assert bpe.encoding is bpe.encoding
+    assert other is not bpe.encoding
+    assert ids == bpe.encode(NASTY["code"])
 
 
 # --------------------------------------------------------------------------- files

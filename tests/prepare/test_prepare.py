@@ -123,10 +123,11 @@ def test_a_ready_folder_is_left_alone(config: PrepareConfig, out: Path) -> None:
         prepare(config, out)
 
 
-def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_a_source_without_text_is_refused(tmp_path: Path, tokenizer: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": null, "body": "a b"}\n' * 4)
-    config = PrepareConfig(source=str(path), tokenizer="bytes")
+    config = PrepareConfig(source=str(path), tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"0 tokens for train .*; 4 rows or files without text"):
         prepare(config, tmp_path / "out")
     assert not list(tmp_path.glob("out*/"))

@@ -4,9 +4,9 @@
 """
 
 import glob
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from accel_gpt.data.tokenizer import clean
@@ -14,14 +14,17 @@ from accel_gpt.errors import AccelGPTError, DataError, UserError, one_line, requ
 from accel_gpt.prepare.sources import TextSource
 
 BATCH_ROWS = 200  # rows that become Python objects at once
+PARQUET_ROWS = 1000  # rows that are decoded at once
 
 
 def load_library() -> Any:
     """Import `datasets`, without its progress bars and log."""
     import datasets
     import fsspec.compression
+    import pandas as pd
     import pyarrow as pa
 
+    warnings.filterwarnings("error", category=pd.errors.ParserWarning)  # it drops cells
     datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised, too
@@ -32,18 +35,48 @@ def load_library() -> Any:
     return datasets
 
 
-def open_files(kind: str, files: Iterable[Path]) -> Any:
-    """Open files with rows of one of `ROW_KINDS` as one stream."""
+def open_files(source: TextSource, field: str) -> Any:
+    """Open files with rows of one of `ROW_KINDS` as one stream; see `cast_only` for `field`."""
+    kind = source.kind
     options: dict[str, Any] = {}
     if kind in ("csv", "tsv"):
-        options = {"keep_default_na": False, "sep": "\t" if kind == "tsv" else ","}  # NA is text
-    return load_library().load_dataset(
+        # NA and 007 are text, and a row may not have more cells than the header
+        options = {"keep_default_na": False, "index_col": False, "converters": {field: str}}
+        options["sep"] = "\t" if kind == "tsv" else ","
+    elif kind == "parquet":
+        options = {"batch_size": PARQUET_ROWS}  # else that of the first row group, which may be 0
+    builder = load_library().load_dataset_builder(
         "csv" if kind == "tsv" else kind,
-        data_files={"train": [glob.escape(str(file)) for file in files]},
-        split="train",
-        streaming=True,
+        data_files={"train": [glob.escape(str(file)) for file in source.files]},
         **options,
     )
+    data = builder.as_streaming_dataset(split="train")
+    columns = builder.info.features
+    if kind not in ("json", "parquet", "arrow") or columns is None:
+        return data
+    column = column_path(field, source.name, columns)[0] if columns else field.split(".")[0]
+    cast_only(builder, column)
+    return builder.as_streaming_dataset(split="train")
+
+
+def cast_only(builder: Any, column: str) -> None:
+    """Let a builder cast one column alone to the type that it has in the first rows.
+
+    `datasets` casts every column, and so refuses files that differ in columns which nobody reads.
+    """
+    library = load_library()
+    cast = builder._cast_table
+    first = builder.info.features.get(column, library.Value("null"))
+    if first == library.Value("null"):
+        first = library.Value("string")
+    builder.info.features = library.Features({column: first})
+
+    def cast_table(table: Any, **options: Any) -> Any:
+        if column in table.column_names:
+            return cast(table.select([column]), **options)
+        return cast(table.from_pydict({column: [None] * len(table)}), **options)
+
+    builder._cast_table = cast_table
 
 
 def open_hub(name: str, subset: str | None) -> dict[str, Any]:
@@ -67,7 +100,9 @@ def read_rows(source: TextSource, field: str, first: int) -> Iterator[tuple[int,
     """
     path: list[str] = []
     try:
-        data = source.data if source.data is not None else open_files(source.kind, source.files)
+        data = source.data
+        if data is None:
+            data = open_files(source, field)
         if columns := data.column_names:
             path = column_path(field, source.name, columns)
             data = data.select_columns(path[:1])

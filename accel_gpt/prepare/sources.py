@@ -97,17 +97,34 @@ def select(config: PrepareConfig, key: str = KEY) -> Selection:
     A data set of the Hub is not opened. Raises `UserError` if there is nothing to read.
     """
     sources, lines = select_source(str(config.source), key)
-    if config.val is None:
-        return sources, lines
-    others, other_lines = select_source(config.val, "data.prepare.val")
-    for_train = [source for source in sources if source.split != "val"]
-    # of a source that has splits, its validation split
-    for_val = [source for source in others if source.split == "val"] or others
-    if len(for_train) < len(sources):
-        lines = [*lines, f"left out: the validation split of {config.source}, for {config.val}"]
-    chosen = [replace(source, split="train") for source in for_train]
-    chosen += [replace(source, split="val") for source in for_val]
-    return chosen, [*lines, *other_lines]
+    if config.val is not None:
+        others, other_lines = select_source(config.val, "data.prepare.val")
+        if any(source.split == "val" for source in sources):
+            lines.append(f"left out: the validation split of {config.source}, for {config.val}")
+        # of a source that has splits, its validation split
+        for_val = [source for source in others if source.split == "val"] or others
+        sources = [source for source in sources if source.split != "val"]
+        sources = without_files(sources, for_val, key)
+        sources += [replace(source, split="val") for source in for_val]
+        lines += other_lines
+    reading = [describe_read(source) for source in sources if source.kind not in (STDLIB, HUB)]
+    return sources, [*reading, *lines]
+
+
+def without_files(
+    sources: Sequence[TextSource], held_out: Sequence[TextSource], key: str
+) -> list[TextSource]:
+    """Return `sources` as the train split, without the files of `held_out`."""
+    val_files = {file.resolve() for source in held_out for file in source.files}
+    found = []
+    for source in sources:
+        files = [file for file in source.files if file.resolve() not in val_files]
+        require(
+            bool(files) or not source.files,
+            f"{key} is {source.name}, but data.prepare.val has all of its files",
+        )
+        found.append(replace(source, files=files, split="train"))
+    return found
 
 
 def select_source(name: str, key: str) -> Selection:
@@ -116,8 +133,7 @@ def select_source(name: str, key: str) -> Selection:
         return [TextSource(name, STDLIB, stdlib_files())], []
     if is_url(name):
         file = download_text(name, key)
-        kind = kind_of_file(file.name)
-        return [TextSource(name, kind, [file])], [describe_read(name, kind, [file])]
+        return [TextSource(name, kind_of_file(file.name), [file])], []
     if os.path.exists(name) or glob.has_magic(name):
         return select_files(name, key)
     if "/" in name and not is_local(name) and is_repo(name):
@@ -145,9 +161,11 @@ def select_files(name: str, key: str) -> Selection:
     left_out: defaultdict[str, list[Path]] = defaultdict(list)
     if os.path.isdir(name):
         files = walk(Path(name), left_out)
+    elif os.path.exists(name):
+        files = [Path(name)]
     else:
-        files = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
-        files = [path for path in files if path.is_file()] or [Path(name)]
+        paths = sorted(glob.glob(name, recursive=True))
+        files = [Path(path) for path in paths if os.path.isfile(path)]
     kinds: dict[Path, str] = {}
     for path in files:
         if reason := why_not_read(path):
@@ -197,27 +215,25 @@ def by_split(
 ) -> Selection:
     """Return the sources of the files of one kind, by the splits that they are named after."""
     sources = [TextSource(name, kind, files)]
-    lines = [describe_read(name, kind, files)]
-    if splits := named_splits(name, files):
+    if splits := named_splits(files):
         named: defaultdict[str, list[Path]] = defaultdict(list)
         for file in files:
             named[splits.get(file, "")].append(file)
         left_out["named test"] = named["test"]
         left_out["beside the splits"] = named[""]
         sources = [TextSource(name, kind, named["train"], "train" if named["val"] else None)]
-        lines = [describe_read(name, kind, named["train"])]
         if named["val"]:
             sources.append(TextSource(name, kind, named["val"], "val"))
-            lines.append(describe_read(f"{name} named validation", kind, named["val"]))
-    if any(left_out.values()):
-        lines.append(f"left out of {name}: {describe_left_out(left_out)}")
-    return sources, lines
+    found = describe_left_out(left_out)
+    return sources, [f"left out of {name}: {found}"] if found else []
 
 
-def describe_read(name: str, kind: str, files: Sequence[Path]) -> str:
+def describe_read(source: TextSource) -> str:
     """Return the line on the files that are read."""
-    size = sum(file.stat().st_size for file in files)
-    return f"reading {plural(len(files), 'file')} of {name} as {kind}, {size:,} bytes"
+    size = sum(file.stat().st_size for file in source.files)
+    where = f"{plural(len(source.files), 'file')} of {source.name}"
+    use = " for validation" if source.split == "val" else ""
+    return f"reading {where} as {source.kind}{use}, {size:,} bytes"
 
 
 def describe_left_out(left_out: Mapping[str, Sequence[Path]]) -> str:
@@ -229,15 +245,13 @@ def describe_left_out(left_out: Mapping[str, Sequence[Path]]) -> str:
     return ", ".join(found)
 
 
-def named_splits(name: str, files: Sequence[Path]) -> dict[Path, str]:
-    """Return the split that each file of the folder `name` is named after: train, val or test.
+def named_splits(files: Sequence[Path]) -> dict[Path, str]:
+    """Return the split that each file is named after: train, val or test.
 
     Returns none, unless each file names one split by its folders, or else by its name, and train
     and another split are named. `BESIDE_DATA` need not. So a test.py among other code is text.
     """
-    root = Path(name)
-    if not root.is_dir():
-        return {}
+    root = os.path.commonpath([file.parent for file in files])
     found: dict[Path, str] = {}
     for file in files:
         if is_beside_data(file):

@@ -80,7 +80,8 @@ def test_a_rehearsal_leaves_no_trace(
     """The run equals one whose config sets the steps, bit for bit."""
     assert launch(small_run(*FOR_TEN_MINUTES, *options)) == 0
     (costs,) = eight_steps
-    assert min(costs.step, costs.evaluation, costs.samples, costs.save, costs.start) > 0
+    assert min(costs.step, costs.evaluation, costs.samples, costs.save) > 0
+    assert costs.start >= 0  # 0 if the first step was no slower than the others
     assert not [*(tmp_path / "run").glob(".re*")]
     again = ["--out_dir", str(tmp_path / "again")]
     assert launch([str(tmp_path / "run/config.yaml"), *again]) == 0

@@ -73,6 +73,7 @@ KINDS: dict[str, tuple[bytes, list[str]]] = {
     "x.csv": (table(","), KEPT),
     "x.tsv": (table("\t"), KEPT),
     "na.csv": (b"text\nNA\nnull\n", ["NA", "null"]),
+    "numbers.csv": (b"text,n\n007,1\n1.50,2\n", ["007", "1.50"]),
     "x.parquet": (parquet(ROWS, pa.large_string()), KEPT),
     "binary.parquet": (parquet(ROWS, pa.binary()), KEPT),
     "x.arrow": (arrow(), KEPT),
@@ -115,6 +116,29 @@ def test_a_column_that_only_later_rows_have_is_read(tmp_path: Path) -> None:
     assert read(tmp_path / "x.jsonl") == ["a", "b"]
     with pytest.raises(UserError, match=r"text_field is body, but .*x\.jsonl has no such column"):
         read(tmp_path / "x.jsonl", text_field="body")
+
+
+def test_files_may_differ_in_what_is_not_read(tmp_path: Path) -> None:
+    """Also rows that come after the first block of a file, and files without rows."""
+    lines: dict[str, list[dict[str, Any]]] = {
+        "1": [{"text": None, "n": None}],
+        "2": [{"text": "a", "n": "x", "m": 1}] * 2,
+        "3": [{"n": [1]}],
+        "4": [{"text": "b" * 5000}] * 2200 + [{"text": "c", "m": {"k": []}}],
+    }
+    for name, rows in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "0.jsonl").write_text("\n")
+    assert [text[0] for text in read(tmp_path)] == [*"aa", *"b" * 2200, "c"]
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for name, columns in (
+        ("0", {"text": pa.array([], pa.string())}),
+        ("1", {"text": ["a"], "n": [1]}),
+        ("2", {"m": ["x"], "text": pa.array(["b"], pa.large_string()), "n": ["x"]}),
+    ):
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    assert read(folder) == ["a", "b"]
 
 
 # --------------------------------------------------------------------------- positions

@@ -88,15 +88,16 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("names", "splits"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("pattern", ["", "**/*"])
 def test_the_splits_of_a_folder_are_kept(
-    names: list[str], splits: tuple[str, ...], tmp_path: Path
+    names: list[str], splits: tuple[str, ...], pattern: str, tmp_path: Path
 ) -> None:
-    """The text of a file is its name."""
+    """Also those of a glob. The text of a file is its name."""
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = name * 5
         (tmp_path / name).write_text(json.dumps({"text": text}) if ".json" in name else text)
-    config = PrepareConfig(source=str(tmp_path), val_fraction=0.5)
+    config = PrepareConfig(source=str(tmp_path / pattern), val_fraction=0.5)
     found: dict[str, list[str]] = {"train": [], "val": []}
     for piece in read_pieces(config):
         found[piece.split].append(piece.text)
@@ -108,15 +109,18 @@ def test_the_splits_of_a_folder_are_kept(
     train, *rest = names[: len(splits)]
     if "validation" in splits:
         assert found == {"train": [train * 5], "val": [rest[0] * 5]}
-        assert "named validation" in told
+        assert " for validation, " in told
     else:
-        assert found["train"] + found["val"] == [train * 5]
+        assert "".join(found["train"] + found["val"]) == train * 5
     assert re.search("left out of .* 1 named test", told)
 
 
 def test_a_validation_text_of_ones_own_is_used(tmp_path: Path) -> None:
-    """A file or a folder; of a folder with splits, its validation split."""
+    """A file or a folder; of a folder with splits, its validation split. No train text has it."""
     (tmp_path / "a.txt").write_text("to train on")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text("to train on")
+    (tmp_path / "d" / "b.txt").write_text("held out")
     (tmp_path / "b.jsonl").write_text('{"text": "to validate with"}\n')
     for split in SPLITS:
         (tmp_path / "c" / split).mkdir(parents=True)
@@ -125,6 +129,7 @@ def test_a_validation_text_of_ones_own_is_used(tmp_path: Path) -> None:
         ("a.txt", "b.jsonl", {"to train on": "train", "to validate with": "val"}),
         ("a.txt", "c", {"to train on": "train", "validation": "val"}),
         ("c", "b.jsonl", {"train": "train", "to validate with": "val"}),
+        ("d", "d/../d/b.txt", {"to train on": "train", "held out": "val"}),
     ):
         config = PrepareConfig(source=str(tmp_path / source), val=str(tmp_path / val))
         assert {one.text: one.split for one in read_pieces(config)} == expected
@@ -134,6 +139,8 @@ def test_a_validation_text_of_ones_own_is_used(tmp_path: Path) -> None:
         UserError, match=r"data\.prepare\.val is .*/no\.txt, but there is no such file"
     ):
         select(PrepareConfig(source=str(tmp_path / "a.txt"), val=str(tmp_path / "no.txt")))
+    with pytest.raises(UserError, match=r"d/\*, but data\.prepare\.val has all of its files"):
+        select(PrepareConfig(source=str(tmp_path / "d" / "*"), val=str(tmp_path / "d")))
 
 
 def test_the_library_is_read_without_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +195,7 @@ BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError]
     ("x.txt.gz", cut_gzip, DataError, r"x\.txt\.gz cannot be read completely: "),
     ("x.jsonl", b'{"text": 3}\n', DataError, r"text in row 0 of .*x\.jsonl is not text: 3"),
     ("x.jsonl", b'{"a": 1, "b": 2}', UserError, r"is text, but .* no such column; .* a, b$"),
+    ("x.csv", b"n,text\n1,one, two\n", DataError, r"x\.csv cannot be read: .* loss of data"),
     ("x.jsonl", b'{"text": "a"}\nnot JSON\n', DataError, r"x\.jsonl cannot be read: JSON parse er"),
     ("x.parquet", broken_parquet, DataError, r"x\.parquet cannot be read: "),
     (

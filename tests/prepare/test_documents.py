@@ -118,7 +118,8 @@ def test_a_column_that_only_later_rows_have_is_read(tmp_path: Path) -> None:
         read(tmp_path / "x.jsonl", text_field="body")
 
 
-def test_files_may_differ_in_what_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("without_rows", ["0.jsonl", "5.jsonl"])
+def test_files_may_differ_in_what_is_not_read(without_rows: str, tmp_path: Path) -> None:
     """Also rows that come after the first block of a file, and files without rows."""
     lines: dict[str, list[dict[str, Any]]] = {
         "1": [{"text": None, "n": None}],
@@ -128,7 +129,7 @@ def test_files_may_differ_in_what_is_not_read(tmp_path: Path) -> None:
     }
     for name, rows in lines.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "0.jsonl").write_text("\n")
+    (tmp_path / without_rows).write_text("\n")
     assert [text[0] for text in read(tmp_path)] == [*"aa", *"b" * 2200, "c"]
     folder = tmp_path / "tables"
     folder.mkdir()

@@ -191,6 +191,7 @@ BAD_INPUT: list[tuple[str, bytes | Callable[[Path], object], type[AccelGPTError]
     ("pipe", os.mkfifo, UserError, "1 not a regular file"),
     ("x.png", b"\x89PNG\r\0", UserError, r"x\.png, but 1 not text"),
     ("x.txt", b"", UserError, r"x\.txt, but 1 empty"),
+    ("a::b.jsonl", b'{"text": "a"}', UserError, "but 1 with :: in its path"),
     ("x.txt", b"version https://git-lfs.github.com/spec/v1\n", UserError, "a pointer of Git LFS"),
     ("x.txt.gz", cut_gzip, DataError, r"x\.txt\.gz cannot be read completely: "),
     ("x.jsonl", b'{"text": 3}\n', DataError, r"text in row 0 of .*x\.jsonl is not text: 3"),

@@ -229,8 +229,8 @@ class EvalConfig(Section, prefix="eval."):
     tokens: int | None = option(
         1_048_576,
         "Number of tokens to evaluate in each split and each named val set; at most "
-        f"{TRAIN_TOKENS:,} in the train split. Every evaluation uses the same tokens. null: all "
-        "tokens.",
+        f"{TRAIN_TOKENS:,} in the train split. Every evaluation uses the same tokens. null: the "
+        "whole val split.",
         above=0,
         validation=True,
     )
@@ -244,9 +244,9 @@ class EvalConfig(Section, prefix="eval."):
     )
 
     @property
-    def train_tokens(self) -> int | None:
-        """Return the number of tokens to evaluate in the train split; None: all."""
-        return None if self.tokens is None else min(self.tokens, TRAIN_TOKENS)
+    def train_tokens(self) -> int:
+        """Return the number of tokens to evaluate in the train split."""
+        return min(self.tokens or TRAIN_TOKENS, TRAIN_TOKENS)
 
 
 @dataclass(frozen=True)

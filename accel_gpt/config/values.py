@@ -174,10 +174,12 @@ def nearest_keys(cls: type, key: str) -> str:
             return f"did you mean {ours}?"
     names: dict[str, list[str]] = {}
     for name in (*leaves(cls), *sections(cls)):
-        names.setdefault(name.rpartition(".")[2], []).append(name)
-        names[name] = [name]
+        if name != key:
+            names.setdefault(name.rpartition(".")[2], []).append(name)
+            names[name] = [name]
     shown = {name: " or ".join(keys[:3]) for name, keys in names.items()}
-    otherwise = f"--{'help-all' if cls is Config else 'help'} shows all keys"
+    command = "accel-gpt train --help-all" if cls is Config else "--help"
+    otherwise = f"{command} shows all keys"
     return did_you_mean(last if last in names else key, names, otherwise, shown, NEAR)
 
 

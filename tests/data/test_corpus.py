@@ -82,7 +82,7 @@ def test_fewer_tokens_are_evaluated_of_train_than_of_val(
 
     assert budgets("4000") == {"train": [1000, 3000], "val": [1000, 3000]}
     assert budgets("1000000") == {"train": [131_072, 393_216], "val": [250_000, 750_000]}
-    assert budgets("null") == {"train": [None, None], "val": [None, None]}
+    assert budgets("null") == {"train": [131_072, 393_216], "val": [None, None]}
 
 
 def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(

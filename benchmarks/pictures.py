@@ -147,9 +147,8 @@ def row_of_html(cells: list[Any]) -> str:
     parts = []
     for (foreground, bold), group in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
         text = "".join(cell.data for cell in group)
-        if (
-            foreground == "cyan"
-        ):  # of the curve alone: drawn, so that no font leaves gaps between rows
+        if foreground == "cyan" and set(text) <= set(BLOCKS):
+            # the curve is drawn, so that no font leaves gaps between rows
             parts += [block_of_html(block) for block in text]
             continue
         color = "inherit"

@@ -5,11 +5,11 @@ Reads the documents of a source. Writes shards, dataset.json and tokenizer.json 
 a shard is full. With it, the same command resumes after any interruption and writes the same bytes.
 
 Memory, with n cores: at most 2n + 1 batches of about 1 MB of text. The interpreter, its libraries
-and the vocabulary take 100 to 150 MB, `datasets` another 150 MB. Of a Parquet file, Arrow decodes
-up to 1 GiB ahead (measured with pyarrow 26; `batch_readahead=0` does not change it). The end of a
-preparation takes 8 bytes per document. A `tokenizer.json` that allows no cut (`pieces.py`) also
-needs about a hundred times the longest document. A bpe is trained before, on at most `BPE_BYTES`;
-its memory depends on them.
+and the vocabulary take 100 to 150 MB, `datasets` another 150 MB, and each thread 12 MB for GPT-2's
+vocabulary. Of a Parquet file, Arrow decodes up to 1 GiB ahead (measured with pyarrow 26;
+`batch_readahead=0` does not change it). The end of a preparation takes 8 bytes per document. A
+`tokenizer.json` that allows no cut (`pieces.py`) also needs about a hundred times the longest
+document. A bpe is trained before, on at most `BPE_BYTES`; its memory depends on them.
 """
 
 import json

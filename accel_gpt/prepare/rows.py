@@ -24,7 +24,7 @@ def load_library() -> Any:
     import pandas as pd
     import pyarrow as pa
 
-    warnings.filterwarnings("error", category=pd.errors.ParserWarning)  # it drops cells
+    warnings.filterwarnings("error", category=pd.errors.ParserWarning)  # of dropped cells
     datasets.config.TORCH_AVAILABLE = False  # importing torch takes 165 MB and a second
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised, too
@@ -44,18 +44,20 @@ def open_files(source: TextSource, field: str) -> Any:
         options = {"keep_default_na": False, "index_col": False, "converters": {field: str}}
         options["sep"] = "\t" if kind == "tsv" else ","
     elif kind == "parquet":
-        options = {"batch_size": PARQUET_ROWS}  # else that of the first row group, which may be 0
+        # the default is the size of the first row group, which may be 0
+        options = {"batch_size": PARQUET_ROWS}
     builder = load_library().load_dataset_builder(
         "csv" if kind == "tsv" else kind,
         data_files={"train": [glob.escape(str(file)) for file in source.files]},
         **options,
     )
     data = builder.as_streaming_dataset(split="train")
-    columns = builder.info.features
-    if kind not in ("json", "parquet", "arrow") or columns is None:
+    if kind not in ("json", "parquet", "arrow"):
         return data
-    column = column_path(field, source.name, columns)[0] if columns else field.split(".")[0]
-    cast_only(builder, column)
+    if not builder.info.features:
+        builder.info.features = None  # the first file tells no types: cast nothing
+        return data
+    cast_only(builder, column_path(field, source.name, builder.info.features)[0])
     return builder.as_streaming_dataset(split="train")
 
 
@@ -66,10 +68,10 @@ def cast_only(builder: Any, column: str) -> None:
     """
     library = load_library()
     cast = builder._cast_table
-    first = builder.info.features.get(column, library.Value("null"))
-    if first == library.Value("null"):
-        first = library.Value("string")
-    builder.info.features = library.Features({column: first})
+    kind = builder.info.features[column]
+    if kind == library.Value("null"):
+        kind = library.Value("string")
+    builder.info.features = library.Features({column: kind})
 
     def cast_table(table: Any, **options: Any) -> Any:
         if column in table.column_names:

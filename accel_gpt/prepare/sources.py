@@ -199,10 +199,11 @@ def why_not_read(path: Path) -> str | None:
     head = read_head(path)
     if head.startswith(LFS_POINTER):
         return "a pointer of Git LFS"
-    is_binary = b"\0" in head and marked_encoding(head) is None
     if kind_of_file(path.name) != TEXT:
-        return "with :: in its path, which datasets takes for a URL" if "::" in str(path) else None
-    return f"not text ({path.suffix or 'no ending'})" if is_binary else None
+        return "with :: in its path" if "::" in str(path) else None  # a URL for `datasets`
+    if b"\0" in head and marked_encoding(head) is None:
+        return f"not text ({path.suffix or 'no ending'})"
+    return None
 
 
 def is_beside_data(path: Path) -> bool:

@@ -18,3 +18,8 @@ def test_the_error_for_another_trainers_option_names_ours() -> None:
         with pytest.raises(UserError, match="unknown key") as error:
             load_config(["quickstart", f"--{name}=1"], "test")
         assert str(error.value).endswith(f"; did you mean {ours}?")
+
+
+def test_a_section_is_not_proposed_for_itself() -> None:
+    with pytest.raises(UserError, match=r"key model .*; accel-gpt train --help-all shows all keys"):
+        load_config(["quickstart", "--model=x"], "test")

@@ -131,6 +131,10 @@ def test_files_may_differ_in_what_is_not_read(without_rows: str, tmp_path: Path)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / without_rows).write_text("\n")
     assert [text[0] for text in read(tmp_path)] == [*"aa", *"b" * 2200, "c"]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "0.jsonl").write_text("\n")
+    (tmp_path / "x" / "1.jsonl").write_text('{"a.b": "d"}')
+    assert read(tmp_path / "x", text_field="a.b") == ["d"]
     folder = tmp_path / "tables"
     folder.mkdir()
     for name, columns in (

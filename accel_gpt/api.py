@@ -38,6 +38,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, PeerError, require
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT
 from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.own_code import Weights
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
 from accel_gpt.runs.folder import RunFolder
@@ -109,14 +110,16 @@ def load(
     checkpoint: str | int = "last",
     device: torch.device | str = "cpu",
     code: str | Path | None = None,
+    weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model and the tokenizer of a run, a folder or a Hub id.
 
     The model is in evaluation mode. `checkpoint`: which checkpoint of a run, as last, best or a
     step. `code`: if the run used a `model()` of your file, the path of this file; it is executed.
+    `weights`: evaluated or trained, if the run used an `evaluated()` of your file.
     """
     own = load_code(None if code is None else os.path.expanduser(code))
-    return load_pretrained(os.path.expanduser(name), str(checkpoint), device, own)
+    return load_pretrained(os.path.expanduser(name), str(checkpoint), device, own, weights)
 
 
 def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:

@@ -3,17 +3,24 @@
     accel-gpt train quickstart --code my.py
 
 There is no registry and no base class: a function in the file that has one of these names is called
-in the place of ours. Each is optional.
+in the place of ours. Each is optional, and gets those of its arguments that its parameters name.
 
-    def model(config, vocab_size)                # nn.Module: tokens (B, T) to logits (B, T, V)
-    def optimizer(model, config)                 # torch.optim.Optimizer
-    def lr(step, config, plan)                   # share of the peak, after `step` updates
-    def loss(model, tokens, targets, documents)  # scalar, or (scalar, {name: scalar})
-    def targets(tokens, targets, documents)      # the targets, with -100 where nothing is learned
-    def shards(folder, split)                    # list of arrays of token ids
-    def metrics(run)                             # {name: number}, at each logged step
-    def evaluate(run)                            # {name: number}, at each evaluation
-    def after_evaluation(run, record)            # nothing
+    model(config, vocab_size)        # nn.Module: tokens (B, T) to logits (B, T, V)
+    optimizer(model, config)         # torch.optim.Optimizer
+    lr(step, config, plan)           # share of the peak, after `step` updates
+    loss(model, tokens, targets, documents, step, config, plan)
+                                     # scalar, or (scalar, {name: scalar})
+    targets(tokens, targets, documents, config)
+                                     # the targets, with -100 where nothing is learned
+    shards(folder, split)            # list of arrays of token ids
+    metrics(run, batch, step, config, plan)
+                                     # {name: number}, at each logged step
+    evaluated(model, optimizer, step, config, plan)
+                                     # {name: tensor}, the weights that are evaluated
+    evaluate(run, config)            # {name: number}, at each evaluation
+    after_evaluation(run, record, step, config, plan)
+                                     # nothing
+    exported(model, config)          # the GPT that transformers opens
 
 The command line and a Python call name the file. No file that is read can name it, so a folder from
 someone else executes nothing.
@@ -29,26 +36,55 @@ from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from accel_gpt.errors import UserError, nearest
 
-Function = Callable[..., Any]
-# name -> the arguments that it is called with
+Weights = Literal["evaluated", "trained"]  # of a checkpoint
+# name -> the arguments that its parameters may name
 ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "model": ("config", "vocab_size"),
         "optimizer": ("model", "config"),
         "lr": ("step", "config", "plan"),
-        "loss": ("model", "tokens", "targets", "documents"),
-        "targets": ("tokens", "targets", "documents"),
+        "loss": ("model", "tokens", "targets", "documents", "step", "config", "plan"),
+        "targets": ("tokens", "targets", "documents", "config"),
         "shards": ("folder", "split"),
-        "metrics": ("run",),
-        "evaluate": ("run",),
-        "after_evaluation": ("run", "record"),
+        "metrics": ("run", "batch", "step", "config", "plan"),
+        "evaluated": ("model", "optimizer", "step", "config", "plan"),
+        "evaluate": ("run", "config"),
+        "after_evaluation": ("run", "record", "step", "config", "plan"),
+        "exported": ("model", "config"),
     }
 )
 NEAR = 0.75  # least similarity of a name that is probably misspelled; assumption
+
+
+class OwnFunction:
+    """A function of the file, which gets the arguments that its parameters name."""
+
+    def __init__(self, name: str, function: Callable[..., Any], typed: str) -> None:
+        """Find the arguments that `function` takes; raise `UserError` if it needs another.
+
+        `typed`: the path of the file as the user typed it.
+        """
+        self.function = function
+        inner: Any = inspect.unwrap(function)
+        in_file = isinstance(getattr(inner, "__globals__", {}).get("__loader__"), HeldSource)
+        line = f", line {inner.__code__.co_firstlineno}" if in_file else ""
+        self.place = f"{typed}{line}: {name}()"
+        known = ARGUMENTS[name]
+        parameters = inspect.signature(function).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self.names = [argument for argument in known if takes_all or argument in parameters]
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(self.names))
+        except TypeError as error:
+            raise UserError(f"{self.place}: {error}; it may take {', '.join(known)}") from None
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Call the function with those of `arguments` that it takes."""
+        return self.function(**{name: arguments[name] for name in self.names})
 
 
 @dataclass(frozen=True)
@@ -57,15 +93,17 @@ class OwnCode:
 
     file: str = ""  # the path as given; "": no file
     source: bytes = b""
-    model: Function | None = None
-    optimizer: Function | None = None
-    lr: Function | None = None
-    loss: Function | None = None
-    targets: Function | None = None
-    shards: Function | None = None
-    metrics: Function | None = None
-    evaluate: Function | None = None
-    after_evaluation: Function | None = None
+    model: OwnFunction | None = None
+    optimizer: OwnFunction | None = None
+    lr: OwnFunction | None = None
+    loss: OwnFunction | None = None
+    targets: OwnFunction | None = None
+    shards: OwnFunction | None = None
+    metrics: OwnFunction | None = None
+    evaluated: OwnFunction | None = None
+    evaluate: OwnFunction | None = None
+    after_evaluation: OwnFunction | None = None
+    exported: OwnFunction | None = None
     misspelled: tuple[str, ...] = ()  # a line for each function whose name probably is
 
     @property
@@ -90,7 +128,8 @@ class OwnCode:
 
     def place(self, name: str) -> str:
         """Return the file, line and name of a function, for an error."""
-        return f"{self.file}{line_of(getattr(self, name))}: {name}()"
+        place: str = getattr(self, name).place
+        return place
 
 
 class HeldSource(SourceLoader):
@@ -137,34 +176,17 @@ def load_own_code(path: str) -> OwnCode:
             raise
         line = f", line {error.lineno}" if error.lineno else ""
         raise UserError(f"{path}{line}: {error.msg}") from None
-    functions = {name: getattr(module, name) for name in ARGUMENTS if hasattr(module, name)}
+    functions = {
+        name: OwnFunction(name, getattr(module, name), path)
+        for name in ARGUMENTS
+        if hasattr(module, name)
+    }
     misspelled = tuple(misspelled_functions(module, ARGUMENTS.keys() - functions.keys()))
     if not functions:
         names = ", ".join(ARGUMENTS)
         advice = "; ".join(misspelled) or "define at least one of them"
         raise UserError(f"--code {path} defines none of the functions {names}; {advice}")
-    own = OwnCode(file=path, source=source, misspelled=misspelled, **functions)
-    for name, function in functions.items():
-        try:
-            inspect.signature(function).bind(*ARGUMENTS[name])
-        except TypeError as error:
-            call = f"{name}({', '.join(ARGUMENTS[name])})"
-            raise UserError(f"{own.place(name)}: {error}; it is called as {call}") from None
-    return own
-
-
-def line_of(function: Function) -> str:
-    """Return `, line N` for the line at which a function of the file begins; else ""."""
-    inner: Any = inspect.unwrap(function)
-    in_file = isinstance(getattr(inner, "__globals__", {}).get("__loader__"), HeldSource)
-    return f", line {inner.__code__.co_firstlineno}" if in_file else ""
-
-
-def place_of(function: Function) -> str:
-    """Return the file, line and name of a function of --code, for an error."""
-    loader = getattr(function, "__globals__", {}).get("__loader__")
-    file = f"{loader.typed}{line_of(function)}: " if isinstance(loader, HeldSource) else ""
-    return f"{file}{getattr(function, '__name__', 'the function')}()"
+    return OwnCode(file=path, source=source, misspelled=misspelled, **functions)
 
 
 def misspelled_functions(module: ModuleType, missing: Collection[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from accel_gpt.console import exit_while_importing, run_process
 
@@ -51,12 +52,13 @@ from accel_gpt.launch.stopping import (
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.optim.groups import configure, fraction_at, logged_peak, set_rates
 from accel_gpt.own_code import place_in_own_code
+from accel_gpt.runs.evaluated import EvaluatedWeights
 from accel_gpt.runs.resume import choose_checkpoint, restore
 from accel_gpt.runs.saving import CheckpointWriter, describe_newest
 from accel_gpt.runs.state import TrainState
 from accel_gpt.training.dashboard import open_dashboard
 from accel_gpt.training.display import Display
-from accel_gpt.training.gradients import Gradients, make_gradients, micro_batches
+from accel_gpt.training.gradients import Batch, Gradients, make_gradients, micro_batches
 from accel_gpt.training.guard import StepGuard, check_weights
 from accel_gpt.training.length import look_at_length
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
@@ -82,10 +84,12 @@ class Training:
     state: TrainState
     reporter: Reporter
     writer: CheckpointWriter
+    evaluated: EvaluatedWeights
     evaluations: list[Evaluation]
     loader: Loader
     guard: StepGuard
     compute_loss: ComputeLoss
+    batch: Batch | None = None  # the last micro-batch of this rank
 
     @property
     def config(self) -> Config:
@@ -106,6 +110,10 @@ class Training:
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the data, as `Evaluated.tokenizer`."""
         return self.corpus.tokenizer
+
+    def clock(self) -> dict[str, Any]:
+        """Return what the functions of --code may take beside the run."""
+        return {"step": self.state.step, "config": self.config, "plan": self.plan}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -196,7 +204,7 @@ def set_up(
     data_files = check_data(context, corpus, resuming=checkpoint is not None)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     if config.own.file:
-        on_main(lambda: check_own_code(config, gpt, corpus, accelerator.device))
+        on_main(lambda: check_own_code(config, context.plan, gpt, corpus, accelerator.device))
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
     if checkpoint:
@@ -239,10 +247,11 @@ def set_up(
         state=state,
         reporter=reporter,
         writer=writer,
+        evaluated=EvaluatedWeights(context, gpt, optimizer),
         evaluations=evaluations,
         loader=loader,
         guard=guard,
-        compute_loss=make_loss(config.own, context.plan.accumulation_steps),
+        compute_loss=make_loss(context),
     )
     with all_ranks():
         reporter.start(run.corpus, state)
@@ -303,9 +312,11 @@ def update(run: Training) -> None:
     firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
     # Gradient accumulation. The gradient is all-reduced in the last micro-step, with FSDP in every
     # micro-step, and with train.reproducible in `finish`.
-    for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
+    for first, batch in zip(firsts, batches, strict=True):
+        run.batch = batch
+        *inputs, weight = batch
         with run.gradients.micro_step(first):
-            run.gradients.backward(run.compute_loss(run.model, tokens, targets, documents) * weight)
+            run.gradients.backward(run.compute_loss(run.model, *inputs, state.step) * weight)
     loss = run.gradients.finish()  # all-reduced mean, like the gradient
     grad_norm = run.gradients.norm()
     run.optimizer.optimizer.clip(grad_norm, run.config.optim.grad_clip)
@@ -348,6 +359,8 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             record |= reporter.step_metrics(state.step)
             if evaluating:
                 state.pending_record = dict(record)  # if own metrics fail, the evaluation stays due
+            if state.step == 1:
+                run.evaluated.tensors(state)  # raises, before more steps depend on it
             with saving_on_error(run):
                 record |= own_metrics(run, record)
     with reporter.stopwatch.pause() if pausing else contextlib.nullcontext():
@@ -372,7 +385,7 @@ def own_metrics(run: Training, others: Record) -> Record:
         record |= run.compute_loss.metrics(run.accelerator)
     if own.metrics is not None:
         with torch.no_grad():
-            found = own.metrics(run)
+            found = own.metrics(run=run, batch=run.batch, **run.clock())
         record |= checked_record(found, own.place("metrics"), {**others, **record})
     return record
 
@@ -458,16 +471,17 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     # a checkpoint's JSON stores null for a number that is not finite
     for key, value in (state.pending_record or {}).items():
         record[key] = math.nan if value is None else value
-    record |= evaluate(
-        evaluations=run.evaluations,
-        model=run.gpt,
-        accelerator=run.accelerator,
-        on_progress=on_progress,
-    )
-    is_best = state.note_evaluation(record["eval/val_loss"])
-    run.reporter.publish(state, record)
-    if run.config.own.after_evaluation is not None:
-        run.config.own.after_evaluation(run, record)
+    with run.evaluated.used(state):
+        record |= evaluate(
+            evaluations=run.evaluations,
+            model=run.gpt,
+            accelerator=run.accelerator,
+            on_progress=on_progress,
+        )
+        is_best = state.note_evaluation(record["eval/val_loss"])
+        run.reporter.publish(state, record)
+        if run.config.own.after_evaluation is not None:
+            run.config.own.after_evaluation(run=run, record=record, **run.clock())
     return is_best
 
 
@@ -482,15 +496,16 @@ def write_samples(run: Training, check: Callable[[], None]) -> None:
         run.reporter.heartbeat()
         check()
 
-    text = sample(
-        accelerator=run.accelerator,
-        model=run.gpt,
-        tokenizer=run.corpus.tokenizer,
-        config=run.config.sample,
-        seed=run.config.seed,
-        step=run.state.step,
-        on_token=on_token,
-    )
+    with run.evaluated.used(run.state):
+        text = sample(
+            accelerator=run.accelerator,
+            model=run.gpt,
+            tokenizer=run.corpus.tokenizer,
+            config=run.config.sample,
+            seed=run.config.seed,
+            step=run.state.step,
+            on_token=on_token,
+        )
     run.reporter.write_samples(run.state.step, text)
 
 
@@ -505,10 +520,8 @@ def save(run: Training, must_succeed: bool) -> None:
     check_weights(run.gpt, run.accelerator, state.step)
     state.seconds = run.reporter.stopwatch.elapsed()
     state.set_fields(run.guard.state_dict() | run.corpus.state_dict())
-    if must_succeed:
-        run.writer.save_last(state, run.gpt, run.optimizer)
-    else:
-        run.writer.save(state, run.gpt, run.optimizer)
+    write = run.writer.save_last if must_succeed else run.writer.save
+    write(state, run.gpt, run.optimizer, run.evaluated.tensors(state))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def main(argv):
     corpus = pieces.open_corpus(config)
     evaluations = pieces.open_evaluations(config, corpus)
     gpt, model, optimizer = pieces.build_model(config, accelerator, corpus.vocab_size)
-    compute_loss = pieces.make_loss(config.own, plan.accumulation_steps)
+    compute_loss = pieces.make_loss(context)
     gradients = pieces.make_gradients(config, accelerator, model)
     guard = pieces.StepGuard(accelerator.device)
     folder, group = Path(config.out_dir), pieces.make_host_group(config.train, plan.world_size)
@@ -43,9 +43,9 @@ def main(argv):
         pieces.set_rates(optimizer, config.optim, rate, state.step)
         firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
         batches = pieces.micro_batches(loader, accelerator, plan, corpus.target_mask)
-        for first, (tokens, targets, documents, weight) in zip(firsts, batches, strict=True):
+        for first, (*inputs, weight) in zip(firsts, batches, strict=True):
             with gradients.micro_step(first):
-                gradients.backward(compute_loss(model, tokens, targets, documents) * weight)
+                gradients.backward(compute_loss(model, *inputs, state.step) * weight)
         loss, norm = gradients.finish(), gradients.norm()  # means over micro-steps and processes
         optimizer.optimizer.clip(norm, config.optim.grad_clip)
         optimizer.optimizer.skip = guard.check(state.step + 1, state.sequences, loss, norm)

@@ -59,13 +59,15 @@ class Example:
     def __post_init__(self) -> None:
         self.own = load_own_code(str(ROOT / "examples" / self.name))
         functions = [getattr(self.own, name) for name in self.own.functions]
-        self.names: dict[str, Any] = functions[0].__globals__
+        self.names: dict[str, Any] = functions[0].function.__globals__
 
     def model(self, config: ModelConfig, vocab_size: int, **changes: Any) -> nn.Module:
         """Return the model of the example, with weights from a fixed seed."""
         assert self.own.model is not None
         torch.manual_seed(1)
-        made: nn.Module = self.own.model(Config(model=config, **changes), vocab_size)
+        made: nn.Module = self.own.model(
+            config=Config(model=config, **changes), vocab_size=vocab_size
+        )
         if isinstance(made, GPT):
             made.init_weights()
         return made
@@ -223,7 +225,9 @@ def test_the_loss_of_moe_is_cross_entropy_and_balance() -> None:
     assert example.own.loss is not None
     model = example.model(tiny(n_layer=1), 20)
     tokens = torch.arange(16)[None]
-    total, parts = example.own.loss(model, tokens, tokens, None)
+    total, parts = example.own.loss(
+        model=model, tokens=tokens, targets=tokens, documents=None, step=0, config=None, plan=None
+    )
     assert parts["cross_entropy"] == model(tokens, tokens)
     assert parts["balance"] > 0.9
     assert total.item() == pytest.approx((parts["cross_entropy"] + 0.01 * parts["balance"]).item())
@@ -259,7 +263,15 @@ def test_z_loss_by_hand() -> None:
     assert own.loss is not None
     logits = torch.tensor([[[0.0, math.log(3)], [50.0, 7.0]]])
     targets = torch.tensor([[0, IGNORE]])
-    total, parts = own.loss(lambda tokens, documents: logits, targets, targets, None)
+    total, parts = own.loss(
+        model=lambda tokens, documents: logits,
+        tokens=targets,
+        targets=targets,
+        documents=None,
+        step=0,
+        config=None,
+        plan=None,
+    )
     assert parts["cross_entropy"].item() == pytest.approx(math.log(4))
     assert parts["z_loss"].item() == pytest.approx(1e-4 * math.log(4) ** 2)
     assert total.item() == pytest.approx(math.log(4) + 1e-4 * math.log(4) ** 2)
@@ -268,7 +280,9 @@ def test_z_loss_by_hand() -> None:
 def test_the_rate_falls_with_the_root_of_the_step() -> None:
     own = Example("inverse_sqrt.py").own
     assert own.lr is not None
-    found = [own.lr(step, Config(), SimpleNamespace(warmup_steps=2)) for step in range(8)]
+    found = [
+        own.lr(step=step, config=None, plan=SimpleNamespace(warmup_steps=2)) for step in range(8)
+    ]
     assert found == pytest.approx([0.5, 1.0, *(math.sqrt(2 / step) for step in range(3, 9))])
 
 
@@ -334,7 +348,7 @@ def exact_match(model: nn.Module, config: ModelConfig) -> float:
         on_progress=ignore_progress,
     )
     with torch.no_grad():
-        found: float = own.evaluate(run)["eval/exact_match"]
+        found: float = own.evaluate(run=run, config=run.config)["eval/exact_match"]
     return found
 
 

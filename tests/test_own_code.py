@@ -76,11 +76,11 @@ BAD: dict[str, tuple[str, str]] = {
     "no Python": ("x\0y\n", "my.py: source code string cannot contain null bytes"),
     "only a misspelled function": (
         function("optimiser", "model, config", "pass"),
-        "after_evaluation; nothing calls optimiser(); did you mean optimizer?",
+        "exported; nothing calls optimiser(); did you mean optimizer?",
     ),
     "other arguments": (
-        function("lr", "step", "return 1.0"),
-        "my.py, line 1: lr(): too many positional arguments; it is called as lr(step, config, plan",
+        function("lr", "rate", "return 1.0"),
+        "my.py, line 1: lr(): missing a required argument: 'rate'; it may take step, config, plan",
     ),
     "no module": (
         function("model", "config, vocab_size", "return 3"),
@@ -300,7 +300,7 @@ def test_a_misspelled_function_is_a_warning(
     (folder / "my.py").write_text(rate + function("evaluat", "run", "return {}"))
     assert train(steps=3) == 0
     assert problems(capfd)[:1] == [
-        "WARNING: my.py: nothing calls evaluat(); did you mean evaluate?"
+        "WARNING: my.py: nothing calls evaluat(); did you mean evaluate or evaluated?"
     ]
 
 

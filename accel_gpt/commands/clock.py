@@ -211,7 +211,8 @@ def measure_evaluation(run: Training, evaluation: Evaluation, longest: float) ->
     def work() -> None:
         nonlocal share
         try:
-            evaluate([evaluation], run.gpt, run.accelerator, on_progress)
+            with run.evaluated.used(run.state):
+                evaluate([evaluation], run.gpt, run.accelerator, on_progress)
         except EvaluationIsLong as error:
             share = error.share
 

@@ -77,7 +77,7 @@ def run(options: EvaluateCommand) -> int:
 def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
     """Find, load and evaluate the model that the options name; all ranks must call it."""
     with explain_lost_rank(world_size()):
-        source = find_pretrained(options.run, options.checkpoint)
+        source = find_pretrained(options.run, options.checkpoint, options.weights)
         run = run_of(source)
         config = evaluated_config(options, source, run)
         if source.is_checkpoint:  # without these functions, it would differ from the run's
@@ -237,7 +237,7 @@ def open_all(
         sources = open_sources([Weighted(options.data)], "val", config.data)
         sources[0].tokenizer.require_same(tokenizer, "the data", options.run)
         (split,) = eval_splits(sources, config.eval.tokens, named=True)
-        target_mask = TargetMask(document_end(config.data, sources), config.own)
+        target_mask = TargetMask(document_end(config.data, sources), config)
 
         def named_split_losses(
             model: LanguageModel, accelerator: Accelerator, on_progress: OnProgress

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from accel_gpt.commands.options import ExportCommand
+from accel_gpt.commands.resolve import load_code
 from accel_gpt.console import install_exit_handlers, write_out
 from accel_gpt.publish.gguf import export_gguf
 from accel_gpt.transformers_io.export import export
+from accel_gpt.transformers_io.pretrained import find_pretrained
 
 
 def run(options: ExportCommand) -> int:
@@ -17,17 +19,19 @@ def run(options: ExportCommand) -> int:
 
 def export_model(options: ExportCommand) -> str:
     """Write the folder or file; return a description of it."""
+    pretrained = find_pretrained(options.run, options.checkpoint, options.weights)
+    own = load_code(options.code)
     if options.gguf:
         return export_gguf(
-            name=options.run,
+            pretrained=pretrained,
             to=Path(options.gguf),
-            checkpoint=options.checkpoint,
             dtype=options.dtype,
+            own=own,
         )
     return export(
-        name=options.run,
+        pretrained=pretrained,
         to=Path(options.to),
-        checkpoint=options.checkpoint,
         dtype=options.dtype,
         as_qwen3=options.as_ == "qwen3",
+        own=own,
     )

@@ -195,6 +195,12 @@ class SampleCommand(Command):
         "last",
         "Checkpoint of a run: last, best, or a step.",
     )
+    weights: Literal["evaluated", "trained"] = option(
+        "evaluated",
+        "Weights of a checkpoint. evaluated: those that evaluated() of --code returned, such as an "
+        "average; the val loss of the run is theirs. Without that function they are the trained "
+        "ones. trained: the weights that the optimizer updates.",
+    )
     code: str | None = option(
         None,
         "Your Python file, if the run was trained with --code and the file has a model(). The "
@@ -219,6 +225,7 @@ class EvaluateCommand(Command):
 
     run: str = same_option(SampleCommand, "run")
     checkpoint: str = same_option(SampleCommand, "checkpoint")
+    weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
     code: str | None = option(
         None,
         "Your Python file, if the run was trained with --code and the file has a model(), "
@@ -288,6 +295,13 @@ class ExportCommand(Command):
         path=True,
     )
     checkpoint: str = same_option(SampleCommand, "checkpoint")
+    weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
+    code: str | None = option(
+        None,
+        "Your Python file, if the run was trained with --code and the file has a model(). Its "
+        "exported() makes a GPT of the model. The file is executed. null: none.",
+        path=True,
+    )
     dtype: Literal["fp32", "bf16", "fp16", "q8_0"] = option(
         "fp32",
         "Data type of the weights. q8_0 (GGUF files only) takes 8.5 bits per weight.",
@@ -333,6 +347,8 @@ class PushCommand(Command):
         "Repository as user/name. It is created if it is missing.",
     )
     checkpoint: str = same_option(SampleCommand, "checkpoint")
+    weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
+    code: str | None = same_option(ExportCommand, "code")
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

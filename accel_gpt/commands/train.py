@@ -81,7 +81,13 @@ def make_uploader(config: Config, launch: Launch) -> Uploader | None:
     """Return what copies and pushes the checkpoints of a run, on rank 0; None if nothing does."""
     if not is_main() or (config.checkpoint.copy_to is None and config.hub.push == "never"):
         return None
-    return Uploader(config.checkpoint, config.hub, Path(config.out_dir), launch.display.log)
+    return Uploader(
+        checkpoint=config.checkpoint,
+        hub=config.hub,
+        run=Path(config.out_dir),
+        log=launch.display.log,
+        code=config.code,
+    )
 
 
 def note_source(config: Config, source: str) -> None:

@@ -31,7 +31,7 @@ from accel_gpt.console import install_exit_handlers, write_err
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.files import write_file
 from accel_gpt.prepare.missing_data import ensure_data
-from accel_gpt.runs.checkpoint import find_checkpoint
+from accel_gpt.runs.checkpoint import EVALUATED, SAFE_WEIGHTS, find_checkpoint
 from accel_gpt.runs.folder import RunFolder
 
 POLL_SECONDS = 0.005  # between two looks at the step of a launch
@@ -231,7 +231,10 @@ def run_values(folder: Path, steps: int) -> dict[str, str]:
                 found[f"{key} at step {step}"] = value
     checkpoint = find_checkpoint(folder, str(steps))
     optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True, map_location="cpu")
-    found |= load_file(checkpoint / "model.safetensors") | flatten_state(optimizer)
+    found |= load_file(checkpoint / SAFE_WEIGHTS) | flatten_state(optimizer)
+    if (checkpoint / EVALUATED).exists():
+        evaluated = load_file(checkpoint / EVALUATED)
+        found |= {f"{name}, evaluated": value for name, value in evaluated.items()}
     return {name: describe_value(value) for name, value in found.items()}
 
 

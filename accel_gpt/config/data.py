@@ -1,12 +1,13 @@
 """Define the options of the data, its order and its preparation. No torch."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from accel_gpt.config.options import Section, internal, option, own_options
 from accel_gpt.errors import require
+from accel_gpt.own_code import OwnFunction
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class DataConfig(Section, prefix="data."):
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     commits: Mapping[str, str] | None = internal(None)
     """URL in a repository of the Hub -> the commit that this run reads."""
-    own_shards: Callable[..., Any] | None = internal(None)
+    own_shards: OwnFunction | None = internal(None)
     """The function `shards` of --code; see `OwnCode`."""
 
     def _check(self) -> None:

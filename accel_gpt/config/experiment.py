@@ -482,7 +482,7 @@ class Config(Section):
             "lower schedule.min_lr",
         )
         require(
-            self.own.model is None or self.hub.push == "never",
+            self.own.model is None or self.own.exported is not None or self.hub.push == "never",
             f"hub.push is {self.hub.push}, but the model() of {self.own.file} cannot be exported; "
-            "set hub.push to never",
+            "define exported(model), or set hub.push to never",
         )

@@ -205,7 +205,7 @@ def open_corpus(config: Config) -> Corpus:
             "val": eval_splits(val, config.eval.tokens, named=bool(val_names(data))),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
-        target_mask=TargetMask(document_end(data, [*sources, *val]), config.own),
+        target_mask=TargetMask(document_end(data, [*sources, *val]), config),
         commits=data.commits or {},
         cache=cache,
     )

@@ -9,7 +9,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ from accel_gpt.data.tokenizer import (
 from accel_gpt.data.tokenizer_json import CONFIG
 from accel_gpt.errors import DataError, UserError, require
 from accel_gpt.files import TOKEN_ENDINGS
-from accel_gpt.own_code import place_of
+from accel_gpt.own_code import OwnFunction
 
 META = "meta.pkl"
 TOKENIZER = "tokenizer.json"
@@ -200,15 +200,15 @@ def split_without_index(
 
 
 def open_own_shards(
-    function: Callable[..., Any], folder: DataFolder, split: str, tokenizer: str | None
+    function: OwnFunction, folder: DataFolder, split: str, tokenizer: str | None
 ) -> tuple[Split, Tokenizer]:
     """Open the arrays that `shards(folder, split)` in --code returns, with their tokenizer.
 
     They may be `numpy.memmap`: only what is trained on is read. Raises `UserError` unless they are
     one-dimensional arrays of whole numbers, with at least one token.
     """
-    place = place_of(function)
-    returned = function(folder.path, split)
+    place = function.place
+    returned = function(folder=folder.path, split=split)
     arrays: list[Tokens] = []
     with contextlib.suppress(TypeError, ValueError):  # not a list of arrays; lists of many lengths
         arrays = [np.asanyarray(value) for value in returned]

@@ -84,7 +84,7 @@ def open_own_evaluations(
             on_progress=on_progress,
         )
         with evaluating(model):
-            return checked_record(function(run), own.place("evaluate"))
+            return checked_record(function(run=run, config=config), own.place("evaluate"))
 
     return [metrics]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import Plan
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.errors import require
 from accel_gpt.evals.validation import CHECKED_SEQUENCES, first_sequences
@@ -29,7 +30,7 @@ ROUNDING = 1e-3  # of the largest number; TF32 rounds each factor to 2**-11
 
 @torch.no_grad()
 def check_own_code(
-    config: Config, gpt: LanguageModel, corpus: Corpus, device: torch.device
+    config: Config, plan: Plan, gpt: LanguageModel, corpus: Corpus, device: torch.device
 ) -> None:
     """Raise `UserError` if the val loss of the run would say nothing; see the two checks.
 
@@ -47,7 +48,7 @@ def check_own_code(
             weight.add_((torch.randn(weight.shape) * deviation).to(device))
     check_model(config, model, device)
     if config.own.loss is not None:
-        check_loss(config, model, corpus, device)
+        check_loss(config, plan, model, corpus, device)
 
 
 # --------------------------------------------------------------------------- the model
@@ -175,7 +176,9 @@ class Watched(Called):
         return loss_of(logits, targets)
 
 
-def check_loss(config: Config, model: LanguageModel, corpus: Corpus, device: torch.device) -> None:
+def check_loss(
+    config: Config, plan: Plan, model: LanguageModel, corpus: Corpus, device: torch.device
+) -> None:
     """Raise `UserError` if `loss()` drops targets so that the loss depends on the micro-batch.
 
     Compares the gradient that logits get from a few train sequences together with the one they get
@@ -195,7 +198,15 @@ def check_loss(config: Config, model: LanguageModel, corpus: Corpus, device: tor
     def derive(rows: slice) -> Tensor:
         watched = Watched(model)
         part = None if documents is None else documents[rows].to(device)
-        returned = loss(watched, tokens[rows], targets[rows], part)
+        returned = loss(
+            model=watched,
+            tokens=tokens[rows],
+            targets=targets[rows],
+            documents=part,
+            step=0,
+            config=config,
+            plan=plan,
+        )
         scalar = returned[0] if isinstance(returned, tuple) else returned
         gradients = torch.autograd.grad(scalar, watched.logits, allow_unused=True)
         total = torch.stack([one for one in gradients if one is not None]).sum(0)  # (B, T, V)

@@ -191,7 +191,7 @@ def check_evaluated(corpus: Corpus, block_size: int) -> None:
     for sources in corpus.evaluated.values():
         for source in sources:
             eval_sequences(source.split, block_size, source.tokens)
-    own = corpus.target_mask.own
+    own = corpus.target_mask.config.own
     if own.targets is None:
         return
     batch = first_sequences(corpus.evaluated["val"][0], block_size, CHECKED_SEQUENCES)

@@ -12,13 +12,15 @@ import torch
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import fitting_sizes, with_size
+from accel_gpt.config.plan import fitting_sizes, make_plan, with_size
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import require
 from accel_gpt.launch.accelerator import build_optimizer, set_up_model
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.ranks import all_gather
 from accel_gpt.launch.unsupported import REPLICATED
 from accel_gpt.model.make import make_model
+from accel_gpt.training.display import print_line
 from accel_gpt.training.losses import make_loss
 
 CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption
@@ -115,7 +117,8 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     gpt = make_model(config, vocab_size, device)
     set_up_model(gpt, config.train)
     optimizer = build_optimizer(gpt, config)
-    compute_loss = make_loss(config.own, micro_steps=2)
+    plan = make_plan(config, accelerator.num_processes)
+    compute_loss = make_loss(Context(config, plan, accelerator, log=print_line))
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     ddp = accelerator.num_processes > 1
     buckets = torch.empty(parameters if ddp else 0, device=device)
@@ -129,7 +132,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     optimizer.zero_grad()
     for _ in range(2):
         with accelerator.autocast():
-            loss = compute_loss(gpt, tokens, tokens, documents)
+            loss = compute_loss(gpt, tokens, tokens, documents, 0)
         torch.autograd.backward(loss.float())
     if compiles and not config.train.reproducible:
         torch.empty(parameters, device=device)  # freed at once

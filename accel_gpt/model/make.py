@@ -49,7 +49,7 @@ def make_own_model(config: Config, vocab_size: int) -> LanguageModel:
     """
     assert config.own.model is not None
     place = config.own.place("model")
-    module = config.own.model(config, vocab_size)
+    module = config.own.model(config=config, vocab_size=vocab_size)
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
         raise unexpected(place, module, "a torch.nn.Module with trainable parameters")
     for part in module.modules():

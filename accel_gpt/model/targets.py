@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from accel_gpt.config.experiment import Config
 from accel_gpt.errors import require
 from accel_gpt.model.documents import separate
 from accel_gpt.model.loss import IGNORE
-from accel_gpt.own_code import OwnCode, unexpected
+from accel_gpt.own_code import unexpected
 
-NO_CODE = OwnCode()
+PLAIN = Config()
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class TargetMask:
     """Ignores targets across the ends of documents, and those that `targets()` of --code drops."""
 
     document_end: int | None = None  # the token that ends a document; None: no token
-    own: OwnCode = NO_CODE
+    config: Config = PLAIN
 
     @property
     def keeps_all(self) -> bool:
         """Return whether every target counts."""
-        return self.document_end is None and self.own.targets is None
+        return self.document_end is None and self.config.own.targets is None
 
     def apply(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the targets (B, T), ignored ones as `IGNORE`, and each token's document (B, T).
@@ -36,10 +37,13 @@ class TargetMask:
         documents = None
         if self.document_end is not None:
             targets, documents = separate(tokens, targets, self.document_end)
-        if self.own.targets is None:
+        own = self.config.own
+        if own.targets is None:
             return targets, documents
-        place = self.own.place("targets")
-        chosen = self.own.targets(tokens, targets.clone(), documents)
+        place = own.place("targets")
+        chosen = own.targets(
+            tokens=tokens, targets=targets.clone(), documents=documents, config=self.config
+        )
         if not isinstance(chosen, Tensor) or chosen.shape != targets.shape:
             raise unexpected(place, chosen, f"the targets, of shape {tuple(targets.shape)}")
         is_dropped = chosen == IGNORE

@@ -171,7 +171,7 @@ def fraction_at(step: int, config: Config, plan: Plan) -> float:
     if config.own.lr is None:
         floor = config.schedule.min_lr / config.optim.lr
         return lr_fraction(step=step, name=config.schedule.name, plan=plan, floor=floor)
-    return float(config.own.lr(step, config, plan))
+    return float(config.own.lr(step=step, config=config, plan=plan))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

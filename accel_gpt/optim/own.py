@@ -38,7 +38,7 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
         self.checked = False
         for group in self.param_groups:
             group[OPTIONS] = {key: value for key, value in group.items() if key != "params"}
-            group[PEAK] = float(group["lr"])
+            group[PEAK] = peak_of(group)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the inner optimizer: its groups, state and defaults."""
@@ -165,7 +165,12 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
                 if key not in before or as_tuple(before[key]) != as_tuple(value):
                     group[key] = value
             group[OPTIONS] = options
-            group[PEAK] = float(options["lr"])
+            group[PEAK] = peak_of(options)
+
+
+def peak_of(group: Mapping[str, Any]) -> float:
+    """Return the peak learning rate of a group; that of `make_optimizer` is there already."""
+    return float(group.get(PEAK, group["lr"]))
 
 
 def as_saved(loaded: Any, saved: Any) -> Any:
@@ -197,7 +202,7 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
     assert config.own.optimizer is not None
     place = config.own.place("optimizer")
     with seeded(config.seed):
-        optimizer = config.own.optimizer(model, config)
+        optimizer = config.own.optimizer(model=model, config=config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise unexpected(place, optimizer, "a torch.optim.Optimizer")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

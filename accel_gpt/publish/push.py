@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from accel_gpt.hub import UnreachableError, hub_errors
+from accel_gpt.own_code import OwnCode, Weights
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import public_records
 from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.metrics import as_jsonl
 from accel_gpt.transformers_io.export import write_model
-from accel_gpt.transformers_io.load import check_exportable, load_exportable
+from accel_gpt.transformers_io.exportable import check_exportable, load_exportable
+from accel_gpt.transformers_io.load import NO_CODE
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 T = TypeVar("T")
@@ -44,6 +46,8 @@ def push(
     dtype: str = "fp32",
     license: str | None = None,  # noqa: A002 - as the Hub names it
     if_missing: bool = False,
+    weights: Weights = "evaluated",
+    own: OwnCode = NO_CODE,
 ) -> tuple[int, str]:
     """Push a run, or one checkpoint; return the step and its address.
 
@@ -55,8 +59,8 @@ def push(
 
     path = find_checkpoint(Path(run), checkpoint)
     verify_checkpoint(path)
-    pretrained = Pretrained(run, path, is_checkpoint=True)
-    check_exportable(pretrained)
+    pretrained = Pretrained(run, path, is_checkpoint=True, weights=weights)
+    check_exportable(pretrained, own)
     step = read_state(path).step
     api = HfApi()
     # the Hub may reject it, before the export takes minutes
@@ -67,7 +71,7 @@ def push(
     with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
         folder = Path(temporary) / "upload"
         folder.mkdir()
-        model, tokenizer = load_exportable(pretrained)
+        model, tokenizer = load_exportable(pretrained, own)
         write_model(model, tokenizer, folder, dtype)
         del model
         run_folder = RunFolder(path.resolve().parents[1])

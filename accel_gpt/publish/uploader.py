@@ -67,8 +67,10 @@ class Uploader:
         hub: HubConfig,
         run: Path,
         log: Callable[[str], None],
+        code: str | None = None,
     ) -> None:
-        """Make the uploader of the run in `run`."""
+        """Make the uploader of the run in `run`. `code`: the file of --code."""
+        self.code = code
         self.checkpoint = checkpoint
         self.hub = hub
         self.run = run
@@ -105,7 +107,7 @@ class Uploader:
             self.targets.append(Target("copy", url, copy))
         if self.hub.push != "never":
             repo = self.hub.repo_id
-            push = {"repo": repo, "private": self.hub.private}
+            push = {"repo": repo, "private": self.hub.private, "code": self.code}
             self.targets.append(Target("push", f"hf://{repo}", push))
         checkpoints = RunFolder(self.run).checkpoints
         if checkpoints:

@@ -2,8 +2,9 @@
 
     step_00001000/
         model.safetensors            the weights
+        evaluated.safetensors        the weights that `evaluated()` of --code returned
         optimizer.bin, scaler.pt     as Accelerate saves them
-        weights_{rank}.safetensors, optimizer_{rank}.safetensors
+        weights_{rank}.safetensors, evaluated_{rank}.safetensors, optimizer_{rank}.safetensors
                                      the shards of each rank; FSDP runs have these instead
         random_states_{rank}.pkl
         trainer_state.json           `TrainState`
@@ -21,6 +22,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from accel_gpt.config.model import ModelConfig
@@ -37,19 +39,25 @@ from accel_gpt.errors import (
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.json_files import Count, Size, convert_json, read_json_object, unknown_key_message
 from accel_gpt.launcher import is_main
-from accel_gpt.own_code import OwnCode
+from accel_gpt.own_code import OwnCode, Weights
 from accel_gpt.runs.folder import CHECKPOINT, RunFolder, number
 from accel_gpt.runs.state import FORMAT, TrainState
 
 T = TypeVar("T")
 SAFE_WEIGHTS = "model.safetensors"  # as Accelerate names them
+EVALUATED = "evaluated.safetensors"
 REQUIRED_FILES = ("model.json", "tokenizer.json", "trainer_state.json")
-WEIGHTS = re.compile(r"model\.safetensors|weights_\d+\.safetensors")
+WEIGHTS = MappingProxyType(
+    {
+        "trained": re.compile(r"model\.safetensors|weights_\d+\.safetensors"),
+        "evaluated": re.compile(r"evaluated(_\d+)?\.safetensors"),
+    }
+)
 OPTIMIZER = re.compile(r"optimizer_\d+\.safetensors")
 LOADABLE = (".bin", ".pkl", ".pt", ".pth", ".safetensors", ".distcp", ".metadata")  # by torch
 SAVED = re.compile(
     r"model\.safetensors|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl"
-    r"|(weights|optimizer)_\d+\.safetensors"
+    r"|(weights|optimizer)_\d+\.safetensors|evaluated(_\d+)?\.safetensors"
 )
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no folder, not hidden
 
@@ -129,7 +137,8 @@ def verify_checkpoint(path: Path, model_only: bool = False) -> None:
     """
     wanted = []
     for name, file in read_manifest(path).items():
-        if not model_only or name in REQUIRED_FILES or WEIGHTS.fullmatch(name):
+        of_model = name in REQUIRED_FILES or any(p.fullmatch(name) for p in WEIGHTS.values())
+        if not model_only or of_model:
             wanted.append(Expected(path / name, file.size, file.sha256))
     damage = find_damage(wanted)
     if damage:
@@ -154,7 +163,7 @@ def read_manifest(path: Path) -> dict[str, SavedFile]:
     for name in REQUIRED_FILES:
         if name not in listed:
             raise CheckpointError(f"{manifest} does not list {name}")
-    if not any(WEIGHTS.fullmatch(name) for name in listed):
+    if not any(WEIGHTS["trained"].fullmatch(name) for name in listed):
         raise CheckpointError(f"{manifest} does not list {SAFE_WEIGHTS}")
     for name in listed:
         if not FILE_NAME.fullmatch(name):
@@ -267,9 +276,14 @@ def read_model_fields(path: Path) -> tuple[dict[str, Any], int]:
     return saved.config, saved.vocab_size
 
 
-def weight_parts(path: Path) -> list[Path]:
-    """Return the files of a checkpoint that hold the weights: one, or one per rank."""
-    return sorted(path / name for name in read_manifest(path) if WEIGHTS.fullmatch(name))
+def weight_parts(path: Path, weights: Weights) -> list[Path]:
+    """Return the files of a checkpoint that hold these weights: one, or one per rank.
+
+    Without a function `evaluated()`, the trained weights are the evaluated ones.
+    """
+    listed = read_manifest(path)
+    parts = sorted(path / name for name in listed if WEIGHTS[weights].fullmatch(name))
+    return parts or weight_parts(path, "trained")
 
 
 def optimizer_parts(path: Path) -> list[Path]:

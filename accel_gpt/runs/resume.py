@@ -177,7 +177,7 @@ def restore(
         sharded = accelerator.distributed_type == DistributedType.FSDP
         plain = not sharded and f"{OPTIMIZER_NAME}.bin" in listed
         try:
-            read_weights(path, gpt)
+            read_weights(path, gpt, "trained")
             if not plain:
                 read_optimizer(path, gpt, optimizer)
             load_accelerator_state(

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from accel_gpt.launch.ranks import all_gather, all_ranks, lost_rank_error
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.runs.checkpoint import (
+    EVALUATED,
     read_states,
     set_aside,
     verify_checkpoint,
@@ -51,7 +52,13 @@ from accel_gpt.runs.checkpoint import (
 )
 from accel_gpt.runs.folder import RunFolder, step_name
 from accel_gpt.runs.state import FORMAT, TrainState
-from accel_gpt.runs.tensor_files import GROUPS, moments_of, rank_content, weights_of
+from accel_gpt.runs.tensor_files import (
+    GROUPS,
+    moments_of,
+    rank_content,
+    weights_of,
+    whole_content,
+)
 
 RETRY_SECONDS = 60.0  # pause after a failed save; assumption
 FIRST_PAUSE_SECONDS = 2.0  # after the first failed save of a launch's last step; then doubled
@@ -108,9 +115,16 @@ class CheckpointWriter:
         self.needed = 0  # bytes of the tensors of a checkpoint
         self.seconds = 0.0  # of the longest save, from its start until it was published
 
-    def save(self, state: TrainState, gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> None:
+    def save(
+        self,
+        state: TrainState,
+        gpt: LanguageModel,
+        optimizer: AcceleratedOptimizer,
+        evaluated: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Save the completed `state.step`; a collective. Returns when training may continue.
 
+        `evaluated`: what `EvaluatedWeights.tensors` returns.
         A failed save is logged and damages no checkpoint. If the disk is full, old checkpoints are
         removed. Raises `BusyError` if the run has lost its folder, `PeerError` if a rank is lost.
         """
@@ -122,11 +136,11 @@ class CheckpointWriter:
         start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         fields = asdict(state)
-        saved = tree_leaves([*gpt.parameters(), *optimizer.state.values()])
+        saved = tree_leaves([*gpt.parameters(), *optimizer.state.values(), evaluated])
         self.needed = sum(leaf.nbytes for leaf in saved if isinstance(leaf, Tensor))
         failed: Exception | None = None
         try:
-            self.save_tensors(temporary, gpt, optimizer)
+            self.save_tensors(temporary, gpt, optimizer, evaluated)
         except Exception as error:  # torch, safetensors and Accelerate raise no common class
             failed = error
 
@@ -143,7 +157,11 @@ class CheckpointWriter:
         self.thread.start()
 
     def save_last(
-        self, state: TrainState, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+        self,
+        state: TrainState,
+        gpt: LanguageModel,
+        optimizer: AcceleratedOptimizer,
+        evaluated: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Save, wait until the checkpoint is on disk, retry if the save fails; a collective.
 
@@ -154,7 +172,7 @@ class CheckpointWriter:
         deadline = time.monotonic() + LAST_RETRY_SECONDS
         pause = FIRST_PAUSE_SECONDS
         while True:
-            self.save(state, gpt, optimizer)
+            self.save(state, gpt, optimizer, evaluated)
             self.wait()
             if self.problem is None:
                 return
@@ -221,7 +239,11 @@ class CheckpointWriter:
         return failed and time.monotonic() - self.failed_at > RETRY_SECONDS
 
     def save_tensors(
-        self, folder: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+        self,
+        folder: Path,
+        gpt: LanguageModel,
+        optimizer: AcceleratedOptimizer,
+        evaluated: Mapping[str, Tensor] | None,
     ) -> None:
         """Save or copy the tensors and random states before the next step changes them."""
         folder.parent.mkdir(exist_ok=True)  # no parents: do not recreate a run's removed folder
@@ -232,18 +254,24 @@ class CheckpointWriter:
             self.accelerator.scaler = None
         try:
             if self.snapshot or self.fsdp:
-                self.save_own_tensors(folder, gpt, optimizer)
+                self.save_own_tensors(folder, gpt, optimizer, evaluated)
             else:
                 self.accelerator.save_state(str(folder))
+                if self.main and evaluated is not None:
+                    write_tensors({EVALUATED: whole_content(evaluated)}, folder)
         finally:
             self.accelerator.scaler = scaler
         fault_point("save.filled")
 
     def save_own_tensors(
-        self, folder: Path, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+        self,
+        folder: Path,
+        gpt: LanguageModel,
+        optimizer: AcceleratedOptimizer,
+        evaluated: Mapping[str, Tensor] | None,
     ) -> None:
         """Copy or write the tensors of this rank; write its random states and the scaler."""
-        tensors = self.tensors_by_file(gpt, optimizer)
+        tensors = self.tensors_by_file(gpt, optimizer, evaluated)
         if self.snapshot:
             self.copies = {}  # frees the buffer if it must grow
             self.copies = self.snapshot.copy(tensors)
@@ -261,26 +289,30 @@ class CheckpointWriter:
         )
 
     def tensors_by_file(
-        self, gpt: LanguageModel, optimizer: AcceleratedOptimizer
+        self,
+        gpt: LanguageModel,
+        optimizer: AcceleratedOptimizer,
+        evaluated: Mapping[str, Tensor] | None,
     ) -> dict[str, Any]:
         """Return the weights and optimizer state that this rank writes: file name -> content."""
         weights = weights_of(gpt)
+        files: dict[str, Any] = {}
         if self.fsdp:
             rank = self.accelerator.process_index
             moments = moments_of(gpt, optimizer)
             header = {}
             if isinstance(optimizer.optimizer, OwnOptimizer):
                 header[GROUPS] = json.dumps(optimizer.optimizer.group_values())
-            return {
-                f"weights_{rank}.safetensors": rank_content(weights, self.main),
-                f"optimizer_{rank}.safetensors": rank_content(moments, self.main, header),
-            }
-        if not self.main:
-            return {}
-        return {
-            SAFE_WEIGHTS_NAME: {"tensors": weights, "metadata": {"format": "pt"}},
-            f"{OPTIMIZER_NAME}.bin": optimizer.state_dict(),
-        }
+            files[f"weights_{rank}.safetensors"] = rank_content(weights, self.main)
+            files[f"optimizer_{rank}.safetensors"] = rank_content(moments, self.main, header)
+            if evaluated is not None:
+                files[f"evaluated_{rank}.safetensors"] = rank_content(evaluated, self.main)
+        elif self.main:
+            files[SAFE_WEIGHTS_NAME] = whole_content(weights)
+            files[f"{OPTIMIZER_NAME}.bin"] = optimizer.state_dict()
+            if evaluated is not None:
+                files[EVALUATED] = whole_content(evaluated)
+        return files
 
     def write_and_publish(
         self, folder: Path, fields: dict[str, Any], gpt: LanguageModel, failed: Exception | None

@@ -23,6 +23,7 @@ from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.groups import state_names
 from accel_gpt.optim.own import OwnOptimizer
+from accel_gpt.own_code import Weights
 from accel_gpt.runs.checkpoint import optimizer_parts, weight_parts
 
 OFFSETS = "DCP_SHARDING_INFO"  # key in the header
@@ -67,6 +68,12 @@ def moments_of(gpt: LanguageModel, optimizer: AcceleratedOptimizer) -> dict[str,
                     kind = torch.float64 if isinstance(state[key], float) else torch.int64
                     moments[f"{name}{NUMBER}"] = torch.tensor(state[key], dtype=kind)
     return moments
+
+
+def whole_content(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the arguments of `safetensors.torch.save_file` for whole tensors."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {"tensors": contiguous, "metadata": {"format": "pt"}}
 
 
 def rank_content(
@@ -168,12 +175,12 @@ def saved_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
     return found
 
 
-def read_weights(path: Path, gpt: LanguageModel) -> None:
-    """Read the weights of a verified checkpoint into `gpt`; under FSDP only this rank's shards.
+def read_weights(path: Path, gpt: LanguageModel, weights: Weights) -> None:
+    """Read `weights` of a verified checkpoint into `gpt`; under FSDP only this rank's shards.
 
     The context of `gpt` may be shorter than the context of the checkpoint.
     """
-    files = weight_parts(path)
+    files = weight_parts(path, weights)
     try:
         read_tensors(saved_tensors(files), weights_of(gpt))
     except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:

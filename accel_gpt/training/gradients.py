@@ -6,6 +6,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,21 @@ from accel_gpt.model.sharding import is_sharded
 from accel_gpt.model.targets import TargetMask
 
 UNITS = 2.0**50  # fixed-point units in 1, for `ExactGradients`
-Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | float]
+
+
+class Batch(NamedTuple):
+    """A micro-batch. `weight` scales its mean loss, see `micro_batches`."""
+
+    tokens: Tensor  # (B, T)
+    targets: Tensor  # (B, T)
+    documents: Tensor | None  # (B, T)
+    weight: Tensor | float
 
 
 def micro_batches(
     loader: Loader, accelerator: Accelerator, plan: Plan, target_mask: TargetMask
 ) -> Iterator[Batch]:
-    """Yield (tokens, targets, documents, weight) for each micro-step; the first three are (B, T).
+    """Yield the micro-batch of each micro-step.
 
     `weight` scales the mean loss of the micro-batch. With it, the mean over micro-steps and ranks
     is the mean over all target tokens of the global batch. The weight is 1 if every sequence has
@@ -38,7 +47,7 @@ def micro_batches(
     """
     if target_mask.keeps_all:
         for _ in range(plan.accumulation_steps):
-            yield *next(loader), None, 1.0
+            yield Batch(*next(loader), None, 1.0)
         return
     batches = []
     for _ in range(plan.accumulation_steps):
@@ -51,7 +60,7 @@ def micro_batches(
     mean = total / (plan.accumulation_steps * plan.world_size)
     divisor = mean + (mean == 0)  # 1 for a batch without targets
     for tokens, targets, documents, count in batches:
-        yield tokens, targets, documents, count / divisor
+        yield Batch(tokens, targets, documents, count / divisor)
 
 
 class Gradients:

@@ -12,15 +12,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_gpt.errors import require
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.ranks import all_gather
-from accel_gpt.own_code import OwnCode, unexpected
+from accel_gpt.own_code import OwnFunction, unexpected
 from accel_gpt.training.metrics import Record, checked_record
 
-ComputeLoss = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
+ComputeLoss = Callable[[nn.Module, Tensor, Tensor, Tensor | None, int], Tensor]
 
 
 def cross_entropy(
-    model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None
+    model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None, step: int
 ) -> Tensor:
     """Compute the mean cross entropy (), in nats, of `tokens` and `targets` (B, T)."""
     loss: Tensor = model(tokens, targets, documents=documents)
@@ -46,18 +47,32 @@ class OwnLoss:
     A part is logged as train/NAME: its mean over the micro-batches and ranks of the last step.
     """
 
-    def __init__(self, own: OwnCode, micro_steps: int) -> None:
-        assert own.loss is not None
-        self.function = own.loss
-        self.place = own.place("loss")
+    def __init__(self, context: Context, function: OwnFunction) -> None:
+        self.context = context
+        self.function = function
+        self.place = function.place
+        micro_steps = context.plan.accumulation_steps
         self.parts: deque[Mapping[str, Tensor]] = deque(maxlen=micro_steps)
         self.names: list[str] | None = None  # of the parts, the same from the first step on
 
     def __call__(
-        self, model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None
+        self,
+        model: nn.Module,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        step: int,
     ) -> Tensor:
         """Return the loss (); raise `UserError` unless it is a scalar that has a gradient."""
-        returned = self.function(Called(model), tokens, targets, documents)
+        returned = self.function(
+            model=Called(model),
+            tokens=tokens,
+            targets=targets,
+            documents=documents,
+            step=step,
+            config=self.context.config,
+            plan=self.context.plan,
+        )
         pair = isinstance(returned, tuple) and len(returned) == 2
         loss, parts = returned if pair else (returned, {})
         has_gradient = getattr(loss, "requires_grad", False) or not torch.is_grad_enabled()
@@ -101,9 +116,7 @@ def is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
 
 
-def make_loss(own: OwnCode, micro_steps: int) -> ComputeLoss:
-    """Return the function that computes the loss of a micro-batch.
-
-    `micro_steps`: the number of micro-batches of a step on this rank.
-    """
-    return cross_entropy if own.loss is None else OwnLoss(own, micro_steps)
+def make_loss(context: Context) -> ComputeLoss:
+    """Return the function that computes the loss of a micro-batch; it also gets the step."""
+    function = context.config.own.loss
+    return cross_entropy if function is None else OwnLoss(context, function)

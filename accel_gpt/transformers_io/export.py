@@ -26,31 +26,35 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
+from accel_gpt.own_code import OwnCode
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.compare_export import DIFFERENT
+from accel_gpt.transformers_io.exportable import (
+    COMPARED_SEQUENCES,
+    compared_tokens,
+    compute_logits,
+    load_exportable,
+)
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config
 from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_preset
-from accel_gpt.transformers_io.load import load_exportable
-from accel_gpt.transformers_io.pretrained import find_pretrained
+from accel_gpt.transformers_io.load import NO_CODE
+from accel_gpt.transformers_io.pretrained import Pretrained
 
 TEMPORARY = ".tmp_export"
 SHARD_SIZE = "5GB"  # of model.safetensors; the default of transformers 4
-COMPARED_SEQUENCES = 2
-COMPARED_TOKENS = 1024  # of each sequence, at most the context
-COMPARED_LOGITS = 128  # of the last tokens; the logits of all tokens can take gigabytes
 EXPORT_DTYPES = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 
 
 def export(
-    name: str,
+    pretrained: Pretrained,
     to: Path,
-    checkpoint: str = "last",
     dtype: str = "fp32",
     as_qwen3: bool = False,
+    own: OwnCode = NO_CODE,
 ) -> str:
-    """Export the model `name`, as `find_pretrained` finds it, to the folder `to`.
+    """Export a model to the folder `to`. `own`: the file of --code that made it.
 
     Returns a description. The folder appears when it is complete and compared, or not at all.
     `as_qwen3` converts a model of the preset fast. Raises `UserError` if the folder holds files, or
@@ -65,8 +69,7 @@ def export(
         not existed or (to.is_dir() and not any(to.iterdir())),
         f"{to} already exists; give a new or an empty folder",
     )
-    pretrained = find_pretrained(name, checkpoint)
-    model, tokenizer = load_exportable(pretrained)
+    model, tokenizer = load_exportable(pretrained, own)
     exportable_preset(model)  # raises an error before anything is written
     try:
         temporary.mkdir(parents=True)
@@ -169,22 +172,6 @@ def write_settings(path: Path, content: dict[str, Any]) -> None:
 
 
 # --------------------------------------------------------------------------- proof
-
-
-def compared_tokens(model: GPT, tokenizer: Tokenizer) -> Tensor:
-    """Return random tokens (B, T) to compare on, always the same."""
-    return torch.randint(
-        min(tokenizer.vocab_size, model.vocab_size),
-        (COMPARED_SEQUENCES, min(COMPARED_TOKENS, model.config.block_size)),
-        generator=torch.Generator().manual_seed(0),
-    )
-
-
-@torch.no_grad()
-def compute_logits(model: GPT, tokens: Tensor) -> Tensor:
-    """Return the logits (B, L, V) of the last L of `tokens` (B, T)."""
-    logits: Tensor = model(tokens)
-    return logits[:, -COMPARED_LOGITS:].contiguous()
 
 
 def prove_equal(reference: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:

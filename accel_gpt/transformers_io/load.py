@@ -19,7 +19,7 @@ from accel_gpt.hub import download_repo
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.make import make_model
-from accel_gpt.own_code import OwnCode
+from accel_gpt.own_code import OwnCode, Weights
 from accel_gpt.runs.checkpoint import (
     check_code,
     read_shape,
@@ -40,16 +40,18 @@ def load_pretrained(
     checkpoint: str = "last",
     device: torch.device | str = "cpu",
     own: OwnCode = NO_CODE,
+    weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load a model, in evaluation mode, and its tokenizer.
 
     `name`: a run (`checkpoint`: last, best or a step), a checkpoint, a transformers folder or a Hub
-    id. `own`: the file of --code with whose `model()` the checkpoint was made.
+    id. `own`: the file of --code with whose `model()` the checkpoint was made. `weights`: of a
+    checkpoint, those of its val loss, or the trained ones; see `EvaluatedWeights`.
 
     Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
     `CheckpointError` if a file is damaged.
     """
-    return load_found(find_pretrained(name, checkpoint), device, own)
+    return load_found(find_pretrained(name, checkpoint, weights), device, own)
 
 
 def load_found(
@@ -57,7 +59,7 @@ def load_found(
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model that `find_pretrained` found, see `load_pretrained`."""
     if pretrained.is_checkpoint:
-        return load_checkpoint(pretrained.folder, device, own)
+        return load_checkpoint(pretrained.folder, device, own, pretrained.weights)
     tokenizer = pretrained.load_tokenizer()
     config = ModelConfig(**pretrained.shape())
     assert config.vocab_size is not None
@@ -67,29 +69,11 @@ def load_found(
     return model.to(device).eval(), tokenizer
 
 
-def load_exportable(pretrained: Pretrained) -> tuple[GPT, Tokenizer]:
-    """Load a model for transformers or llama.cpp; see `load_found` and `check_exportable`."""
-    check_exportable(pretrained)
-    model, tokenizer = load_found(pretrained)
-    assert isinstance(model, GPT)
-    return model, tokenizer
-
-
-def check_exportable(pretrained: Pretrained) -> None:
-    """Raise `UserError` if `model()` of --code made a model: transformers lacks its class."""
-    if not pretrained.is_checkpoint:
-        return
-    used = read_state(pretrained.folder).code
-    require(
-        used is None or "model" not in used.functions,
-        f"{pretrained.name} has the model() of {used.file if used else ''}, which neither "
-        "transformers nor llama.cpp has, so it cannot be exported; use accel-gpt sample and "
-        "evaluate",
-    )
-
-
 def load_checkpoint(
-    path: Path, device: torch.device | str = "cpu", own: OwnCode = NO_CODE
+    path: Path,
+    device: torch.device | str = "cpu",
+    own: OwnCode = NO_CODE,
+    weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model of a checkpoint, in evaluation mode, and its tokenizer; verifies both first.
 
@@ -104,7 +88,7 @@ def load_checkpoint(
         recorded = to_nested(read_state(path).config)
         config = replace(from_mapping(Config, recorded, f"in {path}"), model=shape, own=own)
     model = make_model(config, vocab_size)
-    read_weights(path, model)
+    read_weights(path, model, weights)
     return model.to(device).eval(), load_tokenizer(path)
 
 
@@ -115,7 +99,7 @@ def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
         verify_checkpoint(pretrained.folder, model_only=True)
         check_code(pretrained.folder, config.own, {"model"})
         warn_of_other_code(pretrained.folder, config.own)
-        read_weights(pretrained.folder, gpt)
+        read_weights(pretrained.folder, gpt, pretrained.weights)
         return
     if not isinstance(gpt, GPT):
         raise UserError(

@@ -19,6 +19,7 @@ from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo
 from accel_gpt.json_files import read_json_object
+from accel_gpt.own_code import Weights
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -41,6 +42,7 @@ class Pretrained:
     name: str  # as the user wrote it
     folder: Path
     is_checkpoint: bool  # a checkpoint of ours, not a transformers folder
+    weights: Weights = "evaluated"  # of a checkpoint
     on_hub: bool = False  # its weights may still have to be downloaded
 
     @property
@@ -71,12 +73,14 @@ class Pretrained:
         return read_hf_config(content, self.name)
 
 
-def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
+def find_pretrained(
+    name: str, checkpoint: str = "last", weights: Weights = "evaluated"
+) -> Pretrained:
     """Find a model in a folder, or on the Hub, from which it downloads only the small files.
 
     A folder with a config.json is in transformers format, unless it is also a run with checkpoints.
-    `checkpoint`: last, best or a step of a run. Raises `UserError` if there is no model, or an
-    adapter beside it. The Hub is not asked for a path.
+    `checkpoint`: last, best or a step of a run. `weights`: which weights of a checkpoint. Raises
+    `UserError` if there is no model, or an adapter beside it. The Hub is not asked for a path.
     """
     folder = Path(name)
     on_hub = name.startswith(SCHEME) or not (folder.exists() or is_local(name))
@@ -84,7 +88,8 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
         folder = download_repo(name, *SMALL_FILES)
     is_run = any(map(is_checkpoint, RunFolder(folder).checkpoints.values()))
     if is_run or (is_checkpoint(folder) and not (folder / "config.json").is_file()):
-        return Pretrained(name, find_checkpoint(folder, checkpoint), is_checkpoint=True)
+        found = find_checkpoint(folder, checkpoint)
+        return Pretrained(name, found, is_checkpoint=True, weights=weights)
     require_no_adapter(name, folder)
     if not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.exists() else "does not exist"
@@ -93,6 +98,10 @@ def find_pretrained(name: str, checkpoint: str = "last") -> Pretrained:
             "config.json"
         )
     require_no_choice(name, checkpoint)
+    require(
+        weights == "evaluated",
+        f"--weights is {weights}, but {name} is no checkpoint, so it has no other weights",
+    )
     return Pretrained(name, folder, is_checkpoint=False, on_hub=on_hub)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.data.sources import open_data
+from accel_gpt.own_code import OwnFunction
 from tests.conftest import QUIET, launch
 from tests.test_train import assert_same_weights, weights
 
@@ -40,7 +41,7 @@ def test_equal_tokens_train_alike_in_any_type_on_disk_or_in_memory(corpus: Path)
     ours, _ = open_data(str(corpus), "train", DataConfig())
     prints = set()
     for change in (np.asanyarray, lambda ids: ids.astype(np.int64), np.ndarray.tolist):
-        data = DataConfig(own_shards=partial(shards, change))
+        data = DataConfig(own_shards=OwnFunction("shards", partial(shards, change), "my.py"))
         own, _ = open_data(str(corpus), "train", data)
         prints.add(own.fingerprint)
         for number, length in enumerate(ours.lengths.tolist()):

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import CausalSelfAttention
 from accel_gpt.model.make import make_model
-from accel_gpt.own_code import OwnCode
+from accel_gpt.own_code import OwnCode, OwnFunction
 from tests.conftest import tiny
 
 V = 61  # tokens in the vocabulary
@@ -33,10 +34,11 @@ def check(make: Make, shape: ModelConfig | None = None, document_mask: bool = Fa
         data=DataConfig(document_mask=document_mask),
         model=shape or tiny(n_layer=1, n_embd=C, block_size=T),
         train=TrainConfig(max_steps=1),
-        own=OwnCode(file="my.py", model=make),
+        own=OwnCode(file="my.py", model=make and OwnFunction("model", make, "my.py")),
     )
     corpus: Any = None  # there is no loss() to check
-    check_own_code(config, make_model(config, V), corpus, torch.device("cpu"))
+    plan = make_plan(config, 1)
+    check_own_code(config, plan, make_model(config, V), corpus, torch.device("cpu"))
 
 
 class Mixer(nn.Module):
@@ -212,7 +214,7 @@ class LossOfTargets(GPT):
 
 def test_a_loss_that_is_not_the_cross_entropy_of_the_logits_is_refused() -> None:
     with pytest.raises(UserError, match="is not the cross entropy of its logits"):
-        check(lambda config, size: LossOfTargets(config.model, size, init=False))
+        check(lambda config, vocab_size: LossOfTargets(config.model, vocab_size, init=False))
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -154,7 +154,7 @@ def test_the_first_weights_depend_on_the_seed_alone(small_run: Arguments, tmp_pa
         config = load_config([*own, "--train.max_steps", "3"], "test")
         torch.manual_seed(seed)
         assert config.own.model is not None
-        drawn = config.own.model(config, 257)
+        drawn = config.own.model(config=config, vocab_size=257)
         found = tensors(tmp_path / str(seed), 3)
         weight = found["inner.layers.0.inner.weight"]
         torch.testing.assert_close(weight, drawn.layers[0].inner.weight, atol=1e-9, rtol=0)

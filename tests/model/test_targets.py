@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.plan import make_plan
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.shards import open_split
 from accel_gpt.errors import UserError
@@ -70,7 +71,7 @@ def test_the_losses_are_means_over_kept_targets_on_any_micro_batch(
         ids = torch.from_numpy(split.read(shard, 0, size).astype("int64"))
         for first in range(0, size - 1, 32):
             text = ids[None, first : first + 33]
-            kept = targets_of(text[:, :-1], text[:, 1:], None).flatten()
+            kept = targets_of.function(text[:, :-1], text[:, 1:], None).flatten()
             with torch.no_grad():
                 logits = model(text[:, :-1]).flatten(0, 1)
             total += F.cross_entropy(logits, kept, reduction="sum").item()
@@ -162,7 +163,7 @@ def check(source: str, arguments: list[str], folder: Path) -> None:
     config = load_config([*arguments, "--code", write(folder, LOSS + source)], "test")
     corpus = open_corpus(config)
     model = make_model(config, corpus.vocab_size)
-    check_own_code(config, model, corpus, torch.device("cpu"))
+    check_own_code(config, make_plan(config, 1), model, corpus, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", DEPENDENT)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.errors import UserError
 from accel_gpt.optim.own import OwnOptimizer, make_own_optimizer
-from accel_gpt.own_code import OwnCode
+from accel_gpt.own_code import OwnCode, OwnFunction
 from tests.conftest import QUIET, launch
 from tests.test_matrix import work
 from tests.test_train import assert_same_weights, records, weights
@@ -229,7 +229,10 @@ def test_what_it_draws_comes_from_the_seed(net: nn.Linear) -> None:
     def optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=torch.rand(()).item())
 
-    config = Config(train=TrainConfig(max_steps=1), own=OwnCode(file="my.py", optimizer=optimizer))
+    config = Config(
+        train=TrainConfig(max_steps=1),
+        own=OwnCode(file="my.py", optimizer=OwnFunction("optimizer", optimizer, "my.py")),
+    )
     rates = set()
     for _ in range(2):
         torch.rand(7)  # another state of the generator

@@ -315,6 +315,6 @@ def test_the_first_rank_alone_writes_the_scale_of_the_loss(main: bool, tmp_path:
     accelerator: Any = SimpleNamespace(scaler="scaler", save_state=save_state)
     rank: Any = SimpleNamespace(accelerator=accelerator, fsdp=False, snapshot=None, main=main)
     with pytest.raises(OSError):  # noqa: PT011 - the one from above
-        CheckpointWriter.save_tensors(rank, tmp_path, rank, rank)
+        CheckpointWriter.save_tensors(rank, tmp_path, rank, rank, None)
     assert seen == ["scaler" if main else None]
     assert accelerator.scaler == "scaler"

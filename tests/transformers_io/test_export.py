@@ -22,6 +22,7 @@ from accel_gpt.model.gpt import GPT
 from accel_gpt.transformers_io import export as exporting
 from accel_gpt.transformers_io.export import export
 from accel_gpt.transformers_io.load import load_pretrained
+from accel_gpt.transformers_io.pretrained import find_pretrained
 from tests.conftest import run_here, text_of
 
 Arguments = Callable[..., list[str]]
@@ -39,7 +40,7 @@ def run(trained: Trained) -> Path:
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_is_exported_and_read_back(run: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
-    told = export(str(run), to)
+    told = export(find_pretrained(str(run)), to)
     ours, tokenizer = load_pretrained(str(run))
     again, same = load_pretrained(str(to))
     assert tokenizer.fingerprint == same.fingerprint
@@ -55,7 +56,7 @@ def test_a_run_is_exported_and_read_back(run: Path, tmp_path: Path) -> None:
 def test_fast_opens_as_qwen3(trained: Trained, tmp_path: Path) -> None:
     fast = ["--model.preset", "fast", "--model.logit_softcap", "null"]
     run = str(trained(*QUICK, *fast))
-    assert "Qwen3ForCausalLM" in export(run, tmp_path / "out", as_qwen3=True)
+    assert "Qwen3ForCausalLM" in export(find_pretrained(run), tmp_path / "out", as_qwen3=True)
     tokens = torch.randint(257, (2, 32))
     again, _ = load_pretrained(str(tmp_path / "out"))
     ours, _ = load_pretrained(run)
@@ -66,7 +67,7 @@ def test_fast_opens_as_qwen3(trained: Trained, tmp_path: Path) -> None:
 def test_smaller_weights_state_their_difference_from_the_trained_ones(
     run: Path, tmp_path: Path
 ) -> None:
-    said = export(str(run), tmp_path / "out", dtype="fp16")
+    said = export(find_pretrained(str(run)), tmp_path / "out", dtype="fp16")
     told = re.search(r"(\S+) from ours with the trained weights", said)
     assert told
     ours, tokenizer = load_pretrained(str(run))
@@ -84,7 +85,7 @@ def test_bf16_is_stored_as_such_and_large_files_are_parted(
 ) -> None:
     monkeypatch.setattr(exporting, "SHARD_SIZE", "30KB")
     to = tmp_path / "out"
-    export(str(run), to, dtype="bf16")
+    export(find_pretrained(str(run)), to, dtype="bf16")
     assert len(list(to.glob("model-*.safetensors"))) > 1
     assert json.loads((to / "config.json").read_text())["dtype"] == "bfloat16"
     load_pretrained(str(to))
@@ -110,7 +111,7 @@ def test_an_export_that_computes_something_else_fails(
     ):
         monkeypatch.setattr(exporting, "export_tensors", change)
         with pytest.raises(CheckpointError, match=problem):
-            export(str(run), tmp_path / "out")
+            export(find_pretrained(str(run)), tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))  # nothing was kept
 
 

@@ -14,7 +14,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import Finish, Plan
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
@@ -38,11 +38,12 @@ from accel_gpt.errors import AccelGPTError, DataError, UserError
 from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
 from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import prompt_ids, sample, samples_due
+from accel_gpt.evals.validation import describe_targets
 from accel_gpt.files import fault_point
 from accel_gpt.launch.accelerator import build_model
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.process import make_host_group
-from accel_gpt.launch.ranks import RankError, all_ranks, on_main, require_same
+from accel_gpt.launch.ranks import RankError, all_gather, all_ranks, on_main, require_same
 from accel_gpt.launch.setup import Launch, check_data, new_state
 from accel_gpt.launch.stopping import (
     StopRequested,
@@ -90,6 +91,7 @@ class Training:
     guard: StepGuard
     compute_loss: ComputeLoss
     batch: Batch | None = None  # the last micro-batch of this rank
+    finish_why: str = ""  # set on this rank by a function of --code
 
     @property
     def config(self) -> Config:
@@ -110,6 +112,14 @@ class Training:
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the data, as `Evaluated.tokenizer`."""
         return self.corpus.tokenizer
+
+    def finish(self, why: str) -> None:
+        """End the run at this step, for good; for `metrics` and `after_evaluation` of --code.
+
+        The step is evaluated and saved, and the exit code is 0. `why` is recorded in run.json. One
+        rank is enough.
+        """
+        self.finish_why = str(why) or "no reason was given"
 
     def clock(self) -> dict[str, Any]:
         """Return what the functions of --code may take beside the run."""
@@ -165,7 +175,7 @@ def train(
                 run.data_files.check_now()
         stop.saved = stopping
         run.reporter.finish()
-        if run.state.step == run.plan.max_steps:
+        if run.state.step == run.plan.end:
             run.corpus.remove_cache()
     received = stop.received if stopping else None
     display.log(summarize_run(run.config, run.plan, run.state, received))
@@ -255,6 +265,8 @@ def set_up(
     )
     with all_ranks():
         reporter.start(run.corpus, state)
+    if config.own.targets is not None:
+        log(describe_targets(corpus, config.model.block_size))
     model.train()  # evaluation and sampling restore this mode
     return run
 
@@ -314,9 +326,11 @@ def update(run: Training) -> None:
     # micro-step, and with train.reproducible in `finish`.
     for first, batch in zip(firsts, batches, strict=True):
         run.batch = batch
-        *inputs, weight = batch
+        tokens, targets, documents, weight = batch
         with run.gradients.micro_step(first):
-            run.gradients.backward(run.compute_loss(run.model, *inputs, state.step) * weight)
+            run.gradients.backward(
+                run.compute_loss(run.model, tokens, targets, documents, state.step) * weight
+            )
     loss = run.gradients.finish()  # all-reduced mean, like the gradient
     grad_norm = run.gradients.norm()
     run.optimizer.optimizer.clip(grad_norm, run.config.optim.grad_clip)
@@ -346,8 +360,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     saving = last or stopping or must_save or save_is_due
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
-    pausing = evaluating or saving or sampling
-    if logging or pausing:
+    if logging or evaluating or saving or sampling:
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
         if run.guard.too_many_skipped:  # before the step is saved
             run.writer.wait()
@@ -363,6 +376,11 @@ def after_step(run: Training, stop: StopSignal) -> bool:
                 run.evaluated.tensors(state)  # raises, before more steps depend on it
             with saving_on_error(run):
                 record |= own_metrics(run, record)
+            if config.own.metrics is not None and is_finished(run):
+                last = evaluating = saving = True
+                stopping = False
+                sampling = samples_due(config.sample, state.step, last)
+    pausing = evaluating or saving or sampling
     with reporter.stopwatch.pause() if pausing else contextlib.nullcontext():
         if evaluating:
             # the checkpoint of this step stores the record, so that a resumed run can publish it
@@ -388,6 +406,23 @@ def own_metrics(run: Training, others: Record) -> Record:
             found = own.metrics(run=run, batch=run.batch, **run.clock())
         record |= checked_record(found, own.place("metrics"), {**others, **record})
     return record
+
+
+def is_finished(run: Training) -> bool:
+    """Return whether a function of --code has finished the run at this step; a collective.
+
+    Records it in run.json, and makes this step the last one. If the disk takes no record, the run
+    goes on.
+    """
+    whys = [why for why in all_gather(run.finish_why, run.writer.group) if why]
+    run.finish_why = ""
+    if not whys:
+        return False
+    plan = replace(run.plan, finish=Finish(run.state.step, whys[0]))
+    if not on_main(lambda: run.reporter.record_length(run.config, plan, run.corpus)):
+        return False
+    run.context.set_length(run.config, plan)
+    return True
 
 
 @contextlib.contextmanager
@@ -438,6 +473,7 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
     """
     state = run.state
     writer = run.writer
+    finish = run.plan.finish
     is_best = False
     try:
         with saving_on_error(run, saved):
@@ -445,15 +481,16 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
                 is_best = evaluate_step(run, stop) and run.config.checkpoint.keep_best
                 if is_best and saved:
                     writer.name_best(state)
-            if sampling:
+            ends = run.plan.finish is not finish  # the evaluation has finished the run
+            if sampling or (ends and samples_due(run.config.sample, state.step, last=True)):
                 write_samples(run, lambda: stop.check(writer.seconds))
     except StopRequested:
         writer.wait()
         if not saved or writer.problem:
             save(run, must_succeed=True)
         return True
-    if is_best and not saved:
-        save(run, must_succeed=False)
+    if (is_best or ends) and not saved:
+        save(run, must_succeed=ends)
     return False
 
 
@@ -478,10 +515,12 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
             accelerator=run.accelerator,
             on_progress=on_progress,
         )
-        is_best = state.note_evaluation(record["eval/val_loss"])
-        run.reporter.publish(state, record)
+        # if the run is killed before the record is published, all of this is made again
         if run.config.own.after_evaluation is not None:
             run.config.own.after_evaluation(run=run, record=record, **run.clock())
+            is_finished(run)
+    is_best = state.note_evaluation(record, run.config.eval.yardstick)
+    run.reporter.publish(state, record)
     return is_best
 
 

@@ -61,7 +61,7 @@ def main(argv):
             record = {"step": state.step, "tokens": state.tokens} | guard.flush(accelerator.print)
             if evaluating:
                 record |= pieces.evaluate(evaluations, gpt, accelerator)
-                state.note_evaluation(record["eval/val_loss"])
+                state.note_evaluation(record, config.eval.yardstick)
             accelerator.print({key: round(value, 4) for key, value in record.items()})
             if accelerator.is_main_process:
                 metrics.write(record, plan.max_steps)

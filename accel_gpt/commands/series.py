@@ -94,8 +94,9 @@ class SeriesRun:
 
     @property
     def steps(self) -> int:
-        """Steps of the run. If it has a `train.budget`, its first launch sets them."""
-        steps = RunFolder(self.folder).max_steps if self.budget else None
+        """Steps of the run. A `train.budget` or a function of --code may have set them."""
+        run = RunFolder(self.folder)
+        steps = run.end if self.budget or run.finish else None
         if not steps:
             return self.planned
         return min(steps, self.stop_at or steps)

@@ -11,6 +11,7 @@ from accel_gpt.config.data import DataConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.optim import OptimConfig
 from accel_gpt.config.options import Section, duration, internal, option
+from accel_gpt.config.yardstick import Yardstick, parse_yardstick
 from accel_gpt.errors import require
 from accel_gpt.own_code import OwnCode
 
@@ -234,6 +235,13 @@ class EvalConfig(Section, prefix="eval."):
         above=0,
         validation=True,
     )
+    best: str = option(
+        "eval/val_loss",
+        "Metric by which an evaluation is the best: eval/val_loss, eval/val_loss/NAME of a named "
+        "val set, or a metric of --code, with min or max before it: 'max eval/exact_match'. For "
+        "losses and HellaSwag you can leave min and max out.",
+        resume="free",
+    )
     hellaswag: str | None = option(
         None,
         "HellaSwag questions to ask during training: a JSONL file in the original format, or a "
@@ -242,6 +250,14 @@ class EvalConfig(Section, prefix="eval."):
         per_machine=True,
         path=True,
     )
+
+    def _check(self) -> None:
+        parse_yardstick("eval.best", self.best)
+
+    @property
+    def yardstick(self) -> Yardstick:
+        """Return the metric by which evaluations are compared."""
+        return parse_yardstick("eval.best", self.best)
 
     @property
     def train_tokens(self) -> int:
@@ -323,8 +339,8 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
     )
     keep_best: bool = option(
         True,
-        "Keep the checkpoint with the lowest val loss. A new lowest val loss saves a checkpoint "
-        "even if none is due.",
+        "Keep the checkpoint with the best eval.best. A new best value saves a checkpoint even if "
+        "none is due.",
     )
     resume: str = option(
         "auto",

@@ -103,6 +103,14 @@ def format_seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """The end of a run before its last step, as a function of --code has set it."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """Hold the batch and length of a run."""
 
@@ -115,11 +123,17 @@ class Plan:
     decay_steps: int
     stop_at: int | None = None  # step after which this launch stops
     budget: Budget | None = None  # None: the config sets the length
+    finish: Finish | None = None
+
+    @property
+    def end(self) -> int:
+        """Return the last step of the run."""
+        return self.finish.step if self.finish else self.max_steps
 
     @property
     def last_step(self) -> int:
         """Return the last step of this launch."""
-        return min(self.stop_at or self.max_steps, self.max_steps)
+        return min(self.stop_at or self.end, self.end)
 
     @property
     def sequences_per_step(self) -> int:

@@ -38,6 +38,7 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
 
     Raises `UserError` or `DataError` if their data cannot be evaluated.
     """
+    check_yardstick(config, corpus)
     evaluations = [open_losses(config, corpus)]
     if config.eval.hellaswag is not None:
         block_size = config.model.block_size
@@ -45,6 +46,20 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
             open_hellaswag(config, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
         )
     return [*evaluations, *open_own_evaluations(config, corpus.tokenizer, corpus)]
+
+
+def check_yardstick(config: Config, corpus: Corpus) -> None:
+    """Raise `UserError` if no evaluation has the metric `eval.best`; --code may bring any."""
+    if config.own.evaluate is not None:
+        return
+    names = ["eval/val_loss", "eval/val_perplexity", "eval/val_bits_per_byte"]
+    names += ["eval/train_loss", "eval/train_perplexity", "eval/train_bits_per_byte"]
+    for source in corpus.evaluated["val"]:
+        if source.name:
+            names += [f"eval/val_loss/{source.name}", f"eval/val_bits_per_byte/{source.name}"]
+    if config.eval.hellaswag is not None:
+        names += ["eval/hellaswag_acc", "eval/hellaswag_acc_norm"]
+    config.eval.yardstick.value(dict.fromkeys(names, 0.0))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ ValidationBatch = tuple[Sequence[int], int, int]  # numbers of the sequences, B,
 OnProgress = Callable[[int, int], object]
 EVERY_TARGET = TargetMask()
 CHECKED_SEQUENCES = 8  # most sequences that a check of --code compares; assumption
+TOLD_SEQUENCES = 64  # whose kept targets are told at the start; assumption
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -204,6 +205,19 @@ def check_evaluated(corpus: Corpus, block_size: int) -> None:
             "the loss depends on the micro-batch; compute each sequence's mask from its tokens "
             "alone, without random numbers",
         )
+
+
+def describe_targets(corpus: Corpus, block_size: int) -> str:
+    """Return the line that says how many targets `targets()` of --code keeps."""
+    batch = first_sequences(corpus.evaluated["train"][0], block_size, TOLD_SEQUENCES)
+    plain = TargetMask(corpus.target_mask.document_end)
+    all_targets = int((plain.apply(*batch)[0] != IGNORE).sum())
+    kept = int((corpus.target_mask.apply(*batch)[0] != IGNORE).sum())
+    return (
+        f"targets  {corpus.target_mask.config.own.place('targets')} keeps {kept:,} of "
+        f"{all_targets:,} targets ({kept / max(all_targets, 1):.1%}) in {len(batch[0])} train "
+        "sequences"
+    )
 
 
 def first_sequences(source: EvalSplit, block_size: int, count: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Budget, Costs, Plan, make_plan, plural, with_size
+from accel_gpt.config.plan import Budget, Costs, Finish, Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.remote import is_repository
 from accel_gpt.data.sources import train_paths, val_paths
@@ -59,6 +59,7 @@ class Done:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys."""
     budget: Budget | None = None
+    finish: Finish | None = None
     commits: Mapping[str, str] = field(default_factory=dict)
     """URL of a repository of data -> the commit that the run reads."""
     precision: str | None = None
@@ -74,13 +75,14 @@ def read_done(out_dir: str, resume: str) -> Done:
     for path in [*reversed(run.checkpoints.values())] or [Path(resume)]:
         with contextlib.suppress(AccelGPTError):
             state = read_state(path)
-            done = Done(str(path), state.config, state.budget, state.data_commits)
+            done = Done(str(path), state.config, state.budget, commits=state.data_commits)
             break
     if run.config:  # a run restored from a copy has none
         budget = None
         with contextlib.suppress(msgspec.ValidationError):  # a file that was edited by hand
             budget = msgspec.convert(run.last_launch("plan", "budget"), Budget | None)
-        done = Done(str(run.path / "config.yaml"), run.config, budget, done.commits)
+        file = str(run.path / "config.yaml")
+        done = Done(file, run.config, budget, run.finish, done.commits)
     # if the config has no precision, the launcher has set it
     for precision in (
         done.config.get("train.mixed_precision"),
@@ -138,7 +140,7 @@ def resolve(
     changes = differences(to_flat(asked), to_flat(config))
     return Context(
         config=config,
-        plan=plan,
+        plan=replace(plan, finish=done.finish),
         accelerator=accelerator,
         log=log,
         check_folder=check_folder,

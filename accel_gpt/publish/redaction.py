@@ -16,6 +16,7 @@ from accel_gpt.runs.folder import RunFolder
 CONFIG = ("seed", "data", "model", "train", "optim", "schedule", "eval")
 # keys of metrics.jsonl whose numbers are public; a source may stand behind the last slash
 METRIC = re.compile(r"(step|tokens|time|(train|data|perf|eval)/\w+)(/[\w.-]+)?")
+BEST = re.compile(rf"((min|max) )?{METRIC.pattern}")
 HOMES = ("home", "users")  # folders whose children are named for people
 
 
@@ -30,11 +31,14 @@ def public_name(path: str) -> str:
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the public options of a config, by dotted keys."""
-    return {
+    public = {
         key: public_value(config[key])
         for key in all_options(Config)
         if key in config and key.partition(".")[0] in CONFIG
     }
+    if BEST.fullmatch(str(config.get("eval.best"))):  # the name of a metric is no path
+        public["eval.best"] = config["eval.best"]
+    return public
 
 
 def public_value(value: Any) -> Any:

@@ -176,7 +176,7 @@ class Uploader:
         """
         if self.newest is None:
             return []
-        is_final = self.newest.step == RunFolder(self.run).max_steps
+        is_final = self.newest.step == RunFolder(self.run).end
         push_is_due = self.ending if is_final else self.hub.push == "every_checkpoint"
         return [
             target

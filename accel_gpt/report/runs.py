@@ -35,7 +35,7 @@ class NamedRun(RunFolder):
         """Return `running`, `stopped` or `finished`."""
         if self.running:
             return "running"
-        return "stopped" if self.max_steps and self.last_step < self.max_steps else "finished"
+        return "stopped" if self.end and self.last_step < self.end else "finished"
 
     @property
     def status(self) -> str:

@@ -25,8 +25,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from accel_gpt.config.experiment import EvalConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import leaves
+from accel_gpt.config.yardstick import parse_yardstick
 from accel_gpt.console import write_err
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.errors import (
@@ -216,10 +218,12 @@ def read_evaluated(path: Path) -> TrainState:
     state = read_state(path)
     if state.pending_record is None:
         return state
+    yardstick = parse_yardstick("eval.best", str(state.config.get("eval.best", EvalConfig.best)))
     for record in RunFolder(path.parent.parent).records():
         complete = state.pending_record.keys() <= record.keys()
-        if record["step"] == state.step and complete and "eval/val_loss" in record:
-            state.note_evaluation(number(record["eval/val_loss"]))
+        if record["step"] == state.step and complete and yardstick.metric in record:
+            metrics = {key: number(value) for key, value in record.items()}
+            state.note_evaluation(metrics, yardstick)
             published = number(record.get("time"))
             if published > state.seconds:  # the evaluation took time after the save
                 state.seconds = published

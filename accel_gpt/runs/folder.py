@@ -31,6 +31,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
+
+from accel_gpt.config.plan import Finish
 from accel_gpt.config.values import relocate, to_flat
 from accel_gpt.console import MACHINE_ERRORS
 from accel_gpt.errors import BusyError, UserError
@@ -126,6 +129,18 @@ class RunFolder:
         """Return the number of steps that the last launch planned; None if unknown."""
         steps = number(self.last_launch("plan", "max_steps"))
         return int(steps) if steps > 0 else None
+
+    @property
+    def finish(self) -> Finish | None:
+        """Return the end that a function of --code gave the run; None if none did."""
+        with contextlib.suppress(msgspec.ValidationError):  # a file that was edited by hand
+            return msgspec.convert(self.last_launch("plan", "finish"), Finish | None)
+        return None
+
+    @property
+    def end(self) -> int | None:
+        """Return the last step of the run; None if unknown."""
+        return self.finish.step if self.finish else self.max_steps
 
     @cached_property
     def in_use(self) -> bool:

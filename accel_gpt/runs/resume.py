@@ -205,7 +205,7 @@ def restore(
     )
     if not best_step_is_valid(path, saved, now):
         state.best_step = None
-        state.best_val_loss = None
+        state.best_value = None
     return state
 
 
@@ -220,6 +220,8 @@ def best_step_is_valid(path: Path, saved: TrainState, now: TrainState) -> bool:
         return False
     unnamed = now.config["checkpoint.keep_best"] and not run.best
     if unnamed and saved.best_step not in run.checkpoints:
+        return False
+    if saved.config.get("eval.best") != now.config["eval.best"]:
         return False
     changed = source_changes(vars(saved), vars(now)) | config_changes(saved.config, now.config)
     return not any(option_of(key).validation for key in changed)

@@ -4,7 +4,6 @@ The corpus and the step guard return their fields from `state_dict()` under the 
 load them in `load_state_dict()`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import msgspec
 
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.config.plan import Budget
+from accel_gpt.config.yardstick import Yardstick
 from accel_gpt.data.sources import TrainedSource
 from accel_gpt.json_files import Count, Size
 from accel_gpt.own_code import OwnCode
@@ -46,7 +46,7 @@ class TrainState:
     tokens: Count = 0
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of training in all launches
     val_loss: float | None = None  # of the last evaluation, in nats per token
-    best_val_loss: float | None = None
+    best_value: float | None = None  # of eval.best
     best_step: Count | None = None
     world_size: Size = 1
     # of the corpus
@@ -84,14 +84,14 @@ class TrainState:
         """Return the last step with a complete record: `step - 1` if an evaluation is due."""
         return self.step if self.pending_record is None else self.step - 1
 
-    def note_evaluation(self, val_loss: float) -> bool:
-        """Set the val loss of this step; return whether it is the lowest so far."""
+    def note_evaluation(self, record: Mapping[str, float], yardstick: Yardstick) -> bool:
+        """Set the val loss of this step; return whether the step is the best so far."""
+        value = yardstick.value(record)
         self.pending_record = None
-        self.val_loss = val_loss
-        best = math.inf if self.best_val_loss is None else self.best_val_loss
-        is_best = val_loss < best  # False for NaN
+        self.val_loss = record["eval/val_loss"]
+        is_best = yardstick.is_better(value, self.best_value)
         if is_best:
-            self.best_val_loss = val_loss
+            self.best_value = value
             self.best_step = self.step
         return is_best
 

@@ -46,6 +46,7 @@ FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
         "eval/val_bits_per_byte": "{:.4f} bits/byte",
     }
 )
+VAL_SET = "eval/val_loss/"  # begin of the keys of named val sets
 PANEL_ROWS = (
     (
         "train/loss",
@@ -246,6 +247,9 @@ class Display:
             if self.live:  # the panel shows the others
                 keys = [key for key in keys if key.startswith("eval/")]
             metrics = " | ".join(FORMS[key].format(record[key]) for key in keys)
+            for key in record:
+                if key.startswith(VAL_SET):
+                    metrics += f" | val {key.removeprefix(VAL_SET)} {record[key]:.4f}"
             for key in filter(is_benchmark, record):
                 metrics += f" | {key.removeprefix('eval/')} {record[key]:.4f}"
             left = format_clock(seconds_left)

@@ -81,7 +81,9 @@ def change_length(
     Returns False, and changes nothing, if the disk takes no record.
     """
     config = with_other_length(context.config, state.step, budget.steps)
-    plan = replace(make_plan(config, context.plan.world_size), budget=budget)
+    plan = replace(
+        make_plan(config, context.plan.world_size), budget=budget, finish=context.plan.finish
+    )
     if not on_main(lambda: reporter.record_length(config, plan, corpus)):
         return False
     before = to_flat(context.config)

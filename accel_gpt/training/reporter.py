@@ -210,7 +210,7 @@ class Reporter:
 
         if self.accelerator.is_main_process:
             self.write_or_warn(write)
-        if step == self.context.plan.max_steps:
+        if step == self.context.plan.end:
             self.log(printable(text))
 
     def finish(self) -> None:
@@ -259,12 +259,14 @@ def option_lines(options: Mapping[str, Any]) -> list[str]:
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """Return the last line of a launch: what it did, and the folder of the run."""
     spent = format_clock(state.seconds)
-    if signal_name or state.step < plan.max_steps:
+    if signal_name or state.step < plan.end:
         return (
             f"{signal_name or 'train.stop_at'}: saved at step {state.step:,} of "
             f"{plan.max_steps:,} after {spent}; launch again to continue"
         )
     loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
+    finished = f"finished by {config.own.name}: {plan.finish.why}\n" if plan.finish else ""
     return (
-        f"{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}: {config.out_dir}"
+        f"{finished}{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}: "
+        f"{config.out_dir}"
     )

@@ -12,6 +12,7 @@ import pytest
 
 from accel_gpt.cli import dispatch
 from accel_gpt.config.experiment import CheckpointConfig
+from accel_gpt.config.yardstick import Yardstick
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
@@ -207,10 +208,14 @@ def test_a_state_with_a_loss_that_is_no_number_is_json(tmp_path: Path) -> None:
     assert (again.step, again.val_loss, again.train_loss, again.config) == (3, None, None, config)
 
 
-def test_only_a_lower_number_is_better() -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_only_a_better_number_is_better(sign: int) -> None:
+    """`eval.best` is the lowest value, or the highest."""
+    yardstick = Yardstick("eval/mine", highest=sign < 0)
     state = TrainState(step=1)
-    assert state.note_evaluation(2.0)
-    for step, loss in ((2, 2.0), (3, float("nan")), (4, 2.5)):
+    assert state.note_evaluation({"eval/val_loss": 9.0, "eval/mine": sign * 2.0}, yardstick)
+    for step, value in ((2, 2.0), (3, float("nan")), (4, 2.5)):
         state.step = step
-        assert not state.note_evaluation(loss)
-    assert (state.best_step, state.best_val_loss) == (1, 2.0)
+        record = {"eval/val_loss": 1.0, "eval/mine": sign * value}
+        assert not state.note_evaluation(record, yardstick)
+    assert (state.best_step, state.best_value, state.val_loss) == (1, sign * 2.0, 1.0)

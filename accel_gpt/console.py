@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from accel_gpt.errors import AccelGPTError, MachineError, UserError, first_line
-from accel_gpt.launcher import SAFE_PATH, stop_signals
+from accel_gpt.launcher import SAFE_PATH, is_main, stop_signals
 from accel_gpt.own_code import place_in_own_code
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
@@ -84,6 +84,12 @@ def write_err(text: str) -> None:
     """Write a line to standard error, unless the terminal is gone or the disk of a log is full."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
+
+
+def print_line(text: str) -> None:
+    """Write a line to standard error on rank 0."""
+    if is_main():
+        write_err(text)
 
 
 # --------------------------------------------------------------------------- tables and numbers

@@ -189,7 +189,7 @@ def test_starting_from_the_weights_of_a_run(
     small_run: Arguments, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained()
-    short = ("--train.max_steps", "1", "--schedule.warmup_steps", "0", *QUIET)
+    short = ("--train.max_steps", "1", *QUIET)
     own = ("--out_dir", str(tmp_path / "tuned"), "--model.init_from", str(tmp_path / "run"))
     assert launch(small_run(*own, *short)) == 0
     first, last = records(tmp_path / "tuned")[0], records(tmp_path / "run")[-1]
@@ -243,14 +243,17 @@ def test_speed_counts_training_alone(
     assert now[0] == 12 + 1000 * (3 + 3 + 2)
 
 
-def test_missing_data_is_prepared_once(small_run: Arguments, tmp_path: Path) -> None:
+def test_a_run_of_one_step_prepares_missing_data_and_warms_up_in_no_step(
+    small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "own.txt"
     text.write_text(text_of(3000))
     made = ["--data.train", str(tmp_path / "own"), "--data.prepare.source", str(text)]
     made += ["--data.prepare.tokenizer", "chars"]
-    short = ("--train.max_steps", "1", "--schedule.warmup_steps", "0", *QUIET)
-    assert launch(small_run(*made, *short)) == 0
+    assert launch(small_run(*made, "--train.max_steps", "1", *QUIET)) == 0
     assert (tmp_path / "own" / "dataset.json").is_file()
+    told = "= 1 step, 0 of them warm-up (schedule.warmup_steps is 2)\n"
+    assert told in capsys.readouterr().err
 
 
 def test_a_tracker_is_checked_before_data_are_prepared(

@@ -18,6 +18,7 @@ from accel_gpt.commands.resolve import load_code, load_config, with_code
 from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
+from accel_gpt.console import print_line
 from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
 from accel_gpt.data.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.targets import TargetMask
 from accel_gpt.runs.checkpoint import check_code, read_state
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training.display import Progress, print_line
+from accel_gpt.training.display import Progress
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.hf_weights import exportable_preset
 from accel_gpt.transformers_io.load import load_found

@@ -24,6 +24,7 @@ class Comparison:
     baseline_diverged: Sequence[int]
     mean: float  # inf: no differences
     standard_error: float | None
+    smallest: float  # mean that would be clear with this deviation; inf: none, or no deviation
     log_bayes_factor: float
     verdict: str
 
@@ -62,6 +63,7 @@ def compare(
     differences = {seed: losses[seed] - baseline[seed] for seed in trained}
     n = len(differences)
     mean = statistics.fmean(differences.values()) if n else math.inf
+    deviation = statistics.stdev(differences.values()) if n > 1 else math.inf
     worse = len(diverged - baseline_diverged)
     better = len(baseline_diverged - diverged)
     from_losses = log_bayes_factor([*differences.values()])
@@ -85,7 +87,8 @@ def compare(
         diverged=sorted(diverged),
         baseline_diverged=sorted(baseline_diverged),
         mean=mean,
-        standard_error=statistics.stdev(differences.values()) / math.sqrt(n) if n > 1 else None,
+        standard_error=deviation / math.sqrt(n) if n > 1 else None,
+        smallest=smallest_difference(n, deviation, settings),
         log_bayes_factor=evidence,
         verdict=verdict,
     )
@@ -109,6 +112,32 @@ def log_bayes_factor(differences: Sequence[float]) -> float:
     explained = sum(differences) ** 2 / n
     rest = squares - (1 - share) * explained
     return (math.log(share) + n * math.log(squares / rest)) / 2
+
+
+def smallest_difference(seeds: int, deviation: float, settings: int) -> float:
+    """Return the smallest mean difference that gives a verdict; inf if none does.
+
+    `deviation`: standard deviation of the differences. `log_bayes_factor` of the sum of squares
+    around the mean, R = (seeds - 1) deviation^2, and of q = seeds mean^2 is solved for the mean:
+    (q + R) / (q share + R) >= factor.
+    """
+    if seeds < fewest_seeds(settings):
+        return math.inf
+    share = 1 / (1 + seeds * EFFECT_VARIANCE)
+    factor = ((settings / WRONG) ** 2 / share) ** (1 / seeds)
+    squares = (factor - 1) / (1 - factor * share) * (seeds - 1) * deviation**2
+    return math.sqrt(squares / seeds)
+
+
+def fewest_seeds(settings: int) -> int:
+    """Return with how many seeds a difference can give a verdict, if it is large enough.
+
+    The Bayes factor of equal differences is (1 + seeds x EFFECT_VARIANCE)^((seeds - 1) / 2).
+    """
+    seeds = FEWEST
+    while (1 + seeds * EFFECT_VARIANCE) ** ((seeds - 1) / 2) <= settings / WRONG:
+        seeds += 1
+    return seeds
 
 
 def log_sign_factor(worse: int, better: int) -> float:

@@ -3,7 +3,7 @@
 The trainer takes the config that comes out. In it, every key has a plain value.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,17 @@ from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import all_options
 from accel_gpt.config.parse import read_given
 from accel_gpt.config.values import build
-from accel_gpt.console import write_err
+from accel_gpt.console import print_line
 from accel_gpt.errors import require
-from accel_gpt.launcher import is_main
 from accel_gpt.own_code import OwnCode, load_own_code
 
 
-def load_config(argv: Sequence[str], prog: str) -> Config:
-    """Load the config of `CONFIG --section.key value ...`; see `read_given` and `complete`."""
-    return complete(read_given(argv, prog))
+def load_config(argv: Sequence[str], prog: str, tell: Callable[[str], None] = print_line) -> Config:
+    """Load the config of `CONFIG --section.key value ...`; see `read_given` and `complete`.
+
+    `tell` gets a line about keys of CONFIG that the options make useless.
+    """
+    return complete(read_given(argv, prog, tell))
 
 
 def complete(given: Mapping[str, Any]) -> Config:
@@ -52,8 +54,7 @@ def load_code(path: str | None) -> OwnCode:
     """Execute the file of --code, and print what is probably misspelled; None: no file."""
     own = load_own_code(path) if path is not None else OwnCode()
     for doubt in own.misspelled:
-        if is_main():
-            write_err(f"WARNING: {own.file}: {doubt}")
+        print_line(f"WARNING: {own.file}: {doubt}")
     return own
 
 

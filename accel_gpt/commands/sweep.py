@@ -14,7 +14,14 @@ from dataclasses import asdict, replace
 from torch import Tensor
 
 from accel_gpt.commands.options import SweepCommand
-from accel_gpt.commands.paired_comparison import Comparison, compare
+from accel_gpt.commands.paired_comparison import (
+    FEWEST,
+    WRONG,
+    Comparison,
+    compare,
+    fewest_seeds,
+    smallest_difference,
+)
 from accel_gpt.commands.series import Series, SeriesRun
 from accel_gpt.commands.sweep_settings import Grid, Setting
 from accel_gpt.config.compare import differences
@@ -164,6 +171,7 @@ class Sweep:
             if changed:
                 self.lines.append(f"{', '.join(changed)} differ: {effect}")
         self.lines += dict.fromkeys(map(self.verdict, ranked[1:]))
+        self.lines += self.rule()
         settings = [
             {
                 "name": setting.name,
@@ -206,6 +214,12 @@ class Sweep:
                 start = f"{name} is {found.verdict} than {baseline}"
             seeds = plural(len(found.differences), "seed")
             parts.append(f"{start}: {found.cell} in {self.unit} over {seeds}")
+            if not found.clear and not found.diverged and not found.baseline_diverged:
+                fewest = fewest_seeds(len(self.others))
+                if math.isfinite(found.smallest):
+                    parts.append(f"a difference counts from {found.smallest:.4f} on")
+                elif fewest > FEWEST:
+                    parts.append(f"a verdict takes at least {fewest} seeds")
         for one, diverged in {name: found.diverged, baseline: found.baseline_diverged}.items():
             if diverged:
                 seeds = ", ".join(map(str, diverged))
@@ -219,6 +233,24 @@ class Sweep:
         elif found.differences and time and abs(time - 1) > SAME_TIME:
             parts.append(f"equal tokens took {time:.2f} times as long")
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
+
+    def rule(self) -> list[str]:
+        """Return the line that says when a difference counts, if a setting has no verdict."""
+        found = [self.compare(setting) for setting in self.others]
+        seeds = max([len(one.differences) for one in found if not one.clear], default=0)
+        if not seeds:
+            return []
+        settings = len(self.others)
+        seeds = max(seeds, fewest_seeds(settings))
+        more = seeds + 2
+        # with this deviation, the standard error is 1
+        limit = smallest_difference(seeds, math.sqrt(seeds), settings)
+        limit_of_more = smallest_difference(more, math.sqrt(more), settings)
+        return [
+            f"A difference counts from {limit:.1f} standard errors on with {seeds} seeds, from "
+            f"{limit_of_more:.1f} with {more}: then at most {WRONG:.0%} of sweeps of equal "
+            "settings find one"
+        ]
 
 
 def final_loss(run: SeriesRun, metric: str) -> float | None:

@@ -11,6 +11,7 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder, read_options, read_values, resolve_config
 from accel_gpt.config.values import alternatives, check_key, to_flat
+from accel_gpt.console import write_err
 from accel_gpt.errors import require
 
 PROGRAM = "accel-gpt sweep"
@@ -54,13 +55,16 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         first = read_values(Config, str(resolve_config(configs[0])), [])
         out_dir = f"{first.get('out_dir', Config.out_dir)}_sweep"
     settings = []
+    told: dict[str, None] = {}  # several settings may tell the same
     for combination in itertools.product(*swept.values()):
         values = dict(zip(swept, combination, strict=True))
         words = [word_of(key, values[key], swept[key]) for key in several]
         arguments = [values.pop("config"), f"--out_dir={out_dir}", *common]
         arguments += [f"--{key}={value}" for key, value in values.items()]
-        config = load_config(arguments, PROGRAM)
+        config = load_config(arguments, PROGRAM, told.setdefault)
         settings.append(Setting(",".join(words), config))
+    for line in told:
+        write_err(line)
     names = [setting.name for setting in settings]
     require(
         len(set(names)) == len(names),

@@ -194,7 +194,7 @@ class ScheduleConfig(Section, prefix="schedule."):
     warmup_steps: int = option(
         0,
         "Number of steps in which the learning rate rises linearly from peak / warmup_steps to "
-        "its peak.",
+        "its peak. A shorter run warms up until its last step.",
         at_least=0,
         essential=True,
     )

@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -23,6 +23,7 @@ from accel_gpt.config.values import (
     EXTRA,
     NEAR,
     build,
+    changed_keys,
     check_key,
     check_utf8,
     convert,
@@ -49,11 +50,13 @@ KIND_NAMES: Mapping[Any, str] = MappingProxyType(
 )
 
 
-def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
+def read_given(
+    argv: Sequence[str], prog: str, tell: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Read the dotted keys that `CONFIG --section.key value ...` sets.
 
-    CONFIG is a YAML file or the name of a shipped one. Raises `UserError` for a missing file, an
-    unknown key, a wrong type or an invalid value.
+    CONFIG is a YAML file or the name of a shipped one. `tell`: see `merge`. Raises `UserError` for
+    a missing file, an unknown key, a wrong type or an invalid value.
     """
     words = list(argv)
     path = ""
@@ -65,13 +68,15 @@ def read_given(argv: Sequence[str], prog: str) -> dict[str, Any]:
         bool(path),
         "no config file given; expected a YAML file or a name such as quickstart as CONFIG",
     )
-    return read_values(Config, str(resolve_config(path)), words)
+    return read_values(Config, str(resolve_config(path)), words, tell)
 
 
-def read_values(cls: type, path: str, argv: Sequence[str]) -> dict[str, Any]:
+def read_values(
+    cls: type, path: str, argv: Sequence[str], tell: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Read the keys that the YAML file at `path` and the options in `argv` set."""
     layers = [read_layer(cls, path), read_options(cls, argv)]
-    return with_text_of_user(with_extra(merge(cls, layers)))
+    return with_text_of_user(with_extra(merge(cls, layers, tell)))
 
 
 def parse_command(cls: type[T], argv: Sequence[str], prog: str) -> T:
@@ -93,21 +98,28 @@ def parse_with_keys(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, li
 # --------------------------------------------------------------------------- layers
 
 
-def merge(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
+def merge(
+    cls: type, layers: Sequence[Layer], tell: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Return the keys of all `layers` of a `cls`; a later layer overrides an earlier one.
 
     A key that a layer sets to a value other than null also removes, from the layers before it, what
-    its option `replaces`, and what its value does not use.
+    its option `replaces`, and what its value does not use. `tell` gets a line for a value that
+    removes keys that differ from their defaults.
     """
     options = all_options(cls)
     merged: dict[str, Any] = {}
     for layer in layers:
         replaced: list[str] = []
+        changed = changed_keys(merged)
         for key, value in layer.items():
             if value is None or key not in options:
                 continue
-            replaced += options[key].replaces
-            replaced += unused_keys(cls, key, value)
+            unused = [*unused_keys(cls, key, value)]
+            replaced += [*options[key].replaces, *unused]
+            lost = [name for name in unused if name in changed]
+            if tell is not None and lost:
+                tell(f"{key} {typed(value)} does not use {', '.join(lost)}: left out")
         for name in replaced:
             for key in [key for key in merged if key == name or key.startswith(f"{name}.")]:
                 del merged[key]

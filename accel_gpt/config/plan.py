@@ -154,16 +154,22 @@ class Plan:
         end = position + self.sequences_per_step
         return range(start, end, self.micro_batch_size * self.world_size)
 
-    def describe(self) -> str:
-        """Format the arithmetic of batch and length, for the first lines of the run."""
+    def describe(self, asked_warmup_steps: int) -> str:
+        """Format the arithmetic of batch and length, for the first lines of the run.
+
+        `asked_warmup_steps`: see `schedule.warmup_steps`; told if the run is too short for them.
+        """
         batch = plural(self.micro_batch_size, "sequence")
         micro = plural(self.accumulation_steps, "micro-step")
         processes = plural(self.world_size, "process", "processes")
+        cut = ""
+        if self.warmup_steps < asked_warmup_steps:
+            cut = f" (schedule.warmup_steps is {asked_warmup_steps:,})"
         return (
             f"{self.tokens_per_step:,} tokens per step = {batch} x {self.block_size:,} tokens "
             f"x {micro} x {processes}\n"
             f"{self.max_steps * self.tokens_per_step:,} tokens in total = "
-            f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up"
+            f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up{cut}"
         )
 
 
@@ -173,17 +179,15 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
-    """Derive the plan; raises `UserError` if options contradict each other."""
+    """Derive the plan; raises `UserError` if options contradict each other.
+
+    The warm-up takes at most the run, and leaves a decay one step.
+    """
     train = config.train
     schedule = config.schedule
     max_steps = reference_steps(config)
-    warmup = schedule.warmup_steps
-    if schedule.name != "constant":
-        require(
-            warmup < max_steps,
-            f"the warm-up takes {plural(warmup, 'step')} but the run has only {max_steps:,}; "
-            "reduce schedule.warmup_steps or make the run longer",
-        )
+    longest_warmup = max_steps if schedule.name == "constant" else max_steps - 1
+    warmup = min(schedule.warmup_steps, longest_warmup)
     share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
     decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     return Plan(
@@ -226,13 +230,8 @@ def shorten(config: Config, steps: int) -> Config:
 
     The run generates no samples, and neither uploads nor copies its checkpoints.
     """
-    schedule = config.schedule
-    warmup = schedule.warmup_steps
-    if schedule.name != "constant":
-        warmup = min(warmup, steps - 1)
     return replace(
         config,
-        schedule=replace(schedule, warmup_steps=warmup),
         train=replace(config.train, max_steps=steps, max_tokens=None, budget=None, stop_at=None),
         sample=replace(config.sample, every=0),
         log=LogConfig(every=1, trackers=()),

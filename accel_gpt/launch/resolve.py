@@ -24,6 +24,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Budget, Costs, Finish, Plan, make_plan, plural, with_size
 from accel_gpt.config.values import to_flat
+from accel_gpt.console import print_line
 from accel_gpt.data.remote import is_repository
 from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, UserError
@@ -44,7 +45,6 @@ from accel_gpt.launcher import PRECISIONS, world_size
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.training.display import print_line
 
 # measures what the parts of a run with a `train.budget` of so many seconds take, on this rank
 Rehearse = Callable[[Config, Plan, Accelerator, Callable[[LanguageModel], None], float], Costs]

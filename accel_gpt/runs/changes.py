@@ -158,7 +158,7 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     before = replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
     try:
         plan_before = make_plan(before, world_size())
-    except UserError:  # the old length does not fit the schedule of `config`, or is unknown
+    except UserError:  # the old length is unknown
         return ()
     for step in range(saved.step):
         if fraction_at(step, config, plan) != fraction_at(step, before, plan_before):

@@ -27,7 +27,6 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from accel_gpt.console import format_clock, write_err
-from accel_gpt.launcher import is_main
 from accel_gpt.runs.folder import is_benchmark
 
 FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
@@ -83,12 +82,6 @@ def show_cursor() -> None:
     """Show the terminal's cursor again, before the process ends without cleaning up."""
     if sys.__stderr__ and sys.__stderr__.isatty():
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
-
-
-def print_line(text: str) -> None:
-    """Print a line on rank 0, before the run has its `Display`."""
-    if is_main():
-        write_err(text)
 
 
 class LiveScreen(Live):

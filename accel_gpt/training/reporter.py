@@ -130,6 +130,7 @@ class Reporter:
         precision = machine["mixed_precision"]
         threads = plural(machine["threads_per_process"], "thread")
         model = self.context.config.model.preset if own.model is None else own.name
+        plan = self.context.plan.describe(self.context.config.schedule.warmup_steps)
         lines = [
             f"run      {self.context.config.out_dir}",
             *option_lines(to_flat(self.context.config)),
@@ -137,7 +138,7 @@ class Reporter:
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
             *corpus.lines(self.context.plan),
-            *(f"plan     {line}" for line in self.context.plan.describe().splitlines()),
+            *(f"plan     {line}" for line in plan.splitlines()),
             f"device   {machine['processes']} x {machine['device']}, "
             f"precision {'fp32' if precision == 'no' else precision}, {threads}",
         ]

@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from accel_gpt.commands.paired_comparison import EFFECT_VARIANCE, WRONG, compare, log_bayes_factor
+from accel_gpt.commands.paired_comparison import (
+    EFFECT_VARIANCE,
+    WRONG,
+    compare,
+    fewest_seeds,
+    log_bayes_factor,
+    smallest_difference,
+)
 
 BASELINE = dict.fromkeys(range(1, 21), 5.0)
 
@@ -53,6 +60,28 @@ def test_the_bayes_factor_is_that_of_an_integral(n: int, mean: float) -> None:
     with_effect = (likelihood(effects).sum(0) * prior).sum() / prior.sum()
     without = likelihood(np.zeros(1)).sum()
     assert log_bayes_factor(x.tolist()) == pytest.approx(math.log(with_effect / without), abs=1e-3)
+
+
+@pytest.mark.parametrize("settings", [1, 2, 4, 9])
+def test_the_smallest_difference_that_counts_is_where_the_bayes_factor_passes_its_bound(
+    settings: int,
+) -> None:
+    bound = math.log(settings / WRONG)
+    fewest = fewest_seeds(settings)
+    for n in range(1, 21):
+        noise = np.random.default_rng(n).standard_normal(n)
+        noise -= noise.mean()
+        deviation = float(noise.std(ddof=1)) if n > 1 else math.inf
+        smallest = smallest_difference(n, deviation, settings)
+        if n < fewest:
+            assert smallest == math.inf
+            assert log_bayes_factor((noise + 1e6).tolist()) < bound
+            continue
+        for sign in (-1, 1):
+            assert log_bayes_factor((noise + 0.9999 * sign * smallest).tolist()) < bound
+            assert log_bayes_factor((noise + 1.0001 * sign * smallest).tolist()) > bound
+        losses = {seed: 5.0 + one for seed, one in enumerate(noise.tolist(), start=1)}
+        assert compare(losses, BASELINE, settings).smallest == pytest.approx(smallest)
 
 
 @pytest.mark.parametrize("mean", [-1e-4, 0.0, 1e-4])

@@ -135,9 +135,22 @@ def test_equal_settings_use_all_seeds_and_added_ones_keep_the_runs_that_exist(
     assert made("--optim.lr", "1e-3,2e-3", "--seed", "1") == 0
     capsys.readouterr()
     assert made("--optim.lr", "1e-3,2e-3", FIVE) == 0
-    (line,) = verdicts(capsys)
+    line, rule = verdicts(capsys)
     assert line.startswith("no difference that 5 seeds could show between optim.lr=2e-3 and ")
+    found = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    comparison = found["settings"][1]["comparison"]
+    smallest = comparison["smallest"]
+    assert smallest == pytest.approx(5.385 * comparison["standard_error"], rel=1e-3)
+    assert line.endswith(f" in val loss over 5 seeds; a difference counts from {smallest:.4f} on")
+    assert rule == (
+        "A difference counts from 5.4 standard errors on with 5 seeds, from 4.6 with 7: then at "
+        "most 5% of sweeps of equal settings find one"
+    )
+    assert found["lines"] == [line, rule]
     assert made("--optim.lr", "1e-3,2e-3,3e-3", "--seed", "1") == 0
+    *lines, rule = verdicts(capsys)
+    assert all(line.endswith("over 1 seed; a verdict takes at least 4 seeds") for line in lines)
+    assert rule.startswith("A difference counts from 8.7 standard errors on with 4 seeds, ")
     assert len(Trained.launched) == len(set(Trained.launched)) == 11
     before = (tmp_path / "sweep/sweep.json").read_bytes()
     assert made("--optim.lr", "1e-3,2e-3,3e-3", "--seed", "1") == 0
@@ -171,6 +184,16 @@ def test_a_setting_that_always_diverges_needs_three_seeds(
         assert f"optim.lr={lr},seed=6" not in Trained.launched
 
 
+def test_a_setting_that_diverged_is_not_told_which_difference_counts(
+    made: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lower loss would give no verdict, since the setting diverged more often."""
+    assert made("--model.n_layer", "2,9", "--seed=1,2,4,6") == 0
+    line, rule = verdicts(capsys)
+    assert re.search(r"over 3 seeds; model\.n_layer=9 diverged with 1 of 4 seeds: 1;", line)
+    assert rule.startswith("A difference counts from ")
+
+
 def test_a_run_that_fails_for_another_reason_is_no_verdict(
     made: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,8 +221,8 @@ def test_two_configs_of_different_tokenizers_are_compared_in_bits_per_byte(
         "data.train differ: bits per byte are compared",
         "model.block_size differ: other sequences are evaluated",
     ]
-    assert f" between {other} and {config}: " in lines[-1]
-    assert " in bits per byte over 3 seeds" in lines[-1]
+    assert f" between {other} and {config}: " in lines[2]
+    assert " in bits per byte over 3 seeds" in lines[2]
     assert len([path for path in (tmp_path / "sweep").glob("*seed=1*") if path.is_dir()]) == 2
 
 

@@ -185,6 +185,38 @@ def test_an_option_replaces_options_of_the_layers_before_it() -> None:
         assert {*one.replaces} <= {*leaves(Config), *sections(Config)}, key
 
 
+MUON = """
+model: {position: rope, rope_factor: 2}
+optim: {name: muon, lr: 1e-2, muon_lr: 2e-2, muon_momentum: 0.95, muon_cautious_decay: true}
+schedule: {name: cosine, min_lr: 1e-4}
+train: {max_steps: 9, micro_batch_size: 8}
+"""
+
+
+def test_keys_of_the_file_that_a_value_does_not_use_are_told_once_on_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key with its default is not told."""
+    path = tmp_path / "muon.yaml"
+    path.write_text(MUON)
+    told = {
+        "optim.name": "optim.name adamw does not use optim.muon_lr, optim.muon_cautious_decay",
+        "model.position": "model.position learned does not use model.rope_factor",
+        "schedule.name": "schedule.name constant does not use schedule.min_lr",
+    }
+    values = {key: text.split()[1] for key, text in told.items()}
+    load(str(path), *(f"--{key}={value}" for key, value in values.items()))
+    assert capsys.readouterr().err.splitlines() == [f"{text}: left out" for text in told.values()]
+    read_grid([str(path)], ["--optim.name=muon,adamw", "--optim.lr=1e-2,2e-2,3e-2"])
+    assert capsys.readouterr().err == f"{told['optim.name']}: left out\n"
+    load(str(path), "--optim.name", "muon", "--optim.muon_lr", "0.1")
+    with pytest.raises(SystemExit):
+        load(str(path), "--optim.name=adamw", "--help")
+    monkeypatch.setenv("RANK", "1")
+    load(str(path), "--optim.name=adamw")
+    assert capsys.readouterr().err == ""
+
+
 IMPORTED = """
 import sys
 from accel_gpt import cli, console

@@ -11,6 +11,7 @@ from accel_gpt.config.experiment import Config, ScheduleConfig, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
+from accel_gpt.optim.schedule import lr_fraction
 
 
 def config(schedule: ScheduleConfig | None = None, block_size: int = 1024, **train: Any) -> Config:
@@ -47,6 +48,23 @@ def test_tokens_become_steps_rounded_up() -> None:
     tokens = replace(asked, train=replace(asked.train, max_steps=None, max_tokens=100_000))
     plan = make_plan(tokens, world_size=1)
     assert (plan.max_steps, plan.warmup_steps, plan.decay_steps) == (25, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_steps", "warmup", "decay"),
+    [("wsd", 2, 1, 1), ("cosine", 1, 0, 1), ("linear", 11, 10, 1), ("constant", 2, 2, 1)],
+)
+def test_a_warm_up_is_at_most_the_run_and_a_cut_one_is_told(
+    name: str, max_steps: int, warmup: int, decay: int
+) -> None:
+    schedule = ScheduleConfig(name=name, warmup_steps=10)  # type: ignore[arg-type]  # a Literal
+    plan = make_plan(config(schedule, max_steps=max_steps, micro_batch_size=8), 1)
+    assert (plan.warmup_steps, plan.decay_steps) == (warmup, decay)
+    told = plan.describe(schedule.warmup_steps).splitlines()[1]
+    cut = "" if warmup == 10 else " (schedule.warmup_steps is 10)"
+    assert told.endswith(f", {warmup} of them warm-up{cut}")
+    rates = [lr_fraction(step, name, plan, 0.0) for step in range(max_steps)]
+    assert max(rates) == 1
 
 
 def test_the_fall_may_be_a_share_of_the_run() -> None:

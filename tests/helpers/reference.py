@@ -63,6 +63,7 @@ def keys_page() -> Iterator[str]:
         ```
 
         To set a key on the command line, write `--train.max_steps 1000`. It overrides the file.
+        If its value does not use some keys of the file, they are left out, and a line names them.
         In a path, a leading `~` is your home folder.
 
         | command | prints |

@@ -12,11 +12,11 @@ import torch
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import all_options
-from accel_gpt.config.plan import make_plan
-from accel_gpt.config.values import leaves, to_flat, to_yaml
+from accel_gpt.config.plan import LENGTH_KEYS, make_plan
+from accel_gpt.config.values import build, leaves, to_flat, to_yaml
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError
 from accel_gpt.optim.schedule import lr_fraction
-from accel_gpt.runs.changes import check_same_config, check_same_run
+from accel_gpt.runs.changes import check_same_config, check_same_run, length_keys
 from accel_gpt.runs.folder import checkpoint_steps
 from accel_gpt.runs.resume import best_step_is_valid, describe_load_error
 from accel_gpt.runs.state import TrainState
@@ -209,6 +209,24 @@ def test_a_longer_run_needs_no_permission_where_no_step_changes(
     assert launch(small_run(*cosine, "4")) == 0
     assert launch(small_run(*cosine, "6")) == 2
     assert "--checkpoint.allow_change train.max_steps\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "allowed"), [(2, ()), (4, LENGTH_KEYS)])
+def test_another_length_needs_permission_where_it_cut_the_warm_up(
+    steps: int, allowed: tuple[str, ...]
+) -> None:
+    """No run has lowered its rate yet, so that the warm-up alone decides."""
+    config = build(
+        Config,
+        {
+            "train.max_steps": 100,
+            "train.micro_batch_size": 8,
+            "schedule.name": "wsd",
+            "schedule.warmup_steps": 3,
+        },
+    )
+    saved = TrainState(step=steps, config={"train.max_steps": steps})
+    assert length_keys(config, saved) == allowed
 
 
 def test_a_path_to_resume_from_is_used_by_a_run_without_checkpoints_alone(

@@ -33,6 +33,7 @@ from accel_gpt.config.parse import (
     resolve_config,
 )
 from accel_gpt.config.values import build, check_utf8
+from accel_gpt.config.yardstick import parse_yardstick
 from accel_gpt.errors import require
 
 
@@ -473,12 +474,30 @@ class SweepCommand(Command):
         positional=True,
         path=True,
     )
+    metric: str | None = option(
+        None,
+        "Metric of the last step to compare, such as eval/val_loss/NAME or a metric of --code. "
+        "null: eval.best, which is the val loss unless you set it.",
+    )
+    goal: Literal["min", "max"] | None = option(
+        None,
+        "Whether a low or a high value of the metric is better. null: what is known of losses and "
+        "HellaSwag.",
+    )
     grid: Grid = internal(None)
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
         """Parse the options and the settings to compare."""
         options, keys = parse_with_keys(cls, argv, f"accel-gpt {cls.name}")
+        if options.metric is not None:
+            best = f"{options.goal or ''} {options.metric}".strip()
+            parse_yardstick("--metric", best)
+            keys.append(f"--eval.best={best}")
+        require(
+            options.goal is None or options.metric is not None,
+            f"--goal is {options.goal}, but --metric is missing",
+        )
         return replace(options, grid=read_grid(options.config, keys))
 
 

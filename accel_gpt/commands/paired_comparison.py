@@ -50,11 +50,15 @@ class Comparison:
 
 
 def compare(
-    losses: Mapping[int, float], baseline: Mapping[int, float], settings: int
+    losses: Mapping[int, float],
+    baseline: Mapping[int, float],
+    settings: int,
+    highest: bool = False,
 ) -> Comparison:
     """Compare losses by seed, inf if the run diverged; `settings`: number that the sweep compares.
 
-    With each setting, the verdict takes a Bayes factor of `settings` / WRONG.
+    `highest`: compare another metric, of which the highest value is the best. With each setting,
+    the verdict takes a Bayes factor of `settings` / WRONG.
     """
     seeds = [seed for seed in losses if seed in baseline]
     diverged = {seed for seed in seeds if math.isinf(losses[seed])}
@@ -71,7 +75,7 @@ def compare(
     evidence = from_losses + from_divergence
     effects = set()  # -1: better, 1: worse
     if from_losses > 0:
-        effects.add(math.copysign(1, mean))
+        effects.add(math.copysign(1, -mean if highest else mean))
     if worse != better:  # one such seed is no evidence, but a reason to call nothing better
         effects.add(math.copysign(1, worse - better))
     verdict = f"no difference that {len(seeds)} seeds could show"

@@ -10,6 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ TEXT = ("data.train", "data.val", "data.tokenizer", "data.prepare.")  # change t
 EVALUATED = ("eval.tokens", "model.block_size", "data.document_mask")  # change what is evaluated
 CHECKED_SEQUENCES = 64  # of the val split, whose targets are compared; assumption
 SAME_TIME = 0.05  # relative difference of two times that a verdict does not mention; assumption
+UNITS = MappingProxyType({"val_loss": "val loss", "val_bits_per_byte": "bits per byte"})
 NOTES = ((TEXT, "bits per byte are compared"), (EVALUATED, "other sequences are evaluated"))
 
 
@@ -72,8 +74,11 @@ class Sweep:
         self.folder = grid.folder
         self.seeds = grid.seeds
         self.baseline, *self.others = grid.settings
-        self.metric = "val_bits_per_byte" if self.changed(TEXT, *self.others) else "val_loss"
-        self.unit = "bits per byte" if self.metric == "val_bits_per_byte" else "val loss"
+        self.yardstick = self.baseline.config.eval.yardstick
+        self.metric = self.yardstick.metric.removeprefix("eval/")
+        if self.metric == "val_loss" and self.changed(TEXT, *self.others):
+            self.metric = "val_bits_per_byte"
+        self.unit = UNITS.get(self.metric, self.metric)
         self.losses: defaultdict[str, dict[int, float]] = defaultdict(dict)  # inf: diverged
         self.steps: defaultdict[str, list[int]] = defaultdict(list)  # of a run
         self.times: defaultdict[str, list[float]] = defaultdict(list)  # of a step, in seconds
@@ -157,13 +162,20 @@ class Sweep:
     def compare(self, setting: Setting) -> Comparison:
         """Compare the losses of a setting with the baseline's."""
         baseline = self.losses[self.baseline.name]
-        return compare(self.losses[setting.name], baseline, settings=len(self.others))
+        return compare(
+            losses=self.losses[setting.name],
+            baseline=baseline,
+            settings=len(self.others),
+            highest=self.yardstick.highest,
+        )
 
     # ----------------------------------------------------------------------- the result
 
     def write(self) -> None:
         """Write sweep.json, and print the table and a verdict on each setting."""
-        ranked = [self.baseline, *sorted(self.others, key=lambda one: self.compare(one).mean)]
+        sign = -1 if self.yardstick.highest else 1
+        ranked = sorted(self.others, key=lambda one: sign * self.compare(one).mean)
+        ranked.insert(0, self.baseline)
         columns = ["setting", self.unit, "difference", "tokens", "time", "seeds"]
         rows = [columns, *map(self.row, ranked)]
         for keys, effect in NOTES:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import fitting_sizes, make_plan, with_size
+from accel_gpt.console import print_line
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import require
 from accel_gpt.launch.accelerator import build_optimizer, set_up_model
@@ -20,7 +21,6 @@ from accel_gpt.launch.context import Context
 from accel_gpt.launch.ranks import all_gather
 from accel_gpt.launch.unsupported import REPLICATED
 from accel_gpt.model.make import make_model
-from accel_gpt.training.display import print_line
 from accel_gpt.training.losses import make_loss
 
 CUDA_SHARE = 0.94  # of the device; the rest is for NCCL and fragmentation; assumption

@@ -1,9 +1,12 @@
 """`--code FILE`: what is wrong in the file is one sentence with its place, and costs no step."""
 
+import contextlib
 import json
+import shutil
 from collections.abc import Sequence
 from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +14,16 @@ from accelerate import Accelerator
 from torch import nn
 
 import accel_gpt
+from accel_gpt import train as train_module
 from accel_gpt.commands import sweep
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.commands.series import SeriesRun
+from accel_gpt.config.plan import Finish
 from accel_gpt.errors import UserError
 from accel_gpt.launch import auto_batch
 from accel_gpt.launch import compile as compilation
+from accel_gpt.runs.checkpoint import read_state
+from accel_gpt.runs.folder import RunFolder
 from tests.conftest import QUIET, launch, small_config
 from tests.test_golden import call
 from tests.test_train import records
@@ -126,6 +133,18 @@ BAD: dict[str, tuple[str, str]] = {
     "an optimizer that lacks parameters": (
         f"{SGD}[p for p in model.parameters() if p.ndim > 1], lr=0.1)\n",
         "the optimizer of my.py, line 2: optimizer() lacks blocks.0.norm_1.weight, which would",
+    ),
+    "evaluated weights of another shape": (
+        "def evaluated(model):\n    return {'wpe.weight': model.wpe.weight[:3]}\n",
+        "my.py, line 1: evaluated(): wpe.weight returned Tensor of shape (3, 32); return a Tensor",
+    ),
+    "evaluated weights of another name": (
+        "def evaluated(model):\n    return {'wpe.weights': model.wpe.weight}\n",
+        "evaluated() returned wpe.weights, which is no weight; did you mean wpe.weight or",
+    ),
+    "evaluated weights that are none": (
+        "def evaluated(model):\n    pass\n",
+        "my.py, line 1: evaluated() returned NoneType; return {name: tensor}",
     ),
     "an optimizer that keeps an object": (
         step("self.state[self.param_groups[0]['params'][0]]['x'] = object()"),
@@ -447,3 +466,193 @@ def test_an_own_model_and_loss_compile_without_a_graph_break(
     assert train(*ADAMW, "--train.compile", "true", "--out_dir", "second") == 2
     line = RAISES["Own.forward"].splitlines().index("        raise KeyError('gone')") + 1
     assert problems(capfd) == [f"error: my.py, line {line}, in Own.forward: KeyError: 'gone'"]
+
+
+# --------------------------------------------------------------------------- arguments by name
+
+NAMES = """
+import json
+def _note(name, **values):
+    with open("called", "a") as file:
+        file.write(json.dumps({"name": name, **values}) + "\\n")
+def lr(plan, step):
+    return 1.0 / (step + plan.max_steps)
+def loss(config, targets, step, model, plan, tokens):
+    _note("loss", step=step, lr=config.optim.lr, steps=plan.max_steps)
+    return model(tokens, targets)
+def targets(config, targets):
+    _note("targets", lr=config.optim.lr)
+    return targets
+def metrics(batch, step):
+    _note("metrics", step=step, shape=batch.tokens.shape, next=batch.targets.shape)
+    return {}
+def evaluated(optimizer, model, **others):
+    _note("evaluated", step=others["step"], kind=type(optimizer).__name__)
+    return {}
+def evaluate(config, run):
+    return {"eval/lr": config.optim.lr}
+def after_evaluation(step, *, record, plan):
+    _note("after", step=step, loss=record["eval/val_loss"], steps=plan.max_steps)
+"""
+
+
+def test_a_function_gets_what_its_parameters_name(folder: Path) -> None:
+    (folder / "my.py").write_text(NAMES)
+    assert train(*EVALUATED, "--train.micro_batch_size", "4", steps=4) == 0
+    called: dict[str, list[dict[str, Any]]] = {}
+    for line in (folder / "called").read_text().splitlines():
+        values = json.loads(line)
+        called.setdefault(values.pop("name"), []).append(values)
+    at_step = [values for values in called["loss"] if values["step"]]  # step 0 is checked, too
+    assert at_step == [{"step": n, "lr": 1e-2, "steps": 4} for n in (1, 1, 2, 2, 3, 3)]
+    shape = [4, 32]  # of a micro-batch
+    expected = [{"step": n, "shape": shape, "next": shape} for n in (1, 2, 3, 4)]
+    assert called["metrics"] == expected
+    assert {values["lr"] for values in called["targets"]} == {1e-2}
+    assert {values["kind"] for values in called["evaluated"]} == {"GuardedAdamW"}
+    losses = [record for record in records(folder / "run") if "eval/val_loss" in record]
+    assert called["after"] == [
+        {"step": n, "loss": record["eval/val_loss"], "steps": 4}
+        for n, record in zip((2, 4), losses, strict=True)
+    ]
+    assert [record["eval/lr"] for record in losses] == [1e-2, 1e-2]
+    rates = [record["train/lr"] for record in records(folder / "run")]
+    assert rates == pytest.approx([1e-2 / n for n in (4, 5, 6, 7)])
+
+
+# --------------------------------------------------------------------------- an end for good
+
+FINISHES = {
+    "metrics": "def metrics(run, step):\n    if step == 5:\n        run.finish('enough')\n"
+    "    return {}\n",
+    "after_evaluation": "def after_evaluation(run, record, step):\n    if step == 6:\n"
+    "        run.finish('enough')\n",
+}
+
+
+@pytest.mark.parametrize("where", FINISHES)
+def test_a_run_that_is_finished_ends_for_good(
+    where: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my.py").write_text(FINISHES[where])
+    end = 5 if where == "metrics" else 6
+    options = ("--eval.every", "3", "--sample.every", "100", "--sample.max_new_tokens", "2")
+    options += ("--checkpoint.every", "2")
+    said = f"finished by my.py: enough\n{end} steps, "
+    for _ in range(2):  # the same command says so and ends
+        assert train(*options, steps=20) == 0
+        assert said in capfd.readouterr().err
+    run = folder / "run"
+    assert RunFolder(run).finish == Finish(end, "enough")
+    assert RunFolder(run).end == end
+    assert saved(folder)[-1] == end
+    assert [record["step"] for record in records(run)] == [*range(1, end + 1)]
+    assert "eval/val_loss" in records(run)[-1]
+    assert (run / "samples" / f"step_{end:08d}.txt").exists()
+    whole = (run / "metrics.jsonl").read_text()
+    # killed before the last save, or before the last evaluation
+    shutil.rmtree(run / "checkpoints" / f"step_{end:08d}")
+    assert train(*options, steps=20) == 0
+    assert saved(folder)[-1] == end
+    assert [*map(without_clock, whole.splitlines())] == [
+        *map(without_clock, (run / "metrics.jsonl").read_text().splitlines())
+    ]
+
+
+def without_clock(line: str) -> dict[str, Any]:
+    record = json.loads(line)
+    return {k: v for k, v in record.items() if k != "time" and not k.startswith("perf/")}
+
+
+def test_a_run_that_is_killed_before_its_end_is_recorded_ends_at_the_same_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """after_evaluation is called again, since the evaluation is published after it."""
+    (folder / "my.py").write_text(FINISHES["after_evaluation"])
+
+    def killed(run: train_module.Training) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "is_finished", killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            train("--eval.every", "6", "--checkpoint.every", "2", steps=20)
+    assert RunFolder(folder / "run").finish is None
+    assert train("--eval.every", "6", "--checkpoint.every", "2", steps=20) == 0
+    assert RunFolder(folder / "run").finish == Finish(6, "enough")
+    assert [record["step"] for record in records(folder / "run")] == [*range(1, 7)]
+
+
+# --------------------------------------------------------------------------- a yardstick
+
+BUMP = "def evaluate(run):\n    return {'eval/bump': BUMP.pop(0)}\nBUMP = [1.0, 3.0, 2.0, 3.0]\n"
+
+
+def test_the_best_checkpoint_is_that_of_eval_best(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my.py").write_text(BUMP)
+    best = ("--eval.best", "max eval/bump", "--checkpoint.keep_best", "true")
+    assert train(*EVALUATED, *best, "--checkpoint.keep_last", "1", steps=8) == 0
+    assert RunFolder(folder / "run").best == "4"
+    assert saved(folder) == [4, 8]
+    capfd.readouterr()
+    (folder / "my.py").write_text(RATE)
+    for value, problem in (
+        ("eval/bump", "eval.best is eval/bump; expected min eval/bump or max eval/bump"),
+        ("max eval/bump", "no evaluation has the metric eval/bump; expected one of eval/val_loss"),
+        ("min eval/val_los", "has the metric eval/val_los; did you mean eval/val_loss"),
+        ("val_loss", "eval.best is 'val_loss'; expected a metric such as eval/val_loss"),
+    ):
+        assert train("--eval.best", value, "--out_dir", "other") == 2
+        (error,) = problems(capfd)
+        assert problem in error
+
+
+def test_another_yardstick_forgets_the_best(folder: Path) -> None:
+    (folder / "my.py").write_text(RATE)
+    best = ("--checkpoint.keep_best", "true", "--checkpoint.keep_last", "9")
+    assert train(*EVALUATED, *best, "--train.stop_at", "4", steps=8) == 0
+    state = read_state(folder / "run/checkpoints/step_00000004")
+    assert state.best_value == state.val_loss
+    other = ("--eval.best", "eval/train_loss")
+    assert train(*EVALUATED, *best, *other, steps=8) == 0
+    state = read_state(folder / "run/checkpoints/step_00000008")  # before its evaluation
+    assert state.best_value == records(folder / "run")[5]["eval/train_loss"]
+
+
+# --------------------------------------------------------------------------- exported
+
+
+def test_what_exported_returns_is_compared_with_the_model(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Good and bad ones are made from the same model: a GPT whose head is scaled."""
+    model = GPT.replace("    gpt = GPT(", "    gpt = Scaled(").replace(
+        "def model(",
+        "class Scaled(GPT):\n    def forward(self, tokens, targets=None, **options):\n"
+        "        return super().forward(tokens, targets, **options)\ndef model(",
+    )
+    model += "    return gpt\n"
+    plain = (
+        "def exported(model, config):\n    gpt = GPT(config, model.vocab_size)\n"
+        "    gpt.load_state_dict(model.state_dict())\n    return gpt\n"
+    )
+    (folder / "my.py").write_text(model)
+    assert train() == 0
+    for source, problem in (
+        ("", "run has the model() of my.py, which neither transformers nor llama.cpp has; define"),
+        ("def exported(model):\n    return model\n", "exported() returned Scaled; return a GPT of"),
+        (plain.replace("    gpt.load", "    0 and gpt.load"), "whose logits differ from those of"),
+        ("def exported(config):\n    return GPT(config, 64)\n", "with another vocab_size"),
+    ):
+        (folder / "my.py").write_text(model + source)
+        assert call("export", "run", "--to", "out", "--code", "my.py") == 2
+        error = capfd.readouterr().err.splitlines()[-1]
+        assert problem in error, error
+        assert not (folder / "out").exists()
+    (folder / "my.py").write_text(model + plain)
+    assert call("export", "run", "--to", "out") == 2  # the run was trained without exported()
+    capfd.readouterr()
+    assert call("export", "run", "--to", "out", "--code", "my.py") == 0
+    assert "opened by transformers" in capfd.readouterr().out

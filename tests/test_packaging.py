@@ -64,8 +64,8 @@ def test_every_imported_package_is_declared() -> None:
             modules.add((node.module or "").partition(".")[0])
     others = modules - set(sys.stdlib_module_names) - {"accel_gpt"}
     assert {"torch", "yaml", "pyarrow"} <= others
-    known = {"mlflow": ["mlflow-skinny"], **packages_distributions()}  # not in the extra dev
-    declared = set(requirements("gguf", "lm-eval", "mlflow", "notebook", "trackio", "wandb"))
+    known = packages_distributions()
+    declared = set(requirements("gguf", "lm-eval", "notebook", "trackio", "wandb"))
     missing = {m for m in others if not {normal(d) for d in known.get(m, [m])} & declared}
     assert not missing
 

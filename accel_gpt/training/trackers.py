@@ -35,18 +35,13 @@ class Held:
 
     names: dict[int, set[str]] = field(default_factory=dict)  # of values, by step
     before: int = 0  # it holds all values of the steps before this one
-    takes_text: bool = True
 
     def missing(self, values: Mapping[str, float | str], step: int) -> Values:
-        """Return the values of a step that the tracker does not hold and takes."""
+        """Return the values of a step that the tracker does not hold."""
         if step < self.before:
             return {}
         names = self.names.get(step, set())
-        return {
-            name: value
-            for name, value in values.items()
-            if name not in names and (self.takes_text or not isinstance(value, str))
-        }
+        return {name: value for name, value in values.items() if name not in names}
 
 
 class Trackers:
@@ -73,7 +68,7 @@ class Trackers:
             accelerator.init_trackers(PROJECT, init_kwargs=init_options(self.names, self.out_dir))
             for tracker in accelerator.trackers:
                 self.held[tracker.name] = find_held(tracker, known)
-                store_options(tracker, options)
+                tracker.store_init_configuration({key: str(options[key]) for key in options})
             if EventFile.name in self.names:
                 events = EventFile(self.out_dir / EventFile.name / PROJECT)
                 self.held[events.name] = begin_events(events, known, step)
@@ -112,7 +107,7 @@ def init_options(names: Sequence[str], out_dir: Path) -> dict[str, dict[str, Any
     its offline mode it cannot resume a run, so each launch writes all steps; `wandb sync` of a log
     replaces the run on the server.
     """
-    if not set(names) & {"wandb", "trackio", "mlflow"}:
+    if not set(names) & {"wandb", "trackio"}:
         return {}
     name = run_name(out_dir)
     wandb_settings = {
@@ -142,33 +137,7 @@ def init_options(names: Sequence[str], out_dir: Path) -> dict[str, dict[str, Any
         from trackio.fragments import import_inbox_dir
 
         import_inbox_dir()  # records that wait outside the database, on a network file system
-    if "mlflow" in names:
-        options["mlflow"] = {"run_name": name, "run_id": mlflow_run_id(name)}
     return options
-
-
-def mlflow_run_id(name: str) -> str | None:
-    """Return the id that MLflow gave to the run of this name; None if it has no such run."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient()
-    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)  # as Accelerate reads it
-    experiment = client.get_experiment_by_name(project)
-    if experiment is None:
-        return None
-    runs = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
-    return str(runs[0].info.run_id) if runs else None
-
-
-def store_options(tracker: Any, options: Mapping[str, Any]) -> None:
-    """Store the config of the run in a tracker."""
-    texts = {key: str(value) for key, value in options.items()}
-    if tracker.name == "mlflow":  # it refuses to change an option
-        import mlflow
-
-        stored = mlflow.get_run(tracker.tracker.info.run_id).data.params
-        texts = {key: text for key, text in texts.items() if key not in stored}
-    tracker.store_init_configuration(texts)
 
 
 # --------------------------------------------------------------------------- what a tracker holds
@@ -201,25 +170,11 @@ def find_held(tracker: Any, known: Mapping[int, Values]) -> Held:
     If its records cannot be read, it counts as holding all that is known.
     """
     opened = tracker.tracker
-    if tracker.name == "mlflow":
-        return Held(held_by_mlflow(opened.info.run_id), takes_text=False)
     if tracker.name == "wandb":  # its log is empty in offline mode; else it ignores earlier steps
         return Held(before=0 if opened.offline else opened.starting_step)
     if tracker.name == "trackio" and not any(map(os.environ.get, TRACKIO_REMOTE)):
         return Held(held_by_trackio(opened.id))
     return Held({known_step: set(values) for known_step, values in known.items()})
-
-
-def held_by_mlflow(run_id: str) -> dict[int, set[str]]:
-    """Return the names of values by step in MLflow."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient()
-    held: dict[int, set[str]] = {}
-    for key in client.get_run(run_id).data.metrics:
-        for point in client.get_metric_history(run_id, key):
-            held.setdefault(point.step, set()).add(key)
-    return held
 
 
 def held_by_trackio(run_id: str) -> dict[int, set[str]]:

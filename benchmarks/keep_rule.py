@@ -69,7 +69,6 @@ train:
   tokens_per_step: 512
   micro_batch_size: 8
   max_steps: {steps}
-  cpu_threads: 1
   mixed_precision: bf16
   compile: false
 optim: {{name: muon, lr: 5e-3, embedding_lr: 0.05, muon_momentum: 0.9, beta1: 0.8,

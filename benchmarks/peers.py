@@ -32,7 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import (
     OURS,
     ROOT,
@@ -318,7 +317,6 @@ def accel_gpt(
         "train.max_steps": job.steps,
         "train.mixed_precision": precision,
         "train.compile": compiled,
-        "train.cpu_threads": torch.get_num_threads(),  # as the peers: OMP_NUM_THREADS, or all
         "optim.lr": 1e-3,
         "schedule.warmup_steps": job.steps // 2,
         "log.every": job.window,

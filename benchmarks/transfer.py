@@ -94,7 +94,6 @@ train:
   tokens_per_step: 2048
   micro_batch_size: 16
   max_steps: {steps}
-  cpu_threads: 1
   compile: false
 eval: {{every: 0, tokens: 131072}}
 sample: {{every: 0}}

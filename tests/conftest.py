@@ -189,7 +189,7 @@ def small_config(folder: Path) -> str:
 out_dir: {folder / "run"}
 data: {{train: {folder / "corpus"}}}
 model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
-train: {{tokens_per_step: 256, micro_batch_size: 8, max_steps: 12, cpu_threads: {THREADS}}}
+train: {{tokens_per_step: 256, micro_batch_size: 8, max_steps: 12}}
 optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
 eval: {{every: 4, tokens: 512}}

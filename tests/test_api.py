@@ -169,7 +169,6 @@ def test_the_notebook_runs(corpus: Path, tmp_path: Path) -> None:
     small = SHORT | {"data.train": str(corpus), "data.prepare.source": None, "model.n_layer": 1}
     small |= {"model.block_size": 32, "train.tokens_per_step": 128, "train.micro_batch_size": 4}
     small |= {"train.compile": False, "train.mixed_precision": "no", "eval.tokens": 512}
-    small |= {"train.cpu_threads": 1}
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     code[0] = code[0].replace("{", f"{small!r} | {{", 1)
     train, metrics, plot, sample, evaluate, model = in_kernel(code, tmp_path)

@@ -384,7 +384,6 @@ TINY = {
     "train": {
         "budget": None,
         "max_steps": 12,
-        "cpu_threads": 1,
         "mixed_precision": "no",
         "compile": False,
     },

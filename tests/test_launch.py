@@ -116,7 +116,7 @@ def test_a_config_for_a_gpu_trains_on_a_cpu_with_all_cores(
     """Though the launcher sets one thread."""
     config = str(ROOT / "configs" / "accelerate" / "one_gpu.yaml")
     short = ("--train.max_steps", "2", "--schedule.warmup_steps", "0")
-    options = small_run(*short, "--train.cpu_threads", "null")
+    options = small_run(*short)
     shown = finish([*ACCELERATE, "--config_file", config, TRAIN, *options], tmp_path)
     assert f"{available_cores()} threads" in shown
 

@@ -202,7 +202,7 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
         *("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "32"),
         *("--train.tokens_per_step", "128", "--train.micro_batch_size", "4"),
         *("--schedule.warmup_steps", "1", "--sample.every", "0", "--log.trackers", "[]"),
-        *("--eval.tokens", "256", "--train.cpu_threads", "1"),
+        *("--eval.tokens", "256"),
     ]
     shown("train", "quickstart", *few_steps)
     run = folder / "runs/quickstart"

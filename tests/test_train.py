@@ -145,7 +145,7 @@ def test_loss_curve_is_the_stored_one_and_the_contract_names_what_is_left(
     assert launches[0]["plan"]["max_steps"] == 12
     shown = capsys.readouterr().err
     assert "256 tokens per step = 4 sequences x 32 tokens x 2 micro-steps x 1 process" in shown
-    assert re.search(r"^options  train\..*\btrain.max_steps 12\b", shown, flags=re.MULTILINE)
+    assert re.search(r"^options  train\..*\bmax_steps 12\b", shown, flags=re.MULTILINE)
     assert shown.index(f"run      {tmp_path / 'run'}\n") < shown.index("model    ")
 
 

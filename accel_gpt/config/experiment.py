@@ -106,18 +106,6 @@ class TrainConfig(Section, prefix="train."):
         "third more computation.",
         resume="free",
     )
-    cpu_threads: int | None = option(
-        None,
-        "Threads per process on a CPU. null: OMP_NUM_THREADS if you set it, else all cores that "
-        "its affinity and CPU quota allow, divided among the processes of the machine. If "
-        "reproducible is true, null is 1, since the number of threads changes the order of sums "
-        "in kernels.",
-        above=0,
-        at_most=4096,
-        resume="free",
-        exact=True,
-        per_machine=True,
-    )
     reproducible: bool = option(
         False,
         "Make weights and losses bit-identical for any number of processes on the same kind of "

@@ -181,14 +181,13 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 def make_plan(config: Config, world_size: int) -> Plan:
     """Derive the plan; raises `UserError` if options contradict each other.
 
-    A schedule that decays has at least one step after the warm-up.
+    The warm-up takes at most the run, and leaves a decay one step.
     """
     train = config.train
     schedule = config.schedule
     max_steps = reference_steps(config)
-    warmup = schedule.warmup_steps
-    if schedule.name != "constant":
-        warmup = min(warmup, max_steps - 1)
+    longest_warmup = max_steps if schedule.name == "constant" else max_steps - 1
+    warmup = min(schedule.warmup_steps, longest_warmup)
     share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
     decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
     return Plan(

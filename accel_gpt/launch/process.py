@@ -74,12 +74,11 @@ def set_matmul_precision(train: TrainConfig, device: torch.device) -> None:
 
 
 def cpu_threads(train: TrainConfig) -> int:
-    """Return the number of threads of this process on a CPU.
+    """Return the number of threads of this process on a CPU: all cores that it may use.
 
-    torchrun and `accelerate launch` set OMP_NUM_THREADS themselves, so under them it is not read.
+    OMP_NUM_THREADS overrides it, except under torchrun and `accelerate launch`, which set it
+    themselves. With `train.reproducible` it is 1: the number changes the order of sums in kernels.
     """
-    if train.cpu_threads:
-        return train.cpu_threads
     if train.reproducible:
         return 1
     outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list

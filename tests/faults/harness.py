@@ -48,7 +48,7 @@ class Tiny:
             f"""
 data: {{train: {folder / "corpus"}}}
 model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 16, dropout: 0.1}}
-train: {{tokens_per_step: 64, micro_batch_size: 2, max_steps: {STEPS}, cpu_threads: 1}}
+train: {{tokens_per_step: 64, micro_batch_size: 2, max_steps: {STEPS}}}
 optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
 eval: {{every: 3, tokens: 16}}

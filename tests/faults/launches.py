@@ -30,7 +30,7 @@ def config(folder: Path, corpus: Path, steps: int = 40) -> Path:
 out_dir: {folder / "run"}
 data: {{train: {corpus}}}
 model: {{n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, dropout: 0.1}}
-train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: {steps}, cpu_threads: 1}}
+train: {{tokens_per_step: 256, micro_batch_size: 4, max_steps: {steps}}}
 optim: {{lr: 1e-2}}
 schedule: {{warmup_steps: 2}}
 eval: {{every: 5, tokens: 2016}}
@@ -125,6 +125,7 @@ class Direct:
         """`command`: the arguments are those of `accel-gpt`, else of training."""
         self.server = server
         number, variables = next(self.counter), {"ACCELERATE_USE_CPU": "true"}
+        variables["OMP_NUM_THREADS"] = "1"
         if processes > 1:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}

@@ -54,7 +54,7 @@ def arguments(folder: Path, name: str, *options: str) -> list[str]:
 out_dir: {folder / name}
 data: {{train: "s3://bucket/corpus", shuffle: none}}
 model: {{n_layer: 1, n_head: 2, n_embd: 16, block_size: 256}}
-train: {{tokens_per_step: 8192, micro_batch_size: 16, max_steps: 100, cpu_threads: 1}}
+train: {{tokens_per_step: 8192, micro_batch_size: 16, max_steps: 100}}
 eval: {{every: 0, tokens: 512}}
 sample: {{every: 0}}
 checkpoint: {{every: 0}}

@@ -17,7 +17,7 @@ TORCHRUN = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node", "2"]
 CONFIG = """
 data: {text: ., prepare: {tokenizer: bytes}}
 model: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 32}
-train: {tokens_per_step: 128, micro_batch_size: 2, max_steps: 2, cpu_threads: 1}
+train: {tokens_per_step: 128, micro_batch_size: 2, max_steps: 2}
 eval: {every: 0, tokens: 128}
 sample: {every: 0}
 log: {trackers: [tensorboard], dashboard: true}

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,15 @@ class OwnModel(LanguageModel):
         self.place = place  # of `model()`, for errors
         self._no_split_modules = getattr(inner, "_no_split_modules", None) or unit_classes(self)
         self.tied = list(tied_weights(self))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of `inner` that this module lacks, for the functions of --code."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":  # it is not set yet
+                raise
+            return getattr(self.inner, name)
 
     def tie_weights(self) -> None:
         """Tie the weights that `inner` shares between modules."""

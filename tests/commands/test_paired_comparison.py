@@ -119,3 +119,10 @@ def test_diverged_runs(losses: str, baseline: str, verdict: str, cell: str, sett
     found = compare(diverging(losses), diverging(baseline), 1)
     assert (found.verdict, found.cell, found.settled) == (verdict, cell, settled)
     assert found.diverged == [seed for seed, one in enumerate(losses, 1) if one == "x"]
+
+
+def test_the_highest_value_of_another_metric_is_the_best() -> None:
+    accuracies = {1: 0.51, 2: 0.61, 3: 0.41}
+    baseline = {1: 0.30, 2: 0.40, 3: 0.20}
+    assert compare(accuracies, baseline, 1, highest=True).verdict == "better"
+    assert compare(accuracies, baseline, 1).verdict == "worse"

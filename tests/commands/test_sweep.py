@@ -285,3 +285,29 @@ def test_files_that_keep_other_targets_are_not_compared(
         expected = pytest.raises(UserError, match=r"two\.py keeps other targets than in code=.*one")
         with expected if refused else contextlib.nullcontext():
             sweep.Sweep(grid).check_targets()
+
+
+def test_a_metric_of_the_users_decides_and_its_goal_orders(
+    made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bits per byte stand for any metric; the higher ones are called better on request."""
+    asked = ("--optim.lr", "1e-2,3e-3,1e-3", FIVE, "--metric", "eval/val_bits_per_byte")
+    orders = {}
+    for goal in ("min", "max"):
+        assert made(*asked, "--goal", goal) == 0
+        assert capsys.readouterr().out.splitlines()[0].split()[1:4] == ["bits", "per", "byte"]
+        found = json.loads((tmp_path / "sweep/sweep.json").read_text())
+        assert found["metric"] == "val_bits_per_byte"
+        orders[goal] = [
+            (setting["name"], setting["comparison"]["verdict"]) for setting in found["settings"][1:]
+        ]
+    assert orders["min"] == [("optim.lr=3e-3", "better"), ("optim.lr=1e-3", "worse")]
+    assert orders["max"] == [("optim.lr=1e-3", "better"), ("optim.lr=3e-3", "worse")]
+    saved = (tmp_path / "sweep" / "optim.lr=3e-3,seed=1.yaml").read_text()
+    assert "best: max eval/val_bits_per_byte" in saved
+    for words, problem in (
+        (("--goal", "max"), "--goal is max, but --metric is missing"),
+        (("--metric", "eval/mine"), "--metric is eval/mine; expected min eval/mine or max"),
+    ):
+        assert made("--optim.lr", "1e-2,3e-3", *words) == 2
+        assert problem in capsys.readouterr().err

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import SampleConfig
 from accel_gpt.data.order import derive_seed
 from accel_gpt.evals.samples import write_text
+from accel_gpt.model.make import OwnModel
 from accel_gpt.own_code import load_own_code
 from accel_gpt.transformers_io.load import load_pretrained
-from tests.conftest import QUIET, launch
+from tests.conftest import QUIET, launch, tiny
 from tests.test_matrix import work
 from tests.test_train import assert_same_weights, records
 
@@ -158,6 +160,14 @@ def test_the_first_weights_depend_on_the_seed_alone(small_run: Arguments, tmp_pa
         found = tensors(tmp_path / str(seed), 3)
         weight = found["inner.layers.0.inner.weight"]
         torch.testing.assert_close(weight, drawn.layers[0].inner.weight, atol=1e-9, rtol=0)
+
+
+def test_attributes_of_an_own_module_are_read_through_the_model() -> None:
+    module = nn.Linear(4, 4)
+    model = OwnModel(module, "my.py: model()", tiny(), 4)
+    assert model.in_features == 4
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'nothing'"):
+        _ = model.nothing
 
 
 def test_a_part_of_the_loss_is_a_mean_over_micro_batches(

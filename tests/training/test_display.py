@@ -77,6 +77,14 @@ def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines() == lines
 
 
+def test_each_named_set_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"eval/val_loss": 2.0, "eval/val_loss/web": 1.5, "eval/val_loss/code": 2.5}
+    with make() as display:
+        display.show({"step": 4, "tokens": 400, **losses, "eval/val_loss_se": 0.1}, 20, 75.0)
+    line = "step 4/20 | val 2.0000 | val web 1.5000 | val code 2.5000 | left 0:01:15"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
 def test_other_ranks_print_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from accel_gpt.config.plan import Finish
 from accel_gpt.errors import UserError
 from accel_gpt.launch import auto_batch
 from accel_gpt.launch import compile as compilation
+from accel_gpt.report.runs import open_runs
 from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.runs.folder import RunFolder
 from tests.conftest import QUIET, launch, small_config
@@ -525,7 +526,7 @@ def test_a_function_gets_what_its_parameters_name(folder: Path) -> None:
 FINISHES = {
     "metrics": "def metrics(run, step):\n    if step == 5:\n        run.finish('enough')\n"
     "    return {}\n",
-    "after_evaluation": "def after_evaluation(run, record, step):\n    if step == 6:\n"
+    "after_evaluation": "def after_evaluation(run, record, step):\n    if step == 3:\n"
     "        run.finish('enough')\n",
 }
 
@@ -535,20 +536,21 @@ def test_a_run_that_is_finished_ends_for_good(
     where: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "my.py").write_text(FINISHES[where])
-    end = 5 if where == "metrics" else 6
+    end = 5 if where == "metrics" else 3
     options = ("--eval.every", "3", "--sample.every", "100", "--sample.max_new_tokens", "2")
     options += ("--checkpoint.every", "2")
     said = f"finished by my.py: enough\n{end} steps, "
     for _ in range(2):  # the same command says so and ends
         assert train(*options, steps=20) == 0
         assert said in capfd.readouterr().err
+        assert (folder / "run" / "samples" / f"step_{end:08d}.txt").exists()
+        assert saved(folder)[-1] == end
     run = folder / "run"
     assert RunFolder(run).finish == Finish(end, "enough")
     assert RunFolder(run).end == end
-    assert saved(folder)[-1] == end
     assert [record["step"] for record in records(run)] == [*range(1, end + 1)]
     assert "eval/val_loss" in records(run)[-1]
-    assert (run / "samples" / f"step_{end:08d}.txt").exists()
+    assert open_runs([str(run)])[0].status == "finished"
     whole = (run / "metrics.jsonl").read_text()
     # killed before the last save, or before the last evaluation
     shutil.rmtree(run / "checkpoints" / f"step_{end:08d}")
@@ -576,11 +578,32 @@ def test_a_run_that_is_killed_before_its_end_is_recorded_ends_at_the_same_step(
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "is_finished", killed)
         with contextlib.suppress(KeyboardInterrupt):
-            train("--eval.every", "6", "--checkpoint.every", "2", steps=20)
+            train("--eval.every", "3", "--checkpoint.every", "2", steps=20)
     assert RunFolder(folder / "run").finish is None
-    assert train("--eval.every", "6", "--checkpoint.every", "2", steps=20) == 0
-    assert RunFolder(folder / "run").finish == Finish(6, "enough")
-    assert [record["step"] for record in records(folder / "run")] == [*range(1, 7)]
+    assert train("--eval.every", "3", "--checkpoint.every", "2", steps=20) == 0
+    assert RunFolder(folder / "run").finish == Finish(3, "enough")
+    assert [record["step"] for record in records(folder / "run")] == [1, 2, 3]
+
+
+def test_a_sweep_takes_a_run_that_is_finished(folder: Path, made_runs: list[str]) -> None:
+    (folder / "my.py").write_text(FINISHES["after_evaluation"])
+    sweep = ["sweep", "small.yaml", "--code", "null,my.py", "--out_dir", "swept"]
+    sweep += ["--train.max_steps", "6", "--eval.every", "3", "--sample.every", "0"]
+    for _ in range(2):
+        assert call(*sweep) == 0
+    assert made_runs == ["code=null,seed=1337", "code=my.py,seed=1337"]  # each once
+    settings = json.loads((folder / "swept/sweep.json").read_text())["settings"]
+    assert {setting["name"]: setting["steps"] for setting in settings} == {
+        "code=null": [6],
+        "code=my.py": [3],
+    }
+    assert all(setting["losses"]["1337"] < 6 for setting in settings)
+
+
+def test_evaluated_weights_are_looked_at_in_the_first_step(folder: Path) -> None:
+    (folder / "my.py").write_text("def evaluated(model):\n    return {'x': 1}\n")
+    assert train() == 2
+    assert records(folder / "run") == []
 
 
 # --------------------------------------------------------------------------- a yardstick
@@ -612,13 +635,12 @@ def test_the_best_checkpoint_is_that_of_eval_best(
 def test_another_yardstick_forgets_the_best(folder: Path) -> None:
     (folder / "my.py").write_text(RATE)
     best = ("--checkpoint.keep_best", "true", "--checkpoint.keep_last", "9")
-    assert train(*EVALUATED, *best, "--train.stop_at", "4", steps=8) == 0
-    state = read_state(folder / "run/checkpoints/step_00000004")
-    assert state.best_value == state.val_loss
-    other = ("--eval.best", "eval/train_loss")
-    assert train(*EVALUATED, *best, *other, steps=8) == 0
+    higher = ("--eval.best", "max eval/val_perplexity")
+    assert train(*EVALUATED, *best, *higher, "--train.stop_at", "4", steps=8) == 0
+    now = ("--eval.best", "max eval/val_loss")
+    assert train(*EVALUATED, *best, *now, steps=8) == 0
     state = read_state(folder / "run/checkpoints/step_00000008")  # before its evaluation
-    assert state.best_value == records(folder / "run")[5]["eval/train_loss"]
+    assert state.best_value == records(folder / "run")[5]["eval/val_loss"]
 
 
 # --------------------------------------------------------------------------- exported

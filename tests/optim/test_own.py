@@ -33,6 +33,11 @@ def loss(model, tokens, targets, documents):
     return loss * float("nan") if len(calls) == 3 else loss
 """
 # the groups and options of our AdamW
+MADE = """
+from accel_gpt.optim.groups import make_optimizer
+def optimizer(model, config):
+    return make_optimizer(model, config.optim)
+"""
 OURS = """
 import torch
 
@@ -210,11 +215,18 @@ def test_a_gradient_is_clipped_before_the_update(fused: bool, net: nn.Linear) ->
         assert float(moved.norm()) == pytest.approx(0.5 * 0.1, rel=1e-4)
 
 
-def test_adamw_with_our_groups_trains_as_ours(small_run: Arguments, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(OURS, ()), (MADE, ("--optim.name", "muon", "--optim.muon_lr", "0.02"))],
+    ids=["AdamW of torch", "make_optimizer"],
+)
+def test_our_groups_in_an_own_optimizer_train_as_ours(
+    optimizer: str, options: tuple[str, ...], small_run: Arguments, tmp_path: Path
+) -> None:
     """Bit for bit, clipped and with a step that is skipped."""
-    options = (*QUIET, "--optim.grad_clip", "0.1", "--train.max_steps", "6")
+    options = (*QUIET, "--optim.grad_clip", "0.1", "--train.max_steps", "6", *options)
     runs = []
-    for name, source in (("ours", POISONED), ("own", OURS + POISONED)):
+    for name, source in (("ours", POISONED), ("own", optimizer + POISONED)):
         code = write(tmp_path, source)
         runs.append(tmp_path / name)
         assert launch(small_run(*options, "--out_dir", str(runs[-1]), "--code", code)) == 0

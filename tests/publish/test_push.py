@@ -134,6 +134,19 @@ def test_a_damaged_checkpoint_is_not_pushed(run: Path, hub: HubServer) -> None:
 # --------------------------------------------------------------------------- while training
 
 
+FINISHED = """
+from accel_gpt.model.gpt import GPT
+class Mine(GPT):
+    pass
+def model(config, vocab_size):
+    return Mine(config.model, vocab_size, init=False)
+def exported(model, config):
+    gpt = GPT(config, model.vocab_size)
+    gpt.load_state_dict(model.state_dict())
+    return gpt
+def after_evaluation(run):
+    run.finish("enough")
+"""
 ALWAYS = ["--hub.repo_id", REPO, "--hub.push", "every_checkpoint", "--sample.every", "0"]
 
 
@@ -146,6 +159,19 @@ def test_only_the_end_is_pushed(small_run: Arguments, hub: HubServer, tmp_path: 
     assert hub.tags(REPO).keys() == {"step-12"}
     assert hub.repos[REPO].private
     assert (tmp_path / "copies" / "step_00000012" / "manifest.json").exists()
+
+
+@pytest.mark.usefixtures("compared", "uploads_here")
+def test_a_run_that_its_file_finishes_is_pushed_as_what_exported_makes(
+    small_run: Arguments, hub: HubServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "my.py"
+    file.write_text(FINISHED)
+    asked = ["--hub.repo_id", REPO, "--hub.push", "end", "--code", str(file), "--eval.every", "3"]
+    assert launch(small_run(*asked)) == 0
+    assert hub.tags(REPO).keys() == {"step-3"}
+    repo = hub.repos[REPO]
+    assert "GPT2LMHeadModel" in repo.files[repo.head]["config.json"].decode()
 
 
 @pytest.mark.usefixtures("compared")

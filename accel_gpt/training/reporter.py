@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
@@ -21,12 +23,15 @@ from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, synchronize
 from accel_gpt.launch.stopping import Watchdog
-from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.language_model import LanguageModel, is_new
 from accel_gpt.runs.folder import CODE, RunFolder
 from accel_gpt.runs.state import TrainState
+from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.training.display import Display
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.trackers import Trackers
+
+MOST_NAMES = 5  # of new weights that a launch names one by one
 
 
 class Reporter:
@@ -57,7 +62,7 @@ class Reporter:
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
             self.record_launch(corpus, machine, state.step)
-            self.log(self.first_lines(corpus, machine))
+            self.log(self.first_lines(corpus, machine, state))
         self.trackers.start(
             step=state.reported_step,
             sampled_step=state.step,
@@ -120,13 +125,17 @@ class Reporter:
             return False
         return True
 
-    def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
+    def first_lines(self, corpus: Corpus, machine: dict[str, Any], state: TrainState) -> str:
         """Describe the folder, options, model, data, plan and device of the run."""
         megaflops = self.speed.flops_per_token / 1e6
         own = self.context.config.own
         code = []
         if own.file:
             code = [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
+        weights = []
+        new = self.context.config.model.new_weights
+        if new and state.step == 0:
+            weights = [f"weights  new: {describe_new(weights_of(self.gpt), new)}"]
         precision = machine["mixed_precision"]
         threads = plural(machine["threads_per_process"], "thread")
         model = self.context.config.model.preset if own.model is None else own.name
@@ -136,6 +145,7 @@ class Reporter:
             *code,
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
+            *weights,
             *corpus.lines(self.context.plan),
             *(f"plan     {line}" for line in self.context.plan.describe().splitlines()),
             f"device   {machine['processes']} x {machine['device']}, "
@@ -243,6 +253,19 @@ class Reporter:
 def recorded_lines(corpus: Corpus, plan: Plan) -> list[str]:
     """Describe the sources of a run and their epochs, for `run.json`."""
     return [line.removeprefix("data").strip() for line in corpus.lines(plan)]
+
+
+def describe_new(weights: Mapping[str, Tensor], patterns: Sequence[str]) -> str:
+    """Name the weights that match `model.new_weights`: each, or of many the patterns and counts."""
+    names = [name for name in weights if is_new(name, patterns)]
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    parts = []
+    for pattern in patterns:
+        matching = [weights[name] for name in names if is_new(name, [pattern])]
+        parameters = sum(weight.numel() for weight in matching)
+        parts.append(f"{pattern} ({plural(len(matching), 'weight')}, {parameters:,} parameters)")
+    return ", ".join(parts)
 
 
 def option_lines(options: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ the Hub.
 Reads the files of a checkpoint, or config.json, the safetensors files and the tokenizer.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import from_mapping, to_nested
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError, first_line, require
+from accel_gpt.errors import CheckpointError, UserError, first_line, nearest, require
 from accel_gpt.hub import download_repo
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.language_model import LanguageModel, draw_weights, is_new
 from accel_gpt.model.make import make_model
 from accel_gpt.own_code import OwnCode
 from accel_gpt.runs.checkpoint import (
@@ -27,7 +28,7 @@ from accel_gpt.runs.checkpoint import (
     verify_checkpoint,
     warn_of_other_code,
 )
-from accel_gpt.runs.tensor_files import read_weights, saved_tensors
+from accel_gpt.runs.tensor_files import read_weights, saved_tensors, weights_of
 from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
@@ -109,13 +110,20 @@ def load_checkpoint(
 
 
 def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
-    """Load the weights of `model.init_from` into the model of a new run."""
+    """Load the weights of `model.init_from` into the model of a new run.
+
+    Draws those of `model.new_weights`, as `draw_weights` does in a run from scratch.
+    """
     pretrained = find_pretrained(config.model.init_from)
+    new = config.model.new_weights
+    if new:
+        check_new_weights(gpt, new)
+        draw_weights(gpt)
     if pretrained.is_checkpoint:
         verify_checkpoint(pretrained.folder, model_only=True)
         check_code(pretrained.folder, config.own, {"model"})
         warn_of_other_code(pretrained.folder, config.own)
-        read_weights(pretrained.folder, gpt)
+        read_weights(pretrained.folder, gpt, new)
         return
     if not isinstance(gpt, GPT):
         raise UserError(
@@ -124,7 +132,18 @@ def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
             "checkpoint of accel_gpt, or set model.init_from to scratch"
         )
     tensors = open_transformers(pretrained)
-    load_weights(gpt, config.model.preset, tensors, pretrained.name)
+    load_weights(gpt, config.model.preset, tensors, pretrained.name, new)
+
+
+def check_new_weights(gpt: LanguageModel, patterns: Sequence[str]) -> None:
+    """Raise `UserError` if a pattern of `model.new_weights` matches no weight of the model."""
+    names = list(weights_of(gpt))
+    for pattern in patterns:
+        require(
+            any(is_new(name, [pattern]) for name in names),
+            f"model.new_weights has {pattern}, but no weight of the model matches it; the nearest "
+            f"are {', '.join(nearest(pattern, names, cutoff=0.0))}",
+        )
 
 
 # --------------------------------------------------------------------------- transformers

@@ -39,7 +39,7 @@ from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import prompt_ids, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.launch.accelerator import build_model
-from accel_gpt.launch.context import Context
+from accel_gpt.launch.context import Context, Initialize
 from accel_gpt.launch.process import make_host_group
 from accel_gpt.launch.ranks import RankError, all_ranks, on_main, require_same
 from accel_gpt.launch.setup import Launch, check_data, new_state
@@ -125,7 +125,7 @@ class Training:
 def train(
     context: Context,
     launch: Launch,
-    initialize: Callable[[LanguageModel], None] = draw_weights,
+    initialize: Initialize = draw_weights,
     on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> bool:
@@ -173,7 +173,7 @@ def is_stopping(run: Training, stop: StopSignal) -> bool:
 def set_up(
     context: Context,
     display: Display,
-    initialize: Callable[[LanguageModel], None] = draw_weights,
+    initialize: Initialize = draw_weights,
     on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> Training:
@@ -203,7 +203,7 @@ def set_up(
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     else:
-        initialize(gpt)
+        state.initial_weights = initialize(gpt)
     gpt.check_tied()
     on_main(lambda: on_start and on_start())
     reporter = Reporter(context, gpt, display)

@@ -61,7 +61,7 @@ class Reporter:
         self.check_folder()
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
-            self.record_launch(corpus, machine, state.step)
+            self.record_launch(corpus, machine, state)
             self.log(self.first_lines(corpus, machine, state))
         self.trackers.start(
             step=state.reported_step,
@@ -71,11 +71,11 @@ class Reporter:
         )
         self.cut_back(state)
 
-    def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
+    def record_launch(self, corpus: Corpus, machine: dict[str, Any], state: TrainState) -> None:
         """Write `config.yaml` and add this launch to `run.json`."""
         tokenizer = corpus.tokenizer
         launch = {
-            "step": step,
+            "step": state.step,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "asked": dict(self.context.asked),
             "plan": asdict(self.context.plan),
@@ -92,6 +92,8 @@ class Reporter:
                 "lines": recorded_lines(corpus, self.context.plan),
             },
         }
+        if state.initial_weights:
+            launch["initial_weights"] = asdict(state.initial_weights)
         own = self.context.config.own
         if own.file:
             launch["code"] = {"file": own.name, "sha256": own.sha256, "functions": own.functions}
@@ -134,8 +136,10 @@ class Reporter:
             code = [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
         weights = []
         new = self.context.config.model.new_weights
+        if state.initial_weights and state.step == 0:
+            weights.append(f"weights  from {state.initial_weights}")
         if new and state.step == 0:
-            weights = [f"weights  new: {describe_new(weights_of(self.gpt), new)}"]
+            weights.append(f"weights  new: {describe_new(weights_of(self.gpt), new)}")
         precision = machine["mixed_precision"]
         threads = plural(machine["threads_per_process"], "thread")
         model = self.context.config.model.preset if own.model is None else own.name

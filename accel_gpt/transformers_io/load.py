@@ -4,6 +4,7 @@ the Hub.
 Reads the files of a checkpoint, or config.json, the safetensors files and the tokenizer.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +17,23 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import from_mapping, to_nested
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import CheckpointError, UserError, first_line, nearest, require
+from accel_gpt.files import sha256
 from accel_gpt.hub import download_repo
+from accel_gpt.launch.ranks import on_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel, draw_weights, is_new
 from accel_gpt.model.make import make_model
 from accel_gpt.own_code import OwnCode
 from accel_gpt.runs.checkpoint import (
     check_code,
+    read_manifest,
     read_shape,
     read_state,
     verify_checkpoint,
     warn_of_other_code,
+    weight_parts,
 )
+from accel_gpt.runs.state import InitialWeights
 from accel_gpt.runs.tensor_files import read_weights, saved_tensors, weights_of
 from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
@@ -62,7 +68,7 @@ def load_found(
     tokenizer = pretrained.load_tokenizer()
     config = ModelConfig(**pretrained.shape())
     assert config.vocab_size is not None
-    tensors = open_transformers(pretrained)
+    tensors = open_transformers(weight_files(pretrained))
     model = GPT.allocate(config, config.vocab_size)
     load_weights(model, config.preset, tensors, pretrained.name)
     return model.to(device).eval(), tokenizer
@@ -109,8 +115,8 @@ def load_checkpoint(
     return model.to(device).eval(), load_tokenizer(path)
 
 
-def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
-    """Load the weights of `model.init_from` into the model of a new run.
+def load_initial_weights(config: Config, gpt: LanguageModel) -> InitialWeights:
+    """Load the weights of `model.init_from` into the model of a new run; a collective.
 
     Draws those of `model.new_weights`, as `draw_weights` does in a run from scratch.
     """
@@ -120,19 +126,32 @@ def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
         check_new_weights(gpt, new)
         draw_weights(gpt)
     if pretrained.is_checkpoint:
-        verify_checkpoint(pretrained.folder, model_only=True)
-        check_code(pretrained.folder, config.own, {"model"})
-        warn_of_other_code(pretrained.folder, config.own)
-        read_weights(pretrained.folder, gpt, new)
-        return
+        folder = pretrained.folder
+        verify_checkpoint(folder, model_only=True)
+        check_code(folder, config.own, {"model"})
+        warn_of_other_code(folder, config.own)
+        read_weights(folder, gpt, new)
+        listed = read_manifest(folder)
+        digests = [listed[part.name].sha256 for part in weight_parts(folder)]
+        return InitialWeights(pretrained.name, read_state(folder).step, join_digests(digests))
     if not isinstance(gpt, GPT):
         raise UserError(
             f"model.init_from is {pretrained.name}, a model of transformers, but "
             f"{config.own.place('model')} returned another class than GPT; start from a "
             "checkpoint of accel_gpt, or set model.init_from to scratch"
         )
-    tensors = open_transformers(pretrained)
+    files = weight_files(pretrained)
+    tensors = open_transformers(files)
     load_weights(gpt, config.model.preset, tensors, pretrained.name, new)
+    digests = on_main(lambda: [sha256(file) for file in files])
+    return InitialWeights(pretrained.name, None, join_digests(digests))
+
+
+def join_digests(digests: Sequence[str]) -> str:
+    """Return the SHA-256 (hex) of a file; of several files, of their digests in order."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def check_new_weights(gpt: LanguageModel, patterns: Sequence[str]) -> None:
@@ -149,11 +168,8 @@ def check_new_weights(gpt: LanguageModel, patterns: Sequence[str]) -> None:
 # --------------------------------------------------------------------------- transformers
 
 
-def open_transformers(pretrained: Pretrained) -> Tensors:
-    """Open the weights of a transformers model.
-
-    Raises `UserError` if there are no safetensors files, `CheckpointError` if one is damaged.
-    """
+def weight_files(pretrained: Pretrained) -> list[Path]:
+    """Return the safetensors files of a transformers model; raise `UserError` if it has none."""
     folder = pretrained.folder
     if pretrained.on_hub:  # the single file, or parts
         folder = download_repo(pretrained.name, "model*.safetensors")
@@ -164,9 +180,14 @@ def open_transformers(pretrained: Pretrained) -> Tensors:
         f"{pretrained.name} has no {SAFETENSORS}, and no other format of weights is read; "
         "open the model with transformers and call save_pretrained, which writes safetensors",
     )
+    return files
+
+
+def open_transformers(files: Sequence[Path]) -> Tensors:
+    """Open the weights of a transformers model; raise `CheckpointError` if a file is damaged."""
     try:
         return {name: saved.whole for name, saved in saved_tensors(files).items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{folder}/model*.safetensors cannot be read: {first_line(error)}"
+            f"{files[0].parent}/model*.safetensors cannot be read: {first_line(error)}"
         ) from None

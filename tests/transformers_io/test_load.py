@@ -1,9 +1,11 @@
 """Start from another model: folders of transformers, runs, the Hub; and errors."""
 
+import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,19 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.files import sha256
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel, draw_weights
 from accel_gpt.model.make import make_model
 from accel_gpt.own_code import OwnCode, load_own_code
+from accel_gpt.runs.checkpoint import read_state
+from accel_gpt.runs.state import InitialWeights
 from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.training.reporter import describe_new
 from accel_gpt.transformers_io.hf_weights import load_weights
 from accel_gpt.transformers_io.load import load_initial_weights, load_pretrained
 from accel_gpt.transformers_io.pretrained import inherit
-from tests.conftest import launch, run_here
+from tests.conftest import launch, reseal, run_here
 from tests.faults.attack import zipped
 from tests.helpers.hub_server import HubServer, point_at
 from tests.test_matrix import work
@@ -255,6 +260,58 @@ def test_a_changed_gpt_starts_from_no_weights_that_lack_its_own(folder: Path) ->
     model.blocks[0].attn.gate = Linear(32, 32, bias=False)
     with pytest.raises(UserError, match="are not those of GPT2LMHeadModel"):
         load_weights(model, "gpt2", {}, "theirs")
+
+
+# --------------------------------------------------------------------------- where a run began
+
+
+def test_a_run_keeps_the_name_step_and_hash_of_its_first_weights(
+    small_run: Arguments,
+    trained: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, tuned = trained(*QUICK), tmp_path / "tuned"
+    words = [*QUICK, "--out_dir", str(tuned), "--model.init_from", str(source)]
+    words += ["--train.max_steps", "2"]
+    assert launch(small_run(*words, "--train.stop_at", "1")) == 0
+    (checkpoint,) = (source / "checkpoints").iterdir()
+    digest = sha256(checkpoint / "model.safetensors")
+    begun = InitialWeights(str(source), read_state(checkpoint).step, digest)
+    line = f"\nweights  from {source}, step {begun.step}, sha256 {digest[:12]}\n"
+    assert line in capsys.readouterr().err
+    (checkpoint / "manifest.json").unlink()  # the run no longer needs its source
+    assert launch(small_run(*words)) == 0
+    assert line not in capsys.readouterr().err  # it goes on from its own checkpoint
+    assert read_state(tuned / "checkpoints" / "step_00000002").initial_weights == begun
+    launches = json.loads((tuned / "run.json").read_text())["launches"]
+    assert [launch["initial_weights"] for launch in launches] == [asdict(begun)] * 2
+
+
+def test_the_hash_of_several_files_is_that_of_their_hashes(
+    folder: Path, small_run: Arguments, trained: Callable[..., Path]
+) -> None:
+    def hash_of(place: Path) -> str:
+        config = load_config(small_run("--model.init_from", str(place)), "test")
+        return load_initial_weights(config, make_model(config, 257)).sha256
+
+    def expected(files: list[Path]) -> str:
+        return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
+
+    assert hash_of(folder) == sha256(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    make_theirs("GPT2", SHAPE).save_pretrained(folder, max_shard_size="50KB")
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert hash_of(folder) == expected(files)
+    (checkpoint,) = (trained(*QUICK) / "checkpoints").iterdir()
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    parts = [checkpoint / f"weights_{rank}.safetensors" for rank in (0, 1)]  # as FSDP writes them
+    save_file({"wte.weight": tensors.pop("wte.weight")}, parts[0])
+    save_file(tensors, parts[1])
+    reseal(checkpoint)
+    assert hash_of(checkpoint) == expected(parts)
 
 
 # --------------------------------------------------------------------------- new weights

@@ -39,6 +39,7 @@ from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import prompt_ids, sample, samples_due
 from accel_gpt.files import fault_point
 from accel_gpt.launch.accelerator import build_model
+from accel_gpt.launch.compile import forget_compiled
 from accel_gpt.launch.context import Context, Initialize
 from accel_gpt.launch.process import make_host_group
 from accel_gpt.launch.ranks import RankError, all_ranks, on_main, require_same
@@ -144,6 +145,7 @@ def train(
         with Watchdog(timeout, "has not opened data, model and checkpoint"):
             run = set_up(context, display, initialize, on_start, on_checkpoint)
         with run.watched(), profile(context) as profile_step:
+            stop.saves = run.state.step > 0
             stop.starting = False
             run.writer.is_stopping = partial(is_stopping, run, stop)
             stopping = finish_resumed_step(run, stop)
@@ -204,6 +206,8 @@ def set_up(
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     else:
         state.initial_weights = initialize(gpt)
+        if state.initial_weights:
+            state.pending_record = {}  # trained weights are evaluated before step 1
     gpt.check_tied()
     on_main(lambda: on_start and on_start())
     reporter = Reporter(context, gpt, display)
@@ -259,6 +263,7 @@ def make_step(run: Training, stop: StopSignal) -> bool:
     if run.corpus.cache is not None and wait_for_data(run, stop):
         return True
     look_at_length(run.context, run.state, run.reporter, run.corpus)
+    stop.saves = True
     update(run)
     return after_step(run, stop)
 
@@ -400,7 +405,7 @@ def saving_on_error(run: Training, saved: bool = False) -> Iterator[None]:
 def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
     """Evaluate and sample the step that a run resumes from, if the previous launch did not.
 
-    Returns whether the run must stop.
+    A new run evaluates the trained weights that it begins with. Returns whether the run must stop.
     """
     state = run.state
     if run.config.checkpoint.keep_best and state.best_step == state.step:
@@ -409,7 +414,9 @@ def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
     sampling = state.step > 0 and samples_due(run.config.sample, state.step, last)
     if sampling:
         sampling = on_main(lambda: not run.reporter.samples_path(state.step).exists())
-    stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
+    with run.reporter.stopwatch.pause():
+        stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
+    forget_compiled()  # else the shapes of the evaluation would change the graph of the steps
     stop.last_check = None  # the first step is slow: do not use its time for the time limit
     return stopping
 

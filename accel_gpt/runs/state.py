@@ -95,15 +95,21 @@ class TrainState:
 
     @property
     def reported_step(self) -> int:
-        """Return the last step with a complete record: `step - 1` if an evaluation is due."""
+        """Return the last step with a complete record: `step - 1` if an evaluation is due.
+
+        It is -1 if that of the first weights is due.
+        """
         return self.step if self.pending_record is None else self.step - 1
 
     def note_evaluation(self, val_loss: float) -> bool:
-        """Set the val loss of this step; return whether it is the lowest so far."""
+        """Set the val loss of this step; return whether it is the lowest so far.
+
+        Step 0 does not count: it has no checkpoint.
+        """
         self.pending_record = None
         self.val_loss = val_loss
         best = math.inf if self.best_val_loss is None else self.best_val_loss
-        is_best = val_loss < best  # False for NaN
+        is_best = self.step > 0 and val_loss < best  # False for NaN
         if is_best:
             self.best_val_loss = val_loss
             self.best_step = self.step

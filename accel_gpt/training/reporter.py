@@ -286,6 +286,8 @@ def option_lines(options: Mapping[str, Any]) -> list[str]:
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """Return the last line of a launch: what it did, and the folder of the run."""
     spent = format_clock(state.seconds)
+    if state.step == 0:
+        return f"{signal_name}: stopped before the first step; launch again to start"
     if signal_name or state.step < plan.max_steps:
         return (
             f"{signal_name or 'train.stop_at'}: saved at step {state.step:,} of "

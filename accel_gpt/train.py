@@ -41,7 +41,8 @@ from accel_gpt.evals.samples import prompt_ids, sample, samples_due
 from accel_gpt.evals.validation import describe_targets
 from accel_gpt.files import fault_point
 from accel_gpt.launch.accelerator import build_model
-from accel_gpt.launch.context import Context
+from accel_gpt.launch.compile import forget_compiled
+from accel_gpt.launch.context import Context, Initialize
 from accel_gpt.launch.process import make_host_group
 from accel_gpt.launch.ranks import RankError, all_gather, all_ranks, on_main, require_same
 from accel_gpt.launch.setup import Launch, check_data, new_state
@@ -143,7 +144,7 @@ class Training:
 def train(
     context: Context,
     launch: Launch,
-    initialize: Callable[[LanguageModel], None] = draw_weights,
+    initialize: Initialize = draw_weights,
     on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> bool:
@@ -162,6 +163,7 @@ def train(
         with Watchdog(timeout, "has not opened data, model and checkpoint"):
             run = set_up(context, display, initialize, on_start, on_checkpoint)
         with run.watched(), profile(context) as profile_step:
+            stop.saves = run.state.step > 0
             stop.starting = False
             run.writer.is_stopping = partial(is_stopping, run, stop)
             stopping = finish_resumed_step(run, stop)
@@ -191,7 +193,7 @@ def is_stopping(run: Training, stop: StopSignal) -> bool:
 def set_up(
     context: Context,
     display: Display,
-    initialize: Callable[[LanguageModel], None] = draw_weights,
+    initialize: Initialize = draw_weights,
     on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
 ) -> Training:
@@ -221,7 +223,9 @@ def set_up(
         state = restore(accelerator, checkpoint, state, gpt, optimizer, log)
         log(f"resuming {config.out_dir} from step {state.step:,} ({checkpoint})")
     else:
-        initialize(gpt)
+        state.initial_weights = initialize(gpt)
+        if state.initial_weights:
+            state.pending_record = {}  # trained weights are evaluated before step 1
     gpt.check_tied()
     on_main(lambda: on_start and on_start())
     reporter = Reporter(context, gpt, display)
@@ -280,6 +284,7 @@ def make_step(run: Training, stop: StopSignal) -> bool:
     if run.corpus.cache is not None and wait_for_data(run, stop):
         return True
     look_at_length(run.context, run.state, run.reporter, run.corpus)
+    stop.saves = True
     update(run)
     return after_step(run, stop)
 
@@ -411,12 +416,12 @@ def own_metrics(run: Training, others: Record) -> Record:
 def is_finished(run: Training) -> bool:
     """Return whether a function of --code has finished the run at this step; a collective.
 
-    Records it in run.json, and makes this step the last one. If the disk takes no record, the run
-    goes on.
+    Records it in run.json, and makes this step the last one. Before the first step there is nothing
+    to save, so the run goes on, and also if the disk takes no record.
     """
     whys = [why for why in all_gather(run.finish_why, run.writer.group) if why]
     run.finish_why = ""
-    if not whys:
+    if not whys or not run.state.step:
         return False
     plan = replace(run.plan, finish=Finish(run.state.step, whys[0]))
     if not on_main(lambda: run.reporter.record_length(run.config, plan, run.corpus)):
@@ -448,7 +453,7 @@ def saving_on_error(run: Training, saved: bool = False) -> Iterator[None]:
 def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
     """Evaluate and sample the step that a run resumes from, if the previous launch did not.
 
-    Returns whether the run must stop.
+    A new run evaluates the trained weights that it begins with. Returns whether the run must stop.
     """
     state = run.state
     if run.config.checkpoint.keep_best and state.best_step == state.step:
@@ -457,7 +462,9 @@ def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
     sampling = state.step > 0 and samples_due(run.config.sample, state.step, last)
     if sampling:
         sampling = on_main(lambda: not run.reporter.samples_path(state.step).exists())
-    stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
+    with run.reporter.stopwatch.pause():
+        stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
+    forget_compiled()  # else the shapes of the evaluation would change the graph of the steps
     stop.last_check = None  # the first step is slow: do not use its time for the time limit
     return stopping
 

@@ -31,7 +31,7 @@ def main(argv):
     if checkpoint:
         state = pieces.restore(accelerator, checkpoint, state, gpt, optimizer, accelerator.print)
     else:
-        initialize(gpt)
+        state.initial_weights = initialize(gpt)
     pieces.configure(optimizer, config.optim)  # the options of this launch, not of the checkpoint
     guard.load_state_dict(vars(state))
     corpus.load_state_dict(vars(state))

@@ -52,7 +52,7 @@ PAGES = (
 # pages whose commands must parse as written; the others are read
 FOLLOWED = ("README.md", *(page for page in PAGES if page.startswith("docs/get-started/")))
 FILES = (".py", ".bin", ".json", ".safetensors")  # endings of files that look like keys
-NOT_OURS = ("my.py", "variant.py", "code.py")  # files of the reader, a copy in a run's folder
+NOT_OURS = ("my.py", "variant.py", "gated.py", "code.py")  # of the reader, a copy in a run
 # pages that name files of other projects
 FOREIGN_FILES = ("fast.md", "from-nanogpt.md", "from-hf-trainer.md", "export.md", "evaluation.md")
 

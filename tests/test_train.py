@@ -192,7 +192,7 @@ def test_starting_from_the_weights_of_a_run(
     short = ("--train.max_steps", "1", *QUIET)
     own = ("--out_dir", str(tmp_path / "tuned"), "--model.init_from", str(tmp_path / "run"))
     assert launch(small_run(*own, *short)) == 0
-    first, last = records(tmp_path / "tuned")[0], records(tmp_path / "run")[-1]
+    first, last = records(tmp_path / "tuned")[1], records(tmp_path / "run")[-1]
     assert first["train/loss"] == pytest.approx(last["train/loss"], abs=0.3)
     capsys.readouterr()
     other = ["--out_dir", str(tmp_path / "wide"), "--model.n_embd", "64"]
@@ -215,9 +215,10 @@ def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Pat
 
 
 def test_speed_counts_training_alone(
-    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_run: Arguments, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a simulated clock a step takes 1 s, and the work after it takes 1,000 s."""
+    """On a simulated clock a step takes 1 s, and the work before and after it takes 1,000 s."""
+    source = trained(*QUIET, to="source")
     now = [0.0]
     monkeypatch.setattr(
         "accel_gpt.training.metrics.time", SimpleNamespace(monotonic=lambda: now[0])
@@ -236,11 +237,15 @@ def test_speed_counts_training_alone(
     for name in ("save", "sample"):
         lasting(train, name, 1000.0)
     lasting(train, "evaluate", 1000.0)
-    assert launch(small_run("--checkpoint.every", "5")) == 0  # evaluates and samples at other steps
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    words = ["--model.init_from", str(source)]  # is evaluated first
+    words += ["--checkpoint.every", "5"]  # evaluates and samples at other steps
+    assert launch(small_run(*words)) == 0
+    _, *lines = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["perf/step_ms"] for line in lines] == pytest.approx([1000.0] * 12)
     assert [line["perf/tokens_per_second"] for line in lines] == pytest.approx([256.0] * 12)
-    assert now[0] == 12 + 1000 * (3 + 3 + 2)
+    assert now[0] == 12 + 1000 * (4 + 3 + 2)
 
 
 def test_a_run_of_one_step_prepares_missing_data_and_warms_up_in_no_step(

@@ -121,7 +121,7 @@ def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
         commits=None,
         own_shards=None,
     )
-    model = replace(config.model, vocab_size=vocab_size, init_from="scratch")
+    model = replace(config.model, vocab_size=vocab_size, init_from="scratch", new_weights=())
     return replace(config, data=data, model=model)
 
 

@@ -24,11 +24,11 @@ from accel_gpt import train
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Costs, Plan
 from accel_gpt.evals.evaluation import Evaluation, evaluate
-from accel_gpt.launch.context import Context
+from accel_gpt.launch.context import Context, Initialize
 from accel_gpt.launch.machine import synchronize
 from accel_gpt.launch.ranks import on_main
 from accel_gpt.launch.stopping import Watchdog
-from accel_gpt.model.language_model import LanguageModel, draw_weights
+from accel_gpt.model.language_model import draw_weights
 from accel_gpt.train import Training
 from accel_gpt.training.display import Display
 
@@ -43,7 +43,7 @@ def set_up_unseen(
     config: Config,
     plan: Plan,
     accelerator: Accelerator,
-    initialize: Callable[[LanguageModel], None] = draw_weights,
+    initialize: Initialize = draw_weights,
 ) -> Training:
     """Set up a run that is only measured, and prints nothing."""
     with (
@@ -117,7 +117,7 @@ def rehearse(
     config: Config,
     plan: Plan,
     accelerator: Accelerator,
-    initialize: Callable[[LanguageModel], None],
+    initialize: Initialize,
     seconds: float,
 ) -> Costs:
     """Measure the parts of a run with a `train.budget` of `seconds`, on this rank; a collective.

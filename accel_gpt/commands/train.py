@@ -4,7 +4,7 @@ Finds the weights that the run starts from, prepares the data if they are missin
 a lost checkpoint, trains, and uploads the checkpoints.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +18,13 @@ from accel_gpt.config.parse import copy_shipped, read_yaml
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
+from accel_gpt.launch.context import Initialize
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import Launch, open_launch
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
-from accel_gpt.model.language_model import LanguageModel, draw_weights
+from accel_gpt.model.language_model import draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.train import train
@@ -112,7 +113,7 @@ def note_source(config: Config, source: str) -> None:
         )
 
 
-def find_initial_weights(config: Config) -> Callable[[LanguageModel], None]:
+def find_initial_weights(config: Config) -> Initialize:
     """Return the function that sets the weights of a new run.
 
     Raises `UserError` if the weights of `model.init_from` do not fit the tokenizer, before any text

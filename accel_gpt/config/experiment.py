@@ -210,7 +210,8 @@ class EvalConfig(Section, prefix="eval."):
 
     every: int = option(
         500,
-        "Number of steps between evaluations. 0: only at the end.",
+        "Number of steps between evaluations. 0: only at the end. A run with model.init_from is "
+        "also evaluated before its first step.",
         at_least=0,
         essential=True,
         resume="free",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accel_gpt.config.options import Section, option
+from accel_gpt.config.options import Section, option, typed
 from accel_gpt.errors import require
 
 Scalar = int | float | bool | str
@@ -54,6 +54,13 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
         per_machine=True,
         inherited="never",
         path=True,
+    )
+    new_weights: tuple[str, ...] = option(
+        (),
+        "Names of weights, with the wildcards * and ?, that are drawn and not taken from "
+        "init_from, for a changed GPT of --code: blocks.*.mlp.gate.* (docs/how-to/experiment.md).",
+        resume="start",
+        inherited="never",
     )
     n_layer: int = option(
         12,
@@ -191,6 +198,11 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
     )
 
     def _check(self) -> None:
+        require(
+            not self.new_weights or self.init_from != "scratch",
+            f"model.new_weights is {typed(self.new_weights)}, but model.init_from is scratch; "
+            "expected the weights to start from",
+        )
         if self.head_dim is None:
             check_divisible("n_embd", self.n_embd, "n_head", self.n_head)
         check_divisible("n_head", self.n_head, "n_kv_head", self.kv_heads)

@@ -31,8 +31,11 @@ class Costs:
         """Return the seconds of a run of `steps` steps."""
         return self.set_up + self.start + steps * self.step + self.pauses(config, steps)
 
-    def pauses(self, config: Config, steps: int, after: int = 0) -> float:
-        """Return the seconds of the evaluations, samples and saves that are due after a step."""
+    def pauses(self, config: Config, steps: int, after: int = -1) -> float:
+        """Return the seconds of the evaluations, samples and saves that are due after a step.
+
+        Step 0, at which trained weights are evaluated, is after step -1.
+        """
         evaluated = due_steps(config.eval.every, steps)
         saved = due_steps(config.checkpoint.every, steps)
         if config.checkpoint.every_tokens:
@@ -40,6 +43,8 @@ class Costs:
             saved |= {math.ceil(i * interval) for i in range(1, int(steps / interval) + 1)}
         if config.checkpoint.keep_best:
             saved |= evaluated  # at most: each evaluation is better than those before
+        if config.model.init_from != "scratch":
+            evaluated.add(0)
         sampled = due_steps(config.sample.every, steps) if config.sample.every else set()
         return (
             count_after(after, evaluated) * self.evaluation

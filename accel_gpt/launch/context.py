@@ -8,6 +8,11 @@ from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.runs.state import InitialWeights
+
+Initialize = Callable[[LanguageModel], InitialWeights | None]
+"""Set the weights of a new run; return where they come from, None if they are drawn."""
 
 
 @dataclass

@@ -36,18 +36,18 @@ from accel_gpt.launch.compile import (
     choose_compile,
     compiler_error_on_any_machine,
 )
-from accel_gpt.launch.context import Context
+from accel_gpt.launch.context import Context, Initialize
 from accel_gpt.launch.precision import choose_precision
 from accel_gpt.launch.process import join_ranks
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.launcher import PRECISIONS, world_size
-from accel_gpt.model.language_model import LanguageModel, draw_weights
+from accel_gpt.model.language_model import draw_weights
 from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.runs.folder import RunFolder
 
 # measures what the parts of a run with a `train.budget` of so many seconds take, on this rank
-Rehearse = Callable[[Config, Plan, Accelerator, Callable[[LanguageModel], None], float], Costs]
+Rehearse = Callable[[Config, Plan, Accelerator, Initialize, float], Costs]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read_done(out_dir: str, resume: str) -> Done:
 def resolve(
     asked: Config,
     rehearse: Rehearse | None = None,
-    initialize: Callable[[LanguageModel], None] = draw_weights,
+    initialize: Initialize = draw_weights,
     log: Callable[[str], None] = print_line,
     check_folder: Callable[[], None] = lambda: None,
 ) -> Context:

@@ -152,6 +152,7 @@ class StopSignal:
         self.starting = starting
         self.announce: Callable[[str], None] | None = None  # prints a line, on rank 0
         self.announced = False
+        self.saves = True  # a stop saves a step: False before the first
         self.received: str | None = None
         self.first: float | None = None  # time of the first signal
         self.saved = False  # the last checkpoint is on disk
@@ -198,6 +199,9 @@ class StopSignal:
         if self.announce is None or self.announced:
             return
         self.announced = True
+        if not self.saves:
+            self.announce(f"{name}: stopping before the first step")
+            return
         again = "press again" if name == signal.SIGINT.name else "send it again"
         self.announce(f"{name}: saving after this step; {again} to abandon it")
 

@@ -6,7 +6,8 @@ Shapes: B batch, T tokens, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -89,6 +90,11 @@ def draw_weights(model: LanguageModel) -> None:
     for name, weight in model.named_parameters():
         load_full(weight, weights[name])
     copy_buffers(drawn, model)
+
+
+def is_new(name: str, patterns: Sequence[str] | None) -> bool:
+    """Return whether the name of a weight matches one of the patterns of `model.new_weights`."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns or ())
 
 
 @contextlib.contextmanager

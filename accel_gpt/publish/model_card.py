@@ -48,13 +48,13 @@ def write_card(
         key: value for key, value in newest.items() if key.startswith("eval/") and is_number(value)
     }
     launches = [x for x in run.launches if number(x.get("step")) < state.step]
-    init_from = str(state.config.get("model.init_from", "scratch"))
+    initial = state.initial_weights
     settings = to_nested(changed_keys(public_config(state.config)))
     header = ModelCardData(
         license=license.lower() if license else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=hub_id(init_from),
+        base_model=hub_id(initial.name) if initial else None,
         datasets=hub_datasets(state.config) or None,
         tags=["accel_gpt"],
     )
@@ -63,7 +63,7 @@ def write_card(
         template_path=str(TEMPLATE),
         repo=repo,
         parameters=short(parameter_counts(shape, vocab_size)["total_unpadded"]),
-        init_name=None if init_from == "scratch" else public_name(init_from),
+        init_name=public_name(initial.name) if initial else None,
         data_names=[public_name(path) for path in data_paths(state.config)],
         state=state,
         records=records,

@@ -122,6 +122,8 @@ def final_results(run: NamedRun) -> list[Result]:
     metrics = run.metrics
     results: list[Result] = []
     steps, losses = metrics.curve("eval/val_loss")
+    losses = losses[steps > 0]  # without the loss that the run began with
+    steps = steps[steps > 0]
     if len(losses):
         i = int(losses.argmin())
         results.append(Result(BEST_LOSS, f"{losses[i]:.4f}", int(steps[i]), losses[i]))

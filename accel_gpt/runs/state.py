@@ -37,6 +37,19 @@ def record_code(own: OwnCode) -> RecordedCode | None:
     return RecordedCode(own.name, own.sha256, own.functions) if own.file else None
 
 
+@dataclass(frozen=True)
+class InitialWeights:
+    """The trained weights that a run began with, from `model.init_from`."""
+
+    name: str  # as the user wrote it
+    step: Count | None  # of a checkpoint of accel_gpt; None: a model of transformers
+    sha256: str  # of the file; of several files, of their digests in hex, one after the other
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f"step {self.step:,}, "
+        return f"{self.name}, {step}sha256 {self.sha256[:12]}"
+
+
 @dataclass
 class TrainState:
     """The state of a run after `step` optimizer updates, the same on every rank."""
@@ -71,6 +84,7 @@ class TrainState:
     pending_record: dict[str, int | float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step
     code: RecordedCode | None = None
+    initial_weights: InitialWeights | None = None  # None: they were drawn
     format: Count = FORMAT  # of trainer_state.json
 
     def set_fields(self, fields: Mapping[str, Any]) -> None:
@@ -81,15 +95,21 @@ class TrainState:
 
     @property
     def reported_step(self) -> int:
-        """Return the last step with a complete record: `step - 1` if an evaluation is due."""
+        """Return the last step with a complete record: `step - 1` if an evaluation is due.
+
+        It is -1 if that of the first weights is due.
+        """
         return self.step if self.pending_record is None else self.step - 1
 
     def note_evaluation(self, record: Mapping[str, float], yardstick: Yardstick) -> bool:
-        """Set the val loss of this step; return whether the step is the best so far."""
+        """Set the val loss of this step; return whether the step is the best so far.
+
+        Step 0 does not count: it has no checkpoint.
+        """
         value = yardstick.value(record)
         self.pending_record = None
         self.val_loss = record["eval/val_loss"]
-        is_best = yardstick.is_better(value, self.best_value)
+        is_best = self.step > 0 and yardstick.is_better(value, self.best_value)
         if is_best:
             self.best_value = value
             self.best_step = self.step

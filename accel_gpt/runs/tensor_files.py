@@ -10,7 +10,7 @@ collective. Its reader unpickles other files, and ignores the missing rows of a 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -19,13 +19,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_gpt.errors import CheckpointError
-from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.language_model import LanguageModel, is_new
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
 from accel_gpt.optim.groups import state_names
 from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.own_code import Weights
 from accel_gpt.runs.checkpoint import optimizer_parts, weight_parts
 
+T = TypeVar("T")
 OFFSETS = "DCP_SHARDING_INFO"  # key in the header
 GROUPS = "groups"  # key in the header: the values of an own optimizer's groups, as JSON
 NUMBER = ":number"  # end of a name: the value is a number of Python
@@ -175,26 +176,41 @@ def saved_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
     return found
 
 
-def read_weights(path: Path, gpt: LanguageModel, weights: Weights) -> None:
+def read_weights(
+    path: Path, gpt: LanguageModel, weights: Weights, new: Sequence[str] | None = None
+) -> None:
     """Read `weights` of a verified checkpoint into `gpt`; under FSDP only this rank's shards.
 
-    The context of `gpt` may be shorter than the context of the checkpoint.
+    The context of `gpt` may be shorter than the context of the checkpoint. `new`: the patterns of
+    `model.new_weights`; the weights that match them are not read. None: it cannot be set here.
     """
     files = weight_parts(path, weights)
+    advice = "" if new is None else "; model.new_weights may list it"
     try:
-        read_tensors(saved_tensors(files), weights_of(gpt))
+        saved = without_new(saved_tensors(files), new)
+        read_tensors(saved, without_new(weights_of(gpt), new), advice)
     except (CheckpointError, OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{files[0]} does not fit the model: {error}") from None
 
 
-def read_tensors(saved: Mapping[str, SavedTensor], into: Mapping[str, Tensor]) -> None:
-    """Read this rank's rows of each tensor; raise `CheckpointError` if names or shapes differ."""
+def without_new(tensors: Mapping[str, T], patterns: Sequence[str] | None) -> dict[str, T]:
+    """Return the tensors whose names match no pattern."""
+    return {name: tensor for name, tensor in tensors.items() if not is_new(name, patterns)}
+
+
+def read_tensors(
+    saved: Mapping[str, SavedTensor], into: Mapping[str, Tensor], advice: str = ""
+) -> None:
+    """Read this rank's rows of each tensor; raise `CheckpointError` if names or shapes differ.
+
+    `advice`: the end of the error for a tensor that the files lack.
+    """
     unknown = saved.keys() - into.keys()
     if unknown:
         raise CheckpointError(f"it has {min(unknown)}, unknown to the model")
     for name, tensor in into.items():
         if name not in saved:
-            raise CheckpointError(f"it lacks {name}")
+            raise CheckpointError(f"it lacks {name}{advice}")
         shape = saved[name].shape
         if name == "wpe.weight":  # the context of the model may be shorter
             shape = (min(shape[0], tensor.shape[0]), *shape[1:])

@@ -219,7 +219,7 @@ class Display:
         """Set the losses of the run so far."""
         self.losses = [loss for loss in losses if math.isfinite(loss)]
 
-    def show(self, record: Mapping[str, float], max_steps: int, seconds_left: float) -> None:
+    def show(self, record: Mapping[str, float], max_steps: int, seconds_left: float | None) -> None:
         """Print or draw the metrics of a record. The panel keeps the metrics that it lacks."""
         step = int(record["step"])
         self.steps.update(self.task, completed=step, total=max_steps)
@@ -245,8 +245,8 @@ class Display:
                     metrics += f" | val {key.removeprefix(VAL_SET)} {record[key]:.4f}"
             for key in filter(is_benchmark, record):
                 metrics += f" | {key.removeprefix('eval/')} {record[key]:.4f}"
-            left = format_clock(seconds_left)
-            self.log(f"step {step:,}/{max_steps:,} | {metrics} | left {left}")
+            left = "" if seconds_left is None else f" | left {format_clock(seconds_left)}"
+            self.log(f"step {step:,}/{max_steps:,} | {metrics}{left}")
 
     def show_evaluation(self, done: int, total: int) -> None:
         """Print or draw that `done` of `total` batches of an evaluation were computed."""

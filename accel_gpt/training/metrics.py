@@ -190,9 +190,14 @@ class Stopwatch:
         """Return the seconds of all launches, pauses included."""
         return time.monotonic() - self.first_start
 
-    def left(self, step: int, max_steps: int) -> float:
-        """Estimate the seconds to the end from the pace of this launch, pauses included."""
-        pace = (time.monotonic() - self.launched) / max(step - self.first_step, 1)
+    def left(self, step: int, max_steps: int) -> float | None:
+        """Estimate the seconds to the end from the pace of this launch, pauses included.
+
+        Returns None before the first step of the launch.
+        """
+        if step == self.first_step:
+            return None
+        pace = (time.monotonic() - self.launched) / (step - self.first_step)
         return pace * (max_steps - step)
 
     def lap(self, step: int) -> float:

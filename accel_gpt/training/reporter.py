@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, plural
@@ -21,12 +23,15 @@ from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, synchronize
 from accel_gpt.launch.stopping import Watchdog
-from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.language_model import LanguageModel, is_new
 from accel_gpt.runs.folder import CODE, RunFolder
 from accel_gpt.runs.state import TrainState
+from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.training.display import Display
 from accel_gpt.training.metrics import MetricsLog, Record, Speed, Stopwatch
 from accel_gpt.training.trackers import Trackers
+
+MOST_NAMES = 5  # of new weights that a launch names one by one
 
 
 class Reporter:
@@ -56,8 +61,8 @@ class Reporter:
         self.check_folder()
         if self.accelerator.is_main_process:
             machine = describe_machine(self.accelerator)
-            self.record_launch(corpus, machine, state.step)
-            self.log(self.first_lines(corpus, machine))
+            self.record_launch(corpus, machine, state)
+            self.log(self.first_lines(corpus, machine, state))
         self.trackers.start(
             step=state.reported_step,
             sampled_step=state.step,
@@ -66,11 +71,11 @@ class Reporter:
         )
         self.cut_back(state)
 
-    def record_launch(self, corpus: Corpus, machine: dict[str, Any], step: int) -> None:
+    def record_launch(self, corpus: Corpus, machine: dict[str, Any], state: TrainState) -> None:
         """Write `config.yaml` and add this launch to `run.json`."""
         tokenizer = corpus.tokenizer
         launch = {
-            "step": step,
+            "step": state.step,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "asked": dict(self.context.asked),
             "plan": asdict(self.context.plan),
@@ -87,6 +92,8 @@ class Reporter:
                 "lines": recorded_lines(corpus, self.context.plan),
             },
         }
+        if state.initial_weights:
+            launch["initial_weights"] = asdict(state.initial_weights)
         own = self.context.config.own
         if own.file:
             launch["code"] = {"file": own.name, "sha256": own.sha256, "functions": own.functions}
@@ -120,13 +127,19 @@ class Reporter:
             return False
         return True
 
-    def first_lines(self, corpus: Corpus, machine: dict[str, Any]) -> str:
+    def first_lines(self, corpus: Corpus, machine: dict[str, Any], state: TrainState) -> str:
         """Describe the folder, options, model, data, plan and device of the run."""
         megaflops = self.speed.flops_per_token / 1e6
         own = self.context.config.own
         code = []
         if own.file:
             code = [f"code     {own.file} ({own.sha256[:12]}): {', '.join(own.functions)}"]
+        weights = []
+        new = self.context.config.model.new_weights
+        if state.initial_weights and state.step == 0:
+            weights.append(f"weights  from {state.initial_weights}")
+        if new and state.step == 0:
+            weights.append(f"weights  new: {describe_new(weights_of(self.gpt), new)}")
         precision = machine["mixed_precision"]
         threads = plural(machine["threads_per_process"], "thread")
         model = self.context.config.model.preset if own.model is None else own.name
@@ -137,6 +150,7 @@ class Reporter:
             *code,
             f"model    {model}, {self.gpt.parameter_count():,} parameters, "
             f"{megaflops:,.1f} MFLOP per token",
+            *weights,
             *corpus.lines(self.context.plan),
             *(f"plan     {line}" for line in plan.splitlines()),
             f"device   {machine['processes']} x {machine['device']}, "
@@ -246,6 +260,19 @@ def recorded_lines(corpus: Corpus, plan: Plan) -> list[str]:
     return [line.removeprefix("data").strip() for line in corpus.lines(plan)]
 
 
+def describe_new(weights: Mapping[str, Tensor], patterns: Sequence[str]) -> str:
+    """Name the weights that match `model.new_weights`: each, or of many the patterns and counts."""
+    names = [name for name in weights if is_new(name, patterns)]
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    parts = []
+    for pattern in patterns:
+        matching = [weights[name] for name in names if is_new(name, [pattern])]
+        parameters = sum(weight.numel() for weight in matching)
+        parts.append(f"{pattern} ({plural(len(matching), 'weight')}, {parameters:,} parameters)")
+    return ", ".join(parts)
+
+
 def option_lines(options: Mapping[str, Any]) -> list[str]:
     """Describe the options that differ from their defaults, one line per section of the config."""
     sections: dict[str, list[str]] = {}
@@ -260,6 +287,8 @@ def option_lines(options: Mapping[str, Any]) -> list[str]:
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
     """Return the last line of a launch: what it did, and the folder of the run."""
     spent = format_clock(state.seconds)
+    if state.step == 0:
+        return f"{signal_name}: stopped before the first step; launch again to start"
     if signal_name or state.step < plan.end:
         return (
             f"{signal_name or 'train.stop_at'}: saved at step {state.step:,} of "

@@ -56,9 +56,9 @@ class Trackers:
     def start(self, step: int, sampled_step: int, yaml: str, options: Mapping[str, Any]) -> None:
         """Start all trackers, on the run that they had; bring them up to `step`.
 
-        `step`: the last step with a complete record. `sampled_step`: the last step that may have
-        samples. They store the config, as YAML or by dotted keys. Raises `UserError` if a tracker
-        does not start, for example wandb without a login.
+        `step`: the last step with a complete record; -1 if there is none. `sampled_step`: the last
+        step that may have samples. They store the config, as YAML or by dotted keys. Raises
+        `UserError` if a tracker does not start, for example wandb without a login.
         """
         accelerator = self.accelerator
         if not self.names or not accelerator.is_main_process:
@@ -71,8 +71,9 @@ class Trackers:
                 tracker.store_init_configuration({key: str(options[key]) for key in options})
             if EventFile.name in self.names:
                 events = EventFile(self.out_dir / EventFile.name / PROJECT)
-                self.held[events.name] = begin_events(events, known, step)
-                events.log({"config": yaml}, step)
+                begin = max(step, 0)
+                self.held[events.name] = begin_events(events, known, begin)
+                events.log({"config": yaml}, begin)
                 accelerator.trackers.append(events)
         except Exception as error:  # each package has its own error classes
             raise UserError(

@@ -5,7 +5,7 @@ directions, so a model that was loaded is exported under the same names.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.errors import UserError
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import is_new
 from accel_gpt.model.sharding import load_full
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, matching_preset
 
@@ -67,17 +68,23 @@ def exportable_preset(model: GPT) -> str:
     return preset
 
 
-def check_names(model: GPT, preset: str) -> None:
-    """Raise `UserError` unless the weights of a model are those in `weight_table`."""
+def check_names(model: GPT, preset: str, new: Sequence[str] | None = None) -> None:
+    """Raise `UserError` unless the weights of a model are those in `weight_table`.
+
+    `new`: the patterns of `model.new_weights`; the weights that match them may differ. None: it
+    cannot be set here.
+    """
     weights = {name for name, _ in model.named_parameters()}
     listed = {part.ours for part in weight_table(model, preset)}
     if preset == "gpt2" and not model.config.bias:  # GPT2LMHeadModel has biases, then of zeros
         listed = {name for name in listed if not name.endswith(".bias")}
-    if weights != listed:
+    different = sorted(name for name in weights ^ listed if not is_new(name, new))
+    if different:
+        advice = "" if new is None else "; model.new_weights may list them"
         raise UserError(
             f"the weights of this model are not those of {HF_CLASSES[preset]}, which "
             f"weight_table in accel_gpt/transformers_io/hf_weights.py lists: "
-            f"{', '.join(sorted(weights ^ listed)[:3])}"
+            f"{', '.join(different[:3])}{advice}"
         )
 
 
@@ -159,16 +166,21 @@ def mirror(tensor: Tensor, head_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
+def load_weights(
+    model: GPT, preset: str, tensors: Tensors, name: str, new: Sequence[str] | None = None
+) -> None:
     """Copy the weights of a class of transformers into `model`, whose context may be shorter.
 
-    `name` is the name of the model in errors. Raises `UserError` if a tensor is missing, left over
-    or of another shape, or if `model` has other weights than the class.
+    `name` is the name of the model in errors. `new`: the patterns of `model.new_weights`; the
+    weights of `model` that match them stay as they are. None: it cannot be set here.
+
+    Raises `UserError` if a tensor is missing, left over or of another shape, or if `model` has
+    other weights than the class.
     """
-    check_names(model, preset)
+    check_names(model, preset, new)
     weights = model.state_dict()
-    table = list(weight_table(model, preset))
-    readers = matching_tensors(model, preset, tensors, name)
+    table = [part for part in weight_table(model, preset) if not is_new(part.ours, new)]
+    readers = matching_tensors(model, preset, tensors, name, new)
     for ours, parts in groupby(table, attrgetter("ours")):
         full = torch.zeros(weights[ours].shape)  # the rows that pad the vocabulary stay zero
         for part in parts:
@@ -190,11 +202,12 @@ def load_weights(model: GPT, preset: str, tensors: Tensors, name: str) -> None:
 
 
 def matching_tensors(
-    model: GPT, preset: str, tensors: Tensors, name: str
+    model: GPT, preset: str, tensors: Tensors, name: str, new: Sequence[str] | None = None
 ) -> dict[str, Callable[[], Tensor]]:
     """Return `tensors` under the names in `weight_table`, without buffers and without a tied head.
 
-    Raises `UserError` if one is missing or left over, or if tied weights differ.
+    Raises `UserError` if one is missing, unless it is `new`, or left over, or if tied weights
+    differ.
     """
     # a model that was saved without its head lacks the prefix
     prefix = "transformer." if preset == "gpt2" else "model."
@@ -202,7 +215,8 @@ def matching_tensors(
     for key, read in tensors.items():
         if not BUFFERS.fullmatch(key):
             found[key if key.startswith((prefix, "lm_head.")) else prefix + key] = read
-    expected = [part.name for part in weight_table(model, preset)]
+    table = list(weight_table(model, preset))
+    expected = [part.name for part in table]
     if model.config.tie_embeddings and "lm_head.weight" in found:  # stored under either name
         head = found.pop("lm_head.weight")
         if not torch.equal(found.setdefault(expected[0], head)(), head()):
@@ -211,8 +225,13 @@ def matching_tensors(
                 "separate head; set it to false"
             )
     kind = f"a {HF_CLASSES[preset]} with its config.json"
-    if missing := sorted(set(expected) - found.keys()):
-        raise UserError(f"{name} lacks {len(missing)} tensors of {kind}: {', '.join(missing[:3])}")
+    needed = [part for part in table if not is_new(part.ours, new)]
+    missing = [part for part in needed if part.name not in found]
+    if missing:
+        names = ", ".join(sorted(part.name for part in missing)[:3])
+        ours = ", ".join(sorted({part.ours for part in missing})[:3])
+        advice = "" if new is None else f"; model.new_weights may list {ours}"
+        raise UserError(f"{name} lacks {len(missing)} tensors of {kind}: {names}{advice}")
     if extra := sorted(found.keys() - set(expected)):
         raise UserError(f"{name} has {len(extra)} tensors more than {kind}: {', '.join(extra[:3])}")
     return found

@@ -4,6 +4,8 @@ the Hub.
 Reads the files of a checkpoint, or config.json, the safetensors files and the tokenizer.
 """
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,20 +16,25 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.values import from_mapping, to_nested
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
-from accel_gpt.errors import CheckpointError, UserError, first_line, require
+from accel_gpt.errors import CheckpointError, UserError, first_line, nearest, require
+from accel_gpt.files import sha256
 from accel_gpt.hub import download_repo
+from accel_gpt.launch.ranks import on_main
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.language_model import LanguageModel, draw_weights, is_new
 from accel_gpt.model.make import make_model
 from accel_gpt.own_code import OwnCode, Weights
 from accel_gpt.runs.checkpoint import (
     check_code,
+    read_manifest,
     read_shape,
     read_state,
     verify_checkpoint,
     warn_of_other_code,
+    weight_parts,
 )
-from accel_gpt.runs.tensor_files import read_weights, saved_tensors
+from accel_gpt.runs.state import InitialWeights
+from accel_gpt.runs.tensor_files import read_weights, saved_tensors, weights_of
 from accel_gpt.transformers_io.hf_weights import Tensors, load_weights
 from accel_gpt.transformers_io.pretrained import Pretrained, find_pretrained
 
@@ -63,7 +70,7 @@ def load_found(
     tokenizer = pretrained.load_tokenizer()
     config = ModelConfig(**pretrained.shape())
     assert config.vocab_size is not None
-    tensors = open_transformers(pretrained)
+    tensors = open_transformers(weight_files(pretrained))
     model = GPT.allocate(config, config.vocab_size)
     load_weights(model, config.preset, tensors, pretrained.name)
     return model.to(device).eval(), tokenizer
@@ -92,33 +99,62 @@ def load_checkpoint(
     return model.to(device).eval(), load_tokenizer(path)
 
 
-def load_initial_weights(config: Config, gpt: LanguageModel) -> None:
-    """Load the weights of `model.init_from` into the model of a new run."""
+def load_initial_weights(config: Config, gpt: LanguageModel) -> InitialWeights:
+    """Load the weights of `model.init_from` into the model of a new run; a collective.
+
+    Draws those of `model.new_weights`, as `draw_weights` does in a run from scratch.
+    """
     pretrained = find_pretrained(config.model.init_from)
+    new = config.model.new_weights
+    if new:
+        check_new_weights(gpt, new)
+        draw_weights(gpt)
     if pretrained.is_checkpoint:
-        verify_checkpoint(pretrained.folder, model_only=True)
-        check_code(pretrained.folder, config.own, {"model"})
-        warn_of_other_code(pretrained.folder, config.own)
-        read_weights(pretrained.folder, gpt, pretrained.weights)
-        return
+        folder = pretrained.folder
+        verify_checkpoint(folder, model_only=True)
+        check_code(folder, config.own, {"model"})
+        warn_of_other_code(folder, config.own)
+        read_weights(folder, gpt, pretrained.weights, new)
+        listed = read_manifest(folder)
+        parts = weight_parts(folder, pretrained.weights)
+        digests = [listed[part.name].sha256 for part in parts]
+        return InitialWeights(pretrained.name, read_state(folder).step, join_digests(digests))
     if not isinstance(gpt, GPT):
         raise UserError(
             f"model.init_from is {pretrained.name}, a model of transformers, but "
             f"{config.own.place('model')} returned another class than GPT; start from a "
             "checkpoint of accel_gpt, or set model.init_from to scratch"
         )
-    tensors = open_transformers(pretrained)
-    load_weights(gpt, config.model.preset, tensors, pretrained.name)
+    files = weight_files(pretrained)
+    tensors = open_transformers(files)
+    load_weights(gpt, config.model.preset, tensors, pretrained.name, new)
+    digests = on_main(lambda: [sha256(file) for file in files])
+    return InitialWeights(pretrained.name, None, join_digests(digests))
+
+
+def join_digests(digests: Sequence[str]) -> str:
+    """Return the SHA-256 (hex) of a file; of several files, of their digests in order."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def check_new_weights(gpt: LanguageModel, patterns: Sequence[str]) -> None:
+    """Raise `UserError` if a pattern of `model.new_weights` matches no weight of the model."""
+    names = list(weights_of(gpt))
+    for pattern in patterns:
+        require(
+            any(is_new(name, [pattern]) for name in names),
+            f"model.new_weights has {pattern}, but no weight of the model matches it; the nearest "
+            f"are {', '.join(nearest(pattern, names, cutoff=0.0))}",
+        )
 
 
 # --------------------------------------------------------------------------- transformers
 
 
-def open_transformers(pretrained: Pretrained) -> Tensors:
-    """Open the weights of a transformers model.
-
-    Raises `UserError` if there are no safetensors files, `CheckpointError` if one is damaged.
-    """
+def weight_files(pretrained: Pretrained) -> list[Path]:
+    """Return the safetensors files of a transformers model; raise `UserError` if it has none."""
     folder = pretrained.folder
     if pretrained.on_hub:  # the single file, or parts
         folder = download_repo(pretrained.name, "model*.safetensors")
@@ -129,9 +165,14 @@ def open_transformers(pretrained: Pretrained) -> Tensors:
         f"{pretrained.name} has no {SAFETENSORS}, and no other format of weights is read; "
         "open the model with transformers and call save_pretrained, which writes safetensors",
     )
+    return files
+
+
+def open_transformers(files: Sequence[Path]) -> Tensors:
+    """Open the weights of a transformers model; raise `CheckpointError` if a file is damaged."""
     try:
         return {name: saved.whole for name, saved in saved_tensors(files).items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{folder}/model*.safetensors cannot be read: {first_line(error)}"
+            f"{files[0].parent}/model*.safetensors cannot be read: {first_line(error)}"
         ) from None

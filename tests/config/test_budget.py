@@ -105,6 +105,11 @@ def test_each_evaluation_and_each_save_of_the_best_is_counted(keep_best: bool) -
         samples += step % 40 == 0
     expected = 3 * evaluations + 0.25 * samples + 100 * saves
     assert costs.pauses(config, 200) == expected
+    # trained weights are evaluated first, and not saved
+    tuned = replace(config, model=replace(config.model, init_from="runs/x"))
+    assert costs.pauses(tuned, 200) == expected + 3
+    assert costs.total(tuned, 200) == costs.total(config, 200) + 3
+    assert costs.pauses(tuned, 200, after=1) == expected
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

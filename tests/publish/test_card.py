@@ -18,7 +18,7 @@ from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.publish import model_card
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.runs.folder import RunFolder
-from accel_gpt.runs.state import TrainState
+from accel_gpt.runs.state import InitialWeights, TrainState
 from tests.conftest import tiny
 from tests.helpers.runs import png_size
 
@@ -52,12 +52,13 @@ def record(step: int, **more: float | None) -> dict[str, Any]:
 def make(tmp_path: Path, corpus: Path) -> Make:
     """Write a run of 40 steps; return its checkpoint of step 30."""
 
-    def made(settings: dict[str, Any] | None = None) -> Path:
+    def made(settings: dict[str, Any] | None = None, initial: InitialWeights | None = None) -> Path:
         path = tmp_path / "config.yaml"
         path.write_text(CONFIG.replace("DATA", str(corpus)))
         flat = to_flat(load_config([str(path)], "test")) | (settings or {})
         print_ = open_split(corpus, "train").fingerprint
         state = TrainState(30, 480, 7680, 7200.0, 3.1, 3.0, 25, 4, print_, config=flat)
+        state.initial_weights = initial
         run = tmp_path / "run"
         checkpoint = run / "checkpoints" / "step_00000030"
         checkpoint.mkdir(parents=True)
@@ -167,7 +168,7 @@ def test_no_option_shows_a_path_person_or_machine(make: Make, tmp_path: Path, va
     settings |= {"sample.prompts": [value], "checkpoint.allow_change": [value]}
     if value in PRIVATE[::2]:
         settings["data.train"] = [{"path": value, "weight": 1, "key": "s3cr3t"}]
-    checkpoint = make(settings)
+    checkpoint = make(settings, InitialWeights(value, 7, "0a" * 32))
     with (checkpoint.parents[1] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(record(30) | {f"data/epochs/{value}": 1}) + "\n")
     text = write(checkpoint, tmp_path / "card").replace("\\", "")
@@ -177,8 +178,9 @@ def test_no_option_shows_a_path_person_or_machine(make: Make, tmp_path: Path, va
 def test_the_header_links_the_data_and_the_first_weights(make: Make, tmp_path: Path) -> None:
     shares = {"books": 3, "hf://datasets/user/shards@v1/gpt2": 1}
     sources = [{"path": name, "weight": weight} for name, weight in shares.items()]
-    checkpoint = make({"data.train": sources, "model.init_from": "gpt2"})
+    checkpoint = make({"data.train": sources}, InitialWeights("gpt2", None, "0a" * 32))
     text = write(checkpoint, tmp_path / "card")
     assert "from the weights of `gpt2` on `books`, `gpt2`" in text
+    assert f"| Initial weights | `gpt2`, SHA-256 {'0a' * 32} |" in text
     assert ModelCard(text).data.datasets == ["user/shards"]
     assert ModelCard(text).data.base_model == "openai-community/gpt2"

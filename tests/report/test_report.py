@@ -226,6 +226,15 @@ def test_metrics_of_any_origin(tmp_path: Path) -> None:
     assert [row["step"] for row in RunFolder(tmp_path).csv_records()] == ["2", "6"]
 
 
+def test_the_loss_that_a_run_began_with_is_drawn_and_is_not_its_best(tmp_path: Path) -> None:
+    first = {"step": 0, "tokens": 0, "time": 0.1, "eval/val_loss": 0.5}
+    records = [first, *(record(step) for step in range(1, 41))]
+    text = page(make_run(tmp_path / "run", records))
+    curves = {curve["key"]: curve for curve in drawn(text)["panels"][0]["curves"]}
+    assert curves["eval/val_loss"]["s"] == [0, 10, 20, 30, 40]
+    assert "best val loss, step 40" in re.sub(r"<[^>]+>", "", text)
+
+
 def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
     """Tokens of one byte have a lower loss in nats than longer tokens, so it is no rank."""
 

@@ -1,9 +1,12 @@
 """Start from another model: folders of transformers, runs, the Hub; and errors."""
 
+import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,27 @@ from torch.nn import Linear
 
 from accel_gpt import cli
 from accel_gpt.commands.resolve import load_config
+from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.files import sha256
 from accel_gpt.model.gpt import GPT
+from accel_gpt.model.language_model import LanguageModel, draw_weights
+from accel_gpt.model.make import make_model
+from accel_gpt.own_code import OwnCode, load_own_code
+from accel_gpt.runs.checkpoint import read_state
+from accel_gpt.runs.state import InitialWeights
+from accel_gpt.runs.tensor_files import weights_of
+from accel_gpt.training.reporter import describe_new
 from accel_gpt.transformers_io.hf_weights import load_weights
 from accel_gpt.transformers_io.load import load_initial_weights, load_pretrained
 from accel_gpt.transformers_io.pretrained import inherit
-from tests.conftest import launch, run_here
+from tests.conftest import launch, reseal, run_here
 from tests.faults.attack import zipped
 from tests.helpers.hub_server import HubServer, point_at
+from tests.test_matrix import work
+from tests.test_train import assert_same_weights
 from tests.transformers_io.test_convert import make_theirs
 from tests.transformers_io.test_export import QUICK
 
@@ -246,6 +260,193 @@ def test_a_changed_gpt_starts_from_no_weights_that_lack_its_own(folder: Path) ->
     model.blocks[0].attn.gate = Linear(32, 32, bias=False)
     with pytest.raises(UserError, match="are not those of GPT2LMHeadModel"):
         load_weights(model, "gpt2", {}, "theirs")
+
+
+# --------------------------------------------------------------------------- where a run began
+
+
+def test_a_run_keeps_the_name_step_and_hash_of_its_first_weights(
+    small_run: Arguments,
+    trained: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, tuned = trained(*QUICK), tmp_path / "tuned"
+    words = [*QUICK, "--out_dir", str(tuned), "--model.init_from", str(source)]
+    words += ["--train.max_steps", "2"]
+    assert launch(small_run(*words, "--train.stop_at", "1")) == 0
+    (checkpoint,) = (source / "checkpoints").iterdir()
+    digest = sha256(checkpoint / "model.safetensors")
+    begun = InitialWeights(str(source), read_state(checkpoint).step, digest)
+    line = f"\nweights  from {source}, step {begun.step}, sha256 {digest[:12]}\n"
+    assert line in capsys.readouterr().err
+    (checkpoint / "manifest.json").unlink()  # the run no longer needs its source
+    assert launch(small_run(*words)) == 0
+    assert line not in capsys.readouterr().err  # it goes on from its own checkpoint
+    assert read_state(tuned / "checkpoints" / "step_00000002").initial_weights == begun
+    launches = json.loads((tuned / "run.json").read_text())["launches"]
+    assert [launch["initial_weights"] for launch in launches] == [asdict(begun)] * 2
+
+
+def test_the_hash_of_several_files_is_that_of_their_hashes(
+    folder: Path, small_run: Arguments, trained: Callable[..., Path]
+) -> None:
+    def hash_of(place: Path) -> str:
+        config = load_config(small_run("--model.init_from", str(place)), "test")
+        return load_initial_weights(config, make_model(config, 257)).sha256
+
+    def expected(files: list[Path]) -> str:
+        return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
+
+    assert hash_of(folder) == sha256(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    make_theirs("GPT2", SHAPE).save_pretrained(folder, max_shard_size="50KB")
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert hash_of(folder) == expected(files)
+    (checkpoint,) = (trained(*QUICK) / "checkpoints").iterdir()
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    parts = [checkpoint / f"weights_{rank}.safetensors" for rank in (0, 1)]  # as FSDP writes them
+    save_file({"wte.weight": tensors.pop("wte.weight")}, parts[0])
+    save_file(tensors, parts[1])
+    reseal(checkpoint)
+    assert hash_of(checkpoint) == expected(parts)
+
+
+# --------------------------------------------------------------------------- new weights
+
+GATES = "blocks.*.mlp.gate.*"
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> list[str]:
+    """The options of the file in docs/how-to/experiment.md that gives each MLP a gate."""
+    page = (ROOT / "docs/how-to/experiment.md").read_text()
+    section = page.partition("\n## From trained weights\n")[2]
+    (tmp_path / "gated.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+    return ["--code", str(tmp_path / "gated.py")]
+
+
+def begin(config: Config, start: Callable[[LanguageModel], object]) -> dict[str, Tensor]:
+    """Return the weights with which a run of `config` begins, if `start` sets them."""
+    model = make_model(config, 257)
+    torch.manual_seed(config.seed)
+    start(model)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("source", ["run", "run with gates", "transformers"])
+def test_new_weights_are_drawn_as_from_scratch_and_the_others_are_read(
+    source: str,
+    folder: Path,
+    small_run: Arguments,
+    trained: Callable[..., Path],
+    code: list[str],
+    tmp_path: Path,
+) -> None:
+    place, own = folder, OwnCode()
+    if source == "run":
+        place = trained(*QUICK)
+    elif source == "run with gates":
+        place, own = tmp_path / "run", load_own_code(code[1])
+        assert launch(small_run(*QUICK, *code)) == 0
+    patterns = f"[blocks.1.mlp.up.weight, {GATES}]"
+    words = [*code, "--model.init_from", str(place), "--model.new_weights", patterns]
+    config = load_config(small_run(*words), "test")
+    drawn = begin(config, draw_weights)
+    read = weights_of(load_pretrained(str(place), own=own)[0])
+    for name, weight in begin(config, partial(load_initial_weights, config)).items():
+        is_new = "gate" in name or name == "blocks.1.mlp.up.weight"
+        expected = drawn[name] if is_new else read[name][: len(weight)]
+        assert torch.equal(weight, expected), name
+
+
+def test_a_head_that_a_model_of_transformers_lacks_may_be_new(
+    folder: Path, small_run: Arguments
+) -> None:
+    make_theirs("GPT2", SHAPE | {"tie_word_embeddings": False}).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    words = small_run("--model.init_from", str(folder))
+    with pytest.raises(
+        UserError, match=r"lm_head\.weight; model\.new_weights may list head\.weight"
+    ):
+        started(words)
+    words += ["--model.new_weights", "head.weight"]
+    config = load_config(words, "test")
+    found = begin(config, partial(load_initial_weights, config))
+    assert torch.equal(found["head.weight"], begin(config, draw_weights)["head.weight"])
+
+
+def test_a_weight_that_is_missing_or_a_pattern_without_a_weight_is_named(
+    folder: Path,
+    small_run: Arguments,
+    trained: Callable[..., Path],
+    code: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = str(trained(*QUICK))
+    tuned = ["--out_dir", str(tmp_path / "tuned"), *code, "--model.init_from"]
+    gates = [f"blocks.{n}.mlp.gate.weight" for n in (0, 1)]
+    assert launch(small_run(*tuned, run)) == 4
+    assert f"it lacks {gates[0]}; model.new_weights may list it" in capsys.readouterr().err
+    assert launch(small_run(*tuned, str(folder))) == 2
+    assert f"{', '.join(gates)}; model.new_weights may list them" in capsys.readouterr().err
+    assert launch(small_run(*tuned, run, "--model.new_weights", "blocks.*.mlp.gat.*")) == 2
+    told = capsys.readouterr().err
+    assert "model.new_weights has blocks.*.mlp.gat.*, but no weight of the model matches it" in told
+    nearest = told.partition("; the nearest are ")[2].strip().split(", ")
+    assert len(nearest) == 3
+    assert set(gates) < set(nearest)
+
+
+def test_a_run_with_new_weights_names_them_resumes_and_samples(
+    small_run: Arguments,
+    trained: Callable[..., Path],
+    code: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tuned = tmp_path / "tuned"
+    words = [*code, "--out_dir", str(tuned), "--model.init_from", str(trained(*QUICK))]
+    words += [*QUICK, "--train.max_steps", "2", "--model.new_weights"]
+    assert launch(small_run(*words, GATES, "--train.stop_at", "1")) == 0
+    names = "blocks.0.mlp.gate.weight, blocks.1.mlp.gate.weight"
+    assert f"\nweights  new: {names}\n" in capsys.readouterr().err
+    shape = json.loads((tuned / "checkpoints/step_00000001/model.json").read_text())["config"]
+    assert shape["new_weights"] == [GATES]
+    assert launch(small_run(*words, "blocks.*")) == 0  # acts before the first step only
+    told = capsys.readouterr().err
+    assert "from step 1 (" in told
+    assert "weights  new" not in told
+    assert run_here(cli.dispatch, ["sample", str(tuned), *code, "--max_new_tokens", "3"]) == 0
+
+
+def test_many_new_weights_are_counted() -> None:
+    weights = {f"blocks.{n}.gate.weight": torch.zeros(2, 3) for n in range(6)}
+    weights["head.weight"] = torch.zeros(5)
+    told = describe_new(weights, ["blocks.*.gate.*", "head.*"])
+    assert told == "blocks.*.gate.* (6 weights, 36 parameters), head.* (1 weight, 5 parameters)"
+
+
+@pytest.mark.slow
+def test_new_weights_are_the_same_on_one_process_two_and_sharded(
+    small_run: Arguments, trained: Callable[..., Path], code: list[str], tmp_path: Path
+) -> None:
+    words = [*code, "--model.init_from", str(trained(*QUICK)), "--model.new_weights", GATES]
+    words += [*QUICK, "--train.micro_batch_size", "2", "--train.mixed_precision", "no"]
+    begun = {}
+    for engine, processes in {"one": 1, "ddp": 2, "fsdp2": 2}.items():
+        run = small_run(*words, "--out_dir", str(tmp_path / engine))
+        first = tmp_path / f"{engine}.pt"
+        work(engine, processes, [[engine, run, 0, str(first)]], tmp_path)
+        begun[engine] = torch.load(first)["before"]
+    assert any("gate" in name for name in begun["one"])
+    assert_same_weights(begun["one"], begun["ddp"])
+    assert_same_weights(begun["one"], begun["fsdp2"])
 
 
 @pytest.mark.slow

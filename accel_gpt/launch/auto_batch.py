@@ -141,6 +141,8 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     optimizer.step()
     optimizer.zero_grad()
     gpt.eval()
+    # the evaluated weights, and the trained ones meanwhile
+    averages = torch.empty(2 * parameters if config.own.evaluated else 0, device=device)
     with torch.no_grad(), accelerator.autocast():
         gpt(tokens, tokens, documents=documents, per_sequence=True)
     if device.type == "cuda":

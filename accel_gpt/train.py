@@ -419,7 +419,7 @@ def is_finished(run: Training) -> bool:
     Records it in run.json, and makes this step the last one. Before the first step there is nothing
     to save, so the run goes on, and also if the disk takes no record.
     """
-    whys = [why for why in all_gather(run.finish_why, run.writer.group) if why]
+    whys = [why for why in all_gather(run.finish_why) if why]
     run.finish_why = ""
     if not whys or not run.state.step:
         return False

@@ -147,4 +147,4 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
         gpt(tokens, tokens, documents=documents, per_sequence=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    del buckets, sums  # must be allocated during the whole trial
+    del buckets, sums, averages  # must be allocated during the whole trial

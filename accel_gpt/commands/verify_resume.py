@@ -99,7 +99,7 @@ class Trial:
         start = time.monotonic()
         self.launch(self.undisturbed, kill=False)
         self.run_seconds = time.monotonic() - start
-        whole = run_values(self.undisturbed, self.options.steps)
+        whole = run_values(self.undisturbed)
         while not self.differences and (self.runs == 0 or self.kills < self.options.kills):
             self.runs += 1
             folder = self.folder / f"disturbed_{self.runs}"
@@ -109,7 +109,7 @@ class Trial:
                 began = RunFolder(folder).last_launch("step") or 0
                 if 0 < began < self.options.steps:
                     self.resumed.add(began)
-            values = run_values(folder, self.options.steps)
+            values = run_values(folder)
             self.compared += len(values)
             self.differences = differing_values(whole, values)
             write_err(f"{folder.name} {'DIFFERS' if self.differences else 'agrees'}")
@@ -217,7 +217,7 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
 # --------------------------------------------------------------------------- comparing
 
 
-def run_values(folder: Path, steps: int) -> dict[str, str]:
+def run_values(folder: Path) -> dict[str, str]:
     """Describe the metrics, weights and optimizer state of a run by name; no speeds and times.
 
     Raises `UserError` if the run lacks its last checkpoint.
@@ -229,7 +229,7 @@ def run_values(folder: Path, steps: int) -> dict[str, str]:
         for key, value in record.items():
             if key != "time" and not key.startswith("perf/"):
                 found[f"{key} at step {step}"] = value
-    checkpoint = find_checkpoint(folder, str(steps))
+    checkpoint = find_checkpoint(folder)
     optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True, map_location="cpu")
     found |= load_file(checkpoint / SAFE_WEIGHTS) | flatten_state(optimizer)
     if (checkpoint / EVALUATED).exists():

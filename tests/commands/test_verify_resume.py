@@ -65,6 +65,8 @@ def make_run(folder: Path, **doctored: Any) -> Path:
     (checkpoint / "manifest.json").touch()
     weights = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(2)}
     save_file(weights | doctored.get("weights", {}), checkpoint / "model.safetensors")
+    averages = weights | doctored.get("averages", {})
+    save_file(averages, checkpoint / "evaluated.safetensors")
     moments = {"step": torch.tensor(4.0), "exp_avg": torch.ones(3)} | doctored.get("moments", {})
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": [0]}]
     torch.save({"state": {0: moments}, "param_groups": groups}, checkpoint / "optimizer.bin")
@@ -73,8 +75,8 @@ def make_run(folder: Path, **doctored: Any) -> Path:
 
 def differences(folder: Path, **doctored: Any) -> list[str]:
     """Return the names of the values of a changed run that differ."""
-    whole = run_values(make_run(folder / "whole"), STEPS)
-    other = run_values(make_run(folder / "other", **doctored), STEPS)
+    whole = run_values(make_run(folder / "whole"))
+    other = run_values(make_run(folder / "other", **doctored))
     return [line.partition(": ")[0] for line in differing_values(whole, other)]
 
 
@@ -82,7 +84,7 @@ def test_the_same_run_is_equal_and_one_without_checkpoint_is_refused(tmp_path: P
     assert not differences(tmp_path)
     (tmp_path / "other" / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").unlink()
     with pytest.raises(UserError, match="other holds no checkpoint"):
-        run_values(tmp_path / "other", STEPS)
+        run_values(tmp_path / "other")
 
 
 def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Path) -> None:
@@ -97,6 +99,8 @@ def test_differences_are_found_and_the_first_of_each_kind_is_named(tmp_path: Pat
     ]
     lost = differences(tmp_path / "2", without=3, weights={"b.bias": torch.ones(3)})
     assert {"step of record 3", "train/loss at step 3", "b.bias"} <= {*lost}
+    averages = {"b.bias": torch.tensor([1.0, 2.0])}
+    assert differences(tmp_path / "3", averages=averages) == ["b.bias, evaluated"]
     assert describe_value(torch.zeros(2)) != describe_value(torch.tensor([0.0, -0.0]))
 
 

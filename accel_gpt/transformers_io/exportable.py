@@ -21,12 +21,12 @@ COMPARED_LOGITS = 128  # of the last tokens; the logits of all tokens can take g
 def load_exportable(pretrained: Pretrained, own: OwnCode = NO_CODE) -> tuple[GPT, Tokenizer]:
     """Load a model for transformers or llama.cpp; see `load_found` and `check_exportable`.
 
-    A model of --code becomes the GPT that `exported()` returns. Raises `UserError` unless that GPT
-    computes the same logits.
+    With a function `exported()`, it is the GPT that the function returns. Raises `UserError` unless
+    that GPT computes the same logits.
     """
     check_exportable(pretrained, own)
     model, tokenizer = load_found(pretrained, own=own)
-    if own.model is not None:
+    if pretrained.is_checkpoint and own.exported is not None:
         return as_plain_gpt(model, tokenizer, own), tokenizer
     assert isinstance(model, GPT)
     return model, tokenizer

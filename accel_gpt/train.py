@@ -414,7 +414,7 @@ def is_finished(run: Training) -> bool:
     Records it in run.json, and makes this step the last one. If the disk takes no record, the run
     goes on.
     """
-    whys = [why for why in all_gather(run.finish_why, run.writer.group) if why]
+    whys = [why for why in all_gather(run.finish_why) if why]
     run.finish_why = ""
     if not whys:
         return False

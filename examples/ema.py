@@ -4,9 +4,8 @@
     accel-gpt evaluate runs/quickstart --weights trained
 
 After each update, the average becomes DECAY times itself plus 1 - DECAY times the weights (Polyak
-& Juditsky 1992; Karras et al. 2024 for networks). The first updates average over fewer steps. The
-optimizer stays the one of the config, AdamW or Muon: its state also holds the average, so each
-checkpoint does.
+& Juditsky 1992). The first updates average over fewer steps. The optimizer is that of the config,
+AdamW or Muon: its state also holds the average, so each checkpoint does.
 """
 
 import torch
@@ -19,13 +18,12 @@ DECAY = 0.99
 @torch.no_grad()
 def _average(optimizer, *_):
     for group in optimizer.param_groups:
+        group["averaged"] = group.get("averaged", 0) + 1
+        decay = min(DECAY, group["averaged"] / (group["averaged"] + 9))
         for p in group["params"]:
             state = optimizer.state[p]
             if "average" not in state:
                 state["average"] = p.clone()
-                state["averaged"] = 0
-            state["averaged"] += 1
-            decay = min(DECAY, state["averaged"] / (state["averaged"] + 9))
             state["average"].lerp_(p, 1 - decay)
 
 

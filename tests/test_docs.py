@@ -141,6 +141,9 @@ def test_what_is_made_from_the_code_is_up_to_date() -> None:
     for name, lines in reference.PAGES.items():
         check(name, "\n".join(lines()).rstrip() + "\n")
     interface = "\n".join(reference.python_section()).rstrip()
+    parts = "\n".join(reference.parts_table())
+    table = r"\| part \| constructor \| methods \|\n[|-]+\n(.*?)\n\n"
+    check("docs/how-to/experiment.md", parts, table)
     check("docs/reference/python.md", interface, r"<!-- interface -->\n(.*?)\n<!-- end -->")
 
 

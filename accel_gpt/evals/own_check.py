@@ -210,7 +210,7 @@ def check_loss(
         scalar = returned[0] if isinstance(returned, tuple) else returned
         gradients = torch.autograd.grad(scalar, watched.logits, allow_unused=True)
         total = torch.stack([one for one in gradients if one is not None]).sum(0)  # (B, T, V)
-        return total * counted[rows].sum()
+        return total.reshape(*tokens[rows].shape, total.shape[-1]) * counted[rows].sum()
 
     try:
         with evaluating(model), torch.enable_grad(), seeded(config.seed):

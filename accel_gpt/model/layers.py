@@ -246,7 +246,7 @@ class CausalSelfAttention(nn.Module):
             if cached > 0:
                 causal = False  # PyTorch's causal mask starts at the first key, not after the cache
                 T = x.shape[1]
-                if T > 1:  # a single new token sees all keys
+                if T > 1 and mask is None:  # a single new token sees all keys
                     visible = torch.ones(T, cached + T, dtype=torch.bool, device=x.device)
                     mask = visible.tril(cached)
         dropout = self.dropout if self.training else 0.0

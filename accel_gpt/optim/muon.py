@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from accel_gpt.config.optim import STACK
 from accel_gpt.model.sharding import first_row, is_sharded, local_shard
-from accel_gpt.optim.adamw import GuardedAdamW
+from accel_gpt.optim.adamw import GuardedAdamW, undecorated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -196,7 +196,7 @@ class MuonAdamW(GuardedAdamW):
         skip = self.skip_or_found_inf()
         divisor = self.divisor_and_grad_scale()
         with self._adamw_groups():
-            loss = super().step(closure)
+            loss = undecorated(GuardedAdamW.step)(self, closure)  # hooks run once a step
         for group in self.param_groups:
             if ROWS in group:
                 self._update_group(group, skip, divisor)

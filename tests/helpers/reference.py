@@ -14,6 +14,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import REQUIRED, Option, all_options, field_types, own_options
 from accel_gpt.config.parse import value_name
 from accel_gpt.config.values import is_section, leaves
+from accel_gpt.model.gpt import GPT
+from accel_gpt.model.layers import MLP, Block, CausalSelfAttention, KVCache, Matrix, RMSNorm
+from accel_gpt.model.loss import Head
 
 DOTTED = re.compile(r".*\..*").fullmatch
 RUN = ("Run", "Run.metrics", "Run.sample", "Run.evaluate", "Run.export", "Run.push_to_hub")
@@ -236,6 +239,29 @@ def parameters(function: Any) -> Iterator[str]:
         else:
             value = parameter.default
             yield f"{name}={json.dumps(value) if isinstance(value, str) else value}"
+
+
+# --------------------------------------------------------------------------- parts of a GPT
+
+# a class, and the methods that a file of --code overrides or calls
+PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (GPT, ("forward",)),
+    (Block, ("forward",)),
+    (CausalSelfAttention, ("project", "forward")),
+    (MLP, ("forward",)),
+    (Matrix, ("forward",)),
+    (RMSNorm, ("forward",)),
+    (Head, ("forward",)),
+    (KVCache, ("append",)),
+)
+
+
+def parts_table() -> Iterator[str]:
+    """Write a row with the signatures of each part."""
+    for part, methods in PARTS:
+        written = [f"`{name}({', '.join(parameters(getattr(part, name)))})`" for name in methods]
+        constructor = ", ".join(parameters(part))
+        yield f"| `{part.__name__}` | `({constructor})` | {', '.join(written)} |"
 
 
 PAGES: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(

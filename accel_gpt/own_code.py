@@ -38,7 +38,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
-from accel_gpt.errors import UserError, nearest
+from accel_gpt.errors import UserError, nearest, require
 
 Weights = Literal["evaluated", "trained"]  # of a checkpoint
 # name -> the arguments that its parameters may name
@@ -69,14 +69,22 @@ class OwnFunction:
         `typed`: the path of the file as the user typed it.
         """
         self.function = function
+        require(callable(function), f"{typed}: {name} is {function!r:.60}, not a function")
         inner: Any = inspect.unwrap(function)
         in_file = isinstance(getattr(inner, "__globals__", {}).get("__loader__"), HeldSource)
         line = f", line {inner.__code__.co_firstlineno}" if in_file else ""
         self.place = f"{typed}{line}: {name}()"
+        plain = not (inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner))
+        require(plain, f"{self.place} is a coroutine or a generator; write a plain function")
         known = ARGUMENTS[name]
+        bound = getattr(function, "keywords", {})  # of functools.partial
         parameters = inspect.signature(function).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        self.names = [argument for argument in known if takes_all or argument in parameters]
+        self.names = [
+            argument
+            for argument in known
+            if argument not in bound and (takes_all or argument in parameters)
+        ]
         try:
             inspect.signature(function).bind(**dict.fromkeys(self.names))
         except TypeError as error:
@@ -84,7 +92,12 @@ class OwnFunction:
 
     def __call__(self, **arguments: Any) -> Any:
         """Call the function with those of `arguments` that it takes."""
-        return self.function(**{name: arguments[name] for name in self.names})
+        try:
+            return self.function(**{name: arguments[name] for name in self.names})
+        except TypeError as error:
+            if place_in_own_code(error) is not None:
+                raise
+            raise UserError(f"{self.place}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -378,7 +378,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             if evaluating:
                 state.pending_record = dict(record)  # if own metrics fail, the evaluation stays due
             if state.step == 1:
-                run.evaluated.tensors(state)  # raises, before more steps depend on it
+                run.evaluated.check(state)
             with saving_on_error(run):
                 record |= own_metrics(run, record)
             if config.own.metrics is not None and is_finished(run):
@@ -423,7 +423,9 @@ def is_finished(run: Training) -> bool:
     run.finish_why = ""
     if not whys or not run.state.step:
         return False
-    plan = replace(run.plan, finish=Finish(run.state.step, whys[0]))
+    own = run.config.own
+    finish = Finish(step=run.state.step, why=whys[0], file=own.name, sha256=own.sha256)
+    plan = replace(run.plan, finish=finish)
     if not on_main(lambda: run.reporter.record_length(run.config, plan, run.corpus)):
         return False
     run.context.set_length(run.config, plan)

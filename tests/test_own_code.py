@@ -22,6 +22,7 @@ from accel_gpt.config.plan import Finish
 from accel_gpt.errors import UserError
 from accel_gpt.launch import auto_batch
 from accel_gpt.launch import compile as compilation
+from accel_gpt.own_code import load_own_code
 from accel_gpt.report.runs import open_runs
 from accel_gpt.runs.checkpoint import read_state
 from accel_gpt.runs.folder import RunFolder
@@ -134,6 +135,31 @@ BAD: dict[str, tuple[str, str]] = {
     "an optimizer that lacks parameters": (
         f"{SGD}[p for p in model.parameters() if p.ndim > 1], lr=0.1)\n",
         "the optimizer of my.py, line 2: optimizer() lacks blocks.0.norm_1.weight, which would",
+    ),
+    "no function": ("lr = 3\n", "my.py: lr is 3, not a function"),
+    "a coroutine": (
+        "async def lr(step):\n    return 1.0\n",
+        "my.py, line 1: lr() is a coroutine or a generator; write a plain function",
+    ),
+    "a generator": (
+        "def after_evaluation(run):\n    yield 1\n",
+        "my.py, line 1: after_evaluation() is a coroutine or a generator",
+    ),
+    "a callable from elsewhere": (
+        "import torch\nloss = torch.nn.CrossEntropyLoss()\n",
+        "my.py: loss(): CrossEntropyLoss.forward() got an unexpected keyword argument 'model'",
+    ),
+    "a rate that is no number": (
+        function("lr", "step", "return 'a'"),
+        "my.py, line 1: lr() returned str; return a finite number",
+    ),
+    "a rate that is not finite": (
+        function("lr", "step", "return float('nan')"),
+        "my.py, line 1: lr() returned float; return a finite number",
+    ),
+    "evaluated() that changes the weights": (
+        "def evaluated(model):\n    model.wpe.weight.mul_(1.01)\n    return {}\n",
+        "my.py, line 1: evaluated() changes wpe.weight of the model; return new tensors",
     ),
     "evaluated weights of another shape": (
         "def evaluated(model):\n    return {'wpe.weight': model.wpe.weight[:3]}\n",
@@ -476,8 +502,10 @@ import json
 def _note(name, **values):
     with open("called", "a") as file:
         file.write(json.dumps({"name": name, **values}) + "\\n")
-def lr(plan, step):
-    return 1.0 / (step + plan.max_steps)
+import functools
+def _rate(plan, step, config):
+    return config / (step + plan.max_steps)
+lr = functools.partial(_rate, config=1.0)
 def loss(config, targets, step, model, plan, tokens):
     _note("loss", step=step, lr=config.optim.lr, steps=plan.max_steps)
     return model(tokens, targets)
@@ -546,7 +574,9 @@ def test_a_run_that_is_finished_ends_for_good(
         assert (folder / "run" / "samples" / f"step_{end:08d}.txt").exists()
         assert saved(folder)[-1] == end
     run = folder / "run"
-    assert RunFolder(run).finish == Finish(end, "enough")
+    own = load_own_code("my.py")
+    assert RunFolder(run).finish == Finish(end, "enough", "my.py", own.sha256)
+    (run / "config.yaml").unlink()  # as in a run that was restored from a copy
     assert RunFolder(run).end == end
     assert [record["step"] for record in records(run)] == [*range(1, end + 1)]
     assert "eval/val_loss" in records(run)[-1]
@@ -581,8 +611,21 @@ def test_a_run_that_is_killed_before_its_end_is_recorded_ends_at_the_same_step(
             train("--eval.every", "3", "--checkpoint.every", "2", steps=20)
     assert RunFolder(folder / "run").finish is None
     assert train("--eval.every", "3", "--checkpoint.every", "2", steps=20) == 0
-    assert RunFolder(folder / "run").finish == Finish(3, "enough")
+    finish = RunFolder(folder / "run").finish
+    assert finish is not None
+    assert (finish.step, finish.why) == (3, "enough")
     assert [record["step"] for record in records(folder / "run")] == [1, 2, 3]
+
+
+def test_another_file_decides_anew(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = folder / "my.py"
+    code.write_text(FINISHES["metrics"])
+    assert train(steps=8) == 0
+    assert saved(folder)[-1] == 5
+    code.write_text(RATE)
+    assert train("--checkpoint.allow_change", "code", steps=8) == 0
+    assert saved(folder)[-1] == 8
+    assert "finished by" not in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_a_sweep_takes_a_run_that_is_finished(folder: Path, made_runs: list[str]) -> None:
@@ -623,8 +666,11 @@ def test_the_best_checkpoint_is_that_of_eval_best(
     (folder / "my.py").write_text(RATE)
     for value, problem in (
         ("eval/bump", "eval.best is eval/bump; expected min eval/bump or max eval/bump"),
-        ("max eval/bump", "no evaluation has the metric eval/bump; expected one of eval/val_loss"),
-        ("min eval/val_los", "has the metric eval/val_los; did you mean eval/val_loss"),
+        (
+            "max eval/bump",
+            "eval.best: the evaluation has no metric eval/bump; expected one of eval/",
+        ),
+        ("min eval/val_los", "has no metric eval/val_los; did you mean eval/val_loss"),
         ("val_loss", "eval.best is 'val_loss'; expected a metric such as eval/val_loss"),
     ):
         assert train("--eval.best", value, "--out_dir", "other") == 2

@@ -348,7 +348,6 @@ class PushCommand(Command):
         "Repository as user/name. It is created if it is missing.",
     )
     checkpoint: str = same_option(SampleCommand, "checkpoint")
-    weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
     code: str | None = same_option(ExportCommand, "code")
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = option(

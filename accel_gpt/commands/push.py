@@ -23,6 +23,5 @@ def push_model(options: PushCommand) -> tuple[int, str]:
         private=options.private,
         dtype=options.dtype,
         license=options.license,
-        weights=options.weights,
         own=load_code(options.code),
     )

@@ -278,7 +278,9 @@ def final_loss(run: SeriesRun, metric: str) -> float | None:
     at_end = losses[steps == run.steps]
     if not len(at_end) or at_end[-1] > math.log(folder.last_launch("model", "vocab_size")):
         return math.inf
-    return metrics.last(f"eval/{metric}")
+    steps, values = metrics.curve(f"eval/{metric}")
+    at_end = values[steps == run.steps]  # without one that is not finite
+    return float(at_end[-1]) if len(at_end) else None
 
 
 def seconds_per_step(run: SeriesRun) -> float:

@@ -113,6 +113,8 @@ class Finish:
 
     step: int
     why: str
+    file: str  # of --code, without the folder
+    sha256: str  # of the file: another file decides anew
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ class Yardstick:
     highest: bool = False
 
     def is_better(self, value: float, other: float | None) -> bool:
-        """Return whether a value is better than another; None: there is no other. NaN never is."""
+        """Return whether a value is better than another; None: there is none. NaN never is."""
         if other is None:
-            return not math.isnan(value)
+            return math.isfinite(value)  # JSON stores no infinite value
         return value > other if self.highest else value < other
 
     def value(self, record: Mapping[str, float]) -> float:
@@ -32,7 +32,7 @@ class Yardstick:
         if self.metric not in record:
             names = [name for name in record if name.startswith("eval/")]
             expected = did_you_mean(self.metric, names, f"expected one of {', '.join(names)}")
-            raise UserError(f"no evaluation has the metric {self.metric}; {expected}")
+            raise UserError(f"eval.best: the evaluation has no metric {self.metric}; {expected}")
         return record[self.metric]
 
 

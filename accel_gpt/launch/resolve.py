@@ -82,7 +82,8 @@ def read_done(out_dir: str, resume: str) -> Done:
         with contextlib.suppress(msgspec.ValidationError):  # a file that was edited by hand
             budget = msgspec.convert(run.last_launch("plan", "budget"), Budget | None)
         file = str(run.path / "config.yaml")
-        done = Done(file, run.config, budget, run.finish, done.commits)
+        done = Done(file, run.config, budget, commits=done.commits)
+    done = replace(done, finish=run.finish)
     # if the config has no precision, the launcher has set it
     for precision in (
         done.config.get("train.mixed_precision"),
@@ -140,7 +141,7 @@ def resolve(
     changes = differences(to_flat(asked), to_flat(config))
     return Context(
         config=config,
-        plan=replace(plan, finish=done.finish),
+        plan=replace(plan, finish=earlier_finish(config, done)),
         accelerator=accelerator,
         log=log,
         check_folder=check_folder,
@@ -226,6 +227,13 @@ def fit_slowest(config: Config, costs: Costs, seconds: float, started: float) ->
     end = started + PLANNED_SHARE * seconds
     budget: Budget = on_main(lambda: fit(config, costs, end - time.monotonic()))
     return budget
+
+
+def earlier_finish(config: Config, done: Done) -> Finish | None:
+    """Return the end that the file of --code has given the run; None if this is another file."""
+    if done.finish is None or done.finish.sha256 != config.own.sha256:
+        return None
+    return done.finish
 
 
 def earlier_budget(config: Config, done: Done) -> Budget | None:

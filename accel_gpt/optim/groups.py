@@ -1,5 +1,7 @@
 """Build the optimizer and its parameter groups. Each group has its own peak learning rate."""
 
+import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from accel_gpt.errors import require
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.muon import MOMENTUM, ROWS, MuonAdamW, muon_weights
 from accel_gpt.optim.schedule import lr_fraction, momentum_at
+from accel_gpt.own_code import unexpected
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -171,7 +174,13 @@ def fraction_at(step: int, config: Config, plan: Plan) -> float:
     if config.own.lr is None:
         floor = config.schedule.min_lr / config.optim.lr
         return lr_fraction(step=step, name=config.schedule.name, plan=plan, floor=floor)
-    return float(config.own.lr(step=step, config=config, plan=plan))
+    returned = config.own.lr(step=step, config=config, plan=plan)
+    fraction = math.nan
+    with contextlib.suppress(TypeError, ValueError):
+        fraction = float(returned)
+    if not math.isfinite(fraction):
+        raise unexpected(config.own.lr.place, returned, "a finite number")
+    return fraction
 
 
 def set_lr(optimizer: torch.optim.Optimizer, fraction: float) -> None:

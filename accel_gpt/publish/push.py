@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from accel_gpt.hub import UnreachableError, hub_errors
-from accel_gpt.own_code import OwnCode, Weights
+from accel_gpt.own_code import OwnCode
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import public_records
 from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint
@@ -46,7 +46,6 @@ def push(
     dtype: str = "fp32",
     license: str | None = None,  # noqa: A002 - as the Hub names it
     if_missing: bool = False,
-    weights: Weights = "evaluated",
     own: OwnCode = NO_CODE,
 ) -> tuple[int, str]:
     """Push a run, or one checkpoint; return the step and its address.
@@ -59,7 +58,7 @@ def push(
 
     path = find_checkpoint(Path(run), checkpoint)
     verify_checkpoint(path)
-    pretrained = Pretrained(run, path, is_checkpoint=True, weights=weights)
+    pretrained = Pretrained(run, path, is_checkpoint=True)
     check_exportable(pretrained, own)
     step = read_state(path).step
     api = HfApi()

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_gpt.errors import did_you_mean, require
 from accel_gpt.launch.context import Context
 from accel_gpt.model.language_model import LanguageModel
-from accel_gpt.model.sharding import is_sharded
+from accel_gpt.model.sharding import is_sharded, local_shard
 from accel_gpt.optim.own import OwnOptimizer
 from accel_gpt.own_code import unexpected
 from accel_gpt.runs.state import TrainState
@@ -74,8 +74,21 @@ class EvaluatedWeights:
                 kind = type(weight).__name__
                 expected = f"a {kind} of shape {tuple(weight.shape)}"
                 raise unexpected(f"{function.place}: {name}", tensor, expected)
-            weights[name] = tensor.detach().to(weight.dtype)
+            weights[name] = tensor.detach().to(weight.dtype, copy=True)  # it may be a weight itself
         return weights
+
+    def check(self, state: TrainState) -> None:
+        """Raise `UserError` if `evaluated()` fails, or changes the weights that it is given."""
+        function = self.context.config.own.evaluated
+        if function is None:
+            return
+        before = {name: weight.clone() for name, weight in weights_of(self.gpt).items()}
+        self.tensors(state)
+        for name, weight in weights_of(self.gpt).items():
+            require(
+                torch.equal(local_shard(weight), local_shard(before[name])),
+                f"{function.place} changes {name} of the model; return new tensors",
+            )
 
     @contextlib.contextmanager
     def used(self, state: TrainState) -> Iterator[None]:

@@ -295,7 +295,7 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
             f"{plan.max_steps:,} after {spent}; launch again to continue"
         )
     loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
-    finished = f"finished by {config.own.name}: {plan.finish.why}\n" if plan.finish else ""
+    finished = f"finished by {plan.finish.file}: {plan.finish.why}\n" if plan.finish else ""
     return (
         f"{finished}{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}: "
         f"{config.out_dir}"

@@ -7,7 +7,7 @@ Needs no torch.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
@@ -82,6 +82,7 @@ def find_pretrained(
     `checkpoint`: last, best or a step of a run. `weights`: which weights of a checkpoint. Raises
     `UserError` if there is no model, or an adapter beside it. The Hub is not asked for a path.
     """
+    require(weights in get_args(Weights), f"weights is {weights!r}; expected evaluated or trained")
     folder = Path(name)
     on_hub = name.startswith(SCHEME) or not (folder.exists() or is_local(name))
     if on_hub:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -214,6 +215,8 @@ def test_only_a_better_number_is_better(sign: int) -> None:
     yardstick = Yardstick("eval/mine", highest=sign < 0)
     state = TrainState(step=1)
     assert state.note_evaluation({"eval/val_loss": 9.0, "eval/mine": sign * 2.0}, yardstick)
+    first = {"eval/val_loss": 9.0, "eval/mine": sign * math.inf}
+    assert not TrainState(step=1).note_evaluation(first, yardstick)  # JSON cannot hold it
     for step, value in ((2, 2.0), (3, float("nan")), (4, 2.5)):
         state.step = step
         record = {"eval/val_loss": 1.0, "eval/mine": sign * value}

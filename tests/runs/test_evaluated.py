@@ -72,6 +72,23 @@ def test_names_that_are_left_out_stay_as_trained(small_run: Arguments) -> None:
         assert evaluated[name].equal(weight), name
 
 
+def test_weights_may_be_exchanged_and_one_tensor_may_have_two_names(
+    small_run: Arguments,
+) -> None:
+    source = (
+        "def evaluated(model):\n    a, b = (block.norm_1.weight for block in model.blocks)\n"
+        "    mean = (model.norm_f.weight + 1) / 2\n"
+        "    return {'blocks.0.norm_1.weight': b, 'blocks.1.norm_1.weight': a,\n"
+        "        'norm_f.weight': mean, 'blocks.0.norm_2.weight': mean}\n"
+    )
+    run = run_with(source, "exchanged", small_run)
+    trained, evaluated = (weights_of(run, 4, kind) for kind in ("trained", "evaluated"))
+    first, second = "blocks.0.norm_1.weight", "blocks.1.norm_1.weight"
+    assert evaluated[first].equal(trained[second])
+    assert evaluated[second].equal(trained[first])
+    assert evaluated["blocks.0.norm_2.weight"].equal(evaluated["norm_f.weight"])
+
+
 def test_damage_of_them_is_found(small_run: Arguments) -> None:
     run = run_with(ZEROS, "zeros", small_run)
     checkpoint = run / "checkpoints" / "step_00000004"

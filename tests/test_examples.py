@@ -442,7 +442,7 @@ def test_the_second_head_learns_the_token_after_the_next_and_is_not_exported() -
     torch.testing.assert_close(parts["second"], expected)
     torch.testing.assert_close(parts["first"], model(tokens, targets))
     torch.testing.assert_close(total, parts["first"] + parts["second"])
-    gpt = as_plain_gpt(model.eval(), BytesTokenizer(), example.own)
+    gpt = as_plain_gpt(model.eval(), BytesTokenizer(), Config(own=example.own))
     assert type(gpt) is GPT
     assert torch.equal(gpt(tokens), model(tokens))
 
@@ -560,7 +560,8 @@ def test_a_run_ends_for_good_once_its_loss_has_risen_twice(
     assert len(calls) == 6
     plan = json.loads((tmp_path / "run" / "run.json").read_text())["launches"][-1]["plan"]
     told = "the validation loss has risen twice in a row"
-    assert plan["finish"] == {"step": 12, "why": told}
+    finish = plan["finish"]
+    assert (finish["step"], finish["why"]) == (12, told)
     assert RunFolder(tmp_path / "run").checkpoints.keys() >= {4, 12}  # the best, and the last
     capfd.readouterr()
     assert launch(own) == 0

@@ -703,7 +703,7 @@ def test_what_exported_returns_is_compared_with_the_model(
     )
     model += "    return gpt\n"
     plain = (
-        "def exported(model, config):\n    gpt = GPT(config, model.vocab_size)\n"
+        "def exported(model, config):\n    gpt = GPT(config.model, model.vocab_size)\n"
         "    gpt.load_state_dict(model.state_dict())\n    return gpt\n"
     )
     (folder / "my.py").write_text(model)
@@ -712,7 +712,7 @@ def test_what_exported_returns_is_compared_with_the_model(
         ("", "run has the model() of my.py, which neither transformers nor llama.cpp has; define"),
         ("def exported(model):\n    return model\n", "exported() returned Scaled; return a GPT of"),
         (plain.replace("    gpt.load", "    0 and gpt.load"), "whose logits differ from those of"),
-        ("def exported(config):\n    return GPT(config, 64)\n", "with another vocab_size"),
+        ("def exported(config):\n    return GPT(config.model, 64)\n", "with another vocab_size"),
     ):
         (folder / "my.py").write_text(model + source)
         assert call("export", "run", "--to", "out", "--code", "my.py") == 2

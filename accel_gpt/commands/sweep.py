@@ -242,7 +242,7 @@ class Sweep:
         if all(one.config.train.budget for one in (self.baseline, *self.others)):
             if tokens and abs(tokens - 1) > SAME_TIME:
                 parts.append(f"its budget was enough for {tokens:.2f} times the tokens")
-        elif found.differences and time and abs(time - 1) > SAME_TIME:
+        elif tokens == 1 and found.differences and time and abs(time - 1) > SAME_TIME:
             parts.append(f"equal tokens took {time:.2f} times as long")
         return "; ".join(parts) or f"no seed has the {self.unit} of {name} and {baseline}"
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from accel_gpt.config.experiment import Config
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import require
 from accel_gpt.model.gpt import GPT
@@ -10,7 +11,7 @@ from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.own_code import OwnCode, unexpected
 from accel_gpt.runs.checkpoint import check_code, read_state
 from accel_gpt.transformers_io.compare_export import EXPORT_TOLERANCE, largest_difference
-from accel_gpt.transformers_io.load import NO_CODE, load_found
+from accel_gpt.transformers_io.load import NO_CODE, load_found, recorded_config
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 COMPARED_SEQUENCES = 2
@@ -27,7 +28,8 @@ def load_exportable(pretrained: Pretrained, own: OwnCode = NO_CODE) -> tuple[GPT
     check_exportable(pretrained, own)
     model, tokenizer = load_found(pretrained, own=own)
     if pretrained.is_checkpoint and own.exported is not None:
-        return as_plain_gpt(model, tokenizer, own), tokenizer
+        config = recorded_config(pretrained.folder, own)
+        return as_plain_gpt(model, tokenizer, config), tokenizer
     assert isinstance(model, GPT)
     return model, tokenizer
 
@@ -49,13 +51,14 @@ def check_exportable(pretrained: Pretrained, own: OwnCode) -> None:
 
 
 @torch.no_grad()
-def as_plain_gpt(model: LanguageModel, tokenizer: Tokenizer, own: OwnCode) -> GPT:
+def as_plain_gpt(model: LanguageModel, tokenizer: Tokenizer, config: Config) -> GPT:
     """Return the GPT that `exported()` of --code makes of a model; compare their logits."""
-    assert own.exported is not None
-    place = own.exported.place
+    exported = config.own.exported
+    assert exported is not None
+    place = exported.place
     tokens = compared_tokens(model, tokenizer)
     expected = compute_logits(model, tokens)
-    gpt = own.exported(model=getattr(model, "inner", model), config=model.config)
+    gpt = exported(model=getattr(model, "inner", model), config=config)
     if type(gpt) is not GPT:
         raise unexpected(place, gpt, "a GPT of accel_gpt.model.gpt, not of a class of your own")
     gpt.eval()

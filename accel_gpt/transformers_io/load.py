@@ -90,13 +90,16 @@ def load_checkpoint(
     check_code(path, own, {"model"})
     warn_of_other_code(path, own)
     shape, vocab_size = read_shape(path)
-    config = Config(model=shape)
-    if own.model is not None:
-        recorded = to_nested(read_state(path).config)
-        config = replace(from_mapping(Config, recorded, f"in {path}"), model=shape, own=own)
+    config = Config(model=shape) if own.model is None else recorded_config(path, own)
     model = make_model(config, vocab_size)
     read_weights(path, model, weights)
     return model.to(device).eval(), load_tokenizer(path)
+
+
+def recorded_config(path: Path, own: OwnCode) -> Config:
+    """Return the config that a checkpoint was trained with, for the functions of --code."""
+    config = from_mapping(Config, to_nested(read_state(path).config), f"in {path}")
+    return replace(config, model=read_shape(path)[0], own=own)
 
 
 def load_initial_weights(config: Config, gpt: LanguageModel) -> InitialWeights:

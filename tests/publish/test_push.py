@@ -141,7 +141,7 @@ class Mine(GPT):
 def model(config, vocab_size):
     return Mine(config.model, vocab_size, init=False)
 def exported(model, config):
-    gpt = GPT(config, model.vocab_size)
+    gpt = GPT(config.model, model.vocab_size)
     gpt.load_state_dict(model.state_dict())
     return gpt
 def after_evaluation(run):

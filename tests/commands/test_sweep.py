@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -311,3 +313,17 @@ def test_a_metric_of_the_users_decides_and_its_goal_orders(
     ):
         assert made("--optim.lr", "1e-2,3e-3", *words) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_a_metric_that_the_last_evaluation_lacks_is_not_taken_from_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    loss = {"eval/val_loss": 2.0}
+    run = make_run(
+        tmp_path / "run",
+        [record(4, **loss, **{"eval/mine": 0.5}), record(8, **loss, **{"eval/mine": math.nan})],
+        [LAUNCH],
+    )
+    series: Any = SimpleNamespace(finished=True, folder=run, steps=8)
+    assert sweep.final_loss(series, "val_loss") == 2.0
+    assert sweep.final_loss(series, "mine") is None

@@ -6,14 +6,14 @@ There is no registry and no base class: a function in the file that has one of t
 in the place of ours. Each is optional, and gets those of its arguments that its parameters name.
 
     model(config, vocab_size)        # nn.Module: tokens (B, T) to logits (B, T, V)
-    optimizer(model, config)         # torch.optim.Optimizer
+    optimizer(model, config, plan)   # torch.optim.Optimizer
     lr(step, config, plan)           # share of the peak, after `step` updates
     loss(model, tokens, targets, documents, step, config, plan)
                                      # scalar, or (scalar, {name: scalar})
     targets(tokens, targets, documents, config)
                                      # the targets, with -100 where nothing is learned
     shards(folder, split)            # list of arrays of token ids
-    metrics(run, batch, step, config, plan)
+    metrics(run, record, batch, step, config, plan)
                                      # {name: number}, at each logged step
     evaluated(model, optimizer, step, config, plan)
                                      # {name: tensor}, the weights that are evaluated
@@ -45,12 +45,12 @@ Weights = Literal["evaluated", "trained"]  # of a checkpoint
 ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "model": ("config", "vocab_size"),
-        "optimizer": ("model", "config"),
+        "optimizer": ("model", "config", "plan"),
         "lr": ("step", "config", "plan"),
         "loss": ("model", "tokens", "targets", "documents", "step", "config", "plan"),
         "targets": ("tokens", "targets", "documents", "config"),
         "shards": ("folder", "split"),
-        "metrics": ("run", "batch", "step", "config", "plan"),
+        "metrics": ("run", "record", "batch", "step", "config", "plan"),
         "evaluated": ("model", "optimizer", "step", "config", "plan"),
         "evaluate": ("run", "config"),
         "after_evaluation": ("run", "record", "step", "config", "plan"),

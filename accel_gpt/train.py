@@ -408,7 +408,9 @@ def own_metrics(run: Training, others: Record) -> Record:
         record |= run.compute_loss.metrics(run.accelerator)
     if own.metrics is not None:
         with torch.no_grad():
-            found = own.metrics(run=run, batch=run.batch, **run.clock())
+            found = own.metrics(
+                run=run, record={**others, **record}, batch=run.batch, **run.clock()
+            )
         record |= checked_record(found, own.place("metrics"), {**others, **record})
     return record
 

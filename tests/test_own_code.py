@@ -125,8 +125,8 @@ BAD: dict[str, tuple[str, str]] = {
         "my.py, line 1: loss() returned Tensor of shape (); return a real scalar tensor with a gr",
     ),
     "a part that is no tensor": (
-        f"{LOSS}    return model(tokens, targets), {{'z': 1.5}}\n",
-        "my.py, line 1: loss() returned dict; return {name: real scalar tensor} beside the loss",
+        f"{LOSS}    return model(tokens, targets), {{'z': 'a'}}\n",
+        "my.py, line 1: loss(): z returned str; return a real scalar tensor or a number",
     ),
     "no optimizer": (
         function("optimizer", "model, config", "pass"),
@@ -503,17 +503,22 @@ def _note(name, **values):
     with open("called", "a") as file:
         file.write(json.dumps({"name": name, **values}) + "\\n")
 import functools
+from accel_gpt.optim.groups import make_optimizer
 def _rate(plan, step, config):
     return config / (step + plan.max_steps)
 lr = functools.partial(_rate, config=1.0)
+def optimizer(model, config, plan):
+    _note("optimizer", steps=plan.max_steps)
+    return make_optimizer(model, config.optim)
 def loss(config, targets, step, model, plan, tokens):
     _note("loss", step=step, lr=config.optim.lr, steps=plan.max_steps)
-    return model(tokens, targets)
+    return model(tokens, targets), {"weight": 1 - step / plan.max_steps}
 def targets(config, targets):
     _note("targets", lr=config.optim.lr)
     return targets
-def metrics(batch, step):
+def metrics(batch, step, record):
     _note("metrics", step=step, shape=batch.tokens.shape, next=batch.targets.shape)
+    assert record["train/grad_norm"] > 0 and record["train/weight"] == 1 - (step - 1) / 4
     return {}
 def evaluated(optimizer, model, **others):
     _note("evaluated", step=others["step"], kind=type(optimizer).__name__)
@@ -538,6 +543,7 @@ def test_a_function_gets_what_its_parameters_name(folder: Path) -> None:
     expected = [{"step": n, "shape": shape, "next": shape} for n in (1, 2, 3, 4)]
     assert called["metrics"] == expected
     assert {values["lr"] for values in called["targets"]} == {1e-2}
+    assert {values["steps"] for values in called["optimizer"]} == {4}
     assert {values["kind"] for values in called["evaluated"]} == {"GuardedAdamW"}
     losses = [record for record in records(folder / "run") if "eval/val_loss" in record]
     assert called["after"] == [

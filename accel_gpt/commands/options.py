@@ -230,7 +230,8 @@ class EvaluateCommand(Command):
     code: str | None = option(
         None,
         "Your Python file, if the run was trained with --code and the file has a model(), "
-        "shards() or evaluate(). The file is executed. null: none.",
+        "targets(), shards() or evaluate(); also for an exported folder. The file is executed. "
+        "null: none.",
         path=True,
     )
     data: str | None = option(

@@ -62,6 +62,8 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
         arguments = [values.pop("config"), f"--out_dir={out_dir}", *common]
         arguments += [f"--{key}={value}" for key, value in values.items()]
         config = load_config(arguments, PROGRAM, told.setdefault)
+        if "code" in several and config.own.model is None:  # a baseline has all trained weights
+            config = replace(config, model=replace(config.model, new_weights=()))
         settings.append(Setting(",".join(words), config))
     for line in told:
         write_err(line)

@@ -449,7 +449,8 @@ class Config(Section):
     code: str | None = option(
         None,
         "Path of your Python file. Its functions replace parts of the run: model, optimizer, lr, "
-        "loss, targets, shards, metrics, evaluate, after_evaluation (docs/how-to/experiment.md). "
+        "loss, targets, shards, metrics, evaluated, evaluate, after_evaluation, exported "
+        "(docs/how-to/experiment.md). "
         "The file is executed, so no config file can set it. null: none.",
         essential=True,
         resume="ask",

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_structure
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError, first_line, require
+from accel_gpt.launcher import world_size
 from accel_gpt.model.language_model import seeded
 from accel_gpt.model.sharding import is_sharded
 from accel_gpt.optim.adamw import UNGUARDED, Guard, divide_gradients, given_to_kernel
@@ -53,6 +55,8 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
     @property
     def reads_guard(self) -> bool:
         """Return whether the inner optimizer reads `found_inf` and `grad_scale` on the device."""
+        if isinstance(self.inner, Guard):  # one of ours, from `make_optimizer`
+            return True
         if not self.checked:  # in its first update, a fused kernel may skip without a state to skip
             return False
         tensor = self.skip if self.skip is not None else self.divisor
@@ -202,7 +206,8 @@ def make_own_optimizer(model: nn.Module, config: Config) -> OwnOptimizer:
     assert config.own.optimizer is not None
     place = config.own.place("optimizer")
     with seeded(config.seed):
-        optimizer = config.own.optimizer(model=model, config=config)
+        plan = make_plan(config, world_size())
+        optimizer = config.own.optimizer(model=model, config=config, plan=plan)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise unexpected(place, optimizer, "a torch.optim.Optimizer")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

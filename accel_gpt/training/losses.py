@@ -76,12 +76,16 @@ class OwnLoss:
         pair = isinstance(returned, tuple) and len(returned) == 2
         loss, parts = returned if pair else (returned, {})
         has_gradient = getattr(loss, "requires_grad", False) or not torch.is_grad_enabled()
-        if not is_scalar(loss) or not has_gradient:
+        if not isinstance(loss, Tensor) or not is_scalar(loss) or not has_gradient:
             expected = "a real scalar tensor with a gradient, or (loss, {name: scalar tensor})"
             raise unexpected(self.place, loss, expected)
-        if not isinstance(parts, Mapping) or not all(map(is_scalar, parts.values())):
+        if not isinstance(parts, Mapping):
             raise unexpected(self.place, parts, "{name: real scalar tensor} beside the loss")
-        self.parts.append({name: part.detach() for name, part in parts.items()})
+        for name, part in parts.items():
+            if not is_scalar(part):
+                raise unexpected(f"{self.place}: {name}", part, "a real scalar tensor or a number")
+        tensors = {name: torch.as_tensor(parts[name], device=loss.device) for name in parts}
+        self.parts.append({name: tensor.detach() for name, tensor in tensors.items()})
         scalar: Tensor = loss
         return scalar
 
@@ -112,8 +116,10 @@ class OwnLoss:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether `value` is a tensor of one real number without dimensions."""
-    return isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
+    """Return whether `value` is a real number, or a tensor of one without dimensions."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return isinstance(value, int | float)
 
 
 def make_loss(context: Context) -> ComputeLoss:

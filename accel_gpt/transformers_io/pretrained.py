@@ -129,8 +129,14 @@ def check_initial_tokenizer(config: Config) -> None:
         return
     if RunFolder(config.out_dir).checkpoints:
         return
+    pretrained = find_pretrained(config.model.init_from)
+    require(
+        prepare.tokenizer not in ("chars", "bpe"),
+        f"data.prepare.tokenizer {prepare.tokenizer} makes a tokenizer, but the weights of "
+        f"model.init_from {pretrained.name} have one; set it to {pretrained.tokenizer}",
+    )
     tokenizer = named_tokenizer(prepare.tokenizer, "data.prepare.tokenizer")
-    find_pretrained(config.model.init_from).load_tokenizer().require_same(
+    pretrained.load_tokenizer().require_same(
         tokenizer,
         f"model.init_from {config.model.init_from}",
         f"data.prepare.tokenizer {prepare.tokenizer}",

@@ -38,6 +38,18 @@ from accel_gpt.optim.groups import make_optimizer
 def optimizer(model, config):
     return make_optimizer(model, config.optim)
 """
+HOOKED = """
+import torch
+from accel_gpt.optim.groups import make_optimizer
+def _note(optimizer, *_):
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    with open("FILE", "a") as file:
+        print(torch.nn.utils.get_total_norm(gradients).item(), file=file)
+def optimizer(model, config):
+    made = make_optimizer(model, config.optim)
+    made.register_step_pre_hook(_note)
+    return made
+"""
 OURS = """
 import torch
 
@@ -235,6 +247,20 @@ def test_our_groups_in_an_own_optimizer_train_as_ours(
     assert_same_weights(weights(own, 6), weights(ours, 6))
     assert [record["train/skipped"] for record in records(own)] == [0, 0, 1, 1, 1, 1]
     assert records(own)[0]["train/grad_norm"] > 0.1  # clipped
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_hook_sees_the_gradient_before_it_is_clipped_once_a_step(
+    optimizer: str, small_run: Arguments, tmp_path: Path
+) -> None:
+    """In the first step of a launch, too."""
+    source = HOOKED.replace("FILE", str(tmp_path / "norms"))
+    options = (*QUIET, "--optim.grad_clip", "0.1", "--optim.name", optimizer)
+    code = write(tmp_path, source)
+    assert launch(small_run(*options, "--train.max_steps", "3", "--code", code)) == 0
+    seen = [float(line) for line in (tmp_path / "norms").read_text().splitlines()]
+    logged = [record["train/grad_norm"] for record in records(tmp_path / "run")]
+    assert seen == pytest.approx(logged, rel=1e-5)
 
 
 def test_what_it_draws_comes_from_the_seed(net: nn.Linear) -> None:

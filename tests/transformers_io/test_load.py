@@ -144,7 +144,7 @@ def test_a_token_that_was_added_beyond_the_weights(
     [
         ("abc", "bytes", "has a different tokenizer (chars of 3"),
         ("", "bytes", "copy has no tokenizer; put the tokenizer.json of the model beside"),
-        ("abc", "bpe", "data.prepare.tokenizer is 'bpe'"),
+        ("abc", "bpe", "data.prepare.tokenizer bpe makes a tokenizer, but the weights"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused_before_text_is_tokenized(

@@ -18,6 +18,7 @@ from torch.nn import Linear
 
 from accel_gpt import cli
 from accel_gpt.commands.resolve import load_config
+from accel_gpt.commands.sweep_settings import read_grid
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer
@@ -401,6 +402,14 @@ def test_a_weight_that_is_missing_or_a_pattern_without_a_weight_is_named(
     nearest = told.partition("; the nearest are ")[2].strip().split(", ")
     assert len(nearest) == 3
     assert set(gates) < set(nearest)
+
+
+def test_the_baseline_of_a_sweep_has_no_new_weights(
+    small_run: Arguments, trained: Callable[..., Path], code: list[str]
+) -> None:
+    words = [f"--code=null,{code[1]}", f"--model.init_from={trained(*QUICK)}"]
+    grid = read_grid(small_run(), [*words, f"--model.new_weights={GATES}"])
+    assert [one.config.model.new_weights for one in grid.settings] == [(), (GATES,)]
 
 
 def test_a_run_with_new_weights_names_them_resumes_and_samples(

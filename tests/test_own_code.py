@@ -698,6 +698,7 @@ def test_another_yardstick_forgets_the_best(folder: Path) -> None:
 # --------------------------------------------------------------------------- exported
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_exported_returns_is_compared_with_the_model(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -583,6 +583,8 @@ def test_a_run_that_is_finished_ends_for_good(
     own = load_own_code("my.py")
     assert RunFolder(run).finish == Finish(end, "enough", "my.py", own.sha256)
     (run / "config.yaml").unlink()  # as in a run that was restored from a copy
+    assert train(*options, steps=20) == 0
+    assert saved(folder)[-1] == end
     assert RunFolder(run).end == end
     assert [record["step"] for record in records(run)] == [*range(1, end + 1)]
     assert "eval/val_loss" in records(run)[-1]
@@ -634,13 +636,16 @@ def test_another_file_decides_anew(folder: Path, capfd: pytest.CaptureFixture[st
     assert "finished by" not in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_a_sweep_takes_a_run_that_is_finished(folder: Path, made_runs: list[str]) -> None:
+def test_a_sweep_takes_a_run_that_is_finished(
+    folder: Path, made_runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "my.py").write_text(FINISHES["after_evaluation"])
     sweep = ["sweep", "small.yaml", "--code", "null,my.py", "--out_dir", "swept"]
     sweep += ["--train.max_steps", "6", "--eval.every", "3", "--sample.every", "0"]
     for _ in range(2):
         assert call(*sweep) == 0
     assert made_runs == ["code=null,seed=1337", "code=my.py,seed=1337"]  # each once
+    assert "equal tokens took" not in capsys.readouterr().out
     settings = json.loads((folder / "swept/sweep.json").read_text())["settings"]
     assert {setting["name"]: setting["steps"] for setting in settings} == {
         "code=null": [6],

@@ -3,7 +3,7 @@
     accel-gpt train quickstart --code my.py
 
 There is no registry and no base class: a function in the file that has one of these names is called
-in the place of ours. Each is optional, and gets those of its arguments that its parameters name.
+in the place of ours. Each is optional, and may leave out any argument that it does not need.
 
     model(config, vocab_size)        # nn.Module: tokens (B, T) to logits (B, T, V)
     optimizer(model, config, plan)   # torch.optim.Optimizer
@@ -91,7 +91,7 @@ class OwnFunction:
             raise UserError(f"{self.place}: {error}; it may take {', '.join(known)}") from None
 
     def __call__(self, **arguments: Any) -> Any:
-        """Call the function with those of `arguments` that it takes."""
+        """Call the function; leave out the `arguments` that it does not take."""
         try:
             return self.function(**{name: arguments[name] for name in self.names})
         except TypeError as error:
@@ -165,12 +165,14 @@ class HeldSource(SourceLoader):
         return self.source
 
 
-def load_own_code(path: str) -> OwnCode:
-    """Execute a file and return its functions.
+def load_own_code(path: str | None) -> OwnCode:
+    """Execute a file and return its functions; none if `path` is None.
 
     Raises `UserError` if there is no such file, if it defines none of the functions, or one with
     other arguments. Any other error is raised as it is; see `place_in_own_code`.
     """
+    if path is None:
+        return OwnCode()
     try:
         source = Path(path).read_bytes()
     except OSError as error:

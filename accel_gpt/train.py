@@ -62,7 +62,7 @@ from accel_gpt.training.dashboard import open_dashboard
 from accel_gpt.training.display import Display
 from accel_gpt.training.gradients import Batch, Gradients, make_gradients, micro_batches
 from accel_gpt.training.guard import StepGuard, check_weights
-from accel_gpt.training.length import look_at_length
+from accel_gpt.training.length import look_at_length, set_length
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
 from accel_gpt.training.metrics import Record, checked_record
 from accel_gpt.training.profiling import profile
@@ -428,10 +428,7 @@ def is_finished(run: Training) -> bool:
     own = run.config.own
     finish = Finish(step=run.state.step, why=whys[0], file=own.name, sha256=own.sha256)
     plan = replace(run.plan, finish=finish)
-    if not on_main(lambda: run.reporter.record_length(run.config, plan, run.corpus)):
-        return False
-    run.context.set_length(run.config, plan)
-    return True
+    return set_length(run.context, run.reporter, run.corpus, run.config, plan)
 
 
 @contextlib.contextmanager

@@ -57,8 +57,8 @@ def compare(
 ) -> Comparison:
     """Compare losses by seed, inf if the run diverged; `settings`: number that the sweep compares.
 
-    `highest`: compare another metric, of which the highest value is the best. With each setting,
-    the verdict takes a Bayes factor of `settings` / WRONG.
+    `highest`: the values are of another metric, and a high one is good. With each setting, the
+    verdict takes a Bayes factor of `settings` / WRONG.
     """
     seeds = [seed for seed in losses if seed in baseline]
     diverged = {seed for seed in seeds if math.isinf(losses[seed])}

@@ -52,7 +52,7 @@ def complete(given: Mapping[str, Any]) -> Config:
 
 def load_code(path: str | None) -> OwnCode:
     """Execute the file of --code, and print what is probably misspelled; None: no file."""
-    own = load_own_code(path) if path is not None else OwnCode()
+    own = load_own_code(path)
     for doubt in own.misspelled:
         print_line(f"WARNING: {own.file}: {doubt}")
     return own

@@ -241,7 +241,7 @@ class EvalConfig(Section, prefix="eval."):
     )
 
     def _check(self) -> None:
-        parse_yardstick("eval.best", self.best)
+        _ = self.yardstick
 
     @property
     def yardstick(self) -> Yardstick:
@@ -450,8 +450,8 @@ class Config(Section):
         None,
         "Path of your Python file. Its functions replace parts of the run: model, optimizer, lr, "
         "loss, targets, shards, metrics, evaluated, evaluate, after_evaluation, exported "
-        "(docs/how-to/experiment.md). "
-        "The file is executed, so no config file can set it. null: none.",
+        "(docs/how-to/experiment.md). The file is executed, so no config file can set it. null: "
+        "none.",
         essential=True,
         resume="ask",
         per_machine=True,

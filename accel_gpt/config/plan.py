@@ -188,7 +188,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 def make_plan(config: Config, world_size: int) -> Plan:
     """Derive the plan; raises `UserError` if options contradict each other.
 
-    The warm-up takes at most the run, and leaves a decay one step.
+    The warm-up takes at most the whole run. If the rate decays, it takes one step less.
     """
     train = config.train
     schedule = config.schedule

@@ -13,7 +13,7 @@ RISING = re.compile(r"eval/hellaswag_acc(_norm)?")
 
 @dataclass(frozen=True)
 class Yardstick:
-    """A metric, of which the lowest value is the best, or the highest."""
+    """A metric, and whether its highest or its lowest value is the best."""
 
     metric: str
     highest: bool = False

@@ -33,9 +33,6 @@ class Context:
     """Dotted keys whose values were resolved -> the values that were asked for."""
 
     def set_length(self, config: Config, plan: Plan) -> None:
-        """Train for another length: the one change of a run that trains, by `look_at_length`.
-
-        The caller has recorded it in the folder of the run.
-        """
+        """Train for another length, which `set_length` of training/length.py has recorded."""
         self.config = config
         self.plan = plan

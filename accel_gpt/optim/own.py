@@ -173,7 +173,7 @@ class OwnOptimizer(Guard, torch.optim.Optimizer):
 
 
 def peak_of(group: Mapping[str, Any]) -> float:
-    """Return the peak learning rate of a group; that of `make_optimizer` is there already."""
+    """Return the peak learning rate of a group; the groups of `make_optimizer` name theirs."""
     return float(group.get(PEAK, group["lr"]))
 
 

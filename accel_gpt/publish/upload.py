@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accel_gpt.console import install_exit_handlers, run_process
 from accel_gpt.launch.stopping import die_with_launcher
-from accel_gpt.own_code import OwnCode, load_own_code
+from accel_gpt.own_code import load_own_code
 from accel_gpt.publish.copies import copy_checkpoint
 from accel_gpt.publish.push import push
 
@@ -26,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
         copy_checkpoint(Path(checkpoint), if_missing=bool(flags), **json.loads(settings))
     else:
         arguments = json.loads(settings)
-        code = arguments.pop("code")
-        own = load_own_code(code) if code else OwnCode()
+        own = load_own_code(arguments.pop("code"))
         push(checkpoint, if_missing=bool(flags), own=own, **arguments)
     return 0
 

@@ -11,7 +11,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
-from accel_gpt.errors import did_you_mean, require
+from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.launch.context import Context
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import is_sharded, local_shard
@@ -63,7 +63,7 @@ class EvaluatedWeights:
                 near = did_you_mean(
                     str(name), trained, "give the names of model.named_parameters()"
                 )
-                require(False, f"{function.place} returned {name}, which is no weight; {near}")
+                raise UserError(f"{function.place} returned {name}, which is no weight; {near}")
             weight = trained[name]
             fits = (
                 isinstance(tensor, Tensor)
@@ -82,7 +82,7 @@ class EvaluatedWeights:
         function = self.context.config.own.evaluated
         if function is None:
             return
-        before = {name: weight.clone() for name, weight in weights_of(self.gpt).items()}
+        before = self.copy_of_model()
         self.tensors(state)
         for name, weight in weights_of(self.gpt).items():
             require(
@@ -97,12 +97,16 @@ class EvaluatedWeights:
         if evaluated is None:
             yield
             return
-        trained = {name: weight.clone() for name, weight in weights_of(self.gpt).items()}
+        trained = self.copy_of_model()
         try:
             self.copy_into_model(evaluated)
             yield
         finally:
             self.copy_into_model(trained)
+
+    def copy_of_model(self) -> dict[str, Tensor]:
+        """Return a copy of the weights that the model has."""
+        return {name: weight.clone() for name, weight in weights_of(self.gpt).items()}
 
     @torch.no_grad()
     def copy_into_model(self, weights: Mapping[str, Tensor]) -> None:

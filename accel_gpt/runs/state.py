@@ -97,7 +97,7 @@ class TrainState:
     def reported_step(self) -> int:
         """Return the last step with a complete record: `step - 1` if an evaluation is due.
 
-        It is -1 if that of the first weights is due.
+        It is -1 if the evaluation before the first step is due.
         """
         return self.step if self.pending_record is None else self.step - 1
 

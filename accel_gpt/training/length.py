@@ -84,12 +84,24 @@ def change_length(
     plan = replace(
         make_plan(config, context.plan.world_size), budget=budget, finish=context.plan.finish
     )
-    if not on_main(lambda: reporter.record_length(config, plan, corpus)):
-        return False
     before = to_flat(context.config)
+    if not set_length(context, reporter, corpus, config, plan):
+        return False
     for key, value in to_flat(config).items():
         if value != before[key]:
             state.config[key] = value
     state.budget = budget
+    return True
+
+
+def set_length(
+    context: Context, reporter: Reporter, corpus: Corpus, config: Config, plan: Plan
+) -> bool:
+    """Record another length of the run, then give it to all parts of the run; a collective.
+
+    Returns False, and changes nothing, if the disk takes no record.
+    """
+    if not on_main(lambda: reporter.record_length(config, plan, corpus)):
+        return False
     context.set_length(config, plan)
     return True

@@ -52,8 +52,8 @@ def load_pretrained(
     """Load a model, in evaluation mode, and its tokenizer.
 
     `name`: a run (`checkpoint`: last, best or a step), a checkpoint, a transformers folder or a Hub
-    id. `own`: the file of --code with whose `model()` the checkpoint was made. `weights`: of a
-    checkpoint, those of its val loss, or the trained ones; see `EvaluatedWeights`.
+    id. `own`: the file of --code with whose `model()` the checkpoint was made. `weights`: which
+    ones of a checkpoint to load, the evaluated or the trained ones; see `EvaluatedWeights`.
 
     Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
     `CheckpointError` if a file is damaged.
@@ -105,7 +105,7 @@ def recorded_config(path: Path, own: OwnCode) -> Config:
 def load_initial_weights(config: Config, gpt: LanguageModel) -> InitialWeights:
     """Load the weights of `model.init_from` into the model of a new run; a collective.
 
-    Draws those of `model.new_weights`, as `draw_weights` does in a run from scratch.
+    The weights of `model.new_weights` are drawn, as `draw_weights` does in a run from scratch.
     """
     pretrained = find_pretrained(config.model.init_from)
     new = config.model.new_weights

@@ -36,6 +36,8 @@ from accel_gpt.config.parse import read_given
 from accel_gpt.console import FAILURE_FILE
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, PeerError, require
+from accel_gpt.health.case import Line
+from accel_gpt.health.doctor import examine
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.own_code import Weights
@@ -81,6 +83,11 @@ class Run:
             report = output.read()
         metrics = json.loads(report)["metrics"] if report else {}  # rank 0 alone prints it
         return {key: math.nan if value is None else value for key, value in metrics.items()}
+
+    def doctor(self) -> list[Line]:
+        """Answer nine questions about the run; as `accel-gpt doctor`."""
+        (run,) = open_runs([str(self.path)])
+        return examine(run)
 
     def export(self, to: str | Path, **options: object) -> Path:
         """Write a folder for transformers, and verify it. `options` as for `accel-gpt export`."""

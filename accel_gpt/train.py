@@ -64,9 +64,10 @@ from accel_gpt.training.gradients import Batch, Gradients, make_gradients, micro
 from accel_gpt.training.guard import StepGuard, check_weights
 from accel_gpt.training.length import look_at_length, set_length
 from accel_gpt.training.losses import ComputeLoss, OwnLoss, make_loss
-from accel_gpt.training.metrics import Record, checked_record
+from accel_gpt.training.metrics import RankClock, Record, checked_record
 from accel_gpt.training.profiling import profile
 from accel_gpt.training.reporter import Reporter, summarize_run
+from accel_gpt.training.updates import UpdateSizes
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
@@ -90,6 +91,8 @@ class Training:
     evaluations: list[Evaluation]
     loader: Loader
     guard: StepGuard
+    updates: UpdateSizes
+    ranks: RankClock
     compute_loss: ComputeLoss
     batch: Batch | None = None  # the last micro-batch of this rank
     finish_why: str = ""  # set on this rank by a function of --code
@@ -228,7 +231,7 @@ def set_up(
             state.pending_record = {}  # trained weights are evaluated before step 1
     gpt.check_tied()
     on_main(lambda: on_start and on_start())
-    reporter = Reporter(context, gpt, display)
+    reporter = Reporter(context, gpt, optimizer, display)
     writer = CheckpointWriter(
         accelerator=accelerator,
         config=config.checkpoint,
@@ -265,6 +268,8 @@ def set_up(
         evaluations=evaluations,
         loader=loader,
         guard=guard,
+        updates=UpdateSizes(gpt, optimizer, accelerator),
+        ranks=RankClock(accelerator),
         compute_loss=make_loss(context),
     )
     with all_ranks():
@@ -306,6 +311,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
         if stopping and not nothing_to_save:
             save(run, must_succeed=True)
         if stopping or not waiting:
+            run.loader.waited += time.monotonic() - began
             return stopping
         if not told and time.monotonic() - began > TELL_SECONDS and run.corpus.waits_for:
             run.reporter.log(f"WARNING: waiting for {run.corpus.waits_for}")
@@ -323,6 +329,9 @@ def update(run: Training) -> None:
     plan = run.plan
     state = run.state
     config = run.config
+    logging = is_logged(run, state.step + 1)
+    if logging:
+        run.ranks.begin_step()
     fraction = fraction_at(state.step, config, plan)
     set_rates(run.optimizer, config.optim, fraction, state.step)
     batches = micro_batches(run.loader, accelerator, plan, run.corpus.target_mask)
@@ -333,18 +342,26 @@ def update(run: Training) -> None:
         run.batch = batch
         tokens, targets, documents, weight = batch
         with run.gradients.micro_step(first):
-            run.gradients.backward(
-                run.compute_loss(run.model, tokens, targets, documents, state.step) * weight
-            )
+            loss = run.compute_loss(run.model, tokens, targets, documents, state.step)
+            run.ranks.end_forward()
+            run.gradients.backward(loss * weight)
     loss = run.gradients.finish()  # all-reduced mean, like the gradient
     grad_norm = run.gradients.norm()
     run.optimizer.optimizer.clip(grad_norm, run.config.optim.grad_clip)
     run.optimizer.optimizer.skip = run.guard.check(state.step + 1, state.sequences, loss, grad_norm)
+    if logging:
+        run.updates.begin()
     run.optimizer.step()
+    run.updates.end()
     run.optimizer.zero_grad()
     state.step += 1
     state.sequences += plan.sequences_per_step
     state.tokens += plan.tokens_per_step
+
+
+def is_logged(run: Training, step: int) -> bool:
+    """Return whether the metrics of a completed step are logged."""
+    return step == run.plan.last_step or step == 1 or step % run.config.log.every == 0
 
 
 def after_step(run: Training, stop: StopSignal) -> bool:
@@ -359,7 +376,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     stopping, must_save = stop.agree_to_stop(run.writer.retry_is_due(), run.writer.seconds)
     last = state.step == run.plan.last_step
     stopping = stopping and not last  # the last step is saved anyway; a signal ends its evaluation
-    logging = last or state.step == 1 or state.step % config.log.every == 0
+    logging = is_logged(run, state.step)
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
     save_is_due = state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
     saving = last or stopping or must_save or save_is_due
@@ -374,7 +391,8 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             record |= metrics
             peak = logged_peak(run.optimizer, config.optim)
             record["train/lr"] = peak * fraction_at(state.step - 1, config, run.plan)
-            record |= reporter.step_metrics(state.step)
+            record |= reporter.step_metrics(state.step, run.loader)
+            record |= run.updates.metrics() | run.ranks.metrics()
             if evaluating:
                 state.pending_record = dict(record)  # if own metrics fail, the evaluation stays due
             if state.step == 1:
@@ -393,7 +411,8 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         elif record:
             reporter.publish(state, record)
         if saving:
-            save(run, must_succeed=last or stopping)
+            with reporter.stopwatch.spend("save"):
+                save(run, must_succeed=last or stopping)
             reporter.heartbeat()
         if not stopping:
             stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=saving)
@@ -516,7 +535,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     # a checkpoint's JSON stores null for a number that is not finite
     for key, value in (state.pending_record or {}).items():
         record[key] = math.nan if value is None else value
-    with run.evaluated.used(state):
+    with run.reporter.stopwatch.spend("evaluation"), run.evaluated.used(state):
         record |= evaluate(
             evaluations=run.evaluations,
             model=run.gpt,
@@ -543,7 +562,7 @@ def write_samples(run: Training, check: Callable[[], None]) -> None:
         run.reporter.heartbeat()
         check()
 
-    with run.evaluated.used(run.state):
+    with run.reporter.stopwatch.spend("samples"), run.evaluated.used(run.state):
         text = sample(
             accelerator=run.accelerator,
             model=run.gpt,

@@ -36,6 +36,7 @@ TOOLS = [
     ["cost"],
     ["prepare"],
     ["report"],
+    ["health"],
     ["transformers_io"],
     ["publish"],
     ["commands"],

@@ -556,6 +556,32 @@ class ReportCommand(Command):
 
 
 @dataclass(frozen=True)
+class DoctorCommand(Command):
+    """Answer nine questions about a run, each with a figure, a comparison and a verdict.
+
+    Is it better than counting, too good, overfitted, well shaped, well rated, sound in its data,
+    fast, safe and named? A verdict is fine, look or wrong. It needs no GPU and also examines a run
+    that trains. Examples:
+      accel-gpt doctor runs/quickstart
+      accel-gpt doctor runs/quickstart --json
+    """
+
+    name: ClassVar[str] = "doctor"
+    summary: ClassVar[str] = "tell whether a run is healthy, and what to do if not"
+
+    run: str = option(
+        REQUIRED,
+        "Folder of a run.",
+        positional=True,
+        path=True,
+    )
+    json: bool = option(
+        False,
+        "Print one JSON object instead of text.",
+    )
+
+
+@dataclass(frozen=True)
 class VerifyResumeCommand(ConfigCommand):
     """Verify that a killed and resumed run of a config equals a run that was never stopped.
 
@@ -607,6 +633,7 @@ COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
             PlanCommand,
             SweepCommand,
             BenchCommand,
+            DoctorCommand,
             ReportCommand,
             VerifyResumeCommand,
         )

@@ -1,14 +1,17 @@
 """`accel-gpt report RUN [RUN ...]`: write curves, samples and configs of runs as HTML.
 
-Reads `metrics.jsonl`, `run.json`, `config.yaml` and `samples/` of each run, also while it trains.
-Writes only `report.html`. Needs no torch.
+Reads the folder of each run, also while it trains, and what `accel-gpt doctor` reads. Writes
+`report.html`, and `statistics.json` as `accel-gpt doctor` does.
 """
 
+import contextlib
 from pathlib import Path
 
 from accel_gpt.commands.options import ReportCommand
 from accel_gpt.console import write_out
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
+from accel_gpt.health.doctor import examine
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import open_runs
 
@@ -18,7 +21,12 @@ def run(options: ReportCommand) -> int:
     runs = open_runs(options.run)
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     out = Path(options.out) if options.out else default
-    page = build_page(runs).encode(errors="replace")
+    health = []
+    for run in runs:
+        with contextlib.suppress(AccelGPTError):  # a run without a config
+            health.append(examine(run))
+    complete = len(health) == len(runs)
+    page = build_page(runs, health if complete else ()).encode(errors="replace")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, [page])
     write_out(f"report     {out} ({len(page) / 1e6:.2f} MB)\n")

@@ -16,8 +16,9 @@ from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import copy_shipped, read_yaml
 from accel_gpt.config.values import is_config_of_run
-from accel_gpt.console import write_err
-from accel_gpt.errors import require
+from accel_gpt.console import print_line, write_err
+from accel_gpt.errors import AccelGPTError, first_line, require
+from accel_gpt.health.doctor import examine, verdict
 from accel_gpt.launch.context import Initialize
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import all_gather, on_main
@@ -27,6 +28,7 @@ from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.model.language_model import draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
 from accel_gpt.publish.uploader import Uploader
+from accel_gpt.report.runs import open_runs
 from accel_gpt.train import train
 from accel_gpt.transformers_io.load import load_initial_weights
 from accel_gpt.transformers_io.pretrained import check_initial_tokenizer
@@ -75,7 +77,20 @@ def train_config(config: Config, source: str) -> int:
         finally:
             if uploader:
                 uploader.close()
+    if not stopped and is_main():
+        tell_health(config.out_dir)
     return PREEMPTED if stopped or unfinished else 0
+
+
+def tell_health(out_dir: str) -> None:
+    """Print the verdict on a run that has reached its last step."""
+    (run,) = open_runs([out_dir])
+    if run.state != "finished":  # train.stop_at
+        return
+    try:
+        print_line(f"health   {verdict(examine(run))}; accel-gpt doctor {out_dir}")
+    except (AccelGPTError, OSError) as error:
+        print_line(f"health   not known: {first_line(error)}")
 
 
 def make_uploader(config: Config, launch: Launch) -> Uploader | None:

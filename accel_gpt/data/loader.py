@@ -46,6 +46,7 @@ class Loader:
         self.overlaps = device.type == "cuda"
         self.batches: deque[Tensor] = deque()  # that `fetch` has taken from the queue
         self.ready: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_CHUNKS)
+        self.waited = 0.0  # seconds that training has waited; whoever reads it resets it
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.prefetch, name="loader", daemon=True)
         self.thread.start()
@@ -55,7 +56,9 @@ class Loader:
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         if not self.batches:
+            start = time.monotonic()
             self.take(self.ready.get())
+            self.waited += time.monotonic() - start
         batch = self.batches.popleft()
         batch = batch.to(self.device, non_blocking=self.overlaps)
         batch = batch.long()  # (B, T + 1), widened on the device

@@ -33,8 +33,11 @@ NOT_RECORDED = "not recorded"
 HERE = Path(__file__).parent
 
 
-def build_page(runs: Sequence[NamedRun]) -> str:
-    """Return the whole page."""
+def build_page(runs: Sequence[NamedRun], health: Sequence[Sequence[Any]] = ()) -> str:
+    """Return the whole page.
+
+    `health`: the lines of the doctor for each run, see health/case.py; empty: the page has none.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -55,6 +58,7 @@ def build_page(runs: Sequence[NamedRun]) -> str:
         script=script,
         script_hash=content_hash(script),
         data=payload(runs),
+        health=health,
         results=final_results(runs[0]),
         comparison=compare_results(runs),
         facts=facts_table(runs),

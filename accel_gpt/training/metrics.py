@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +23,7 @@ from accel_gpt.errors import UserError, require
 from accel_gpt.files import append_all_or_nothing, strict_json, sync, write_file
 from accel_gpt.launch.devices import peak_flops
 from accel_gpt.launch.machine import device_name, memory_gb
+from accel_gpt.launch.unsupported import REPLICATED
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import is_sharded
 from accel_gpt.model.sizes import mfu
@@ -48,6 +49,11 @@ COLUMNS = (
     "perf/step_ms",
     "perf/mfu",
     "perf/memory_gb",
+    "perf/data_wait_ms",
+    "perf/slowest_rank",
+    "perf/evaluation_s",
+    "perf/samples_s",
+    "perf/save_s",
     "eval/train_loss",
     "eval/train_perplexity",
     "eval/train_bits_per_byte",
@@ -178,6 +184,7 @@ class Stopwatch:
         self.step = step  # at the last lap
         self.since = now  # time of the last lap
         self.paused = 0.0  # seconds of pauses since the last lap
+        self.pauses: dict[str, float] = {}  # their seconds since `take_pauses`, by what was done
         self.timed_steps = 0  # of all laps but the first, in which a launch compiles
         self.timed_seconds = 0.0
 
@@ -221,6 +228,69 @@ class Stopwatch:
         start = time.monotonic()
         yield
         self.paused += time.monotonic() - start
+
+    @contextmanager
+    def spend(self, name: Literal["evaluation", "samples", "save"]) -> Iterator[None]:
+        """Enclose a part of a pause, and count its seconds under a name."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - start
+            self.pauses[name] = self.pauses.get(name, 0.0) + seconds
+
+    def take_pauses(self) -> Record:
+        """Return the seconds of each part of the pauses since the last call."""
+        taken = {f"perf/{name}_s": seconds for name, seconds in self.pauses.items()}
+        self.pauses = {}
+        return taken
+
+
+class RankClock:
+    """Compare the ranks of a step: the seconds until the end of their first forward pass.
+
+    They include the wait for the batch, but no wait for another rank. Under FSDP, ranks already
+    wait for each other in the forward pass, so nothing is measured there.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        alone = accelerator.num_processes == 1
+        self.active = not alone and accelerator.distributed_type in REPLICATED
+        self.on_cuda = accelerator.device.type == "cuda"
+        self.start: Any = None
+        self.end: Any = None
+
+    def now(self) -> Any:
+        """Return the time: on CUDA, an event of the device."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.Event("cuda", enable_timing=True)
+        event.record()
+        return event
+
+    def begin_step(self) -> None:
+        """Note the start of a step that will be logged."""
+        if self.active:
+            self.start = self.now()
+            self.end = None
+
+    def end_forward(self) -> None:
+        """Note the end of the first forward pass in this step."""
+        if self.start is not None and self.end is None:
+            self.end = self.now()
+
+    def metrics(self) -> Record:
+        """Return how many times as long the slowest rank took as the median one; a collective."""
+        if not self.active:
+            return {}
+        start = self.start
+        end = self.end
+        self.start = None
+        seconds = start.elapsed_time(end) if self.on_cuda else end - start
+        own = torch.tensor([seconds], dtype=torch.float32, device=self.accelerator.device)
+        every = sorted(self.accelerator.gather(own).tolist())
+        return {"perf/slowest_rank": every[-1] / max(every[(len(every) - 1) // 2], 1e-9)}
 
 
 def as_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
 from accel_gpt.config.compare import differences
@@ -19,6 +20,7 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
+from accel_gpt.data.loader import Loader
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, synchronize
@@ -37,13 +39,20 @@ MOST_NAMES = 5  # of new weights that a launch names one by one
 class Reporter:
     """Writes each record to metrics.jsonl, metrics.csv, the trackers and the terminal."""
 
-    def __init__(self, context: Context, gpt: LanguageModel, display: Display) -> None:
+    def __init__(
+        self,
+        context: Context,
+        gpt: LanguageModel,
+        optimizer: AcceleratedOptimizer,
+        display: Display,
+    ) -> None:
         config = context.config
         plan = context.plan
         accelerator = context.accelerator
         self.context = context
         self.accelerator = accelerator
         self.gpt = gpt
+        self.optimizer = optimizer
         self.display = display
         self.log = display.log
         self.check_folder = context.check_folder
@@ -74,6 +83,8 @@ class Reporter:
     def record_launch(self, corpus: Corpus, machine: dict[str, Any], state: TrainState) -> None:
         """Write `config.yaml` and add this launch to `run.json`."""
         tokenizer = corpus.tokenizer
+        weights = list(self.gpt.parameters())
+        run = RunFolder(self.out_dir)
         launch = {
             "step": state.step,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -84,7 +95,9 @@ class Reporter:
                 "parameters": self.gpt.parameter_count(),
                 "vocab_size": corpus.vocab_size,
                 "flops_per_token": self.speed.flops_per_token,
+                "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in weights}),
             },
+            "optimizer": describe_groups(self.optimizer, weights),
             "data": {
                 "fingerprint": corpus.fingerprint,
                 "tokenizer": tokenizer.kind,
@@ -98,7 +111,10 @@ class Reporter:
         if own.file:
             launch["code"] = {"file": own.name, "sha256": own.sha256, "functions": own.functions}
             write_file(self.out_dir / CODE, [own.source])
-        launches = [*RunFolder(self.out_dir).launches, launch]
+        if state.step and run.config:
+            changed = differences(run.config, to_flat(self.context.config))
+            launch["changed"] = {key: list(pair) for key, pair in changed.items()}
+        launches = [*run.launches, launch]
         self.write_launches(launches)  # first: it has the plan's budget
         write_file(self.out_dir / "config.yaml", [to_yaml(self.context.config).encode()])
 
@@ -181,9 +197,13 @@ class Reporter:
         if self.watchdog:
             self.watchdog.heartbeat()
 
-    def step_metrics(self, step: int) -> Record:
-        """Return the speed since the last call."""
-        return self.speed.metrics(self.lap(step))
+    def step_metrics(self, step: int, loader: Loader) -> Record:
+        """Return the speed since the last call, and how long a step waited for data."""
+        steps = max(1, step - self.stopwatch.step)
+        record = self.speed.metrics(self.lap(step))
+        record["perf/data_wait_ms"] = 1000 * loader.waited / steps
+        loader.waited = 0.0
+        return record
 
     def lap(self, step: int) -> float:
         """Return the seconds per step since the last call."""
@@ -194,6 +214,7 @@ class Reporter:
         """Write the metrics of a step to the files, the trackers and the terminal."""
         state.seconds = self.stopwatch.elapsed()
         max_steps = self.context.plan.max_steps
+        record = record | self.stopwatch.take_pauses()
         whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
 
         def write() -> None:
@@ -258,6 +279,19 @@ class Reporter:
 def recorded_lines(corpus: Corpus, plan: Plan) -> list[str]:
     """Describe the sources of a run and their epochs, for `run.json`."""
     return [line.removeprefix("data").strip() for line in corpus.lines(plan)]
+
+
+def describe_groups(optimizer: AcceleratedOptimizer, weights: Sequence[Tensor]) -> dict[str, Any]:
+    """Count what the optimizer updates, for `run.json`; vectors have fewer than two dimensions."""
+    groups = optimizer.param_groups
+    updated = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    decayed = [p for group in groups if group.get("weight_decay") for p in group["params"]]
+    return {
+        "weights": len(weights),
+        "never_updated": sum(id(p) not in updated for p in weights),
+        "vectors": sum(p.dim() < 2 for p in weights),
+        "decayed_vectors": sum(p.dim() < 2 for p in decayed),
+    }
 
 
 def describe_new(weights: Mapping[str, Tensor], patterns: Sequence[str]) -> str:

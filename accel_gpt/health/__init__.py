@@ -1,0 +1,1 @@
+"""Tell whether a run is healthy."""

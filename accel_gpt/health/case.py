@@ -1,0 +1,136 @@
+"""Open what is known of a run: its records, its config, and the statistics of its text.
+
+Each check of the doctor gets a `Case`, and returns one `Line` of the page.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.data.corpus import open_corpus
+from accel_gpt.errors import AccelGPTError, first_line
+from accel_gpt.health.text import TextStatistics, text_statistics
+from accel_gpt.report.curves import Floats, Metrics
+from accel_gpt.report.runs import NamedRun
+from accel_gpt.runs.folder import number
+
+Verdict = Literal["fine", "look", "wrong"]
+ORDER: Sequence[Verdict] = ("fine", "look", "wrong")
+
+
+@dataclass
+class Line:
+    """The answer to one question about a run."""
+
+    name: str
+    question: str
+    figure: str = "not known"
+    compared: str = ""
+    verdict: Verdict | None = None  # None: nothing can be said
+    todo: str = ""
+
+    def find(self, verdict: Verdict, todo: str = "") -> None:
+        """Add a finding: the worst verdict counts."""
+        if self.verdict is None or ORDER.index(verdict) > ORDER.index(self.verdict):
+            self.verdict = verdict
+        self.todo = "; ".join(filter(None, (self.todo, todo)))
+
+    def judge(self, value: float, look: float, wrong: float, todo: str) -> None:
+        """Find `look` or `wrong` if the value is above its bound."""
+        if value > wrong:
+            self.find("wrong", todo)
+        elif value > look:
+            self.find("look", todo)
+
+
+@dataclass
+class Case:
+    """A run, as its folder and its data tell it."""
+
+    run: NamedRun
+    config: Config
+    why_no_text: str = field(default="", init=False)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Return the records as curves."""
+        return self.run.metrics
+
+    @cached_property
+    def text(self) -> TextStatistics | None:
+        """Return the statistics of the text; None if they cannot be measured, see `why_no_text`."""
+        if self.uses("shards"):
+            self.why_no_text = "shards() of --code makes the data"
+            return None
+        try:
+            corpus = open_corpus(self.config)
+            return text_statistics(corpus, self.config.model.block_size, self.run.path)
+        except (AccelGPTError, OSError) as error:
+            self.why_no_text = first_line(error)
+            return None
+
+    def uses(self, function: str) -> bool:
+        """Return whether the run was trained with a function of --code."""
+        functions = self.run.last_launch("code", "functions")
+        return isinstance(functions, list) and function in functions
+
+    def last(self, key: str) -> float | None:
+        """Return the last value of a metric after step 0."""
+        steps, values = self.after_start(key)
+        return float(values[-1]) if len(steps) else None
+
+    def after_start(self, key: str) -> tuple[Floats, Floats]:
+        """Return steps and values of a metric without those before the first step."""
+        steps, values = self.metrics.curve(key)
+        return steps[steps > 0], values[steps > 0]
+
+    def total(self, key: str) -> float:
+        """Return the sum of all values of a metric."""
+        return float(self.metrics.curve(key)[1].sum())
+
+    def recorded(self, *keys: str) -> float:
+        """Return a number in the last launch of run.json; NaN if there is none."""
+        return number(self.run.last_launch(*keys))
+
+    @cached_property
+    def rate(self) -> tuple[Floats, Floats]:
+        """Return the steps of train/lr, and the rates as shares of the highest."""
+        steps, rates = self.metrics.curve("train/lr")
+        highest = rates.max(initial=0)
+        return steps, rates / highest if highest > 0 else rates
+
+    def at_high_rate(self, key: str) -> Floats:
+        """Return the values of a metric at steps whose rate is at least half of the peak."""
+        steps, values = self.metrics.curve(key)
+        rate_steps, shares = self.rate
+        if not len(steps) or not len(rate_steps):
+            return values
+        high = np.interp(steps, rate_steps, shares) >= 0.5
+        return values[high & (steps > 1)]
+
+    def seconds_after(self, step: int) -> float:
+        """Return the seconds of training after a step, until the last record."""
+        steps = self.metrics.steps
+        seconds = self.metrics.seconds
+        if not len(steps):
+            return 0.0
+        return max(0.0, float(seconds[-1] - np.interp(step, steps, seconds)))
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the run has reached its last step."""
+        return self.run.state == "finished"
+
+    def launches(self, *keys: str) -> list[Any]:
+        """Return a value of each launch, oldest first; None if a launch lacks it."""
+        found = []
+        for launch in self.run.launches:
+            value: Any = launch
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            found.append(value)
+        return found

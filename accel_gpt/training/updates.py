@@ -1,0 +1,110 @@
+"""Measure the size of an update, as a share of the weights, for each part of a model.
+
+    train/update_ratio/PART        ||change|| / ||weights|| of the matrices and embeddings of a part
+    train/update_ratio_least       the smallest ratio of any of these weights
+
+A part is the path of a weight without numbers: `blocks.3.attn.qkv.weight` is of `blocks.attn`. Only
+some rows of each weight are copied and compared. Vectors are left out: many of them begin at zero.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
+
+from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.model.sharding import is_sharded, local_shard
+
+SAMPLED = 2**14  # about this many numbers of each weight are compared; assumption
+MOST_PARTS = 8  # a model of --code with more is measured as one part; assumption
+PATH_LENGTH = 2  # names of a path that make a part
+WHOLE = "model"
+RATIO = "train/update_ratio"
+
+
+class UpdateSizes:
+    """Compare the weights before and after an update of an optimizer."""
+
+    def __init__(
+        self, gpt: LanguageModel, optimizer: AcceleratedOptimizer, accelerator: Accelerator
+    ) -> None:
+        names = {id(p): name for name, p in gpt.named_parameters()}
+        self.accelerator = accelerator
+        # FSDP replaces the parameters of the model for a while, but not those of the optimizer
+        self.weights: list[Tensor] = []
+        parts = []
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.dim() > 1:
+                    self.weights.append(weight)
+                    parts.append(part_of(names.get(id(weight), WHOLE)))
+        if len(set(parts)) > MOST_PARTS:
+            parts = [WHOLE] * len(parts)
+        self.parts = parts
+        self.sharded = any(is_sharded(weight) for weight in self.weights)
+        self.before: list[Tensor] = []
+        self.squares: Tensor | None = None  # (weights, 2): of changes and of weights
+
+    def rows(self) -> list[Tensor]:
+        """Return evenly spaced rows of each weight, as views; under FSDP of this rank's shard."""
+        views = []
+        for weight in self.weights:
+            local = local_shard(weight.detach())
+            views.append(local[:: max(1, local.numel() // SAMPLED)])
+        return views
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Copy rows of the weights before an update."""
+        self.before = [rows.clone() for rows in self.rows()]
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Compare these rows with those after the update; nothing waits for the device."""
+        if not self.before:
+            return
+        rows = self.rows()
+        norms = [
+            torch._foreach_norm(torch._foreach_sub(rows, self.before)),
+            torch._foreach_norm(self.before),
+        ]
+        shares = []
+        for weight, sample in zip(self.weights, rows, strict=True):
+            shares.append(local_shard(weight).numel() / max(1, sample.numel()))
+        each = torch.stack([torch.stack(list(part)).float() for part in norms], dim=1)
+        self.squares = each**2 * torch.tensor(shares, device=each.device)[:, None]
+        if self.sharded:
+            self.squares = self.accelerator.reduce(self.squares, "sum")
+        self.before = []
+
+    def metrics(self) -> dict[str, float]:
+        """Return the ratios of the last update that was measured; {} if there is none."""
+        if self.squares is None:
+            return {}
+        rows: list[tuple[float, float]] = self.squares.tolist()
+        self.squares = None
+        sums: dict[str, tuple[float, float]] = {}
+        for part, (change, size) in zip(self.parts, rows, strict=True):
+            before = sums.get(part, (0.0, 0.0))
+            sums[part] = (before[0] + change, before[1] + size)
+        found = dict(known_ratios({f"{RATIO}/{part}": pair for part, pair in sums.items()}))
+        each = dict(known_ratios({str(number): pair for number, pair in enumerate(rows)}))
+        if each:
+            found[f"{RATIO}_least"] = min(each.values())
+        return found
+
+
+def known_ratios(squares: Mapping[str, tuple[float, float]]) -> Iterator[tuple[str, float]]:
+    """Yield the ratio of two norms for each pair of their squares, unless weights are zero."""
+    for name, (change, size) in squares.items():
+        if size > 0 and math.isfinite(change / size):
+            yield name, math.sqrt(change / size)
+
+
+def part_of(name: str) -> str:
+    """Return the part of a weight: its path without numbers and without its own name."""
+    *path, _ = [word for word in name.split(".") if not word.isdigit()] or [WHOLE]
+    return ".".join(path[:PATH_LENGTH]) or WHOLE

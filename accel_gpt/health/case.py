@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.data.corpus import open_corpus
+from accel_gpt.data.remote import is_url
+from accel_gpt.data.sources import train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, first_line
 from accel_gpt.health.text import TextStatistics, text_statistics
 from accel_gpt.report.curves import Floats, Metrics
@@ -66,9 +67,12 @@ class Case:
         if self.uses("shards"):
             self.why_no_text = "shards() of --code makes the data"
             return None
+        data = self.config.data
+        if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
+            self.why_no_text = "the data are remote"
+            return None
         try:
-            corpus = open_corpus(self.config)
-            return text_statistics(corpus, self.config.model.block_size, self.run.path)
+            return text_statistics(self.config, self.run.path)
         except (AccelGPTError, OSError) as error:
             self.why_no_text = first_line(error)
             return None

@@ -10,6 +10,7 @@ Legend: M tokens of all validation sequences, n order of a model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 ORDER = 5
 FITTING_STEPS = 30  # of expectation maximization; the change is then below 1e-4 nats
-NAMES = {1: "unigram", 2: "bigram", ORDER: "5-gram"}
+NAMES = MappingProxyType({1: "unigram", 2: "bigram", ORDER: "5-gram"})
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ source, or one that benchmarks/doctor.py measured.
 from collections.abc import Sequence
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.parse import read_given
 from accel_gpt.config.values import build
 from accel_gpt.errors import require
 from accel_gpt.health.case import Case, Line
@@ -26,8 +27,9 @@ def examine(run: NamedRun) -> list[Line]:
 
     Executes no file of --code. Raises `UserError` if the run has no config.
     """
-    require(bool(run.config), f"{run.path} has no config.yaml; the run has not begun to train")
-    case = Case(run, build(Config, run.config))
+    file = run.path / "config.yaml"
+    require(file.is_file(), f"{run.path} has no config.yaml; the run has not begun to train")
+    case = Case(run, build(Config, read_given([str(file)], "accel-gpt doctor")))
     return [check(case) for check in CHECKS]
 
 

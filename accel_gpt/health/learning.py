@@ -39,6 +39,7 @@ CLIPPED = 0.95  # share of logged steps whose gradient is clipped, after the war
 SKIPPED = (0.001, 0.02)  # share of updates
 SPIKES = (0.005, 0.02)  # share of steps
 SMALL_BATCH = 1 / 128  # of the best batch for the length of the run
+LEAST = "train/update_ratio/least"
 SMOOTHED = 5  # logged losses in a mean
 
 
@@ -264,7 +265,7 @@ def rates(case: Case) -> Line:
     ratios = {}
     for key in case.metrics.keys(prefix):
         values = case.at_high_rate(key)
-        if len(values):
+        if len(values) and key != LEAST:
             ratios[key.removeprefix(prefix)] = float(np.median(values))
     if ratios:
         largest = max(ratios, key=lambda part: ratios[part])
@@ -280,7 +281,7 @@ def rates(case: Case) -> Line:
             math.inf,
             "steps this small learn little: raise optim.lr",
         )
-    least = case.at_high_rate("train/update_ratio_least")
+    least = case.at_high_rate(LEAST)
     if len(least) and np.median(least) < STILL:
         line.find("wrong", "a weight never changes: check optimizer() and requires_grad")
     norms = case.at_high_rate("train/grad_norm")

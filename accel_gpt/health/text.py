@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from accel_gpt.data.corpus import Corpus
+from accel_gpt.config.experiment import Config
+from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.shards import Ints, Split
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import require
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.health.counting import (
     EvaluatedTokens,
@@ -64,15 +64,13 @@ class TextStatistics:
     read_back: float  # share of tokens that the tokenizer gives again for their text
 
 
-def text_statistics(corpus: Corpus, block_size: int, run: Path) -> TextStatistics:
+def text_statistics(config: Config, run: Path) -> TextStatistics:
     """Read the statistics of the data of a run, or measure and store them.
 
-    Raises `UserError` if the training data are remote, and the errors of reading.
+    Raises the errors of `open_corpus`, and those of reading.
     """
-    require(
-        not any(source.split.remote for source in corpus.train.sources),
-        "the training data are remote",
-    )
+    corpus = open_corpus(config)
+    block_size = config.model.block_size
     key = statistics_key(corpus, block_size)
     places = [run / STATISTICS]
     sources = corpus.train.sources

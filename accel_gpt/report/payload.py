@@ -59,11 +59,19 @@ PLOTS = (
     Plot("bits_per_byte", "Val bits per byte", "", ("eval/val_bits_per_byte",), low=True),
     Plot("lr", "Learning rate", "", ("train/lr",)),
     Plot("grad_norm", "Gradient norm", "", ("train/grad_norm",), log=True, smooth=True),
+    Plot("updates", "Size of updates", "share of the weights", ("train/update_ratio/",), log=True),
     Plot("throughput", "Throughput", "tokens/s", ("perf/tokens_per_second",), smooth=True),
     Plot("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
     Plot("memory", "Peak memory", "GB", ("perf/memory_gb",)),
 )
-OURS = ("eval/", "data/", "perf/", "train/skipped", "train/spikes")  # no plots of --code
+OURS = (
+    "eval/",
+    "data/",
+    "perf/",
+    "train/skipped",
+    "train/spikes",
+    "train/update_ratio/",
+)  # no plots of --code
 # names of the curves in a plot with several keys
 NAMES = MappingProxyType(
     {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}

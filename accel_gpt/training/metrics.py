@@ -31,7 +31,8 @@ from accel_gpt.runs.folder import RunFolder, is_number
 
 # Columns of metrics.csv. `progress` is in percent of the run. All columns except progress,
 # tokens_this_launch and train/perplexity are also keys of metrics.jsonl. metrics.jsonl also has
-# data/epochs/NAME and eval/val_loss/NAME for mixtures, and the results of benchmarks.
+# data/epochs/NAME and eval/val_loss/NAME for mixtures, train/update_ratio/PART, and the results of
+# benchmarks.
 COLUMNS = (
     "step",
     "progress",

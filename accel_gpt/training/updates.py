@@ -1,7 +1,7 @@
 """Measure the size of an update, as a share of the weights, for each part of a model.
 
     train/update_ratio/PART        ||change|| / ||weights|| of the matrices and embeddings of a part
-    train/update_ratio_least       the smallest ratio of any of these weights
+    train/update_ratio/least       the smallest ratio of any of these weights
 
 A part is the path of a weight without numbers: `blocks.3.attn.qkv.weight` is of `blocks.attn`. Only
 some rows of each weight are copied and compared. Vectors are left out: many of them begin at zero.
@@ -67,8 +67,9 @@ class UpdateSizes:
         if not self.before:
             return
         rows = self.rows()
+        changes = [after - before for after, before in zip(rows, self.before, strict=True)]
         norms = [
-            torch._foreach_norm(torch._foreach_sub(rows, self.before)),
+            torch._foreach_norm(changes),
             torch._foreach_norm(self.before),
         ]
         shares = []
@@ -93,7 +94,7 @@ class UpdateSizes:
         found = dict(known_ratios({f"{RATIO}/{part}": pair for part, pair in sums.items()}))
         each = dict(known_ratios({str(number): pair for number, pair in enumerate(rows)}))
         if each:
-            found[f"{RATIO}_least"] = min(each.values())
+            found[f"{RATIO}/least"] = min(each.values())
         return found
 
 

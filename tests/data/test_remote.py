@@ -267,7 +267,7 @@ def test_a_run_says_once_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> N
     run: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(accumulation_steps=1),
-        loader=SimpleNamespace(fetch=lambda count: next(ready)),
+        loader=SimpleNamespace(fetch=lambda count: next(ready), waited=0.0),
         corpus=SimpleNamespace(waits_for="s3://bucket/a.npy (503)"),
         reporter=SimpleNamespace(log=said.append, heartbeat=lambda: None),
         writer=SimpleNamespace(seconds=0.0),
@@ -275,6 +275,7 @@ def test_a_run_says_once_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> N
     stop: Any = SimpleNamespace(group=None, agree_to_stop=lambda waits, seconds: (False, waits))
     assert not train.wait_for_data(run, stop)
     assert said == ["WARNING: waiting for s3://bucket/a.npy (503)"]
+    assert run.loader.waited > 0
 
 
 # --------------------------------------------------------------------------- cache

@@ -1,0 +1,73 @@
+"""The size of an update is measured as a share of the weights, by part."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel_gpt.model.gpt import GPT
+from accel_gpt.training import updates
+from accel_gpt.training.updates import RATIO, UpdateSizes, part_of
+from tests.conftest import tiny
+
+
+def sizes_of(gpt: GPT) -> UpdateSizes:
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": list(gpt.parameters())}])
+    accelerator: Any = SimpleNamespace()
+    return UpdateSizes(gpt, optimizer, accelerator)
+
+
+@pytest.mark.parametrize("sampled", [2**14, 40])
+def test_ratios_are_those_of_the_norms(monkeypatch: pytest.MonkeyPatch, sampled: int) -> None:
+    """A sample of rows gives the same ratio where each row changes by the same share."""
+    monkeypatch.setattr(updates, "SAMPLED", sampled)
+    gpt = GPT(tiny(), 100)
+    sizes = sizes_of(gpt)
+    sizes.begin()
+    with torch.no_grad():
+        for name, weight in gpt.named_parameters():
+            weight.mul_(1.5 if "mlp" in name else 1.25 if "wte" in name else 1)
+    sizes.end()
+    found = sizes.metrics()
+    assert found == {
+        f"{RATIO}/wte": pytest.approx(0.25),
+        f"{RATIO}/wpe": 0,
+        f"{RATIO}/blocks.attn": 0,
+        f"{RATIO}/blocks.mlp": pytest.approx(0.5),
+        f"{RATIO}/least": 0,
+    }
+    assert sizes.metrics() == {}
+
+
+def test_one_weight_that_stands_still_is_the_least() -> None:
+    gpt = GPT(tiny(), 100)
+    sizes = sizes_of(gpt)
+    sizes.begin()
+    with torch.no_grad():
+        for weight in gpt.parameters():
+            weight.add_(0.1)
+        fixed = gpt.blocks[1].mlp.get_submodule("down").get_parameter("weight")
+        fixed.sub_(0.1)
+    sizes.end()
+    found = sizes.metrics()
+    assert found[f"{RATIO}/least"] == pytest.approx(0, abs=1e-6)
+    assert found[f"{RATIO}/blocks.mlp"] > 0.1
+
+
+def test_weights_of_zeros_have_no_ratio() -> None:
+    gpt = GPT(tiny("fast", zero_init=True), 100)
+    sizes = sizes_of(gpt)
+    with torch.no_grad():
+        for weight in gpt.parameters():
+            weight.zero_()
+        sizes.begin()
+        for weight in gpt.parameters():
+            weight.add_(1)
+    sizes.end()
+    assert sizes.metrics() == {}
+
+
+def test_parts_are_paths_without_numbers() -> None:
+    names = ["blocks.3.attn.qkv.weight", "wte.weight", "layers.0.0.weight", "weight"]
+    assert [part_of(name) for name in names] == ["blocks.attn", "wte", "layers", "model"]

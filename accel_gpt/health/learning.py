@@ -18,8 +18,7 @@ from accel_gpt.health.case import Case, Line
 from accel_gpt.model.sizes import parameter_counts
 from accel_gpt.report.curves import Floats
 
-COUNTING = 1.0  # loss over the loss of the bigram model: look
-NOTHING = 0.98  # loss over the loss of the unigram model: wrong
+ORDER = (0.75, 0.05)  # share of the way from the unigram to the bigram model, below: look, wrong
 IMPOSSIBLE = (0.5, 0.35)  # loss over the loss of the 5-gram model, below: look, wrong
 LEAKED = (0.2, 0.5)  # share of validation windows in train, beyond the share of repeated windows
 RISEN = (0.01, 0.05)  # rise of the val loss above its lowest value
@@ -27,9 +26,9 @@ GAP = (0.25, 1.0)  # growth of (val - train) / train since the first evaluation
 DROPOUT_COST = 0.1  # (train loss with dropout - without) / without
 UNTIED = 0.7  # share of parameters in embedding and head that are not tied
 SHRUNK = 0.98  # loss after the warm-up over the loss of step 1
-CURVE_RISEN = (0.05, 0.2)  # rise of the smoothed train loss above its lowest value
-JUMP = 0.02  # rise of the train loss at a resume
-JUMP_SIGMA = 4.0  # standard deviations of the logged losses before
+CURVE_RISEN = (0.02, 0.2)  # rise of the train loss above its lowest mean
+SIGMA = 4.0  # standard errors that a rise of the train loss exceeds
+JUMP = 1.3  # factor on the size of updates at a resume, at the same rate
 NO_WARMUP = 0.9  # share of the peak rate in step 1
 NO_DECAY = 0.5  # share of the peak rate in the last step
 UPDATES = (0.1, 0.5)  # update over weights at the peak rate, in the part with the largest
@@ -39,8 +38,10 @@ CLIPPED = 0.95  # share of logged steps whose gradient is clipped, after the war
 SKIPPED = (0.001, 0.02)  # share of updates
 SPIKES = (0.005, 0.02)  # share of steps
 SMALL_BATCH = 1 / 128  # of the best batch for the length of the run
-LEAST = "train/update_ratio/least"
-SMOOTHED = 5  # logged losses in a mean
+UPDATES_OF = "train/update_ratio/"
+LEAST = f"{UPDATES_OF}least"
+BLOCKS = 10  # means of the train loss along a run
+LEAST_LOSSES = 5  # logged losses in a mean
 
 
 def counting(case: Case) -> Line:
@@ -68,18 +69,12 @@ def counting(case: Case) -> Line:
         known |= text.compressed
     line.compared = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
     line.find("fine")
-    if loss > NOTHING * text.losses["unigram"]:
-        line.find(
-            "wrong",
-            "it has not learned the order of tokens: check the learning rate, then targets and "
-            "loss() of --code",
-        )
-    elif loss > COUNTING * text.losses["bigram"]:
-        line.find(
-            "look",
-            "it knows less than the frequencies of pairs of tokens: train longer, "
-            "or check rate, dropout and data",
-        )
+    unigram = text.losses["unigram"]
+    share = (unigram - loss) / (unigram - text.losses["bigram"])
+    if share < ORDER[1]:
+        line.find("wrong", "it has learned no order of tokens: check optim.lr, loss() and targets")
+    elif share < ORDER[0]:
+        line.find("look", "it knows less than the bigram model: train longer, or check optim.lr")
     return line
 
 
@@ -151,7 +146,7 @@ def fit(case: Case) -> Line:
         line.judge(growth, *GAP, "the train text is learned by heart: use more text or dropout")
     _, losses = case.after_start("train/loss")
     if case.config.model.dropout > 0 and len(losses):
-        cost = float(losses[-SMOOTHED:].mean()) / train - 1
+        cost = float(losses[-LEAST_LOSSES:].mean()) / train - 1
         line.judge(cost, DROPOUT_COST, math.inf, f"dropout costs {cost:.0%} of the loss: lower it")
     if not case.config.model.tie_embeddings and not case.uses("model"):
         counts = parameter_counts(case.config.model, int(case.recorded("model", "vocab_size")))
@@ -179,78 +174,83 @@ def curve(case: Case) -> Line:
     """Is the curve as it should be?"""
     line = Line("curve", "Is the curve as it should be?")
     steps, losses = case.metrics.curve("train/loss")
-    if len(losses) < 2:
-        line.compared = "fewer than two logged losses"
+    if len(losses) < 2 * LEAST_LOSSES:
+        line.compared = f"fewer than {2 * LEAST_LOSSES} logged losses"
         return line
-    means = smoothed(losses)
-    warm = (
-        int(case.recorded("plan", "warmup_steps"))
-        if case.recorded("plan", "warmup_steps") > 0
-        else 0
-    )
-    after = int(np.searchsorted(steps, warm, side="right")) - 1
+    warm = int(np.searchsorted(steps, case.recorded("plan", "warmup_steps"), side="right")) - 1
+    end = float(losses[-LEAST_LOSSES:].mean())
     line.figure = (
-        f"{losses[0]:.2f} at step {steps[0]:,.0f}, {losses[max(after, 0)]:.2f} after the warm-up, "
-        f"{means[-1]:.3f} at step {steps[-1]:,.0f}"
+        f"{losses[0]:.2f} at step {steps[0]:,.0f}, {losses[max(warm, 0)]:.2f} after the warm-up, "
+        f"{end:.3f} at step {steps[-1]:,.0f}"
     )
     line.find("fine")
-    _, rates = case.rate
-    if len(rates):
-        line.compared = f"the rate begins at {rates[0]:.0%} and ends at {rates[-1]:.0%} of its peak"
-        line.judge(
-            rates[0] if steps[0] == 1 else 0.0,
-            NO_WARMUP,
-            math.inf,
-            "the rate begins at its peak: set schedule.warmup_steps",
-        )
-        if case.ended:
-            line.judge(rates[-1], NO_DECAY, math.inf, "the rate does not decay: set schedule.name")
-    if case.run.state == "stopped":
-        line.find(
-            "look",
-            f"it stopped at step {case.run.last_step:,} of {case.run.end:,}: launch it again",
-        )
-    if means[-1] > SHRUNK * losses[0]:
+    judge_schedule(case, line)
+    if end > SHRUNK * losses[0]:
         line.find("wrong", "the loss does not fall: lower optim.lr, check loss() and targets")
     else:
-        lowest = float(means.min())
-        place = steps[int(means.argmin())]
+        rise, step = risen(steps, losses)
         line.judge(
-            float(means[-1]) / lowest - 1,
-            *CURVE_RISEN,
-            f"the train loss rises since step {place:,.0f}: lower optim.lr",
+            rise, *CURVE_RISEN, f"the train loss rises since step {step:,.0f}: lower optim.lr"
         )
     for step in case.run.resumes():
-        jump = jump_at(steps, losses, step)
-        if jump is not None:
+        factor = jump_at(case, step)
+        if not 1 / JUMP < factor < JUMP:
             line.find(
                 "look",
-                f"the loss jumps by {jump:.1%} at the resume at step {step:,}: something was not "
-                "restored",
+                f"after the resume at step {step:,}, updates are {factor:.2f} times as large: the "
+                "state of the optimizer was lost",
             )
     compare_with_band(case, line)
     return line
 
 
-def smoothed(losses: Floats) -> Floats:
-    """Return the mean of each loss and up to `SMOOTHED` - 1 losses before it."""
-    sums = np.cumsum(np.append(0.0, losses))
-    ends = np.arange(1, len(losses) + 1)
-    starts = np.maximum(ends - SMOOTHED, 0)
-    means: Floats = (sums[ends] - sums[starts]) / (ends - starts)
-    return means
+def judge_schedule(case: Case, line: Line) -> None:
+    """Judge how the rate begins and ends, and whether the run came to its end."""
+    steps, shares = case.rate
+    if len(shares):
+        line.compared = (
+            f"the rate begins at {shares[0]:.0%} and is {shares[-1]:.0%} of its peak at the end"
+        )
+        if steps[0] == 1:
+            todo = "the rate begins at its peak: set schedule.warmup_steps"
+            line.judge(shares[0], NO_WARMUP, math.inf, todo)
+        if case.ended:
+            line.judge(shares[-1], NO_DECAY, math.inf, "the rate does not decay: schedule.name")
+    if case.run.state == "stopped":
+        line.find(
+            "look",
+            f"it stopped at step {case.run.last_step:,} of {case.run.end:,}: launch it again",
+        )
 
 
-def jump_at(steps: Floats, losses: Floats, step: int) -> float | None:
-    """Return by which share the logged losses rise at a resume; None if they do not."""
-    before = losses[steps <= step][-2 * SMOOTHED :]
-    after = losses[steps > step][:SMOOTHED]
-    if len(before) < SMOOTHED or len(after) < 2:
-        return None
-    noise = float(np.std(np.diff(before))) / math.sqrt(2)  # without the trend
-    rise = float(np.median(after) - np.median(before[-SMOOTHED:]))
-    share = rise / float(np.median(before))
-    return share if share > JUMP and rise > JUMP_SIGMA * noise else None
+def risen(steps: Floats, losses: Floats) -> tuple[float, float]:
+    """Return by which share the train loss ends above its lowest mean, and where that mean ends.
+
+    The share is 0 if it is less than `SIGMA` standard errors.
+    """
+    size = max(LEAST_LOSSES, len(losses) // BLOCKS)
+    count = len(losses) // size
+    means = losses[len(losses) - count * size :].reshape(count, size).mean(axis=1)
+    lowest = int(means.argmin())
+    rise = float(means[-1] - means[lowest])
+    noise = float(np.std(np.diff(losses[-3 * size :]))) / math.sqrt(2)  # without the trend
+    if rise < SIGMA * noise * math.sqrt(2 / size):
+        rise = 0.0
+    return rise / float(means[lowest]), float(steps[len(losses) - (count - 1 - lowest) * size - 1])
+
+
+def jump_at(case: Case, step: int) -> float:
+    """Return the factor by which updates grow at a resume, at the same rate; 1 if unknown."""
+    factors = []
+    for key in case.metrics.keys(UPDATES_OF):
+        steps, sizes = case.metrics.curve(key)
+        rates = np.interp(steps, *case.metrics.curve("train/lr"))
+        sizes = np.divide(sizes, rates, out=np.zeros_like(sizes), where=rates > 0)
+        before = sizes[steps <= step][-LEAST_LOSSES:]
+        after = sizes[steps > step][:1]
+        if key != LEAST and len(before) == LEAST_LOSSES and len(after) and before.min() > 0:
+            factors.append(float(after[0] / np.median(before)))
+    return float(np.median(factors)) if factors else 1.0
 
 
 # --------------------------------------------------------------------------- the rates
@@ -261,12 +261,11 @@ def rates(case: Case) -> Line:
     line = Line("rates", "Are the rates right?")
     line.find("fine")
     facts = []
-    prefix = "train/update_ratio/"
     ratios = {}
-    for key in case.metrics.keys(prefix):
+    for key in case.metrics.keys(UPDATES_OF):
         values = case.at_high_rate(key)
         if len(values) and key != LEAST:
-            ratios[key.removeprefix(prefix)] = float(np.median(values))
+            ratios[key.removeprefix(UPDATES_OF)] = float(np.median(values))
     if ratios:
         largest = max(ratios, key=lambda part: ratios[part])
         smallest = min(ratios, key=lambda part: ratios[part])

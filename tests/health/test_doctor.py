@@ -1,0 +1,137 @@
+"""`accel-gpt doctor` on real runs: trained, running, damaged, someone else's."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_gpt.api import Run
+from accel_gpt.cli import dispatch
+from accel_gpt.config.experiment import Config
+from accel_gpt.errors import UserError
+from accel_gpt.files import locked_file
+from accel_gpt.health.doctor import CHECKS
+from accel_gpt.health.text import STATISTICS
+from tests.conftest import QUIET, launch, run_here
+
+NAMES = [check.__name__ for check in CHECKS]
+
+
+def lines_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    capsys.readouterr()
+    assert run_here(dispatch, ["doctor", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [line["name"] for line in report["lines"]] == NAMES
+    return {line["name"]: line for line in report["lines"]}
+
+
+def test_the_page_of_a_run(
+    train_once: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_once() / "run"
+    assert run_here(dispatch, ["doctor", str(run)]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"{run}: ")
+    assert len(re.findall(r"^(?:fine  |look  |wrong |-     ) \w.*\?$", page, flags=re.M)) == 9
+    assert max(map(len, page.splitlines()[1:])) <= 80
+    lines = lines_of(run, capsys)
+    assert [line.question for line in Run(run).doctor()] == [
+        line["question"] for line in lines.values()
+    ]
+    assert lines["kill"]["figure"].startswith("checkpoint of step 12 is intact; 0 steps since")
+    assert "documents" in lines["data"]["figure"]
+    assert "unigram" in lines["counting"]["compared"]
+
+
+def test_a_run_ends_with_its_verdict(
+    small_run: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = small_run(*QUIET, "--train.stop_at", "4")
+    assert launch(arguments) == 0
+    assert "health" not in capsys.readouterr().err
+    assert launch(small_run(*QUIET)) == 0
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.match(r"health   .*fine; accel-gpt doctor ", last)
+    (tmp_path / "corpus" / STATISTICS).unlink()
+    shutil.rmtree(tmp_path / "corpus")
+    assert launch(small_run(*QUIET)) != 0  # without its data, no run resumes
+
+
+def test_a_run_without_its_data_or_checkpoints(
+    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "moved"
+    shutil.copytree(train_once() / "run", run)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub("train: .*corpus", "train: nowhere", config))
+    shutil.rmtree(run / "checkpoints")
+    lines = lines_of(run, capsys)
+    for name in ("counting", "leak", "data"):
+        assert lines[name]["verdict"] is None
+        assert "nowhere" in lines[name]["compared"]
+    assert lines["curve"]["verdict"] is not None
+    assert lines["kill"]["figure"] == "no intact checkpoint; 12 steps"
+
+
+def test_a_damaged_checkpoint_is_wrong_and_stays(
+    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "damaged"
+    shutil.copytree(train_once() / "run", run)
+    newest = sorted((run / "checkpoints").iterdir())[-1] / "model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    line = lines_of(run, capsys)["kill"]
+    assert line["verdict"] == "wrong"
+    assert "model.safetensors" in line["todo"]
+    assert line["figure"].startswith("checkpoint of step 8 is intact")
+    assert newest.read_bytes() == content
+
+
+def test_a_run_that_trains_can_be_examined(
+    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "running"
+    shutil.copytree(train_once() / "run", run)
+    with locked_file(run / ".lock", wait=False):
+        lines = lines_of(run, capsys)
+    assert all(line["figure"] for line in lines.values())
+
+
+def test_a_file_of_code_is_not_executed(
+    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "my.py"
+    code.write_text("def targets(tokens, targets, documents):\n    return targets\n")
+    assert launch(small_run(*QUIET, "--code", str(code))) == 0
+    for file in (code, tmp_path / "run" / "code.py"):
+        file.write_text("raise SystemExit('executed')\n")
+    line = lines_of(tmp_path / "run", capsys)["counting"]
+    assert line["verdict"] is None
+    assert "targets()" in line["compared"]
+
+
+def test_what_is_not_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a run"):
+        dispatch(["doctor", str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"no config\.yaml"):
+        dispatch(["doctor", str(tmp_path)])
+    with pytest.raises(UserError, match="--jsn"):
+        dispatch(["doctor", str(tmp_path), "--jsn"])
+    assert Config().out_dir  # nothing was trained
+
+
+def test_the_report_begins_with_the_doctor(train_once: Callable[..., Path], tmp_path: Path) -> None:
+    run = train_once() / "run"
+    out = tmp_path / "report.html"
+    assert run_here(dispatch, ["report", str(run), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert page.index("Health</h2>") < page.index("Curves</h2>")
+    assert page.count('class="verdict ') == 9
+    assert run_here(dispatch, ["report", str(run), str(run), "--out", str(out)]) == 0
+    assert out.read_text().count('class="verdict ') == 18

@@ -1,0 +1,307 @@
+"""Each fault shows on its line, and a sound run has none."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_gpt.config.experiment import CheckpointConfig, Config, OptimConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.health import bands
+from accel_gpt.health.case import Case, Line
+from accel_gpt.health.doctor import CHECKS, verdict
+from accel_gpt.health.text import TextStatistics
+from accel_gpt.report.runs import NamedRun
+from tests.helpers.runs import LAUNCH, SHAPE, make_run
+
+STEPS = 400
+EVERY = 5
+Records = list[dict[str, Any]]
+Launch = dict[str, Any]
+TEXT = TextStatistics(
+    train_tokens=2_000_000,
+    counted_tokens=2_000_000,
+    bytes_per_token=3.5,
+    losses={"unigram": 6.0, "bigram": 4.5, "5-gram": 4.2},
+    compressed={"zlib": 2.6, "lzma": 2.4},
+    window=57,
+    val_in_train=0.02,
+    repeated=0.05,
+    most_frequent=" the",
+    most_frequent_share=0.03,
+    documents=600,
+    median_document=2000,
+    copied_share=0.001,
+    unreadable=0.0,
+    read_back=0.99,
+)
+
+
+def records() -> Records:
+    """A sound run: warm-up, a loss that falls as a power of the step, a rate that decays."""
+    found = []
+    for step in [1, *range(EVERY, STEPS + 1, EVERY)]:
+        loss = 4.0 + 3 * step**-0.4 + 0.01 * math.sin(step)  # some noise
+        rate = min(step / 20, 0.1 + 0.9 * (1 - step / STEPS))
+        one = {"step": step, "tokens": 4096 * step, "time": 0.1 * step, "train/loss": loss}
+        one |= {"train/lr": 1e-3 * rate, "train/grad_norm": 0.5, "data/epochs": step / 500}
+        one |= {"train/skipped": 0, "train/spikes": 0}
+        one |= {f"train/update_ratio/{part}": 0.01 * rate for part in ("wte", "blocks.mlp")}
+        one |= {"train/update_ratio/least": 0.005 * rate}
+        one |= {"perf/tokens_per_second": 40960.0, "perf/step_ms": 90.0, "perf/data_wait_ms": 0.1}
+        if step % 50 == 0:
+            one |= {"eval/train_loss": loss, "eval/val_loss": loss + 0.1, "perf/evaluation_s": 0.3}
+            one |= {"eval/val_loss_se": 0.02, "eval/val_bits_per_byte": (loss + 0.1) / 2.43}
+        found.append(one)
+    return found
+
+
+def launch(**more: Any) -> Launch:
+    plan = {"max_steps": STEPS, "warmup_steps": 20, "world_size": 1, "micro_batch_size": 32}
+    plan |= {"block_size": 128, "accumulation_steps": 1}
+    model = {**LAUNCH["model"], "dtypes": ["float32"]}
+    optimizer = {"weights": 20, "never_updated": 0, "vectors": 8, "decayed_vectors": 0}
+    return {**LAUNCH, "plan": plan, "model": model, "optimizer": optimizer, **more}
+
+
+def examine(
+    folder: Path,
+    text: TextStatistics | None = TEXT,
+    rows: Records | None = None,
+    launches: list[Launch] | None = None,
+    **config: Any,
+) -> dict[str, Line]:
+    """Return the lines of a run, without the line on checkpoints, of which it has none."""
+    run = make_run(folder / "run", rows or records(), launches or [launch()], **config)
+    given = {"model": ModelConfig(**SHAPE), **config}
+    case = Case(NamedRun(run, "run"), replace(Config(), **given))
+    case.__dict__["text"] = text
+    return {line.name: line for line in (check(case) for check in CHECKS) if line.name != "kill"}
+
+
+def flagged(lines: dict[str, Line]) -> dict[str, str]:
+    return {name: str(line.verdict) for name, line in lines.items() if line.verdict != "fine"}
+
+
+def test_a_sound_run_is_fine(tmp_path: Path) -> None:
+    lines = examine(tmp_path)
+    assert flagged(lines) == {}
+    assert lines["counting"].figure == "1.796 bits per byte"
+    assert "5-gram 1.73" in lines["counting"].compared
+    assert not any(line.todo for line in lines.values())
+
+
+def changed(key: str, change: Callable[[int, float], float]) -> Records:
+    """Return the sound records with other values of a metric."""
+    rows = records()
+    for row in rows:
+        if key in row:
+            row[key] = change(row["step"], row[key])
+    return rows
+
+
+# (line, verdict, what differs from the sound run)
+FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "no better than the unigram model": (
+        *("counting", "wrong"),
+        {"rows": changed("eval/val_loss", lambda step, loss: 5.99)},
+    ),
+    "worse than the bigram model": (
+        *("counting", "look"),
+        {"rows": changed("eval/val_loss", lambda step, loss: 5.0)},
+    ),
+    "a loss that nothing can have": (
+        *("leak", "wrong"),
+        {"rows": changed("eval/val_loss", lambda step, loss: 0.3)},
+    ),
+    "validation in train": ("leak", "wrong", {"text": replace(TEXT, val_in_train=0.9)}),
+    "some validation in train": ("leak", "look", {"text": replace(TEXT, val_in_train=0.35)}),
+    "val loss rises": (
+        *("fit", "wrong"),
+        {"rows": changed("eval/val_loss", lambda step, loss: 4.3 + 0.0014 * max(0, step - 150))},
+    ),
+    "learned by heart": (
+        *("fit", "look"),
+        {"rows": changed("eval/train_loss", lambda step, loss: loss - step / 200)},
+    ),
+    "a dropout that costs": (
+        *("fit", "look"),
+        {"rows": changed("eval/train_loss", lambda step, loss: 0.8 * loss)}
+        | {"model": ModelConfig(**SHAPE, dropout=0.5)},
+    ),
+    "a head of its own": (
+        *("fit", "look"),
+        {"model": ModelConfig(**SHAPE, tie_embeddings=False)}
+        | {"launches": [launch(model={"parameters": 9_000_000, "vocab_size": 50_000})]},
+    ),
+    "no warm-up": (
+        *("curve", "look"),
+        {"rows": changed("train/lr", lambda step, rate: 1e-3 * (1 - 0.9 * step / STEPS))},
+    ),
+    "no decay": (
+        *("curve", "look"),
+        {"rows": changed("train/lr", lambda step, rate: 1e-3 * min(1, step / 20))},
+    ),
+    "the train loss rises": (
+        *("curve", "wrong"),
+        {"rows": changed("train/loss", lambda step, loss: loss + max(0, step - 100) / 100)},
+    ),
+    "the train loss does not fall": (
+        *("curve", "wrong"),
+        {"rows": changed("train/loss", lambda step, loss: 7.0)},
+    ),
+    "moments lost at a resume": (
+        *("curve", "look"),
+        {"launches": [launch(), launch(step=200)]}
+        | {
+            "rows": changed(
+                "train/update_ratio/wte", lambda step, size: size * (2 if step > 200 else 1)
+            )
+        },
+    ),
+    "steps that forget": (
+        *("rates", "wrong"),
+        {"rows": changed("train/update_ratio/wte", lambda step, size: 100 * size)},
+    ),
+    "a weight that stands still": (
+        *("rates", "wrong"),
+        {"rows": changed("train/update_ratio/least", lambda step, size: 0.0)},
+    ),
+    "a gradient that is always clipped": (
+        *("rates", "look"),
+        {"rows": changed("train/grad_norm", lambda step, norm: 20.0)},
+    ),
+    "skipped updates": (
+        *("rates", "wrong"),
+        {"rows": changed("train/skipped", lambda step, count: step / 10)},
+    ),
+    "loss spikes": (
+        *("rates", "look"),
+        {"rows": changed("train/spikes", lambda step, count: step / 100)},
+    ),
+    "decay of norms": (
+        *("rates", "look"),
+        {"launches": [launch(optimizer={"decayed_vectors": 8})]},
+    ),
+    "a weight in no group": (
+        *("rates", "look"),
+        {"launches": [launch(optimizer={"never_updated": 2})]},
+    ),
+    "bf16 weights": (
+        *("rates", "look"),
+        {"launches": [launch(model={**LAUNCH["model"], "dtypes": ["bfloat16"]})]},
+    ),
+    "copies": ("data", "wrong", {"text": replace(TEXT, copied_share=0.8)}),
+    "copies without an end": ("data", "wrong", {"text": replace(TEXT, repeated=1.0)}),
+    "padding": ("data", "wrong", {"text": replace(TEXT, most_frequent_share=0.7)}),
+    "lost letters": ("data", "look", {"text": replace(TEXT, unreadable=0.01)}),
+    "another tokenizer": ("data", "wrong", {"text": replace(TEXT, read_back=0.3)}),
+    "no end of a document": ("data", "look", {"text": replace(TEXT, documents=0)}),
+    "waits for data": (
+        *("machine", "look"),
+        {"rows": changed("perf/data_wait_ms", lambda step, wait: 45.0)},
+    ),
+    "evaluates all the time": (
+        *("machine", "look"),
+        {"rows": changed("perf/evaluation_s", lambda step, seconds: 4.0)},
+    ),
+    "a slow rank": (
+        *("machine", "look"),
+        {"rows": [{**row, "perf/slowest_rank": 3.0} for row in records()]},
+    ),
+    "a GPU that waits": (
+        *("machine", "look"),
+        {"rows": [{**row, "perf/mfu": 0.05} for row in records()]}
+        | {"launches": [launch(model={**LAUNCH["model"], "parameters": 124_000_000})]},
+    ),
+    "code that no commit holds": (
+        *("identity", "look"),
+        {"launches": [launch(commit="0123456789ab-dirty")]},
+    ),
+    "another commit at a resume": (
+        *("identity", "look"),
+        {"launches": [launch(), launch(step=200, commit="ba9876543210")]},
+    ),
+    "another config at a resume": (
+        *("identity", "look"),
+        {"launches": [launch(), launch(step=200, changed={"optim.lr": [1e-3, 2e-3]})]},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows_on_its_line(fault: str, tmp_path: Path) -> None:
+    name, expected, changes = FAULTS[fault]
+    lines = examine(tmp_path, **changes)
+    assert lines[name].verdict == expected, lines[name]
+    assert lines[name].todo
+    others = flagged(lines).keys() - {name}
+    allowed = {"fit"} if name == "counting" else {"counting", "fit"} if name == "leak" else set()
+    assert others <= allowed | ({"curve"} if fault == "loss spikes" else set())
+
+
+def test_what_a_resume_may_change_is_no_fault(tmp_path: Path) -> None:
+    second = launch(step=200, changed={"log.every": [5, 10], "out_dir": ["a", "b"]})
+    assert flagged(examine(tmp_path, launches=[launch(), second])) == {}
+
+
+def test_a_batch_far_below_the_best_is_looked_at(tmp_path: Path) -> None:
+    plan = {**launch()["plan"], "micro_batch_size": 1, "block_size": 32}
+    line = examine(tmp_path, launches=[launch(plan=plan)])["rates"]
+    assert line.verdict == "look"
+    assert line.compared.startswith("32 tokens a step; about ")
+
+
+def test_a_run_that_stopped_early_is_told(tmp_path: Path) -> None:
+    rows = [row for row in records() if row["step"] <= 100]
+    line = examine(tmp_path, rows=rows)["curve"]
+    assert line.verdict == "look"
+    assert line.todo == "it stopped at step 100 of 400: launch it again"
+
+
+def test_a_run_without_records_has_no_verdict_where_nothing_is_known(tmp_path: Path) -> None:
+    rows = [{"step": 1, "tokens": 4096, "time": 1.0}]
+    lines = examine(tmp_path, rows=rows, text=None, launches=[launch()])
+    unknown = {name for name, line in lines.items() if line.verdict is None}
+    assert unknown == {"counting", "leak", "fit", "curve", "data", "machine"}
+
+
+def test_own_targets_have_a_loss_of_their_own(tmp_path: Path) -> None:
+    own = launch(code={"file": "my.py", "sha256": "0" * 64, "functions": ["targets"]})
+    rows = changed("eval/val_loss", lambda step, loss: 0.3)
+    lines = examine(tmp_path, rows=rows, launches=[own])
+    assert lines["counting"].verdict is None
+    assert lines["leak"].verdict == "fine"
+
+
+def test_the_verdict_names_what_is_not_fine(tmp_path: Path) -> None:
+    lines = examine(tmp_path, text=replace(TEXT, val_in_train=0.9, read_back=0.9))
+    assert verdict([*lines.values()]) == "1 wrong (leak), 1 to look at (data), 6 fine"
+
+
+# --------------------------------------------------------------------------- bands
+
+
+def test_a_run_of_a_shipped_config_is_compared_with_its_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = records()[-1]["eval/val_loss"]
+    near = [end - 0.02, end - 0.01, end, end + 0.01, end + 0.02]
+    for losses, expected in ((near, "fine"), ([loss - 0.2 for loss in near], "look")):
+        band = {"config": {}, "fingerprint": "f" * 64, "losses": {str(STEPS): losses}}
+        file = tmp_path / expected
+        file.write_text(json.dumps({"small": band}))
+        monkeypatch.setattr(bands, "BANDS", file)
+        model = ModelConfig()
+        line = examine(tmp_path / f"{expected}_run", model=model)["curve"]
+        assert line.verdict == expected
+        assert f"at step {STEPS}, 5 runs of small: " in line.compared
+        other = examine(tmp_path / f"{expected}_lr", model=model, optim=OptimConfig(lr=2e-3))
+        assert "small" not in other["curve"].compared
+        saves = CheckpointConfig(every=77)  # changes no loss
+        free = examine(tmp_path / f"{expected}_free", model=model, checkpoint=saves)
+        assert "5 runs of small" in free["curve"].compared

@@ -1,7 +1,6 @@
 """Copy checkpoints to another disk, an fsspec URL or the Hub, and restore them from there.
 
-    {checkpoint.copy_to}/owner_00000001.json
-                                    the run that the copies belong to; of several, the last counts
+    {checkpoint.copy_to}/run_name    the run that the copies belong to
     {checkpoint.copy_to}/step_00001000/
         model.safetensors, ...      the files of a checkpoint
         run.zip                     the records of the run: metrics, launches, samples, its name
@@ -12,19 +11,14 @@ a manifest is incomplete and is never used. On the Hub, each copy is one commit.
 """
 
 import contextlib
-import errno
-import os
-import re
 import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store
@@ -36,9 +30,8 @@ from accel_gpt.errors import (
     one_line,
     require,
 )
-from accel_gpt.files import fault_point, sha256, strict_json, sync, write_file
+from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.hub import SCHEME, parse_url
-from accel_gpt.json_files import Count
 from accel_gpt.runs.checkpoint import SavedFile, read_manifest, verify_checkpoint, write_json
 from accel_gpt.runs.folder import RUN_NAME, SAMPLES, RunFolder, run_name, step_name, steps_in
 from accel_gpt.runs.state import FORMAT
@@ -46,25 +39,7 @@ from accel_gpt.runs.state import FORMAT
 MANIFEST = "manifest.json"
 RECORDS = "run.zip"
 RECORD_FILES = (RUN_NAME, "run.json", "metrics.jsonl", "metrics.csv")  # the name first
-OWNER = re.compile(r"owner_(\d{8})\.json")
 TRIES = 3  # of a download whose bits flip on the way; assumption
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The launch that writes the copies: the content of a file named for its number."""
-
-    run: str
-    """Its `run_name`."""
-    out_dir: str
-    host: str
-    launch: Count
-    """Counts the launches that have used the place."""
-
-    @property
-    def file(self) -> str:
-        """Return the name of its file."""
-        return f"owner_{self.launch:08d}.json"
 
 
 @contextlib.contextmanager
@@ -79,17 +54,17 @@ def explained(problem: str) -> Iterator[None]:
 
 
 def copy_checkpoint(
-    checkpoint: Path, url: str, keep_last: int, owner: Mapping[str, Any], if_missing: bool = False
+    checkpoint: Path, url: str, keep_last: int, run: str, if_missing: bool = False
 ) -> None:
     """Copy a checkpoint, then keep only it and the copies before it, at most `keep_last` in all.
 
-    `owner`: the fields of `Owner`. `if_missing`: do nothing if this step or a later one has a
-    complete copy. Raises `UserError` if the store cannot be written, `BusyError` if another launch
-    owns it.
+    `run`: its `run_name`. `if_missing`: do nothing if this step or a later one has a complete copy.
+    Raises `UserError` if the store cannot be written, `BusyError` if the copies belong to another
+    run.
     """
     with explained("it cannot be written"):
         store = CopyStore(url)
-        store.claim(Owner(**owner))
+        store.claim(run)
         step = int(checkpoint.name.removeprefix("step_"))
         copied = store.steps()
         if if_missing and any(store.is_complete(other) for other in copied if other >= step):
@@ -99,19 +74,13 @@ def copy_checkpoint(
 
 
 class Copies:
-    """The copies of the run in `out_dir`: restored before it starts, claimed when it starts.
-
-    So a launch that is refused for its config takes no copies from the run that makes them.
-    """
+    """The copies of the run in `out_dir`: restored before it starts, claimed when it starts."""
 
     def __init__(self, url: str, out_dir: Path, resume: str, log: Callable[[str], None]) -> None:
         self.url = url
         self.out_dir = out_dir
         self.resume = resume  # checkpoint.resume
         self.log = log
-        self.before: Owner | None = None  # who owned them when this launch began
-        self.damaged: set[int] = set()  # steps of copies that could not be restored
-        self.replaced: dict[Path, bytes | None] = {}  # what this launch wrote, and what was there
 
     @cached_property
     def store(self) -> "CopyStore":
@@ -122,10 +91,10 @@ class Copies:
         """Restore the newest intact copy if the run has no checkpoint.
 
         Raises `UserError` if the store cannot be read, if it is a file or lies in `out_dir`, if it
-        holds copies and `resume` is never, or if the copies belong to another run: to one that is
-        training, or to any if `out_dir` holds a run. A run without checkpoints may take the place
-        of a run without copies. Raises `CheckpointError` if all copies are damaged. An object that
-        cannot be read now is not damaged.
+        holds copies and `resume` is never, if the copies belong to another run, or if the run went
+        on elsewhere and has a newer copy, which the next copy would replace. Raises
+        `CheckpointError` if all copies are damaged. An object that cannot be read now is not
+        damaged.
         """
         url = self.url
         require(not Path(url).is_file(), f"checkpoint.copy_to {url} is a file; set a folder")
@@ -135,30 +104,34 @@ class Copies:
         )
         run = RunFolder(self.out_dir)
         with explained(f"checkpoint.copy_to {url} cannot be read"):
-            self.before = self.store.read_owner()
-            steps = self.store.steps()
-        if self.before:
-            holds_run = bool(run.checkpoints) or (bool(run.launches) and bool(steps))
-            is_other = holds_run and self.before.run not in ("", run.stored_name)
-            if is_other or is_training(self.before, self.out_dir):
-                raise UserError(self.store.owned_by(self.before))
+            owner = self.store.read_owner()
+            steps = [step for step in self.store.steps() if self.store.is_complete(step)]
+        is_other = owner not in ("", run.stored_name)
+        if is_other and steps and (run.checkpoints or run.launches):
+            raise UserError(self.store.owned_by(owner))
         if run.checkpoints:
+            newest = max(run.checkpoints)
+            require(
+                max(steps, default=0) <= newest,
+                f"checkpoint.copy_to {url} holds step {max(steps, default=0):,}, but "
+                f"{self.out_dir} has no checkpoint after step {newest:,}; remove its checkpoints "
+                "to resume from the copy, or set another checkpoint.copy_to",
+            )
             return
         require(
             not steps or self.resume != "never",
             f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
             "another checkpoint.copy_to, or remove the copies",
         )
-        self.restore_newest(self.complete_steps())
+        self.restore_newest(steps)
 
     def restore_newest(self, steps: Sequence[int]) -> None:
         """Restore the newest copy of these steps that is intact, if there are any."""
         for step in reversed(steps):
             try:
-                self.store.restore(step, self.out_dir, self.replaced)
+                self.store.restore(step, self.out_dir)
             except CheckpointError as error:
                 self.log(f"WARNING: {error}; falling back to an earlier copy")
-                self.damaged.add(step)
             else:
                 self.log(f"downloaded step {step:,} from {self.url}")
                 return
@@ -168,65 +141,21 @@ class Copies:
                 "set another checkpoint.copy_to"
             )
 
-    def complete_steps(self) -> list[int]:
-        """Return the steps of the complete copies, ascending."""
-        with explained(f"checkpoint.copy_to {self.url} cannot be read"):
-            return [step for step in self.store.steps() if self.store.is_complete(step)]
+    def claim(self) -> str:
+        """Make this run the owner of the copies; return its `run_name`.
 
-    def claim(self) -> Owner:
-        """Make this launch the owner of the copies; return what it wrote.
-
-        Raises `BusyError` if another launch has claimed them since `open`. Raises `UserError` if
-        the run went on elsewhere and has a newer copy, which the next copy would replace. If the
-        store cannot be written now, only logs it: each copy claims them again.
+        It takes the place of a run without copies. Raises `BusyError` if the copies belong to
+        another run. If the store cannot be written now, only logs it: each copy claims them again.
         """
-        owner = Owner(
-            run=run_name(self.out_dir),
-            out_dir=str(self.out_dir.resolve()),
-            host=os.uname().nodename,
-            launch=self.before.launch + 1 if self.before else 1,
-        )
-        before = self.before or owner
-        if (before.out_dir, before.host) != (owner.out_dir, owner.host):
-            self.require_no_newer_copy()
+        name = run_name(self.out_dir)
         try:
             with explained(f"checkpoint.copy_to {self.url} cannot be written"):
-                self.store.claim(owner)
+                if not self.store.steps():
+                    self.store.write_owner(name)
+                self.store.claim(name)
         except UserError as error:
             self.log(f"WARNING: {error}")
-        self.replaced = {}
-        return owner
-
-    def require_no_newer_copy(self) -> None:
-        """Raise `UserError` if an intact copy is newer than the newest checkpoint of the run."""
-        step = max(RunFolder(self.out_dir).checkpoints, default=0)
-        copied = max(set(self.complete_steps()) - self.damaged, default=0)
-        require(
-            copied <= step,
-            f"checkpoint.copy_to {self.url} holds step {copied:,}, but {self.out_dir} has no "
-            f"checkpoint after step {step:,}; remove its checkpoints to resume from the copy, or "
-            "set another checkpoint.copy_to",
-        )
-
-    def discard_restored(self) -> None:
-        """Remove what `open` restored, and write back what it replaced, unless claimed since."""
-        for path, before in self.replaced.items():
-            with contextlib.suppress(OSError):  # another error ends the launch
-                if before is not None:
-                    write_file(path, [before])
-                elif path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-        self.replaced = {}
-
-
-def is_training(owner: Owner, out_dir: Path) -> bool:
-    """Return whether the launch that owns copies trains in another folder, if it can be seen."""
-    run = RunFolder(owner.out_dir)
-    if not owner.run or run.stored_name != owner.run or run.path.samefile(out_dir):
-        return False
-    return run.in_use
+        return name
 
 
 # --------------------------------------------------------------------------- the store
@@ -253,65 +182,34 @@ class CopyStore:
 
     # ----------------------------------------------------------------------- owners
 
-    def read_owner(self) -> Owner | None:
-        """Read who owns the copies; None if nobody does.
+    def read_owner(self) -> str:
+        """Return the `run_name` of the run that the copies belong to; "" if there is none."""
+        if RUN_NAME not in self.names():
+            return ""
+        return str(self.system.cat_file(f"{self.root}/{RUN_NAME}").decode().strip())
 
-        If the last owner's file is damaged, only its number is known: such a launch does not train.
-        """
-        numbers = [int(match[1]) for match in map(OWNER.fullmatch, self.names()) if match]
-        if not numbers:
-            return None
-        last = Owner(run="", out_dir="", host="", launch=max(numbers))
-        try:
-            content = self.system.cat_file(f"{self.root}/{last.file}")
-            return replace(msgspec.json.decode(content, type=Owner), launch=last.launch)
-        except msgspec.DecodeError:
-            return last
+    def claim(self, run: str) -> None:
+        """Make `run` the owner if there is none; raise `BusyError` if it is another run."""
+        owner = self.read_owner()
+        if not owner:
+            self.write_owner(run)
+        elif owner != run:
+            raise BusyError(self.owned_by(owner))
 
-    def claim(self, owner: Owner) -> None:
-        """Make a launch the owner of the copies; raise `BusyError` if a later launch owns them.
-
-        Of two launches of the same number, the first to write its file owns them.
-        """
-        head = self.head()
-        before = self.read_owner()
-        problem = None
-        if before is None or before.launch < owner.launch:
-            try:
-                self.write_owner(owner, head)
-            except Exception as error:  # whatever the store raises, its content decides
-                problem = error
-        now = self.read_owner()
-        if now == owner:
-            return
-        if problem and (now is None or now.launch < owner.launch):
-            raise problem
-        raise BusyError(self.owned_by(now))
-
-    def write_owner(self, owner: Owner, head: str | None) -> None:
-        """Write the file of an owner; raise an error if it exists.
-
-        On the Hub, raises an error if `head` is no longer the last commit.
-        """
-        content = strict_json(asdict(owner), indent=1).encode()
+    def write_owner(self, run: str) -> None:
+        """Write the `run_name` of the run that the copies belong to."""
+        content = f"{run}\n".encode()
         if self.hub:
-            title = f"launch {owner.launch}: {owner.run}"
-            self.commit(title, {owner.file: content}, obsolete=[], parent=head)
-            return
-        self.system.makedirs(self.root, exist_ok=True)
-        path = f"{self.root}/{owner.file}"
-        try:
-            self.system.pipe_file(path, content, mode="create")
-        except (NotImplementedError, ValueError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.ENOTSUP):
-                raise
-            self.system.pipe_file(path, content)  # a store that may overwrite it
+            self.create_repo()
+            self.commit(run, {RUN_NAME: content}, obsolete=[])
+        else:
+            self.system.makedirs(self.root, exist_ok=True)
+            self.system.pipe_file(f"{self.root}/{RUN_NAME}", content)
 
-    def owned_by(self, owner: Owner | None) -> str:
-        """Return why a run may not use the copies."""
-        named = f"run {owner.run} of out_dir {owner.out_dir} on {owner.host}" if owner else "a run"
+    def owned_by(self, owner: str) -> str:
+        """Return why another run may not use the copies."""
         return (
-            f"checkpoint.copy_to {self.given_url} belongs to {named}; set another "
+            f"checkpoint.copy_to {self.given_url} belongs to run {owner}; set another "
             "checkpoint.copy_to"
         )
 
@@ -364,11 +262,10 @@ class CopyStore:
                     self.system.rm_file(self.path(step, MANIFEST))
                 self.system.rm(self.path(step), recursive=True)
 
-    def restore(self, step: int, run: Path, replaced: dict[Path, bytes | None]) -> None:
+    def restore(self, step: int, run: Path) -> None:
         """Download a copy into the folder of a run: the checkpoint, and the records.
 
-        Notes in `replaced` what it writes, see `unpack_records`. Raises `CheckpointError` with the
-        address of the object that is missing or altered.
+        Raises `CheckpointError` with the address of the object that is missing or altered.
         """
         folder = run / "checkpoints"
         temporary = folder / f".tmp_{step_name(step)}"
@@ -377,10 +274,9 @@ class CopyStore:
             self.download(step, temporary)
             listed = dict(read_manifest(temporary))
             if listed.pop(RECORDS, None):  # a checkpoint that a user put there has none
-                unpack_records(temporary / RECORDS, run, replaced)
+                unpack_records(temporary / RECORDS, run)
                 write_manifest(temporary, listed)
                 (temporary / RECORDS).unlink()
-            replaced[folder / step_name(step)] = None
             temporary.rename(folder / step_name(step))
             sync(folder)
         except CheckpointError as error:
@@ -415,30 +311,17 @@ class CopyStore:
 
     # ----------------------------------------------------------------------- on the Hub
 
-    def head(self) -> str | None:
-        """Return the last commit of the store's repository; None if it is not on the Hub.
-
-        Creates a private repository if there is none.
-        """
+    def create_repo(self) -> None:
+        """Create the private repository if there is none."""
         from huggingface_hub import HfApi
 
-        if self.hub is None:
-            return None
-        repo, kind = self.hub.id, self.hub.type
-        HfApi().create_repo(repo, repo_type=kind, private=True, exist_ok=True)
-        return HfApi().repo_info(repo, repo_type=kind, revision=self.hub.revision).sha
+        assert self.hub is not None
+        HfApi().create_repo(self.hub.id, repo_type=self.hub.type, private=True, exist_ok=True)
 
     def commit(
-        self,
-        title: str,
-        files: Mapping[str, Path | bytes],
-        obsolete: Sequence[int],
-        parent: str | None = None,
+        self, title: str, files: Mapping[str, Path | bytes], obsolete: Sequence[int]
     ) -> None:
-        """Add files and remove the copies of the `obsolete` steps in one commit.
-
-        Raises an error if `parent` is given and is not the last commit.
-        """
+        """Add files and remove the copies of the `obsolete` steps in one commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         assert self.hub is not None
@@ -455,7 +338,6 @@ class CopyStore:
             commit_message=title,
             repo_type=self.hub.type,
             revision=self.hub.revision,
-            parent_commit=parent,
         )
 
 
@@ -474,19 +356,14 @@ def pack_records(run: Path, file: Path) -> None:
                 records.writestr(name, (run / name).read_bytes())
 
 
-def unpack_records(file: Path, run: Path, replaced: dict[Path, bytes | None]) -> None:
-    """Write the records in a ZIP file into the folder of a run, and nothing else.
-
-    Notes in `replaced` what each file held before, None for a new one.
-    """
+def unpack_records(file: Path, run: Path) -> None:
+    """Write the records in a ZIP file into the folder of a run, and nothing else."""
     (run / "samples").mkdir(exist_ok=True)
     with zipfile.ZipFile(file) as records:
         for name in records.namelist():
             folder, _, last = name.rpartition("/")
             if name in RECORD_FILES or (folder == "samples" and SAMPLES.fullmatch(last)):
-                path = run / name
-                replaced[path] = path.read_bytes() if path.exists() else None
-                write_file(path, [records.read(name)])
+                write_file(run / name, [records.read(name)])
 
 
 def write_manifest(folder: Path, files: Mapping[str, SavedFile]) -> None:

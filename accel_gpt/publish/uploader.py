@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,7 +102,7 @@ class Uploader:
             copy = {
                 "url": url,
                 "keep_last": self.checkpoint.keep_last,
-                "owner": asdict(self.copies.claim()),
+                "run": self.copies.claim(),
             }
             self.targets.append(Target("copy", url, copy))
         if self.hub.push != "never":
@@ -155,13 +155,8 @@ class Uploader:
         return cut_short and bool(left)
 
     def close(self) -> None:
-        """Kill the upload in progress, which leaves no half copy; the next launch makes it.
-
-        If the launch was refused, also removes what `open` restored.
-        """
+        """Kill the upload in progress, which leaves no half copy; the next launch makes it."""
         self.stopped = True
-        if self.copies:
-            self.copies.discard_restored()
         self.thread.shutdown(wait=False, cancel_futures=True)
         running = self.running  # the thread may set it to None
         if running:
@@ -235,7 +230,7 @@ class Uploader:
             self.running = None
             output.seek(0)
             text = output.read().decode("utf-8", "replace")
-        if code == BusyError.exit_code:  # another launch owns the copies: make no more
+        if code == BusyError.exit_code:  # another run owns the copies: make no more
             self.targets.remove(target)
         return child_error(text, code) if code else None
 

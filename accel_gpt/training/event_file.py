@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 NAME = "events.out.tfevents.{:010d}.accel_gpt"
-TEXT_ENDING = "/text_summary"  # that torch appends to the tag of a text
 
 
 class EventFile:
@@ -78,21 +77,3 @@ def event_of_values(values: Mapping[str, float | str], step: int, wall_time: flo
         else:
             summary.value.add(tag=tag, simple_value=value)
     return Event(wall_time=wall_time, step=step, summary=summary)
-
-
-def logged_values(folder: Path) -> dict[int, set[str]]:
-    """Return the names of the values that TensorBoard shows for each step of a folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    shown: dict[int, set[str]] = {}
-    if not folder.is_dir():
-        return shown
-    everything = {"scalars": 0, "tensors": 0}  # 0: keep all
-    held = EventAccumulator(str(folder), size_guidance=everything).Reload()
-    for tag in held.Tags()["scalars"]:
-        for event in held.Scalars(tag):
-            shown.setdefault(event.step, set()).add(tag)
-    for tag in held.Tags()["tensors"]:
-        for event in held.Tensors(tag):
-            shown.setdefault(event.step, set()).add(tag.removesuffix(TEXT_ENDING))
-    return shown

@@ -1,11 +1,9 @@
 """Trackers: after kills and resumes each shows each step once; nothing leaks."""
 
-import contextlib
 import errno
 import json
 import os
 import shutil
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -98,21 +96,6 @@ def test_event_files_are_ordered_by_launch_even_if_the_clock_goes_back(
     assert [step for step, name, _ in shown_by_tensorboard(run) if name == "train/loss"] == [
         *range(1, 13)
     ]
-
-
-def test_what_tensorboard_lacks_comes_from_the_metrics(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    """The first launch has no tracker; the files of the second lose their end."""
-    run = tmp_path / "run"
-    assert launch(small_run("--log.trackers", "[]", "--train.stop_at", "4")) == 0
-    some = ["--log.trackers", "tensorboard"]
-    assert launch(small_run(*some, "--train.stop_at", "8")) == 0
-    assert_shows(shown_by_tensorboard(run), run)
-    (curves,) = (run / "tensorboard" / "accel_gpt").iterdir()
-    os.truncate(curves, curves.stat().st_size // 2)
-    assert launch(small_run(*some)) == 0
-    assert_shows(shown_by_tensorboard(run), run)
 
 
 def test_a_tracker_that_does_not_start_is_one_sentence(
@@ -220,22 +203,9 @@ def shown_by_wandb(run: Path) -> Rows:
     return rows
 
 
-def shown_by_trackio(run: Path) -> Rows:
-    (database,) = (run.parent / "trackio").glob("accel_gpt*.db")
-    asked = "select run_name, step, cast(metrics as text) from metrics order by id"
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        found = connection.execute(asked).fetchall()
-    assert {name for name, _, _ in found} == {run_name(run)}
-    rows: Rows = []
-    for _, step, text in found:
-        rows += [(step, name, value) for name, value in json.loads(text).items()]
-    return rows
-
-
 READERS = {
     "tensorboard": shown_by_tensorboard,
     "wandb": shown_by_wandb,
-    "trackio": shown_by_trackio,
 }
 
 

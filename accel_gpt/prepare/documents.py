@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.errors import DataError, UserError, did_you_mean, one_line
-from accel_gpt.prepare.pieces import FindCut, find_cut, pieces
+from accel_gpt.prepare.pieces import pieces
 from accel_gpt.prepare.rows import as_text, is_chat, open_hub, read_rows
 from accel_gpt.prepare.sources import HUB, STDLIB, TEXT, TextSource, splits_in
 from accel_gpt.prepare.text_files import (
@@ -74,7 +74,6 @@ def read_pieces(
     config: PrepareConfig,
     sources: Sequence[TextSource],
     write_chat: WriteChat,
-    find_cut: FindCut = find_cut,
     start: Position = BEGINNING,
 ) -> Iterator[Piece]:
     """Yield the documents from position `start` on, in pieces of about `BATCH_CHARACTERS`.
@@ -85,16 +84,16 @@ def read_pieces(
         source = sources[number]
         file = start.file if number == start.source else 0
         if source.kind in (TEXT, STDLIB):
-            found = text_pieces(config, source, number, file, find_cut)
+            found = text_pieces(config, source, number, file)
         else:
-            found = row_pieces(config, source, number, file, find_cut, write_chat)
+            found = row_pieces(config, source, number, file, write_chat)
         for piece in found:
             if piece.after > start:
                 yield piece
 
 
 def text_pieces(
-    config: PrepareConfig, source: TextSource, number: int, first: int, find_cut: FindCut
+    config: PrepareConfig, source: TextSource, number: int, first: int
 ) -> Iterator[Piece]:
     """Yield the text files of source `number` from file `first` on."""
     is_one = len(source.files) == 1 and not os.path.isdir(source.name)
@@ -106,7 +105,7 @@ def text_pieces(
         if detected and config.encoding == "utf-8":
             text = detected = text._replace(encoding="")
         for row, (split, key, chunks) in enumerate(text_parts(config, source, text, is_one)):
-            for count, (part, begins, ends) in enumerate(cut_document(chunks, find_cut), 1):
+            for count, (part, begins, ends) in enumerate(cut_document(chunks), 1):
                 after = Position(number, file, row, count)
                 yield Piece(part, split, begins, ends, after, key, False, detected)
                 detected = None
@@ -136,7 +135,6 @@ def row_pieces(
     source: TextSource,
     number: int,
     first: int,
-    find_cut: FindCut,
     write_chat: WriteChat,
 ) -> Iterator[Piece]:
     """Yield the rows of source `number` from shard `first` on."""
@@ -155,19 +153,19 @@ def row_pieces(
             key = text_hash(part)
             split = source.split or split_by_hash(key, config.val_fraction)
             is_short = chat or len(part) <= 2 * BATCH_CHARACTERS
-            cut = ((part, True, True),) if is_short else cut_document([part], find_cut)
+            cut = ((part, True, True),) if is_short else cut_document([part])
             for piece, begins, ends in cut:
                 count += 1
                 after = Position(number, shard, row, count)
                 yield Piece(piece, split, begins, ends, after, key, chat)
 
 
-def cut_document(chunks: Iterable[str], find_cut: FindCut) -> Iterator[tuple[str, bool, bool]]:
+def cut_document(chunks: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
     """Yield the pieces of a document, each with whether it begins and whether it ends it.
 
     A document without text has one empty piece.
     """
-    texts = pieces(chunks, BATCH_CHARACTERS, find_cut)
+    texts = pieces(chunks, BATCH_CHARACTERS)
     text = next(texts)
     begins = True
     for following in texts:

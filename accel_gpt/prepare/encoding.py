@@ -17,7 +17,6 @@ from accel_gpt.data.shards import Tokens, token_dtype
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.prepare.counts import Counts
 from accel_gpt.prepare.documents import BATCH_CHARACTERS, SPLITS, Piece, Position
-from accel_gpt.prepare.pieces import lead_of
 from accel_gpt.prepare.shards import Group
 
 # Overhead of a piece, in characters. Assumption: with it, a batch of one-letter documents holds
@@ -42,7 +41,6 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
         self.tokenizer = tokenizer
         self.folder = folder
-        self.lead = lead_of(tokenizer)
         self.lock = threading.Lock()  # reading special tokens changes a tokenizer's state
         self.dtype = token_dtype(tokenizer.vocab_size)
         ends = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
@@ -65,8 +63,8 @@ class Encoder:
 
     def encode_group(self, pieces: Sequence[Piece], counts: Counts) -> Group:
         """Tokenize the pieces of one split."""
-        plain = [(piece.text, piece.first) for piece in pieces if not piece.is_chat]
-        encoded = iter(encode_parts(self.tokenizer, self.lead, plain))
+        plain = [piece.text for piece in pieces if not piece.is_chat]
+        encoded = iter(self.tokenizer.encode_batch(plain))
         parts: list[Tokens] = [self.end[:0]]
         sizes: list[int] = []
         documents: list[int] = []
@@ -92,16 +90,6 @@ class Encoder:
             for piece in pieces
         ]
         return Group(np.concatenate(parts), sizes, documents, utf8_bytes)
-
-
-def encode_parts(
-    tokenizer: Tokenizer, lead: str, parts: Sequence[tuple[str, bool]]
-) -> list[Tokens]:
-    """Encode each (text, begins a document); `lead` is before one that does not, see `lead_of`."""
-    skipped = len(tokenizer.encode(lead))
-    encoded = tokenizer.encode_batch([text if first else lead + text for text, first in parts])
-    each = zip(encoded, parts, strict=True)
-    return [ids if first else ids[skipped:] for ids, (_, first) in each]
 
 
 def encode_all(

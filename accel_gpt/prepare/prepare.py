@@ -7,9 +7,9 @@ a shard is full. With it, the same command resumes after any interruption and wr
 Memory, with n cores: at most 2n + 1 batches of about 1 MB of text. The interpreter, its libraries
 and the vocabulary take 100 to 150 MB, `datasets` another 150 MB, and each thread 12 MB for GPT-2's
 vocabulary. Of a Parquet file, Arrow decodes up to 1 GiB ahead (measured with pyarrow 26;
-`batch_readahead=0` does not change it). The end of a preparation takes 8 bytes per document. A
-`tokenizer.json` that allows no cut (`pieces.py`) also needs about a hundred times the longest
-document. A bpe is trained before, on at most `BPE_BYTES`; its memory depends on them.
+`batch_readahead=0` does not change it). The end of a preparation takes 8 bytes per document. A text
+that allows no cut (`pieces.py`) also needs about a hundred times its size with a `tokenizer.json`. A
+bpe is trained before, on at most `BPE_BYTES`; its memory depends on them.
 """
 
 import json
@@ -49,7 +49,6 @@ from accel_gpt.prepare.documents import (
     read_pieces,
 )
 from accel_gpt.prepare.encoding import Encoder, encode_all
-from accel_gpt.prepare.pieces import cut_finder
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.prepare.sources import TextSource, select, source_fingerprint
 from accel_gpt.training.display import Progress
@@ -270,7 +269,6 @@ class Preparation:
             self.config,
             self.sources,
             write_chat=chat_writer(self.config.tokenizer, self.folder, self.tokenizer),
-            find_cut=cut_finder(self.tokenizer),
             start=Position(*self.journal["position"]),
         )
         encoder = Encoder(self.tokenizer, self.folder)

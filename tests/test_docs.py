@@ -234,7 +234,7 @@ def names_of(command: str) -> set[str]:
     kind = options.COMMANDS[command]
     names = {name.removesuffix("_") for name in own_options(kind)} | {"help", "help-all"}
     if "config" in {field.name for field in dataclasses.fields(kind)}:
-        names |= {*leaves(Config), "dump_config", "section.key"}
+        names |= {*leaves(Config), "section.key"}
     if kind is options.InspectCommand:
         names |= {"data.tokenizer"}
     return names

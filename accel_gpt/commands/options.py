@@ -86,19 +86,9 @@ class TrainCommand(Command):
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "TrainCommand":
-        """Load the config; `--dump_config` asks for another command."""
-        if "--dump_config" in argv:
-            words = [word for word in argv if word != "--dump_config"]
-            return DumpConfigCommand(loaded=load_config(words, "accel-gpt train"))
+        """Load the config."""
         loaded = load_config(argv, "accel-gpt train")
         return TrainCommand(config=argv[0], loaded=loaded)
-
-
-@dataclass(frozen=True)
-class DumpConfigCommand(TrainCommand):
-    """Write a config, every key with its meaning."""
-
-    name: ClassVar[str] = "dump_config"
 
 
 @dataclass(frozen=True)

@@ -422,9 +422,7 @@ class HubConfig(Section, prefix="hub.", resume="free"):
 class Config(Section):
     """Train a GPT as CONFIG says: a YAML file, or the name of a shipped config such as quickstart.
 
-    Each --section.key overrides a key of CONFIG. Besides keys, there are:
-      --help-all     List all keys.
-      --dump_config  Write all keys with their descriptions as a YAML file; do not train.
+    Each --section.key overrides a key of CONFIG. --help-all lists all keys.
 
     Examples:
       accel-gpt train quickstart

@@ -3,7 +3,7 @@
     class TrainConfig(Section, prefix="train."):
         max_steps: int | None = option(None, "Number of optimizer steps in the run.", above=0)
 
-Help, docs/reference/keys.md, `--dump_config`, the checks of bounds and every comparison of two
+Help, docs/reference/keys.md, the checks of bounds and every comparison of two
 configs read these declarations. There is no second list of options.
 """
 

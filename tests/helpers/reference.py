@@ -69,10 +69,7 @@ def keys_page() -> Iterator[str]:
         If its value does not use some keys of the file, they are left out, and a line names them.
         In a path, a leading `~` is your home folder.
 
-        | command | prints |
-        |---|---|
-        | `accel-gpt train --help-all` | this page |
-        | `accel-gpt train CONFIG --dump_config` | each key with its meaning and value, in YAML |
+        `accel-gpt train --help-all` prints this page.
 
         The column *values* uses these words:
 

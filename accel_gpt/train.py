@@ -307,7 +307,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
     while True:
         with saving_on_error(run, nothing_to_save), all_ranks(stop.group):
             ready = run.loader.fetch(run.plan.accumulation_steps)
-        stopping, waiting = stop.agree_to_stop(not ready, run.writer.seconds)
+        stopping, waiting = stop.agree_to_stop(not ready)
         if stopping and not nothing_to_save:
             save(run, must_succeed=True)
         if stopping or not waiting:
@@ -373,7 +373,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     config = run.config
     state = run.state
     reporter = run.reporter
-    stopping, must_save = stop.agree_to_stop(run.writer.retry_is_due(), run.writer.seconds)
+    stopping, must_save = stop.agree_to_stop(run.writer.retry_is_due())
     last = state.step == run.plan.last_step
     stopping = stopping and not last  # the last step is saved anyway; a signal ends its evaluation
     logging = is_logged(run, state.step)
@@ -485,7 +485,6 @@ def finish_resumed_step(run: Training, stop: StopSignal) -> bool:
     with run.reporter.stopwatch.pause():
         stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=True)
     forget_compiled()  # else the shapes of the evaluation would change the graph of the steps
-    stop.last_check = None  # the first step is slow: do not use its time for the time limit
     return stopping
 
 
@@ -510,7 +509,7 @@ def evaluate_and_sample(run: Training, stop: StopSignal, sampling: bool, saved: 
                     writer.name_best(state)
             ends = run.plan.finish is not finish  # the evaluation has finished the run
             if sampling or (ends and samples_due(run.config.sample, state.step, last=True)):
-                write_samples(run, lambda: stop.check(writer.seconds))
+                write_samples(run, stop.check)
     except StopRequested:
         writer.wait()
         if not saved or writer.problem:
@@ -529,7 +528,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
         fault_point("evaluation")
         run.reporter.heartbeat()
         run.reporter.display.show_evaluation(done, total)
-        stop.check(run.writer.seconds)
+        stop.check()
 
     record: Record = {}
     # a checkpoint's JSON stores null for a number that is not finite

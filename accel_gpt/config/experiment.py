@@ -113,11 +113,6 @@ class TrainConfig(Section, prefix="train."):
         "twice the all-reduce traffic. This does not work with fp16, fp8, FSDP, MPS or "
         "train.compile.",
     )
-    time_limit: str | None = option(
-        None,
-        "Wall-clock limit of one launch, such as 3h50m. The run saves and stops shortly before.",
-        resume="free",
-    )
     profile: int = option(
         0,
         "Number of steps of each launch that PyTorch's profiler records, after the first three. "
@@ -154,7 +149,7 @@ class TrainConfig(Section, prefix="train."):
         return self.micro_batch_size
 
     def _check(self) -> None:
-        for name in ("budget", "time_limit", "step_timeout"):
+        for name in ("budget", "step_timeout"):
             duration(f"train.{name}", getattr(self, name))
         require(
             not (self.max_steps and self.max_tokens),

@@ -12,7 +12,6 @@ from pathlib import Path
 from accelerate import PartialState
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.options import duration
 from accel_gpt.config.plan import make_plan
 from accel_gpt.config.values import to_flat
 from accel_gpt.data.altered import DataFiles
@@ -30,7 +29,6 @@ from accel_gpt.launch.ranks import (
     shared_with_ranks,
 )
 from accel_gpt.launch.stopping import (
-    TIME_LIMIT,
     StopSignal,
     Watchdog,
     die_with_launcher,
@@ -71,7 +69,6 @@ def open_launch(config: Config) -> Iterator[Launch]:
     ):
         with meeting_watchdog(config):
             join_same_ranks(config)
-            stop.time_limit = duration(TIME_LIMIT, config.train.time_limit)
             stop.group = make_host_group(config.train, world_size())
             with all_ranks():
                 if is_main():

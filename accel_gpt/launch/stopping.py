@@ -1,4 +1,4 @@
-"""Stop a run before its end: on signals, a dead launcher, the time limit, or a hang.
+"""Stop a run before its end: on signals, a dead launcher, or a hang.
 
 `StopSignal` stores the reason. `agree_to_stop` shares it with all ranks after each step.
 """
@@ -40,11 +40,7 @@ SAME_PRESS_SECONDS = 2.0
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
 LAUNCHER_WORDS = (b"torch", b"accel")  # in a launcher's command line
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-TIME_LIMIT = "train.time_limit"
-REASONS = ("", TIME_LIMIT, *(number.name for number in SIGNALS))
-# Time before the limit that is reserved for ending the processes: the larger of both; assumptions
-RESERVE_SHARE = 0.02  # of the limit
-RESERVE_SECONDS = 1.0
+REASONS = ("", *(number.name for number in SIGNALS))
 TICKS = 20  # of the watchdog within its limit
 LISTENER_SECONDS = 5.0  # for the thread that receives signals; assumption
 LEAVE_SECONDS = 2.0  # for the training thread to remove temporary files; assumption
@@ -157,10 +153,6 @@ class StopSignal:
         self.first: float | None = None  # time of the first signal
         self.saved = False  # the last checkpoint is on disk
         self.group: dist.ProcessGroup | None = None  # the gloo group; None: one process
-        self.time_limit: float | None = None  # seconds from `started`
-        self.started = time.monotonic()
-        self.last_check: float | None = None
-        self.longest = 0.0  # seconds between two checks: a step, or a batch of an evaluation
         self.launched = stops_with_parent()
         self.parent = os.getppid()
         self.listener = SignalListener(self.handle, self.receive)
@@ -215,51 +207,28 @@ class StopSignal:
         if self.listener.thread.is_alive():
             self.listener.close(ignore=True)
 
-    def agree_to_stop(self, other: bool = False, save_seconds: float = 0.0) -> tuple[bool, bool]:
+    def agree_to_stop(self, other: bool = False) -> tuple[bool, bool]:
         """Return whether any rank has a reason to stop, and whether `other` is true on any rank.
 
-        An all-reduce between the hosts, over gloo. `save_seconds`: reserve this time for a save
-        before the time limit.
+        An all-reduce between the hosts, over gloo.
         """
-        self.note_check()
-        out_of_time = self.is_out_of_time(save_seconds)
-        reason = self.received or (TIME_LIMIT if out_of_time else "")
-        flags = torch.tensor([REASONS.index(reason), int(other)])
+        flags = torch.tensor([REASONS.index(self.received or ""), int(other)])
         if self.group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         number, other_on_any = flags.tolist()
         self.received = self.received or REASONS[number] or None  # possibly from another rank
-        if self.received and self.received != TIME_LIMIT:
+        if self.received:
             self.acknowledge(self.received)
         return bool(number), bool(other_on_any)
 
-    def check(self, save_seconds: float = 0.0) -> None:
+    def check(self) -> None:
         """Raise `StopRequested` on all ranks if any has a reason to stop; a collective.
 
-        Called before each batch of an evaluation. So the time limit need not include a whole
-        evaluation.
+        Called before each batch of an evaluation.
         """
-        stopping, _ = self.agree_to_stop(save_seconds=save_seconds)
+        stopping, _ = self.agree_to_stop()
         if stopping:
             raise StopRequested
-
-    def note_check(self) -> None:
-        """Update the longest time between two checks.
-
-        The time before the first check does not count: the first step compiles and allocates.
-        """
-        now = time.monotonic()
-        if self.last_check is not None:
-            self.longest = max(self.longest, now - self.last_check)
-        self.last_check = now
-
-    def is_out_of_time(self, save_seconds: float) -> bool:
-        """Return whether the time left may be too short for twice the longest step and save."""
-        if self.time_limit is None:
-            return False
-        reserve = 2 * (self.longest + save_seconds)
-        reserve += max(RESERVE_SHARE * self.time_limit, RESERVE_SECONDS)
-        return time.monotonic() - self.started + reserve > self.time_limit
 
 
 def die_with_launcher() -> None:

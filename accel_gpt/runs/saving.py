@@ -113,7 +113,6 @@ class CheckpointWriter:
         self.warned: int | None = None  # the step of the last warning
         self.lost: str | None = None  # torch's error about a lost rank
         self.needed = 0  # bytes of the tensors of a checkpoint
-        self.seconds = 0.0  # of the longest save, from its start until it was published
 
     def save(
         self,
@@ -133,7 +132,6 @@ class CheckpointWriter:
             raise lost_rank_error(self.lost)
         with all_ranks(self.group):
             self.check_folder()
-        start = time.monotonic()
         temporary = self.out_dir / "checkpoints" / f".tmp_{step_name(state.step)}"
         fields = asdict(state)
         saved = tree_leaves([*gpt.parameters(), *optimizer.state.values(), evaluated])
@@ -147,7 +145,6 @@ class CheckpointWriter:
         def finish() -> None:
             self.problem = "its thread ended early"  # replaced unless the thread raises an error
             self.problem = self.write_and_publish(temporary, fields, gpt, failed)
-            self.seconds = max(self.seconds, time.monotonic() - start)
             if self.problem:
                 self.failed_at = time.monotonic()
             if self.main:

@@ -243,7 +243,7 @@ def test_help_and_a_mistake_import_no_large_library(options: list[str], code: in
 NUMBERS = [key for key, hint in leaves(Config).items() if {int, float} & {hint, *get_args(hint)}]
 FLOATS = {key for key, hint in leaves(Config).items() if float in {hint, *get_args(hint)}}
 LONG = "9" * 30
-WHOLE = ("model.n_layer", "model.vocab_size", "sample.max_new_tokens", "train.time_limit")
+WHOLE = ("model.n_layer", "model.vocab_size", "sample.max_new_tokens", "train.step_timeout")
 
 
 @pytest.mark.parametrize("value", [LONG, "1e400", "nan", "\u00b2", "9" * 5000])

@@ -272,7 +272,7 @@ def test_a_run_says_once_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> N
         reporter=SimpleNamespace(log=said.append, heartbeat=lambda: None),
         writer=SimpleNamespace(seconds=0.0),
     )
-    stop: Any = SimpleNamespace(group=None, agree_to_stop=lambda waits, seconds: (False, waits))
+    stop: Any = SimpleNamespace(group=None, agree_to_stop=lambda waits: (False, waits))
     assert not train.wait_for_data(run, stop)
     assert said == ["WARNING: waiting for s3://bucket/a.npy (503)"]
     assert run.loader.waited > 0

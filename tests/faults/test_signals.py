@@ -276,11 +276,3 @@ def test_nothing_is_renamed_before_every_process_has_its_files_on_disk(
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["files"].keys() >= {"random_states_0.pkl", "random_states_1.pkl"}
     assert saving.count("file.synced") == len(manifest["files"])
-
-
-def test_a_time_limit_ends_all_processes(server: Server, argv: list[str], tmp_path: Path) -> None:
-    endless = ["--train.max_steps", "100000", "--schedule.name", "constant"]
-    launch = Direct(server, tmp_path, [*argv, *endless, "--train.time_limit", "5s"])
-    assert launch.wait() == [75, 75]
-    assert "train.time_limit: saved at step" in launch.shown()
-    assert steps_told(tmp_path / "run") > 0

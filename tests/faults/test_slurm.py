@@ -105,10 +105,10 @@ def test_a_task_of_an_array_alone_is_queued_again_until_its_run_is_done(
 
 def test_job_with_a_mistake_is_not_queued_again(prepared: Path, tmp_path: Path) -> None:
     slurm, path = Slurm(tmp_path), str(config(tmp_path, prepared / "corpus"))
-    job = slurm.submit(path, "--train.time_limit", "soon")
+    job = slurm.submit(path, "--train.step_timeout", "soon")
     shown, _ = job.communicate(timeout=120)
     assert job.returncode == 2
-    assert "error: train.time_limit is 'soon'; write a time above 0 and at most 1000d" in shown
+    assert "error: train.step_timeout is 'soon'; write a time above 0 and at most 1000d" in shown
     assert slurm.requeued() == []
 
 

@@ -21,7 +21,6 @@ from accel_gpt.config import budget as lengths
 from accel_gpt.config.experiment import Config, SampleConfig
 from accel_gpt.config.plan import Budget, Costs
 from accel_gpt.launch import resolve
-from accel_gpt.launcher import PREEMPTED
 from accel_gpt.training.metrics import Stopwatch
 from tests.conftest import launch
 from tests.test_launch import TORCHRUN, TRAIN, finish
@@ -107,13 +106,6 @@ def test_a_launch_of_the_runs_own_config_keeps_the_budget(
     assert launch([own, *longer]) == 0
     assert launch(small_run(*FOR_TEN_MINUTES)) == 2
     assert "has 10 steps, and no budget changes" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_steps")
-def test_a_time_limit_stops_the_run_not_the_rehearsal(small_run: Arguments, tmp_path: Path) -> None:
-    assert launch(small_run(*FOR_TEN_MINUTES, "--train.time_limit", "1s")) == PREEMPTED
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000001"]
 
 
 @pytest.mark.slow

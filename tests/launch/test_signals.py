@@ -71,24 +71,6 @@ def test_second_signal_later_ends_at_once(
     assert ended == [code]
 
 
-def test_time_limit_leaves_room_for_a_step_with_margin_and_a_save(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 5000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    stop = StopSignal()
-    stop.time_limit, stop.started = 1000.0, now - 500
-    # a long start and a first step that compiles do not predict later steps
-    assert stop.agree_to_stop() == (False, False)
-    stop.last_check = now - 10
-    assert stop.agree_to_stop(other=True) == (False, True)
-    stop.started, stop.last_check = now - 925, now - 5
-    assert stop.agree_to_stop(save_seconds=10.0) == (False, False)  # 925 + 2 (10 + 10) + 20
-    stop.started = now - 945
-    assert stop.agree_to_stop(save_seconds=10.0) == (True, False)
-    assert stop.received == "train.time_limit"
-
-
 WATCHED = """
 import sys, time
 from accel_gpt.launch.stopping import Watchdog

@@ -161,7 +161,7 @@ def wait_for_data_on_two_ranks(rank: int, folder: Path) -> None:
         accelerator=SimpleNamespace(num_processes=2),
         writer=SimpleNamespace(seconds=0.0),
     )
-    stop: Any = SimpleNamespace(group=None, agree_to_stop=lambda waits, seconds: (False, waits))
+    stop: Any = SimpleNamespace(group=None, agree_to_stop=lambda waits: (False, waits))
     with pytest.raises(DataError if rank == 0 else RankError, match="the shard does not come"):
         train.wait_for_data(run, stop)
     dist.destroy_process_group()

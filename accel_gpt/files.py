@@ -26,14 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import yaml
 
 from accel_gpt.errors import MachineError
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put runs into runs/
 TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
@@ -131,9 +128,7 @@ def locked_file(path: Path, wait: bool = True, notice: str = "") -> Iterator[Tex
 
     Removes the file before it is unlocked. The kernel releases the lock when the process ends. If
     another process holds the lock, prints `notice` on stderr and waits. If not `wait`, raises
-    `BlockingIOError` instead. If the file system has no flock, a file beside `path` with the
-    holder's process and host is the lock, and the `BlockingIOError` names that file: nobody can
-    know whether a process of another host has ended.
+    `BlockingIOError` instead. If the file system has no flock, nothing is locked.
     """
     with acquire_lock(path, wait, notice):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -147,52 +142,34 @@ def locked_file(path: Path, wait: bool = True, notice: str = "") -> Iterator[Tex
             file.close()
 
 
-def acquire_lock(path: Path, wait: bool, notice: str) -> "AbstractContextManager[BaseFileLock]":
+def acquire_lock(path: Path, wait: bool, notice: str) -> AbstractContextManager[object]:
     """Acquire the lock of `path`; return the context that releases it. See `locked_file`."""
-    from filelock import SoftFileLock, Timeout, UnixFileLock
+    from filelock import Timeout, UnixFileLock
 
-    lock: BaseFileLock = UnixFileLock(path, thread_local=False, fallback_to_soft=False)
+    lock = UnixFileLock(path, thread_local=False, fallback_to_soft=False)
     try:
         return lock.acquire(blocking=False)
     except Timeout:
-        busy = BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+        if not wait:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK)) from None
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        lock = SoftFileLock(holder_file(path), thread_local=False)
-        try:
-            return lock.acquire(blocking=False)
-        except Timeout as held:
-            busy = BlockingIOError(errno.EWOULDBLOCK, str(held), lock.lock_file)
-    if not wait:
-        raise busy
+        return contextlib.nullcontext()
     sys.stderr.write(notice)
     return lock.acquire()
 
 
-def holder_file(path: Path) -> Path:
-    """Return the file that is the lock of `path` on a file system without flock."""
-    return path.with_name(f"{path.name}.holder")
-
-
 def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock of `path`; see `locked_file`."""
-    from filelock import SoftFileLock, Timeout
-
     try:
         with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
     except BlockingIOError:
         return True
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            return False
-    try:
-        with SoftFileLock(holder_file(path), thread_local=False).acquire(blocking=False):
-            return False
-    except Timeout:
-        return True
+    except OSError:
+        return False
+    return False
 
 
 def is_at(file: TextIO, path: Path) -> bool:

@@ -231,13 +231,12 @@ def locked(folder: Path) -> Iterator[FolderLock]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(locked_file(folder / ".lock", wait=False))
-        except BlockingIOError as error:
+        except BlockingIOError:
             owner = "another process"
             with contextlib.suppress(OSError):  # the owner may have removed the file
                 owner = (folder / ".lock").read_text(errors="replace").strip() or owner
-            ended = f"; if it has ended, remove {error.filename}" if error.filename else ""
             raise BusyError(
-                f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir{ended}"
+                f"out_dir {folder} is in use by {owner}; wait for it, or set another out_dir"
             ) from None
         except OSError as error:
             if error.errno in MACHINE_ERRORS:

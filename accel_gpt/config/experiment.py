@@ -93,8 +93,8 @@ class TrainConfig(Section, prefix="train."):
     compile: bool | Literal["auto", "graphs"] = option(
         False,
         "Compile the model with torch.compile. Compiled code is cached in "
-        "~/.cache/accel_gpt/compiled. auto: on CUDA, and in long runs in bf16 on CPUs with "
-        "matrix units, if a compiler works. graphs: compile, and replay each step as CUDA graphs. "
+        "~/.cache/accel_gpt/compiled. auto: on CUDA, if a compiler works. graphs: compile, and "
+        "replay each step as CUDA graphs. "
         "graphs is faster for small models and needs one GPU without gradient accumulation.",
         essential=True,
         resume="free",

@@ -3,7 +3,6 @@
 Writes compiled code to `~/.cache/accel_gpt/compiled`.
 """
 
-import math
 import os
 import sys
 import warnings
@@ -16,20 +15,13 @@ from accelerate import PartialState
 from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Plan, plural
-from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import MachineError, first_line, require
 from accel_gpt.files import cache_folder
-from accel_gpt.launch.devices import MATRIX_UNITS, cpu_flags
-from accel_gpt.launch.precision import requested_precision
 from accel_gpt.launch.ranks import all_gather
-from accel_gpt.model.make import make_model
 
 CAPABILITY = (7, 0)  # of CUDA: Volta, the first GPUs that Triton supports
-# On a CPU with matrix units, compiling takes 45 s and saves a quarter of a step, so it pays after
-# 180 s (benchmarks/notes/precision.md). On an H100, it takes 20 s (benchmarks/RESULTS.md).
+# On an H100, compiling takes 20 s (benchmarks/RESULTS.md); assumption: it pays after
 LEAST_SECONDS = 180.0
-# FLOP/s of a core with matrix units: the quickstart, not compiled, on two cores of a Xeon
-MATRIX_UNIT_FLOPS = 1.2e11
 # Options of inductor for `train.compile: graphs`
 GRAPH_OPTIONS: Mapping[str, bool] = MappingProxyType({"triton.cudagraphs": True})
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -58,31 +50,17 @@ def check_compile(train: TrainConfig, plan: Plan) -> None:
     )
 
 
-def choose_compile(config: Config, plan: Plan) -> tuple[bool, str]:
-    """Return whether compiling saves more time than it takes on this device, and the reason."""
+def choose_compile(config: Config) -> tuple[bool, str]:
+    """Return whether to compile on this device, and why: on CUDA, unless the run is short."""
     device = PartialState().device
-    bf16 = requested_precision(config.train) != "no"
-    has_matrix_units = device.type == "cpu" and bf16 and MATRIX_UNITS in cpu_flags()
-    if device.type != "cuda" and not has_matrix_units:
-        return False, f"compiling saves little on {device.type} without matrix units for bf16"
+    if device.type != "cuda":
+        return False, f"compiling saves little on {device.type}"
     seconds = duration("train.budget", config.train.budget)
-    if seconds is None:
-        seconds = cpu_seconds(config, plan) if has_matrix_units else math.inf
-    if seconds <= LEAST_SECONDS:
+    if seconds is not None and seconds <= LEAST_SECONDS:
         return False, f"the run takes {seconds:,.0f} s; compiling pays after {LEAST_SECONDS:.0f} s"
-    if has_matrix_units:
-        return True, "the processor has matrix units"
     capability = torch.cuda.get_device_capability(device)
     number = ".".join(map(str, capability))
     return capability >= CAPABILITY, f"the GPU has compute capability {number}"
-
-
-def cpu_seconds(config: Config, plan: Plan) -> float:
-    """Estimate the seconds of the run without compiling, on a CPU with matrix units."""
-    # a model of --code may not work on the device meta
-    gpt = make_model(config, vocabulary_of(config), "cpu" if config.own.model else "meta")
-    tokens = plan.max_steps * plan.tokens_per_step / plan.world_size
-    return tokens * gpt.flops_per_token() / (MATRIX_UNIT_FLOPS * torch.get_num_threads())
 
 
 def compiler_error_on_any_machine() -> str | None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # On CPUs with one of these flags, bf16 is faster than float32: benchmarks/notes/precision.md.
-MATRIX_UNITS = "amx_bf16"
-FAST_BF16 = frozenset({MATRIX_UNITS, "avx512_bf16"})
+FAST_BF16 = frozenset({"amx_bf16", "avx512_bf16"})
 
 
 class Device(NamedTuple):

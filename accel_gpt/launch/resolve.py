@@ -207,7 +207,7 @@ def with_compile(config: Config, plan: Plan, done: Done, log: Callable[[str], No
         compiled = False
         reason = "train.reproducible is set"
     elif compiled is None:
-        compiled, reason = on_main(lambda: choose_compile(config, plan))
+        compiled, reason = on_main(lambda: choose_compile(config))
     error = compiler_error_on_any_machine() if compiled else None
     if error:
         compiled = False

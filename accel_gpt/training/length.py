@@ -9,8 +9,6 @@ from dataclasses import replace
 from accel_gpt.config.budget import (
     fit_again,
     look_step,
-    rate_is_constant,
-    seconds_ahead,
     with_other_length,
 )
 from accel_gpt.config.experiment import Config
@@ -21,8 +19,6 @@ from accel_gpt.launch.context import Context
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.runs.state import TrainState
 from accel_gpt.training.reporter import Reporter
-
-NEAR = (0.85, 1.1)  # shares of the budget that are not told; assumption
 
 
 def look_at_length(context: Context, state: TrainState, reporter: Reporter, corpus: Corpus) -> None:
@@ -46,30 +42,20 @@ def look_at_length(context: Context, state: TrainState, reporter: Reporter, corp
         step_seconds=step_seconds,
         seconds_left=budget.seconds - spent,
     )
-    text = describe_look(context.config, context.plan, looked, spent)
+    text = describe_look(context.plan, looked)
     if change_length(context, state, reporter, corpus, looked) and text:
         reporter.log(text)
 
 
-def describe_look(config: Config, plan: Plan, looked: Budget, spent: float) -> str | None:
-    """Return what a second look came to; None if the run ends near its budget and stays as it is.
-
-    `config` and `plan`: before the look. `spent`: seconds of the run so far.
-    """
+def describe_look(plan: Plan, looked: Budget) -> str | None:
+    """Return what a second look came to; None if the run stays as it is. `plan`: before it."""
     assert plan.budget is not None
-    assert looked.looked_at is not None
-    speed = f"a step takes {looked.costs.step:.3g} s, not {plan.budget.costs.step:.3g} s"
-    if looked.steps != plan.max_steps:
-        steps = plural(looked.steps, "step")
-        return f"budget   {steps} in {looked.asked}, not {plan.max_steps:,}: {speed}"
-    step = looked.looked_at
-    ahead = seconds_ahead(config, looked.costs, step, plan.max_steps)
-    share = (spent + ahead) / looked.seconds
-    if NEAR[0] <= share <= NEAR[1] or rate_is_constant(config, plan, step):
+    if looked.steps == plan.max_steps:
         return None
+    steps = plural(looked.steps, "step")
     return (
-        f"WARNING: up to step {step:,}, {speed}; the run takes {share:.0%} of train.budget "
-        f"{looked.asked}, since schedule {config.schedule.name} keeps the length from the start"
+        f"budget   {steps} in {looked.asked}, not {plan.max_steps:,}: a step takes "
+        f"{looked.costs.step:.3g} s, not {plan.budget.costs.step:.3g} s"
     )
 
 

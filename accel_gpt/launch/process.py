@@ -14,7 +14,7 @@ from accel_gpt.config.experiment import TrainConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.errors import require
 from accel_gpt.launch.ranks import keep_group
-from accel_gpt.launch.unsupported import check_accelerate_config, check_devices
+from accel_gpt.launch.unsupported import check_accelerate_config
 from accel_gpt.launcher import shared_cores, started_by_launcher, world_size
 
 # Added to the timeout of a collective, so that it does not expire while a process is paused;
@@ -41,7 +41,6 @@ def join_ranks(train: TrainConfig) -> PartialState:
         torch.use_deterministic_algorithms(True)
     # `PartialState` does not read use_cpu from the accelerate config as `Accelerator` does
     cpu = uses_cpu()
-    check_devices(cpu)
     state = PartialState(cpu=cpu, timeout=collective_timeout(train))
     started = world_size()
     require(

@@ -12,10 +12,9 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, parse_flag_from_env
 
 from accel_gpt.config.experiment import TrainConfig
-from accel_gpt.config.plan import plural
 from accel_gpt.errors import did_you_mean, require
 from accel_gpt.launch.devices import precision_problem
-from accel_gpt.launcher import PRECISIONS, launcher_precision, local_world_size, started_by_launcher
+from accel_gpt.launcher import PRECISIONS, launcher_precision
 
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 ENGINES = "one process, DDP, FSDP version 2 or HSDP"
@@ -62,24 +61,6 @@ def check_accelerate_config() -> None:
 def parallelism(axis: str) -> int:
     """Return the number of processes along an axis of the parallelism_config."""
     return int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1"))
-
-
-def check_devices(cpu: bool) -> None:
-    """Raise `UserError` if a launcher started more processes than there are devices.
-
-    Accelerate would give one device to several processes, and NCCL does not support this. Checks
-    only processes of torchrun or `accelerate launch`: `srun` may show one device to each process.
-    """
-    if cpu or not started_by_launcher():
-        return
-    processes = local_world_size()
-    devices = torch.accelerator.device_count()
-    require(
-        processes <= devices,
-        f"{processes} processes were started on this machine but it has only "
-        f"{plural(devices, 'device')}; start at most one process per GPU (--num_processes counts "
-        "the processes of all machines)",
-    )
 
 
 def check_engine(accelerator: Accelerator, train: TrainConfig, dropout: float) -> None:

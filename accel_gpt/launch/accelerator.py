@@ -40,7 +40,6 @@ from accel_gpt.model.make import OwnModel, make_model
 from accel_gpt.optim.adamw import GuardedAdamW
 from accel_gpt.optim.groups import make_optimizer
 from accel_gpt.optim.own import OwnOptimizer, make_own_optimizer
-from accel_gpt.training.event_file import EventFile
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,7 +81,7 @@ def make_accelerator(config: Config, plan: Plan) -> Accelerator:
                 # FSDP would keep all gradients between micro-batches, 4 bytes per parameter
                 sync_each_batch=sharded,
             ),
-            log_with=[name for name in config.log.trackers if name != EventFile.name] or None,
+            log_with=list(config.log.trackers) or None,
             project_config=ProjectConfiguration(
                 config.out_dir, logging_dir=str(Path(config.out_dir) / "tensorboard")
             ),

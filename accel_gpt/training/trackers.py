@@ -14,9 +14,9 @@ from accelerate import Accelerator
 
 from accel_gpt.errors import UserError
 from accel_gpt.runs.folder import RunFolder, number, run_name
-from accel_gpt.training.event_file import EventFile
 
 PROJECT = "accel_gpt"
+TENSORBOARD = "tensorboard"
 OF_EACH_RECORD = ("step", "tokens", "time")  # keys of metrics.jsonl that trackers do not get
 Values = dict[str, float | str]
 
@@ -41,16 +41,16 @@ class Trackers:
             return
         offline: Any = None  # wandb
         try:
-            accelerator.init_trackers(PROJECT, init_kwargs=init_options(self.names, self.out_dir))
+            launched = init_options(self.names, self.out_dir)
+            launched["tensorboard"] = {"purge_step": step + 1}  # hides later steps of its files
+            accelerator.init_trackers(PROJECT, init_kwargs=launched)
             for tracker in accelerator.trackers:
-                tracker.store_init_configuration({key: str(options[key]) for key in options})
+                if tracker.name == TENSORBOARD:  # it would show each launch as another run
+                    tracker.log({"config": as_code(yaml)}, step=max(step, 0))
+                else:
+                    tracker.store_init_configuration({key: str(options[key]) for key in options})
                 if tracker.name == "wandb" and tracker.tracker.offline:
                     offline = tracker
-            if EventFile.name in self.names:
-                events = EventFile(self.out_dir / EventFile.name / PROJECT)
-                events.begin(step + 1)
-                events.log({"config": yaml}, max(step, 0))
-                accelerator.trackers.append(events)
         except Exception as error:  # each package has its own error classes
             raise UserError(
                 f"a tracker of log.trackers ({', '.join(self.names)}) did not start: {error}"
@@ -62,7 +62,11 @@ class Trackers:
     def log(self, values: Mapping[str, float | str], step: int) -> None:
         """Log numbers and texts of a step to each tracker."""
         for tracker in self.accelerator.trackers:
-            tracker.log(values, step=step)
+            logged = dict(values)
+            for key, text in values.items():
+                if tracker.name == TENSORBOARD and isinstance(text, str):
+                    logged[key] = as_code(text)
+            tracker.log(logged, step=step)
 
     def finish(self) -> None:
         """Write the last values and close all trackers."""
@@ -70,6 +74,11 @@ class Trackers:
         self.accelerator.trackers = []  # even if one of them raises an error
         for tracker in trackers:
             tracker.finish()
+
+
+def as_code(text: str) -> str:
+    """Return a text as a code block of Markdown, which TensorBoard shows unchanged."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 # --------------------------------------------------------------------------- open the same run

@@ -7,9 +7,9 @@ a shard is full. With it, the same command resumes after any interruption and wr
 Memory, with n cores: at most 2n + 1 batches of about 1 MB of text. The interpreter, its libraries
 and the vocabulary take 100 to 150 MB, `datasets` another 150 MB, and each thread 12 MB for GPT-2's
 vocabulary. Of a Parquet file, Arrow decodes up to 1 GiB ahead (measured with pyarrow 26;
-`batch_readahead=0` does not change it). The end of a preparation takes 8 bytes per document. A text
-that allows no cut (`pieces.py`) also needs about a hundred times its size with a `tokenizer.json`. A
-bpe is trained before, on at most `BPE_BYTES`; its memory depends on them.
+`batch_readahead=0` does not change it). The end of a preparation takes 8 bytes per document. With a
+`tokenizer.json`, a text that allows no cut (`pieces.py`) also needs about a hundred times its size.
+A bpe is trained before, on at most `BPE_BYTES`; its memory depends on them.
 """
 
 import json

@@ -46,6 +46,7 @@ class UpdateSizes:
         self.parts = parts
         self.sharded = any(is_sharded(weight) for weight in self.weights)
         self.before: list[Tensor] = []
+        self.shares: Tensor | None = None  # (weights, 1): all numbers over those that are compared
         self.squares: Tensor | None = None  # (weights, 2): of changes and of weights
 
     def rows(self) -> list[Tensor]:
@@ -72,11 +73,13 @@ class UpdateSizes:
             torch._foreach_norm(changes),
             torch._foreach_norm(self.before),
         ]
-        shares = []
-        for weight, sample in zip(self.weights, rows, strict=True):
-            shares.append(local_shard(weight).numel() / max(1, sample.numel()))
         each = torch.stack([torch.stack(list(part)).float() for part in norms], dim=1)
-        self.squares = each**2 * torch.tensor(shares, device=each.device)[:, None]
+        if self.shares is None:
+            shares = []
+            for weight, sample in zip(self.weights, rows, strict=True):
+                shares.append([local_shard(weight).numel() / max(1, sample.numel())])
+            self.shares = torch.tensor(shares, device=each.device)
+        self.squares = each**2 * self.shares
         if self.sharded:
             self.squares = self.accelerator.reduce(self.squares, "sum")
         self.before = []

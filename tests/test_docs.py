@@ -272,7 +272,7 @@ def test_what_is_named_exists(page: str) -> None:
 # --------------------------------------------------------------------------- commands parse
 
 # other projects' programs: neither parsed nor run
-OTHERS = ("mkdocs", "pip", "pytest", "python3", "tensorboard", ".", "")
+OTHERS = ("cp", "mkdocs", "pip", "pytest", "python3", "tensorboard", ".", "")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 

@@ -3,6 +3,7 @@
 Reads the run's folder and its data. Writes only `statistics.json`, see health/text.py.
 """
 
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,7 +15,8 @@ from accel_gpt.health.case import Line
 from accel_gpt.health.doctor import examine, verdict
 from accel_gpt.report.runs import open_runs
 
-WIDTH = 78  # columns of the page
+WIDEST = 120  # columns of the page
+INDENT = " " * 7  # the width of a verdict
 
 
 def run(options: DoctorCommand) -> int:
@@ -30,16 +32,13 @@ def run(options: DoctorCommand) -> int:
 
 
 def page(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the lines of the page: verdict, question, figure and comparison; what to do."""
+    """Yield each line of the page, wrapped to the terminal: verdict, question, answer, advice."""
+    width = min(shutil.get_terminal_size().columns, WIDEST)
     for line in lines:
-        yield f"\n{line.verdict or '-':<6} {line.question}"
-        yield from indented(line.figure)
-        if line.compared:
-            yield from indented(f"beside: {line.compared}")
+        compared = f"; beside: {line.compared}" if line.compared else ""
+        answer = f"{line.verdict or '-':<6} {line.question} {line.figure}{compared}"
+        yield from textwrap.wrap(answer, width, subsequent_indent=INDENT)
         if line.todo:
-            yield from indented(f"-> {line.todo}")
-
-
-def indented(text: str) -> list[str]:
-    """Wrap a text under its question."""
-    return textwrap.wrap(text, WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 9)
+            yield from textwrap.wrap(
+                f"-> {line.todo}", width, initial_indent=INDENT, subsequent_indent=INDENT
+            )

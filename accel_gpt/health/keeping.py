@@ -26,6 +26,7 @@ WAITS = (0.1, math.inf)  # share of a step that waits for data
 EVALUATION = (0.5, math.inf)  # share of the time
 SAMPLES = (0.25, math.inf)
 SAVES = (0.25, math.inf)
+LEAST_SHARE = 0.005  # that is told
 SLOWEST_RANK = (1.5, math.inf)  # times the median rank
 LOW_MFU = 0.5  # of the MFU that `accel-gpt plan` assumes
 LARGE_MODEL = 100_000_000  # parameters; smaller models do not fill a GPU
@@ -100,7 +101,8 @@ def machine(case: Case) -> Line:
     _, waits = case.metrics.curve("perf/data_wait_ms")
     if len(waits):
         share = float(np.mean(waits) / np.mean(step_ms))
-        facts.append(f"{share:.0%} of a step waits for data")
+        if share >= LEAST_SHARE:
+            facts.append(f"{share:.0%} of a step waits for data")
         line.judge(share, *WAITS, "reading is too slow: copy the data to a local disk")
     facts += pauses(case, line)
     _, slowest = case.metrics.curve("perf/slowest_rank")
@@ -123,7 +125,7 @@ def pauses(case: Case, line: Line) -> Iterator[str]:
         ("perf/save_s", "saves", SAVES, "raise checkpoint.every"),
     ):
         share = case.total(key) / seconds
-        if share >= 0.005:
+        if share >= LEAST_SHARE:
             yield f"{noun} {share:.0%} of the time"
         line.judge(share, *bounds, todo)
 

@@ -13,6 +13,7 @@ from accel_gpt.config.depth import (
     REFERENCE_BATCH,
     REFERENCE_STEPS,
 )
+from accel_gpt.config.plan import plural
 from accel_gpt.health.bands import compare_with_band
 from accel_gpt.health.case import Case, Line
 from accel_gpt.model.sizes import parameter_counts
@@ -26,6 +27,11 @@ GAP = (0.25, 1.0)  # growth of (val - train) / train since the first evaluation
 DROPOUT_COST = 0.1  # (train loss with dropout - without) / without
 UNTIED = 0.85  # share of parameters in embedding and head that are not tied
 SHRUNK = 0.98  # loss after the warm-up over the loss of step 1
+EXPONENT = (
+    0.05,
+    0.5,
+)  # of the power of the step by which the loss falls: less or more is looked at
+FITTED_LOSSES = 8  # fewer tell no exponent; assumption
 CURVE_RISEN = (0.02, 0.2)  # rise of the train loss above its lowest mean
 SIGMA = 4.0  # standard errors that a rise of the train loss exceeds
 JUMP = 1.3  # factor on the size of updates at a resume, at the same rate
@@ -118,7 +124,7 @@ def fit(case: Case) -> Line:
     facts = []
     epochs = case.last("data/epochs")
     if epochs is not None:
-        facts.append(f"{epochs:.2g} epochs")
+        facts.append(f"{epochs:.2f} epochs")
     if tokens > 0 and parameters > 0:
         facts.append(f"{tokens / parameters:.2g} tokens per parameter")
     if not len(val) or train is None:
@@ -185,6 +191,12 @@ def curve(case: Case) -> Line:
     )
     line.find("fine")
     judge_schedule(case, line)
+    exponent = fall_exponent(steps, losses, 2 * case.recorded("plan", "warmup_steps"))
+    if exponent is not None:
+        line.figure += f", falling as step^-{exponent:.2f}"
+        line.judge(exponent, EXPONENT[1], math.inf, "no text is learned this fast: check targets")
+        if case.config.model.init_from == "scratch":
+            line.judge(-exponent, -EXPONENT[0], math.inf, "it falls too slowly: check optim.lr")
     if end > SHRUNK * losses[0]:
         line.find("wrong", "the loss does not fall: lower optim.lr, check loss() and targets")
     else:
@@ -221,6 +233,15 @@ def judge_schedule(case: Case, line: Line) -> None:
             "look",
             f"it stopped at step {case.run.last_step:,} of {case.run.end:,}: launch it again",
         )
+
+
+def fall_exponent(steps: Floats, losses: Floats, first: float) -> float | None:
+    """Fit losses after step `first` by a power of the step; None if there are too few."""
+    fitted = (steps > first) & (losses > 0)
+    if np.count_nonzero(fitted) < FITTED_LOSSES:
+        return None
+    slope, _ = np.polyfit(np.log(steps[fitted]), np.log(losses[fitted]), 1)
+    return -float(slope)
 
 
 def risen(steps: Floats, losses: Floats) -> tuple[float, float]:
@@ -271,9 +292,10 @@ def rates(case: Case) -> Line:
     if ratios:
         largest = max(ratios, key=lambda part: ratios[part])
         smallest = min(ratios, key=lambda part: ratios[part])
+        others = f"{ratios[smallest]:.2%} ({smallest}) to " if len(ratios) > 1 else ""
         facts.append(
-            f"a step changes the weights by {ratios[smallest]:.2%} ({smallest}) to "
-            f"{ratios[largest]:.2%} ({largest}) at the peak rate"
+            f"a step changes {others}{ratios[largest]:.2%} ({largest}) of the weights at the peak "
+            "rate"
         )
         line.judge(ratios[largest], *UPDATES, "steps this large forget: lower the rate")
         line.judge(
@@ -296,7 +318,7 @@ def rates(case: Case) -> Line:
     done = max(case.run.last_step, 1)
     skipped = case.last("train/skipped") or 0.0
     spikes = case.last("train/spikes") or 0.0
-    facts.append(f"{skipped:,.0f} updates skipped, {spikes:,.0f} loss spikes")
+    facts.append(f"{plural(int(skipped), 'skipped update')}, {plural(int(spikes), 'loss spike')}")
     if case.run.last_launch("mixed_precision") != "fp16":  # its scaler skips some
         line.judge(skipped / done, *SKIPPED, "updates are skipped: see the log for the steps")
     line.judge(spikes / done, *SPIKES, "the loss spikes: lower optim.lr")

@@ -438,10 +438,6 @@ class PlanCommand(ConfigCommand):
         "Print one JSON object instead of text.",
     )
 
-    def module(self) -> str:
-        """Return the name of the module; a model of --code needs torch."""
-        return "plan" if self.loaded.own.model is None else "plan_own_model"
-
 
 @dataclass(frozen=True)
 class SweepCommand(Command):

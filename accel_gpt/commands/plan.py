@@ -21,7 +21,7 @@ from accel_gpt.cost.forecast import (
 )
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
 from accel_gpt.data.sources import train_paths
-from accel_gpt.errors import UserError, did_you_mean
+from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.launch.devices import (
     DEVICES,
     device_key,
@@ -32,28 +32,22 @@ from accel_gpt.model.sizes import flops_per_token, mfu, parameter_counts
 
 def run(options: PlanCommand) -> int:
     """Print what a config needs on a machine; return 1 if it does not fit."""
-    model = options.loaded.model
-    vocab_size, _ = vocabulary_size(options.loaded)
-    counts = parameter_counts(model, vocab_size)
-    return print_forecast(options, counts, flops_per_token(model, vocab_size))
-
-
-def print_forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) -> int:
-    """Print the forecast for a model; return 1 if it does not fit. `flops`: per token."""
-    report = forecast(options, parameters, flops)
+    require(
+        options.loaded.own.model is None,
+        f"plan does not know the model() of {options.loaded.own.file}; accel-gpt bench measures it",
+    )
+    report = forecast(options)
     write_report(report, options.json)
-    return 1 if report["memory"] and report["memory"]["fits"] is False else 0
+    return 1 if report["memory"]["fits"] is False else 0
 
 
-def forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) -> dict[str, Any]:
-    """Return the forecast of a config on a machine, as JSON values.
-
-    The memory of a model() of --code is not known, so neither is whether it fits.
-    """
+def forecast(options: PlanCommand) -> dict[str, Any]:
+    """Return the forecast of a config on a machine, as JSON values."""
     config = options.loaded
     machine = make_machine(options, config)
     vocab_size, source = vocabulary_size(config)
-    own = config.own.model is not None
+    parameters = parameter_counts(config.model, vocab_size)
+    flops = flops_per_token(config.model, vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
     speed = options.tokens_per_second
@@ -66,7 +60,6 @@ def forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) ->
     config = with_size(config, plan.micro_batch_size)
     return {
         "config": options.config,
-        "code": config.own.file or None,
         "machine": str(machine),
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": dict(parameters),
@@ -74,9 +67,9 @@ def forecast(options: PlanCommand, parameters: Mapping[str, int], flops: int) ->
             "budget": options.loaded.train.budget,
             **plan_length(config, parameters, flops, plan),
         },
-        "memory": None if own else plan_memory(config, vocab_size, machine),
+        "memory": plan_memory(config, vocab_size, machine),
         "time": speed and plan_time(options, config, flops, machine, plan, speed, speed_source),
-        "disk": None if own else plan_disk(config, vocab_size, plan),
+        "disk": plan_disk(config, vocab_size, plan),
     }
 
 
@@ -115,7 +108,7 @@ def plan_length(
         "devices": plan.world_size,
         "tokens": tokens,
         "epochs": tokens / prepared if prepared else None,
-        "tokens_per_parameter": tokens / parameters.get("total_unpadded", parameters["total"]),
+        "tokens_per_parameter": tokens / parameters["total_unpadded"],
         "flops_per_token": flops,
         "flops": flops * tokens,
     }

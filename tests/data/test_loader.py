@@ -93,6 +93,24 @@ def test_a_chunk_is_read_before_it_is_asked_for() -> None:
     loader.close()
 
 
+def test_the_wait_for_a_batch_is_counted() -> None:
+    may_read = threading.Event()
+
+    def chunks() -> Iterator[Any]:
+        may_read.wait(5)
+        while True:
+            yield np.zeros((4, 9), np.uint16)
+
+    loader = Loader(chunks(), batch_size=4, device=torch.device("cpu"))
+    threading.Timer(0.02, may_read.set).start()
+    next(loader)
+    assert loader.waited > 0
+    waited = loader.waited
+    assert loader.fetch(0)  # takes nothing, and waits for nothing
+    assert loader.waited == waited
+    loader.close()
+
+
 @pytest.mark.gpu
 def test_batches_reach_a_gpu_from_pinned_memory_without_waiting(
     monkeypatch: pytest.MonkeyPatch,

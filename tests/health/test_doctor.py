@@ -43,6 +43,9 @@ def test_the_page_of_a_run(
     ]
     assert lines["kill"]["figure"].startswith("checkpoint of step 12 is intact; 0 steps since")
     assert "documents" in lines["data"]["figure"]
+    updated = json.loads((run / "run.json").read_text())["launches"][-1]["optimizer"]
+    assert updated["decayed_vectors"] == updated["never_updated"] == 0
+    assert 0 < updated["vectors"] < updated["weights"]
     assert "unigram" in lines["counting"]["compared"]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel_gpt.config.experiment import CheckpointConfig, Config, OptimConfig
@@ -14,6 +15,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.health import bands
 from accel_gpt.health.case import Case, Line
 from accel_gpt.health.doctor import CHECKS, verdict
+from accel_gpt.health.learning import risen
 from accel_gpt.health.text import TextStatistics
 from accel_gpt.report.runs import NamedRun
 from tests.helpers.runs import LAUNCH, SHAPE, make_run
@@ -250,6 +252,23 @@ def test_a_fault_shows_on_its_line(fault: str, tmp_path: Path) -> None:
     others = flagged(lines).keys() - {name}
     allowed = {"fit"} if name == "counting" else {"counting", "fit"} if name == "leak" else set()
     assert others <= allowed | ({"curve"} if fault == "loss spikes" else set())
+
+
+def test_noise_is_no_rise() -> None:
+    draw = np.random.default_rng(0)
+    steps = np.arange(1.0, 401)
+    for noise, rise, expected in ((0.3, 0.0, 0), (0.01, 0.0, 0), (0.01, 0.2, 0.05)):
+        losses = 4 + noise * draw.standard_normal(400)
+        losses[200:] += rise
+        found, step = risen(steps, losses)
+        assert found == pytest.approx(expected, abs=0.005 if expected else 0)
+        assert not expected or step <= 200
+
+
+def test_updates_count_at_the_peak_rate_alone(tmp_path: Path) -> None:
+    """Weights that begin near zero change by more than their size at first."""
+    rows = changed("train/update_ratio/wte", lambda step, size: 9.0 if step <= 10 else size)
+    assert flagged(examine(tmp_path, rows=rows)) == {}
 
 
 def test_what_a_resume_may_change_is_no_fault(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from accel_gpt.config.model import PRESETS
 from accel_gpt.config.plan import make_plan
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sizes import flops_per_token, parameter_counts
-from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed
+from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed, Stopwatch
 from accel_gpt.training.updates import RATIO
 from tests.conftest import QUIET, launch, tiny
 
@@ -78,6 +79,17 @@ def test_the_table_has_every_metric_of_a_run(
     assert {key: float(rows[-1][key]) for key in listed} == listed
     parts = {"wte", "wpe", "blocks.attn", "blocks.mlp", "least"}
     assert last.keys() - listed.keys() == {f"{RATIO}/{part}" for part in parts}
+
+
+def test_pauses_are_summed_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 20.5])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    watch = Stopwatch(torch.device("cpu"), step=0, seconds_before=0)
+    for name in ("save", "save", "evaluation"):
+        with watch.spend(name):
+            pass
+    assert watch.take_pauses() == {"perf/save_s": 6.0, "perf/evaluation_s": 0.5}
+    assert watch.take_pauses() == {}
 
 
 def test_a_record_that_finds_no_room_is_written_whole_with_the_next(

@@ -40,6 +40,25 @@ def test_ratios_are_those_of_the_norms(monkeypatch: pytest.MonkeyPatch, sampled:
     assert sizes.metrics() == {}
 
 
+def test_a_weight_counts_as_much_as_it_has_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part with weights of two sizes, rows of the larger one stand for more numbers."""
+    found = []
+    for sampled in (2**14, 64):
+        monkeypatch.setattr(updates, "SAMPLED", sampled)
+        gpt = GPT(tiny(), 100)
+        with torch.no_grad():
+            for weight in gpt.parameters():
+                weight.fill_(1.0)
+        sizes = sizes_of(gpt)
+        sizes.begin()
+        with torch.no_grad():
+            for block in gpt.blocks:
+                block.get_parameter("attn.qkv.weight").add_(1)
+        sizes.end()
+        found.append(sizes.metrics()[f"{RATIO}/blocks.attn"])
+    assert found == [pytest.approx((3 / 4) ** 0.5)] * 2  # qkv has three of four numbers
+
+
 def test_one_weight_that_stands_still_is_the_least() -> None:
     gpt = GPT(tiny(), 100)
     sizes = sizes_of(gpt)

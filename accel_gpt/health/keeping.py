@@ -13,6 +13,7 @@ from accel_gpt.config.compare import option_of
 from accel_gpt.console import format_clock
 from accel_gpt.cost.forecast import assumed_mfu
 from accel_gpt.errors import AccelGPTError, first_line
+from accel_gpt.files import strict_json
 from accel_gpt.health.case import Case, Line
 from accel_gpt.runs.checkpoint import verify_checkpoint
 
@@ -45,20 +46,21 @@ def data(case: Case) -> Line:
     facts = []
     if text.documents is not None:
         facts.append(f"{text.documents:,} documents of {text.median_document:,} tokens (median)")
-    facts.append(f"{text.repeated:.0%} of {text.window}-token windows stand there twice")
+    facts.append(f"{text.copied_share:.0%} of the tokens in copies of earlier documents")
+    facts.append(f"{text.repeated:.0%} of {text.window}-token windows more than once")
     facts.append(f"most frequent token {text.most_frequent!r} {text.most_frequent_share:.1%}")
     if text.unreadable:
         facts.append(f"{text.unreadable:.2%} of characters unreadable")
     line.figure = "; ".join(facts)
-    line.compared = f"{text.counted_tokens:,} of {text.train_tokens:,} train tokens were read"
+    line.compared = f"counted over {text.counted_tokens:,} of {text.train_tokens:,} train tokens"
     line.find("fine")
     line.judge(
         text.copied_share,
         *COPIED,
-        f"{text.copied_share:.0%} of the tokens are copies of earlier documents: remove them",
+        "remove the copies, and train anew",
     )
     if text.copied_share <= COPIED[0]:
-        line.judge(text.repeated, *REPEATED, "most of the text stands there twice: remove copies")
+        line.judge(text.repeated, *REPEATED, "most of the text is there more than once")
     line.judge(
         text.most_frequent_share,
         *MOST_FREQUENT,
@@ -135,7 +137,7 @@ def kill(case: Case) -> Line:
     line = Line("kill", "Would a kill hurt?")
     run = case.run
     copies = run.config.get("checkpoint.copy_to")
-    line.compared = f"copies in {copies}" if copies else "no copies (checkpoint.copy_to)"
+    line.compared = f"copied to {copies}" if copies else "not copied (checkpoint.copy_to)"
     last = run.last_step
     damaged = 0
     for step, folder in reversed(run.checkpoints.items()):
@@ -155,9 +157,10 @@ def kill(case: Case) -> Line:
         if lost > LOST_STEPS and (seconds > LOST_SECONDS or lost > LOST_SHARE * last):
             line.find("look", "a kill costs these steps: lower checkpoint.every")
         return line
-    line.figure = f"no intact checkpoint; {last:,} steps"
-    if last > LOST_STEPS or damaged:
-        line.find("wrong", "a kill costs the whole run: lower checkpoint.every")
+    line.figure = f"{'all are damaged' if damaged else 'no checkpoint'} after {last:,} steps"
+    if last > LOST_STEPS and not damaged:
+        every = case.config.checkpoint.every
+        line.find("wrong", f"a kill costs the whole run: checkpoint.every is {every:,}")
     return line
 
 
@@ -185,15 +188,17 @@ def identity(case: Case) -> Line:
         values = case.launches(*keys)
         if any(value != values[0] for value in values):
             line.find("look", f"{name} changed at a resume")
-    for key in changed_keys(case):
-        line.find("look", f"{key} changed at a resume")
+    for change in changed_keys(case):
+        line.find("look", change)
     return line
 
 
-def changed_keys(case: Case) -> list[str]:
-    """Return the keys of the config that changed at a resume, and that change what is trained."""
-    keys: dict[str, None] = {}
-    for changed in case.launches("changed"):
-        if isinstance(changed, dict):
-            keys |= dict.fromkeys(changed)
-    return [key for key in keys if option_of(key).resume in ("ask", "refuse")]
+def changed_keys(case: Case) -> Iterator[str]:
+    """Describe the changes of the config at a resume that change what is trained."""
+    for step, changed in zip(case.launches("step"), case.launches("changed"), strict=True):
+        if not isinstance(changed, dict):
+            continue
+        for key, values in changed.items():
+            if option_of(key).resume in ("ask", "refuse"):
+                before, now = map(strict_json, values)
+                yield f"{key} changed from {before} to {now} at step {step}"

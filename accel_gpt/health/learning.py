@@ -94,7 +94,7 @@ def leak(case: Case) -> Line:
     line.figure = (
         f"{text.val_in_train:.1%} of validation windows of {text.window} tokens stand in train"
     )
-    line.compared = f"of train windows {text.repeated:.1%} stand there twice"
+    line.compared = f"{text.repeated:.1%} of train windows stand there more than once"
     line.find("fine")
     line.judge(
         text.val_in_train - text.repeated,
@@ -136,7 +136,7 @@ def fit(case: Case) -> Line:
     )
     best = int(val.argmin())
     facts.insert(0, f"lowest val {val[best]:.3f} at step {steps[best]:,.0f}")
-    line.compared = ", ".join(facts)
+    line.compared = "; ".join(facts)
     line.find("fine")
     rise = val[-1] / val[best] - 1
     line.judge(
@@ -186,24 +186,26 @@ def curve(case: Case) -> Line:
     warm = int(np.searchsorted(steps, case.recorded("plan", "warmup_steps"), side="right")) - 1
     end = float(losses[-min(LEAST_LOSSES, len(losses) - 1) :].mean())
     line.figure = (
-        f"{losses[0]:.2f} at step {steps[0]:,.0f}, {losses[max(warm, 0)]:.2f} after the warm-up, "
-        f"{end:.3f} at step {steps[-1]:,.0f}"
+        f"train loss {losses[0]:.2f} at step {steps[0]:,.0f}, {losses[max(warm, 0)]:.2f} after the "
+        f"warm-up, {end:.3f} at step {steps[-1]:,.0f}"
     )
     line.find("fine")
     judge_schedule(case, line)
     exponent = fall_exponent(steps, losses, 2 * case.recorded("plan", "warmup_steps"))
     if exponent is not None:
-        line.figure += f", falling as step^-{exponent:.2f}"
+        line.figure += f", as step^{-exponent:.2f}"
         line.judge(exponent, EXPONENT[1], math.inf, "no text is learned this fast: check targets")
-        if case.config.model.init_from == "scratch":
-            line.judge(-exponent, -EXPONENT[0], math.inf, "it falls too slowly: check optim.lr")
+    rise, step = risen(steps, losses)
     if end > SHRUNK * losses[0]:
         line.find("wrong", "the loss does not fall: lower optim.lr, check loss() and targets")
-    else:
-        rise, step = risen(steps, losses)
-        line.judge(
-            rise, *CURVE_RISEN, f"the train loss rises since step {step:,.0f}: lower optim.lr"
-        )
+    elif rise > CURVE_RISEN[0]:
+        todo = "lower optim.lr"
+        _, evaluated = case.after_start("eval/train_loss")
+        if len(evaluated) and evaluated[-1] < (1 + CURVE_RISEN[0]) * evaluated.min():
+            todo = "its evaluation does not, so the two losses differ: check loss() of --code"
+        line.judge(rise, *CURVE_RISEN, f"it has risen by {rise:.0%} since step {step:,.0f}: {todo}")
+    elif exponent is not None and case.config.model.init_from == "scratch":
+        line.judge(-exponent, -EXPONENT[0], math.inf, "it falls too slowly: check optim.lr")
     for step in case.run.resumes():
         factor = jump_at(case, step)
         if not 1 / JUMP < factor < JUMP:
@@ -292,7 +294,7 @@ def rates(case: Case) -> Line:
     if ratios:
         largest = max(ratios, key=lambda part: ratios[part])
         smallest = min(ratios, key=lambda part: ratios[part])
-        others = f"{ratios[smallest]:.2%} ({smallest}) to " if len(ratios) > 1 else ""
+        others = f"{ratios[smallest]:.2%} ({smallest}) to " if largest != smallest else ""
         facts.append(
             f"a step changes {others}{ratios[largest]:.2%} ({largest}) of the weights at the peak "
             "rate"
@@ -345,7 +347,10 @@ def compare_batch(case: Case, line: Line) -> None:
     if not tokens > 0:
         return
     best = REFERENCE_BATCH * (tokens / (REFERENCE_BATCH * REFERENCE_STEPS)) ** BATCH_EXPONENT
-    line.compared = f"{batch:,.0f} tokens a step; about {best:,.0f} are best for {tokens:,.0f}"
+    line.compared = f"{batch:,.0f} tokens a step, {batch / best:.1%} of the best for its length"
     line.judge(
-        -batch / best, -SMALL_BATCH, math.inf, "the batch is too small: raise train.tokens_per_step"
+        -batch / best,
+        -SMALL_BATCH,
+        math.inf,
+        f"about {best:,.0f} tokens a step are best for {tokens:,.0f}: raise train.tokens_per_step",
     )

@@ -76,7 +76,7 @@ def test_a_run_without_its_data_or_checkpoints(
         assert lines[name]["verdict"] is None
         assert "nowhere" in lines[name]["compared"]
     assert lines["curve"]["verdict"] is not None
-    assert lines["kill"]["figure"] == "no intact checkpoint; 12 steps"
+    assert lines["kill"]["figure"] == "no checkpoint after 12 steps"
 
 
 def test_a_damaged_checkpoint_is_wrong_and_stays(

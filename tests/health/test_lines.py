@@ -279,11 +279,18 @@ def test_what_a_resume_may_change_is_no_fault(tmp_path: Path) -> None:
     assert flagged(examine(tmp_path, launches=[launch(), second])) == {}
 
 
+def test_another_loss_in_training_is_told_from_a_rate_that_is_too_high(tmp_path: Path) -> None:
+    rows = changed("train/loss", lambda step, loss: loss + (2 if step > 200 else 0))
+    line = examine(tmp_path, rows=rows)["curve"]
+    assert line.verdict == "wrong"
+    assert "its evaluation does not" in line.todo
+
+
 def test_a_batch_far_below_the_best_is_looked_at(tmp_path: Path) -> None:
     plan = {**launch()["plan"], "micro_batch_size": 1, "block_size": 32}
     line = examine(tmp_path, launches=[launch(plan=plan)])["rates"]
     assert line.verdict == "look"
-    assert line.compared.startswith("32 tokens a step; about ")
+    assert line.compared.startswith("32 tokens a step, 0.6% of the best")
 
 
 def test_a_run_that_stopped_early_is_told(tmp_path: Path) -> None:

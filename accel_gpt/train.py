@@ -302,6 +302,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
     `DataError`. In both cases the completed step is saved.
     """
     began = time.monotonic()
+    waited = 0.0
     told = False
     nothing_to_save = run.state.step == 0
     while True:
@@ -311,8 +312,9 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
         if stopping and not nothing_to_save:
             save(run, must_succeed=True)
         if stopping or not waiting:
-            run.loader.waited += time.monotonic() - began
+            run.loader.waited += waited
             return stopping
+        waited = time.monotonic() - began
         if not told and time.monotonic() - began > TELL_SECONDS and run.corpus.waits_for:
             run.reporter.log(f"WARNING: waiting for {run.corpus.waits_for}")
             told = True
@@ -411,8 +413,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         elif record:
             reporter.publish(state, record)
         if saving:
-            with reporter.stopwatch.spend("save"):
-                save(run, must_succeed=last or stopping)
+            save(run, must_succeed=last or stopping)
             reporter.heartbeat()
         if not stopping:
             stopping = evaluate_and_sample(run, stop, sampling=sampling, saved=saving)
@@ -580,13 +581,14 @@ def save(run: Training, must_succeed: bool) -> None:
     `must_succeed`: wait until it is on disk, and raise an error if it cannot be written.
     """
     state = run.state
-    with all_ranks():
-        run.data_files.check_now()
-    check_weights(run.gpt, run.accelerator, state.step)
-    state.seconds = run.reporter.stopwatch.elapsed()
-    state.set_fields(run.guard.state_dict() | run.corpus.state_dict())
-    write = run.writer.save_last if must_succeed else run.writer.save
-    write(state, run.gpt, run.optimizer, run.evaluated.tensors(state))
+    with run.reporter.stopwatch.spend("save"):
+        with all_ranks():
+            run.data_files.check_now()
+        check_weights(run.gpt, run.accelerator, state.step)
+        state.seconds = run.reporter.stopwatch.elapsed()
+        state.set_fields(run.guard.state_dict() | run.corpus.state_dict())
+        write = run.writer.save_last if must_succeed else run.writer.save
+        write(state, run.gpt, run.optimizer, run.evaluated.tensors(state))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ Reads the folder of each run, also while it trains, and what `accel-gpt doctor` 
 `report.html`, and `statistics.json` as `accel-gpt doctor` does.
 """
 
-import contextlib
 from pathlib import Path
 
 from accel_gpt.commands.options import ReportCommand
 from accel_gpt.console import write_out
-from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
 from accel_gpt.health.doctor import examine
 from accel_gpt.report.page import build_page
@@ -21,12 +19,8 @@ def run(options: ReportCommand) -> int:
     runs = open_runs(options.run)
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     out = Path(options.out) if options.out else default
-    health = []
-    for run in runs:
-        with contextlib.suppress(AccelGPTError):  # a run without a config
-            health.append(examine(run))
-    complete = len(health) == len(runs)
-    page = build_page(runs, health if complete else ()).encode(errors="replace")
+    health = [examine(run) if run.config else [] for run in runs]
+    page = build_page(runs, health).encode(errors="replace")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, [page])
     write_out(f"report     {out} ({len(page) / 1e6:.2f} MB)\n")

@@ -17,7 +17,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import copy_shipped, read_yaml
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import print_line, write_err
-from accel_gpt.errors import AccelGPTError, first_line, require
+from accel_gpt.errors import first_line, require
 from accel_gpt.health.doctor import examine, verdict
 from accel_gpt.launch.context import Initialize
 from accel_gpt.launch.process import keep_freed_memory
@@ -77,19 +77,18 @@ def train_config(config: Config, source: str) -> int:
         finally:
             if uploader:
                 uploader.close()
-    if not stopped and is_main():
+    if not stopped and not unfinished and is_main():
         tell_health(config.out_dir)
     return PREEMPTED if stopped or unfinished else 0
 
 
 def tell_health(out_dir: str) -> None:
-    """Print the verdict on a run that has reached its last step."""
-    (run,) = open_runs([out_dir])
-    if run.state != "finished":  # train.stop_at
-        return
+    """Print the verdict on a run that has reached its last step; no error changes its exit code."""
     try:
-        print_line(f"health   {verdict(examine(run))}; accel-gpt doctor {out_dir}")
-    except (AccelGPTError, OSError) as error:
+        (run,) = open_runs([out_dir])
+        if run.state == "finished":  # not so with train.stop_at
+            print_line(f"health   {verdict(examine(run))}; accel-gpt doctor {out_dir}")
+    except Exception as error:
         print_line(f"health   not known: {first_line(error)}")
 
 

@@ -15,10 +15,12 @@ from accel_gpt.health.case import Case, Line
 from accel_gpt.json_files import load_json_or_none
 
 BANDS = Path(__file__).parent / "bands.json"
-STUDENT = 4.604  # 99% of Student's t with 4 degrees of freedom, both sides
+SEEDS = 5
+STUDENT = 4.604  # 99% of Student's t with SEEDS - 1 degrees of freedom, both sides
 # keys and sections that must be the same; the precision changes a loss less than a seed does
 SAME = (
-    *("model.", "optim.", "schedule.", "data.shuffle", "data.document_mask", "eval.tokens"),
+    *("model.", "optim.", "schedule.", "data.shuffle", "data.document_mask", "data.val"),
+    "eval.tokens",
     *("train.tokens_per_step", "train.max_steps", "train.max_tokens", "train.budget"),
 )
 
@@ -45,6 +47,7 @@ def compare_with_band(case: Case, line: Line) -> None:
         step = int(steps[known[-1]])
         loss = float(losses[known[-1]])
         others = np.array(band.losses[str(step)])
+        assert len(others) == SEEDS
         mean = float(others.mean())
         # a prediction interval for one more run
         half = STUDENT * float(others.std(ddof=1)) * math.sqrt(1 + 1 / len(others))

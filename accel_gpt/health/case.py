@@ -3,10 +3,11 @@
 Each check of the doctor gets a `Case`, and returns one `Line` of the page.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,30 @@ from accel_gpt.report.runs import NamedRun
 from accel_gpt.runs.folder import number
 
 Verdict = Literal["fine", "look", "wrong"]
-ORDER: Sequence[Verdict] = ("fine", "look", "wrong")
+VERDICTS: Sequence[Verdict] = ("fine", "look", "wrong")  # the worst last
+BEGINNING = 0.1  # share of a run that tells little yet, unless the warm-up is longer; assumption
+
+
+class Above(NamedTuple):
+    """Bounds that a sound figure is not above."""
+
+    look: float
+    wrong: float = math.inf
+
+    def verdict(self, value: float) -> Verdict:
+        """Return the verdict on a figure."""
+        return "wrong" if value > self.wrong else "look" if value > self.look else "fine"
+
+
+class Below(NamedTuple):
+    """Bounds that a sound figure is not below."""
+
+    look: float
+    wrong: float = -math.inf
+
+    def verdict(self, value: float) -> Verdict:
+        """Return the verdict on a figure."""
+        return "wrong" if value < self.wrong else "look" if value < self.look else "fine"
 
 
 @dataclass
@@ -36,16 +60,15 @@ class Line:
 
     def find(self, verdict: Verdict, todo: str = "") -> None:
         """Add a finding: the worst verdict counts."""
-        if self.verdict is None or ORDER.index(verdict) > ORDER.index(self.verdict):
+        if self.verdict is None or VERDICTS.index(verdict) > VERDICTS.index(self.verdict):
             self.verdict = verdict
         self.todo = "; ".join(filter(None, (self.todo, todo)))
 
-    def judge(self, value: float, look: float, wrong: float, todo: str) -> None:
-        """Find `look` or `wrong` if the value is above its bound."""
-        if value > wrong:
-            self.find("wrong", todo)
-        elif value > look:
-            self.find("look", todo)
+    def judge(self, value: float, bounds: Above | Below, todo: str) -> None:
+        """Find `look` or `wrong` if a figure is outside of its bounds."""
+        verdict = bounds.verdict(value)
+        if verdict != "fine":
+            self.find(verdict, todo)
 
 
 @dataclass
@@ -92,10 +115,6 @@ class Case:
         steps, values = self.metrics.curve(key)
         return steps[steps > 0], values[steps > 0]
 
-    def total(self, key: str) -> float:
-        """Return the sum of all values of a metric."""
-        return float(self.metrics.curve(key)[1].sum())
-
     def recorded(self, *keys: str) -> float:
         """Return a number in the last launch of run.json; NaN if there is none."""
         return number(self.run.last_launch(*keys))
@@ -125,9 +144,21 @@ class Case:
         return max(0.0, float(seconds[-1] - np.interp(step, steps, seconds)))
 
     @property
-    def ended(self) -> bool:
-        """Return whether the run has reached its last step."""
-        return self.run.state == "finished"
+    def warmup_steps(self) -> float:
+        """Return the steps of the warm-up; 0 if they are not known."""
+        steps = self.recorded("plan", "warmup_steps")
+        return steps if steps > 0 else 0.0
+
+    @property
+    def is_early(self) -> bool:
+        """Return whether the run trains and has just begun."""
+        beginning = max(2 * self.warmup_steps, BEGINNING * (self.run.end or 0))
+        return self.run.state == "running" and self.run.last_step < beginning
+
+    @property
+    def from_scratch(self) -> bool:
+        """Return whether the run began with random weights."""
+        return self.config.model.init_from == "scratch"
 
     def launches(self, *keys: str) -> list[Any]:
         """Return a value of each launch, oldest first; None if a launch lacks it."""

@@ -21,9 +21,10 @@ from accel_gpt.health.windows import Counts, Hasher, Keys, KeyTable
 
 Floats = npt.NDArray[np.float64]
 
-ORDER = 5
+HIGHEST_ORDER = 5
+ROUNDING = 1e-6  # of a weighted count
 FITTING_STEPS = 30  # of expectation maximization; the change is then below 1e-4 nats
-NAMES = MappingProxyType({1: "unigram", 2: "bigram", ORDER: "5-gram"})
+NAMES = MappingProxyType({1: "unigram", 2: "bigram", HIGHEST_ORDER: "5-gram"})
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def ngram_tables(val: EvaluatedTokens, hasher: Hasher) -> tuple[Keys, dict[int, 
     """Return the sums of prefixes of the validation tokens, and a table for each order."""
     sums = hasher.prefix(val.tokens)
     tables = {}
-    for n in range(2, ORDER + 1):
+    for n in range(2, HIGHEST_ORDER + 1):
         tables[n] = KeyTable(hasher.keys(sums, n)[val.windows(n)])
     return sums, tables
 
@@ -92,7 +93,7 @@ def frequencies(
     They occur 0 times if they are not all in the sequence.
     """
     found = [unigrams[val.tokens].astype(np.float64)]
-    for n in range(2, ORDER + 1):
+    for n in range(2, HIGHEST_ORDER + 1):
         starts = val.windows(n)
         counts = np.zeros(len(val.tokens))
         counts[starts + n - 1] = tables[n].counts_of(hasher.keys(sums, n)[starts])
@@ -116,10 +117,12 @@ def cross_entropies(
     before += [count[targets - 1] for count in counts[:-1]]
     p = np.full(len(targets), 1 / vocab_size)
     losses = {}
-    for n in range(1, ORDER + 1):
+    for n in range(1, HIGHEST_ORDER + 1):
         seen = before[n - 1]
-        frequency = counts[n - 1][targets] / np.maximum(seen, 1)
-        bucket = np.where(seen >= 1, np.log2(np.maximum(seen, 1)).astype(np.int64) + 1, 0)
+        known = seen > 0  # the counts of a mixture are weighted, so they may lie below 1
+        frequency = np.divide(counts[n - 1][targets], seen, out=np.zeros(len(seen)), where=known)
+        powers = np.log2(np.maximum(seen, 1)) + ROUNDING
+        bucket = np.where(known, powers.astype(np.int64) + 1, 0)
         share = np.zeros(len(targets))
         for half in (0, 1):
             fitted = fit_shares(frequency, p, bucket, fold != half)

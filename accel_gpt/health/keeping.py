@@ -1,11 +1,10 @@
 """Judge what a run rests on: its text, its machine, its checkpoints, and what it says of itself.
 
-The bounds were chosen on one half of the runs of benchmarks/doctor.py; benchmarks/RESULTS.md shows
-the other half.
+Bounds without a source were chosen on half A of benchmarks/doctor.py.
 """
 
-import math
 from collections.abc import Iterator
+from statistics import median
 
 import numpy as np
 
@@ -14,30 +13,32 @@ from accel_gpt.console import format_clock
 from accel_gpt.cost.forecast import assumed_mfu
 from accel_gpt.errors import AccelGPTError, first_line
 from accel_gpt.files import strict_json
-from accel_gpt.health.case import Case, Line
+from accel_gpt.health.case import Above, Below, Case, Line
+from accel_gpt.report.curves import Floats
 from accel_gpt.runs.checkpoint import verify_checkpoint
 
-COPIED = (0.1, 0.5)  # share of tokens in exact copies of an earlier document
-REPEATED = (0.5, 0.9)  # share of train windows that stand in the train text more than once
-MOST_FREQUENT = (0.3, 0.45)  # share of one token
-UNREADABLE = (0.002, 0.05)  # share of characters
-READ_BACK = (0.95, 0.8)  # share of tokens, below
+COPIED = Above(look=0.1, wrong=0.5)  # share of tokens in exact copies of an earlier document
+REPEATED = Above(look=0.5, wrong=0.9)  # share of train windows that stand there more than once
+MOST_FREQUENT = Above(look=0.3, wrong=0.45)  # share of one token
+UNREADABLE = Above(look=0.002, wrong=0.05)  # share of characters
+READ_BACK = Below(look=0.95, wrong=0.8)  # share of tokens
 MANY_TOKENS = 200_000  # text of this size has more than one document; assumption
-WAITS = (0.1, math.inf)  # share of a step that waits for data
-EVALUATION = (0.5, math.inf)  # share of the time
-SAMPLES = (0.25, math.inf)
-SAVES = (0.25, math.inf)
+WAITS = Above(look=0.1)  # share of the steps that wait for data
+EVALUATION = Above(look=0.5)  # share of the time
+SAMPLES = Above(look=0.25)
+SAVES = Above(look=0.25)
 LEAST_SHARE = 0.005  # that is told
-SLOWEST_RANK = (1.5, math.inf)  # times the median rank
-LOW_MFU = 0.5  # of the MFU that `accel-gpt plan` assumes
+SLOWEST_RANK = Above(look=1.5)  # times the median rank
+LOW_MFU = Below(look=0.5)  # of the MFU that `accel-gpt plan` assumes
 LARGE_MODEL = 100_000_000  # parameters; smaller models do not fill a GPU
 LOST_SECONDS = 3600.0  # of work that a kill costs; assumption
-LOST_SHARE = 0.3  # of the work so far
+LOST_SHARE = 0.3  # of the work so far, if it takes `LEAST_LOST_SECONDS`
+LEAST_LOST_SECONDS = 600.0  # assumption
 LOST_STEPS = 20  # fewer are no loss; assumption
 
 
 def data(case: Case) -> Line:
-    """Is the data sound?"""
+    """Judge the tokens that the run trains on."""
     line = Line("data", "Is the data sound?")
     text = case.text
     if text is None:
@@ -54,26 +55,20 @@ def data(case: Case) -> Line:
     line.figure = "; ".join(facts)
     line.compared = f"counted over {text.counted_tokens:,} of {text.train_tokens:,} train tokens"
     line.find("fine")
-    line.judge(
-        text.copied_share,
-        *COPIED,
-        "remove the copies, and train anew",
-    )
-    if text.copied_share <= COPIED[0]:
-        line.judge(text.repeated, *REPEATED, "most of the text is there more than once")
+    line.judge(text.copied_share, COPIED, "remove the copies, and train anew")
+    if text.copied_share <= COPIED.look:
+        line.judge(text.repeated, REPEATED, "most of the text is there more than once")
     line.judge(
         text.most_frequent_share,
-        *MOST_FREQUENT,
+        MOST_FREQUENT,
         f"token {text.most_frequent!r} is too frequent: look for padding, or ids of another type",
     )
+    line.judge(text.unreadable, UNREADABLE, "characters were lost: read the text in its encoding")
     line.judge(
-        text.unreadable, *UNREADABLE, "characters were lost: read the text with its own encoding"
-    )
-    line.judge(
-        -text.read_back,
-        -READ_BACK[0],
-        -READ_BACK[1],
-        f"the tokenizer gives back {text.read_back:.0%} of the tokens: it is not theirs",
+        text.read_back,
+        READ_BACK,
+        f"only {text.read_back:.0%} of the tokens come back if their text is encoded: another "
+        "tokenizer made them",
     )
     if text.documents == 0 and text.counted_tokens > MANY_TOKENS:
         line.find("look", "no end-of-text token: documents run together, and samples do not end")
@@ -81,39 +76,55 @@ def data(case: Case) -> Line:
 
 
 def machine(case: Case) -> Line:
-    """Is the machine used?"""
+    """Judge what the time goes into."""
     line = Line("machine", "Is the machine used?")
-    _, rates = case.metrics.curve("perf/tokens_per_second")
-    _, step_ms = case.metrics.curve("perf/step_ms")
-    if not len(rates) or not len(step_ms):
+    steps, step_ms = case.metrics.curve("perf/step_ms")
+    _, speeds = case.metrics.curve("perf/tokens_per_second")
+    if not len(speeds) or not len(step_ms):
         line.compared = "no speed was logged"
         return line
     line.find("fine")
-    facts = [f"{np.median(rates):,.0f} tokens/s (median)"]
+    facts = [f"{median(speeds):,.0f} tokens/s (median)"]
     _, mfus = case.metrics.curve("perf/mfu")
+    line.compared = "no peak rate is known of this device"
+    share_of_plan = 0.0
     if len(mfus):
-        mfu = float(np.median(mfus))
+        mfu = float(median(mfus))
         assumed = assumed_mfu(case.config)
+        share_of_plan = mfu / assumed
         facts.append(f"MFU {mfu:.0%}")
         line.compared = f"plan assumes an MFU of {assumed:.0%}"
         if case.recorded("model", "parameters") > LARGE_MODEL:
-            line.judge(-mfu, -LOW_MFU * assumed, math.inf, "try a larger train.micro_batch_size")
-    else:
-        line.compared = "no peak rate is known of this device"
-    _, waits = case.metrics.curve("perf/data_wait_ms")
-    if len(waits):
-        share = float(np.mean(waits) / np.mean(step_ms))
-        if share >= LEAST_SHARE:
-            facts.append(f"{share:.0%} of a step waits for data")
-        line.judge(share, *WAITS, "reading is too slow: copy the data to a local disk")
+            line.judge(share_of_plan, LOW_MFU, "try a larger train.micro_batch_size")
+    waits = share_of_waits(case, steps, step_ms)
+    if waits >= LEAST_SHARE:
+        facts.append(f"{waits:.0%} of the steps wait for data")
+        if share_of_plan < 1:  # a GPU that is busy hides the wait
+            line.judge(waits, WAITS, "reading is too slow: copy the data to a local disk")
     facts += pauses(case, line)
     _, slowest = case.metrics.curve("perf/slowest_rank")
     if len(slowest):
-        times = float(np.median(slowest))
+        times = float(median(slowest))
         facts.append(f"the slowest rank takes {times:.2f} times as long as the median")
-        line.judge(times, *SLOWEST_RANK, "all ranks wait for one: look at its machine")
+        line.judge(times, SLOWEST_RANK, "all ranks wait for one: look at its machine")
     line.figure = "; ".join(facts)
     return line
+
+
+def share_of_waits(case: Case, steps: Floats, step_ms: Floats) -> float:
+    """Return the share of the time of steps in which the host waits for data.
+
+    The first record of a launch is left out: its steps compile.
+    """
+    _, wait_ms = case.metrics.curve("perf/data_wait_ms")
+    covered = np.diff(steps, prepend=0)  # steps of each record
+    counted = np.ones(len(steps), bool)
+    for launched in (0, *case.run.resumes()):
+        counted[np.flatnonzero(steps > launched)[:1]] = False
+    if len(wait_ms) != len(step_ms) or not counted.any():
+        return 0.0
+    whole = float((covered * step_ms)[counted].sum())
+    return float((covered * wait_ms)[counted].sum()) / whole if whole > 0 else 0.0
 
 
 def pauses(case: Case, line: Line) -> Iterator[str]:
@@ -126,46 +137,46 @@ def pauses(case: Case, line: Line) -> Iterator[str]:
         ("perf/samples_s", "samples", SAMPLES, "raise sample.every"),
         ("perf/save_s", "saves", SAVES, "raise checkpoint.every"),
     ):
-        share = case.total(key) / seconds
+        share = float(case.metrics.curve(key)[1].sum()) / seconds
         if share >= LEAST_SHARE:
             yield f"{noun} {share:.0%} of the time"
-        line.judge(share, *bounds, todo)
+        line.judge(share, bounds, todo)
 
 
 def kill(case: Case) -> Line:
-    """Would a kill hurt?"""
+    """Verify the newest checkpoint, and judge how much work it would leave to repeat."""
     line = Line("kill", "Would a kill hurt?")
     run = case.run
     copies = run.config.get("checkpoint.copy_to")
     line.compared = f"copied to {copies}" if copies else "not copied (checkpoint.copy_to)"
-    last = run.last_step
-    damaged = 0
+    newest = 0
     for step, folder in reversed(run.checkpoints.items()):
         try:
             verify_checkpoint(folder)
         except AccelGPTError as error:
-            damaged += 1
-            line.find("wrong", first_line(error))
+            if folder.is_dir():  # else it was pruned meanwhile
+                line.find("wrong", first_line(error))
             continue
-        lost = max(run.step - step, 0)
-        seconds = case.seconds_after(step)
-        line.figure = (
-            f"checkpoint of step {step:,} is intact; {lost:,} steps since, "
-            f"{format_clock(seconds)} of work"
-        )
-        line.find("fine")
-        if lost > LOST_STEPS and (seconds > LOST_SECONDS or lost > LOST_SHARE * last):
-            line.find("look", "a kill costs these steps: lower checkpoint.every")
-        return line
-    line.figure = f"{'all are damaged' if damaged else 'no checkpoint'} after {last:,} steps"
-    if last > LOST_STEPS and not damaged:
-        every = case.config.checkpoint.every
-        line.find("wrong", f"a kill costs the whole run: checkpoint.every is {every:,}")
+        newest = step
+        break
+    lost = max(run.last_step - newest, 0)
+    seconds = case.seconds_after(newest)
+    name = f"checkpoint of step {newest:,} is intact" if newest else "no intact checkpoint"
+    line.figure = f"{name}; {lost:,} steps since, {format_clock(seconds)} of work"
+    line.find("fine")
+    long = seconds > LOST_SECONDS or (
+        lost > LOST_SHARE * run.last_step and seconds > LEAST_LOST_SECONDS
+    )
+    every = case.config.checkpoint.every
+    if not newest and lost > LOST_STEPS and run.state != "running":
+        line.find("wrong", f"its work is lost: checkpoint.every is {every:,}")
+    elif lost > LOST_STEPS and long:
+        line.find("look", f"a kill costs this work: checkpoint.every is {every:,}")
     return line
 
 
 def identity(case: Case) -> Line:
-    """Does it say what it is?"""
+    """Judge whether the record of the run tells what made it."""
     line = Line("identity", "Does it say what it is?")
     if not case.run.launches:
         line.compared = "run.json is missing"

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import lzma
+import math
 import unicodedata
 import zlib
 from collections import Counter
@@ -39,8 +40,8 @@ MOST_TOKENS = 100_000_000  # of the train split that are counted
 WINDOW_TOKENS = 50  # Lee et al. 2022, arXiv 2107.06499: copies of 50 tokens
 WINDOW_BYTES = 200  # about 50 tokens of GPT-2, for tokenizers with shorter tokens
 MOST_WINDOWS = 2**14  # windows that are looked for in the train split; assumption
-READ_BACK = 64  # train sequences that are decoded and encoded again; assumption
-READ_BACK_TOKENS = 512  # of each
+READ_AGAIN = 64  # train sequences that are decoded and encoded again; assumption
+READ_AGAIN_TOKENS = 512  # of each
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,25 @@ class TextStatistics:
     copied_share: float  # share of tokens in exact copies of an earlier document
     unreadable: float  # share of characters that are U+FFFD, control characters or unknown tokens
     read_back: float  # share of tokens that the tokenizer gives again for their text
+
+    @property
+    def read(self) -> str:
+        """Name the train text that was read."""
+        if self.counted_tokens >= self.train_tokens:
+            return "the train text"
+        return f"the {self.counted_tokens:,} train tokens that were read"
+
+    def leaked(self, sigma: float) -> float:
+        """Estimate the share of validation windows in train beyond that of repeated train windows.
+
+        If only a part of the train text was read, as many more stand in the rest. The estimate is 0
+        if the difference is less than `sigma` standard errors.
+        """
+        difference = self.val_in_train - self.repeated
+        variance = sum(share * (1 - share) for share in (self.val_in_train, self.repeated))
+        if difference < sigma * math.sqrt(variance / MOST_WINDOWS):
+            return 0.0
+        return min(1.0, difference * self.train_tokens / self.counted_tokens)
 
 
 def text_statistics(config: Config, run: Path) -> TextStatistics:
@@ -236,7 +256,7 @@ def count_documents(scans: Sequence[Scan]) -> tuple[int | None, int, float]:
     _, first = np.unique(hashes, return_index=True)
     copied = 1 - lengths[first].sum() / lengths.sum()
     ends = sum(one.documents.ends for one in scans if one.documents is not None)
-    return ends, int(np.median(lengths)), float(copied)
+    return ends, int(np.sort(lengths)[len(lengths) // 2]), float(copied)
 
 
 def compress(val: EvaluatedTokens, tokenizer: Tokenizer) -> dict[str, float]:
@@ -262,8 +282,8 @@ def read_again(splits: Sequence[Split], tokenizer: Tokenizer) -> tuple[float, fl
     tokens = 0
     back = 0
     for split in splits:
-        length = min(READ_BACK_TOKENS, int(split.lengths.max()))
-        for row in sample(split, length, READ_BACK // len(splits)).tolist():
+        length = min(READ_AGAIN_TOKENS, int(split.lengths.max()))
+        for row in sample(split, length, max(1, READ_AGAIN // len(splits))).tolist():
             ids = [one for one in row if one not in (tokenizer.eot_id, tokenizer.unk_id)]
             text = tokenizer.decode(ids).strip("\ufffd")
             unreadable += row.count(tokenizer.unk_id) if tokenizer.unk_id is not None else 0

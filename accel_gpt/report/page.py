@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 def build_page(runs: Sequence[NamedRun], health: Sequence[Sequence[Any]] = ()) -> str:
     """Return the whole page.
 
-    `health`: the lines of the doctor for each run, see health/case.py; empty: the page has none.
+    `health`: the lines of the doctor for each run, see health/case.py. A run may have none.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),

@@ -1,10 +1,11 @@
 """Measure the size of an update, as a share of the weights, for each part of a model.
 
     train/update_ratio/PART        ||change|| / ||weights|| of the matrices and embeddings of a part
-    train/update_ratio/least       the smallest ratio of any of these weights
+    train/update_ratio/least       the smallest ratio of a single matrix
 
 A part is the path of a weight without numbers: `blocks.3.attn.qkv.weight` is of `blocks.attn`. Only
-some rows of each weight are copied and compared. Vectors are left out: many of them begin at zero.
+some numbers of each weight are copied and compared. Vectors are left out: many of them begin at
+zero. `least` is of matrices alone: an embedding stands still where its tokens are rare.
 """
 
 import math
@@ -13,12 +14,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import is_sharded, local_shard
 
-SAMPLED = 2**14  # about this many numbers of each weight are compared; assumption
+SAMPLED = 128  # rows of a weight that are compared, and columns of them; assumption
 MOST_PARTS = 8  # a model of --code with more is measured as one part; assumption
 PATH_LENGTH = 2  # names of a path that make a part
 WHOLE = "model"
@@ -35,11 +36,14 @@ class UpdateSizes:
         self.accelerator = accelerator
         # FSDP replaces the parameters of the model for a while, but not those of the optimizer
         self.weights: list[Tensor] = []
+        self.embeddings: list[bool] = []  # whether each of them is one
+        looked_up = {id(m.weight) for m in gpt.modules() if isinstance(m, nn.Embedding)}
         parts = []
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 if weight.dim() > 1:
                     self.weights.append(weight)
+                    self.embeddings.append(id(weight) in looked_up)
                     parts.append(part_of(names.get(id(weight), WHOLE)))
         if len(set(parts)) > MOST_PARTS:
             parts = [WHOLE] * len(parts)
@@ -49,26 +53,27 @@ class UpdateSizes:
         self.shares: Tensor | None = None  # (weights, 1): all numbers over those that are compared
         self.squares: Tensor | None = None  # (weights, 2): of changes and of weights
 
-    def rows(self) -> list[Tensor]:
-        """Return evenly spaced rows of each weight, as views; under FSDP of this rank's shard."""
+    def samples(self) -> list[Tensor]:
+        """Return evenly spaced numbers of each weight, as views; under FSDP of this rank's rows."""
         views = []
         for weight in self.weights:
             local = local_shard(weight.detach())
-            views.append(local[:: max(1, local.numel() // SAMPLED)])
+            every = [max(1, size // SAMPLED) for size in local.shape[:2]]
+            views.append(local[:: every[0], :: every[1]])
         return views
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy rows of the weights before an update."""
-        self.before = [rows.clone() for rows in self.rows()]
+        """Copy a sample of the weights before an update."""
+        self.before = [sample.clone() for sample in self.samples()]
 
     @torch.no_grad()
     def end(self) -> None:
-        """Compare these rows with those after the update; nothing waits for the device."""
+        """Compare the sample with the one after the update; nothing waits for the device."""
         if not self.before:
             return
-        rows = self.rows()
-        changes = [after - before for after, before in zip(rows, self.before, strict=True)]
+        samples = self.samples()
+        changes = [after - before for after, before in zip(samples, self.before, strict=True)]
         norms = [
             torch._foreach_norm(changes),
             torch._foreach_norm(self.before),
@@ -76,18 +81,21 @@ class UpdateSizes:
         each = torch.stack([torch.stack(list(part)).float() for part in norms], dim=1)
         if self.shares is None:
             shares = []
-            for weight, sample in zip(self.weights, rows, strict=True):
+            for weight, sample in zip(self.weights, samples, strict=True):
                 shares.append([local_shard(weight).numel() / max(1, sample.numel())])
             self.shares = torch.tensor(shares, device=each.device)
         self.squares = each**2 * self.shares
-        if self.sharded:
-            self.squares = self.accelerator.reduce(self.squares, "sum")
         self.before = []
 
     def metrics(self) -> dict[str, float]:
-        """Return the ratios of the last update that was measured; {} if there is none."""
+        """Return the ratios of the last update that was measured; {} if there is none.
+
+        A collective under FSDP.
+        """
         if self.squares is None:
             return {}
+        if self.sharded:
+            self.squares = self.accelerator.reduce(self.squares, "sum")
         rows: list[tuple[float, float]] = self.squares.tolist()
         self.squares = None
         sums: dict[str, tuple[float, float]] = {}
@@ -95,7 +103,8 @@ class UpdateSizes:
             before = sums.get(part, (0.0, 0.0))
             sums[part] = (before[0] + change, before[1] + size)
         found = dict(known_ratios({f"{RATIO}/{part}": pair for part, pair in sums.items()}))
-        each = dict(known_ratios({str(number): pair for number, pair in enumerate(rows)}))
+        matrices = {str(i): rows[i] for i in range(len(rows)) if not self.embeddings[i]}
+        each = dict(known_ratios(matrices))
         if each:
             found[f"{RATIO}/least"] = min(each.values())
         return found

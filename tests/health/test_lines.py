@@ -15,7 +15,7 @@ from accel_gpt.config.model import ModelConfig
 from accel_gpt.health import bands
 from accel_gpt.health.case import Case, Line
 from accel_gpt.health.doctor import CHECKS, verdict
-from accel_gpt.health.learning import risen
+from accel_gpt.health.learning import rise_of
 from accel_gpt.health.text import TextStatistics
 from accel_gpt.report.runs import NamedRun
 from tests.helpers.runs import LAUNCH, SHAPE, make_run
@@ -106,15 +106,24 @@ def changed(key: str, change: Callable[[int, float], float]) -> Records:
     return rows
 
 
+def evaluated_at(loss: float) -> Records:
+    """Return the sound records with this loss in all evaluations."""
+    rows = records()
+    for row in rows:
+        if "eval/val_loss" in row:
+            row |= {"eval/val_loss": loss, "eval/train_loss": loss - 0.1}
+    return rows
+
+
 # (line, verdict, what differs from the sound run)
 FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "no better than the unigram model": (
         *("counting", "wrong"),
-        {"rows": changed("eval/val_loss", lambda step, loss: 5.99)},
+        {"rows": evaluated_at(5.99)},
     ),
     "worse than the bigram model": (
         *("counting", "look"),
-        {"rows": changed("eval/val_loss", lambda step, loss: 5.0)},
+        {"rows": evaluated_at(5.0)},
     ),
     "a loss that nothing can have": (
         *("leak", "wrong"),
@@ -158,7 +167,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "a train loss that falls slowly": (
         *("curve", "look"),
-        {"rows": changed("train/loss", lambda step, loss: 6 * step**-0.03)},
+        {"rows": changed("train/loss", lambda step, loss: 6 * step**-0.01)},
     ),
     "a train loss that falls too fast": (
         *("curve", "look"),
@@ -249,9 +258,7 @@ def test_a_fault_shows_on_its_line(fault: str, tmp_path: Path) -> None:
     lines = examine(tmp_path, **changes)
     assert lines[name].verdict == expected, lines[name]
     assert lines[name].todo
-    others = flagged(lines).keys() - {name}
-    allowed = {"fit"} if name == "counting" else {"counting", "fit"} if name == "leak" else set()
-    assert others <= allowed | ({"curve"} if fault == "loss spikes" else set())
+    assert flagged(lines).keys() == {name}
 
 
 def test_noise_is_no_rise() -> None:
@@ -260,7 +267,7 @@ def test_noise_is_no_rise() -> None:
     for noise, rise, expected in ((0.3, 0.0, 0), (0.01, 0.0, 0), (0.01, 0.2, 0.05)):
         losses = 4 + noise * draw.standard_normal(400)
         losses[200:] += rise
-        found, step = risen(steps, losses)
+        found, step = rise_of(steps, losses)
         assert found == pytest.approx(expected, abs=0.005 if expected else 0)
         assert not expected or step <= 200
 
@@ -304,7 +311,7 @@ def test_a_run_without_records_has_no_verdict_where_nothing_is_known(tmp_path: P
     rows = [{"step": 1, "tokens": 4096, "time": 1.0}]
     lines = examine(tmp_path, rows=rows, text=None, launches=[launch()])
     unknown = {name for name, line in lines.items() if line.verdict is None}
-    assert unknown == {"counting", "leak", "fit", "curve", "data", "machine"}
+    assert unknown == {"counting", "leak", "fit", "curve", "rates", "data", "machine"}
 
 
 def test_own_targets_have_a_loss_of_their_own(tmp_path: Path) -> None:
@@ -313,6 +320,62 @@ def test_own_targets_have_a_loss_of_their_own(tmp_path: Path) -> None:
     lines = examine(tmp_path, rows=rows, launches=[own])
     assert lines["counting"].verdict is None
     assert lines["leak"].verdict == "fine"
+
+
+def test_trained_weights_begin_where_others_end(tmp_path: Path) -> None:
+    """A finetuned model knows more than its text tells, and its loss hardly falls."""
+    rows = changed("train/loss", lambda step, loss: 3.2 - step / 1e4)
+    for row in rows:
+        if "eval/val_loss" in row:
+            row["eval/val_loss"] = row["eval/train_loss"] = 1.0
+    model = ModelConfig(**SHAPE, init_from="gpt2")
+    assert flagged(examine(tmp_path, rows=rows, model=model)) == {}
+
+
+def test_the_first_steps_of_a_run_are_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a warm-up of 2,000 steps, the loss has hardly fallen, and updates are small."""
+    monkeypatch.setattr(NamedRun, "in_use", True)
+    plan = {**launch()["plan"], "max_steps": 20_000, "warmup_steps": 2000}
+    rows = [row for row in records() if row["step"] <= 50]
+    for row in rows:
+        row |= {"train/loss": 9.0, "train/lr": 1e-6 * row["step"]}
+        row |= {"train/update_ratio/wte": 1e-5, "train/update_ratio/blocks.mlp": 1e-5}
+        if "eval/val_loss" in row:
+            row |= {"eval/val_loss": 9.0, "eval/train_loss": 9.0}
+    lines = examine(tmp_path, rows=rows, launches=[launch(plan=plan)])
+    assert {name: verdict for name, verdict in flagged(lines).items() if verdict != "None"} == {}
+
+
+def test_a_text_without_order_gives_no_verdict_on_order(tmp_path: Path) -> None:
+    for bigram in (6.0, 6.2):
+        text = replace(TEXT, losses={"unigram": 6.0, "bigram": bigram, "5-gram": 6.0})
+        rows = changed("eval/val_loss", lambda step, loss: 6.0)
+        for row in rows:
+            if "eval/val_loss" in row:
+                row["eval/train_loss"] = 5.9
+        assert flagged(examine(tmp_path / str(bigram), rows=rows, text=text)) == {}
+
+
+def test_a_part_of_the_text_tells_of_the_whole() -> None:
+    """A tenth was read: a tenth of what leaked is found, and noise is not multiplied."""
+    part = replace(TEXT, counted_tokens=200_000, val_in_train=0.1, repeated=0.0)
+    assert part.leaked(4.0) == pytest.approx(1.0)
+    assert part.read == "the 200,000 train tokens that were read"
+    assert replace(part, val_in_train=0.052, repeated=0.05).leaked(4.0) == 0
+    assert replace(TEXT, val_in_train=0.1, repeated=0.04).leaked(4.0) == pytest.approx(0.06)
+
+
+def test_the_wait_of_a_launch_that_compiles_is_counted(tmp_path: Path) -> None:
+    rows = changed("perf/data_wait_ms", lambda step, wait: 45.0)
+    rows[0]["perf/step_ms"] = 90_000.0
+    assert examine(tmp_path, rows=rows)["machine"].verdict == "look"
+
+
+def test_a_busy_gpu_hides_the_wait(tmp_path: Path) -> None:
+    rows = [{**row, "perf/mfu": 0.45} for row in changed("perf/data_wait_ms", lambda *_: 45.0)]
+    assert examine(tmp_path, rows=rows)["machine"].verdict == "fine"
 
 
 def test_the_verdict_names_what_is_not_fine(tmp_path: Path) -> None:

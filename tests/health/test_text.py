@@ -12,7 +12,7 @@ from accel_gpt.config.data import DataConfig, PrepareConfig, Weighted
 from accel_gpt.config.experiment import Config, EvalConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.corpus import open_corpus
-from accel_gpt.health import text
+from accel_gpt.health import text, windows
 from accel_gpt.health.text import STATISTICS, TextStatistics, text_statistics
 from accel_gpt.prepare.prepare import prepare
 
@@ -126,9 +126,12 @@ def test_a_mixture_counts_as_it_is_read(tmp_path: Path) -> None:
 
 
 def test_only_part_of_much_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "MOST_TOKENS", 10)
-    found = statistics(tmp_path, documents(10), documents(8, first=1))
-    assert 0 < found.counted_tokens <= found.train_tokens
+    monkeypatch.setattr(text, "MOST_TOKENS", 12_000)
+    monkeypatch.setattr(windows, "CHUNK", 1000)
+    found = statistics(tmp_path, documents(40) * 2, documents(8, first=1))
+    assert found.counted_tokens == pytest.approx(12_000, abs=1000)
+    assert found.train_tokens == 80 * 601
+    assert found.copied_share < 0.5  # a document that is cut is none
 
 
 # --------------------------------------------------------------------------- the file

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt.data.shards import Shard, Split
+from accel_gpt.errors import DataError
 from accel_gpt.health import windows
 from accel_gpt.health.counting import EvaluatedTokens, cross_entropies, frequencies, ngram_tables
 from accel_gpt.health.windows import Hasher, KeyTable, chunks, scan
@@ -84,12 +85,30 @@ def test_keys_that_share_a_slot_are_all_counted() -> None:
     assert table.counts.tolist() == [1, 2, 0, 0, 1, 1]
 
 
+def test_documents_are_not_joined_across_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "CHUNK", 4)
+    split = split_of([1, 2, END, 3, 4, 4, 4, 4, 5, END, 1, 2, 3, 3, 3, 3])
+    hasher = Hasher(VOCABULARY)
+    found = scan(split, hasher, {2: KeyTable(np.zeros(1, np.uint64))}, most=8)
+    assert found.documents is not None
+    assert [len(hashes) for hashes in found.documents.hashes] == [1, 1]
+    assert found.documents.close()[1].tolist() == [2, 1, 2]  # not 3 5
+
+
+def test_a_token_beyond_the_vocabulary_is_named() -> None:
+    split = split_of([1, 2, VOCABULARY + 3])
+    with pytest.raises(DataError, match=f"token {VOCABULARY + 3} at index 2"):
+        scan(split, Hasher(VOCABULARY), {2: KeyTable(np.zeros(1, np.uint64))}, most=10)
+
+
 def test_chunks_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "CHUNK", 10)
     split = split_of([1] * 55, [2] * 45)
     assert sum(length for _, _, length in chunks(split, 10**9)) == 100
     found = list(chunks(split, 40))
     assert [(shard, start) for shard, start, _ in found] == [(0, 0), (0, 20), (0, 50), (1, 20)]
+    many = split_of(*[[1] * 2] * 50)  # shards far smaller than a chunk
+    assert sum(length for _, _, length in chunks(many, 50)) == 50
 
 
 # --------------------------------------------------------------------------- models that count
@@ -143,6 +162,19 @@ def test_random_text_has_its_entropy() -> None:
     losses = losses_of(draw[:30_000], [draw[i : i + 100] for i in range(30_000, 40_000, 100)])
     for loss in losses.values():
         assert loss == pytest.approx(math.log(VOCABULARY - 1), abs=0.02)
+
+
+@pytest.mark.parametrize("count", [4008, 4009])
+def test_a_context_that_was_seen_once_is_known(count: int) -> None:
+    """A weighted count may be rounded below 1, and a source of a mixture may count less."""
+    text = np.arange(1, count + 1) % (count + 1)
+    val = evaluated([text[i : i + 50].tolist() for i in range(0, 1000, 50)])
+    seen = [np.ones(len(val.tokens)) for _ in range(5)]
+    for scale in (1.0, 1 - 1e-12, 0.3):
+        counts = [scale * ones for ones in seen]
+        losses = cross_entropies(val, counts, scale * count, count + 1)
+        assert losses["bigram"] < 0.1
+        assert losses["unigram"] == pytest.approx(math.log(count), abs=0.1)
 
 
 def test_a_token_that_train_lacks_has_a_finite_loss() -> None:

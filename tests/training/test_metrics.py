@@ -6,10 +6,13 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from accel_gpt import files
 from accel_gpt.config.experiment import Config, TrainConfig
@@ -17,7 +20,7 @@ from accel_gpt.config.model import PRESETS
 from accel_gpt.config.plan import make_plan
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sizes import flops_per_token, parameter_counts
-from accel_gpt.training.metrics import COLUMNS, MetricsLog, Speed, Stopwatch
+from accel_gpt.training.metrics import COLUMNS, MetricsLog, RankClock, Speed, Stopwatch
 from accel_gpt.training.updates import RATIO
 from tests.conftest import QUIET, launch, tiny
 
@@ -90,6 +93,31 @@ def test_pauses_are_summed_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> 
             pass
     assert watch.take_pauses() == {"perf/save_s": 6.0, "perf/evaluation_s": 0.5}
     assert watch.take_pauses() == {}
+
+
+def test_the_slowest_rank_is_compared_with_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 1.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    gathered: list[float] = []
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        gathered.extend(own.tolist())
+        return torch.tensor([0.5, 0.5, 2.0, 0.6])
+
+    engine: Any = SimpleNamespace(
+        num_processes=4,
+        distributed_type=DistributedType.MULTI_CPU,
+        device=torch.device("cpu"),
+        gather=gather,
+    )
+    ranks = RankClock(engine)
+    ranks.begin_step()
+    ranks.end_forward()
+    ranks.end_forward()  # of the next micro-step: not counted
+    assert ranks.metrics() == {"perf/slowest_rank": pytest.approx(4.0)}
+    assert gathered == [0.5]
+    engine.num_processes = 1
+    assert RankClock(engine).metrics() == {}
 
 
 def test_a_record_that_finds_no_room_is_written_whole_with_the_next(

@@ -68,7 +68,8 @@ class KeyTable:
     """Counts how often each of some keys occurs in a stream of keys."""
 
     def __init__(self, keys: Keys) -> None:
-        self.keys = np.unique(keys)
+        ordered = np.sort(keys)
+        self.keys = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
         self.counts = np.zeros(len(self.keys), np.int64)
         slots = self.keys >> np.uint64(64 - SLOT_BITS)
         self.first = np.full(1 << SLOT_BITS, -1, np.int32)  # of the keys in a slot

@@ -545,9 +545,9 @@ class ReportCommand(Command):
 class DoctorCommand(Command):
     """Answer nine questions about a run, each with a figure, a comparison and a verdict.
 
-    Is it better than counting, too good, overfitted, well shaped, well rated, sound in its data,
-    fast, safe and named? A verdict is fine, look or wrong. It needs no GPU and also examines a run
-    that trains. Examples:
+    It compares the loss with models that count, looks for leaks, overfitting, a curve or rates that
+    are unusual, faults of the data, wasted time, lost work and missing records. A verdict is fine,
+    look or wrong. It needs no GPU and also examines a run that trains. Examples:
       accel-gpt doctor runs/quickstart
       accel-gpt doctor runs/quickstart --json
     """

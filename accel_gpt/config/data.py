@@ -159,11 +159,12 @@ class DataConfig(Section, prefix="data."):
         per_machine=True,
         path=True,
     )
-    shuffle: Literal["global", "shards", "none", "replacement"] = option(
+    shuffle: Literal["global", "groups", "shards", "none", "replacement"] = option(
         "global",
-        "Order of the sequences. global: a new permutation of all sequences each epoch. shards: "
-        "shards in random order, each read in order. none: all sequences in order. replacement: "
-        "random crops, as in nanoGPT.",
+        "Order of the sequences. global: a new permutation of all sequences each epoch. groups: "
+        "shards in random order, in groups of 8; the sequences of a group are permuted together. "
+        "shards: shards in random order, each read in order. none: all sequences in order. "
+        "replacement: random crops, as in nanoGPT.",
         resume="refuse",
     )
     document_mask: bool = option(

@@ -30,6 +30,7 @@ from accel_gpt.model.targets import TargetMask
 
 StateDict = Mapping[str, Any]
 CHECKED_TOKENS = 10_000_000  # searched for end-of-text; assumption: no document is longer
+GROUP_SHARDS = 8  # shards whose sequences are permuted together if data.shuffle is groups
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def open_corpus(config: Config) -> Corpus:
         sources=tuple(sources),
         block_size=config.model.block_size,
         shuffle=data.shuffle,
+        group=GROUP_SHARDS,
         seed=config.seed,
     )
     val = open_sources(
@@ -313,18 +315,24 @@ def check_documents(source: Source) -> None:
 
 
 def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
-    """Raise `UserError` if the remote shards that are shuffled together do not fit the cache."""
+    """Raise `UserError` if the remote shards that are shuffled together do not fit the cache.
+
+    With `groups` the cache must hold two groups, because a batch may span two.
+    """
     if data.shuffle in ("shards", "none"):
         return
+    count = 2 * GROUP_SHARDS if data.shuffle == "groups" else None
     needed = 0
     for source in sources:
         if source.split.remote is not None:
             infos = source.split.remote.infos
-            needed += sum(infos[shard.name].size for shard in source.split.shards)
+            sizes = [infos[shard.name].size for shard in source.split.shards]
+            needed += sum(sorted(sizes, reverse=True)[:count])
     require(
         needed <= data.cache_gb * 1e9,
         f"data.shuffle {data.shuffle} needs {needed / 1e9:,.1f} GB of remote shards at once, but "
-        f"data.cache_gb is {data.cache_gb:g}; raise it, or set data.shuffle to shards",
+        f"data.cache_gb is {data.cache_gb:g}; raise it, or set data.shuffle to "
+        f"{'shards' if data.shuffle == 'groups' else 'groups'}",
     )
 
 

@@ -114,6 +114,7 @@ class Mixture:
     sources: tuple[Source, ...]
     block_size: int
     shuffle: Shuffle
+    group: int
     seed: int
     origin: int = 0
     given: Mapping[str, int] = field(default_factory=dict)
@@ -134,6 +135,7 @@ class Mixture:
                 lengths=source.split.lengths,
                 block_size=self.block_size,
                 shuffle=self.shuffle,
+                group=self.group,
                 seed=self.seed,
                 fingerprint=source.split.fingerprint,
             )

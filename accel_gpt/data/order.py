@@ -19,7 +19,7 @@ import numpy.typing as npt
 from accel_gpt.data.shards import Ints
 from accel_gpt.errors import DataError
 
-Shuffle = Literal["global", "shards", "none", "replacement"]
+Shuffle = Literal["global", "groups", "shards", "none", "replacement"]
 Words = npt.NDArray[np.uint64]
 # Feistel rounds; an even number leaves both halves with their own widths. 4 suffice (Luby-Rackoff).
 ROUNDS = 6
@@ -32,6 +32,7 @@ class Order:
     lengths: Ints  # (S,) tokens of each shard
     block_size: int
     shuffle: Shuffle
+    group: int  # largest number of shards in a group
     seed: int
     fingerprint: str
 
@@ -79,25 +80,57 @@ class Order:
         shards = self.shard_order(epoch)
         counts = self.counts[shards]
         ends = np.cumsum(counts)
+        if self.shuffle == "groups":
+            index = self.within_groups(epoch, shards, index)
         slot = np.searchsorted(ends, index, side="right")  # which of `shards` holds the sequence
         shard = shards[slot]
         starts = ends - counts
         number = index - starts[slot]  # index of the sequence within its shard
         return shard, self.offset(epoch, shard) + number * self.block_size
 
+    def within_groups(self, epoch: int, shards: Ints, index: Ints) -> Ints:
+        """Permute `index` within each group of `shards`; `shards` are in the order of the epoch."""
+        _, edges = self.groups(shards)
+        group = np.searchsorted(edges, index, side="right") - 1
+        image = np.empty_like(index)
+        for number in set(group.tolist()):
+            here = group == number
+            first = edges[number]
+            size = int(edges[number + 1] - first)
+            key = self.key(epoch, f"group {number}")
+            image[here] = first + permute(index[here] - first, size, key)
+        return image
+
+    def groups(self, shards: Ints) -> tuple[Ints, Ints]:
+        """Return the first shard and the first sequence of each group, as indices in the epoch.
+
+        Both arrays end with the totals, S and N. Group sizes differ by at most one shard. Each
+        shard is its own group unless `shuffle` is groups.
+        """
+        S = len(self.lengths)
+        size = self.group if self.shuffle == "groups" else 1
+        n_groups = -(-S // size)  # rounded up
+        first_shards = np.arange(n_groups + 1) * S // n_groups
+        sequences_before = np.concatenate(([0], np.cumsum(self.counts[shards])))  # (S + 1,)
+        return first_shards, sequences_before[first_shards]
+
     def upcoming(self, k: int, count: int) -> list[int]:
         """List the next `count` shards to read from sequence `k` on, in order.
 
-        With `global` and `replacement`, which jump between shards, it has all shards.
+        With shuffle `groups` the list covers two groups, regardless of `count`. With `global` and
+        `replacement`, which jump between shards, it has all shards.
         """
         if self.shuffle in ("global", "replacement"):
             return np.flatnonzero(self.counts).tolist()
+        if self.shuffle == "groups":
+            count = 2 * self.group
         epoch, index = divmod(k, self.sequences_per_epoch)
         found: list[int] = []
         while len(found) < count and epoch <= k // self.sequences_per_epoch + 1:
             shards = self.shard_order(epoch)
-            ends = np.cumsum(self.counts[shards])
-            shards = shards[np.searchsorted(ends, index, side="right") :]
+            first_shards, edges = self.groups(shards)
+            group = np.searchsorted(edges, index, side="right") - 1
+            shards = shards[first_shards[group] :]
             found += shards[self.counts[shards] > 0].tolist()
             epoch += 1
             index = 0
@@ -109,7 +142,7 @@ class Order:
         With shuffle `none`, `global` and `replacement` this is the order of the data folder.
         """
         shards = np.arange(len(self.lengths))
-        if self.shuffle == "shards":
+        if self.shuffle in ("shards", "groups"):
             return permute(shards, len(shards), self.key(epoch, "shards"))
         return shards
 

@@ -73,7 +73,7 @@ def mixture(corpus: Path, shuffle: Shuffle, weights: tuple[float, ...]) -> Mixtu
         )
         for i, weight in enumerate(weights)
     ]
-    return Mixture(tuple(sources), 32, shuffle, seed=1)
+    return Mixture(tuple(sources), 32, shuffle, group=2, seed=1)
 
 
 def test_a_changed_mixture_counts_what_earlier_ones_gave(corpus: Path) -> None:

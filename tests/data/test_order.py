@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from accel_gpt.data.order import Order, Shuffle, permute
 
-EPOCH_MODES: list[Shuffle] = ["global", "shards", "none"]
+EPOCH_MODES: list[Shuffle] = ["global", "groups", "shards", "none"]
 
 
 def order(lengths: list[int], block_size: int, shuffle: Shuffle = "global", seed: int = 1) -> Order:
-    return Order(np.array(lengths, dtype=np.int64), block_size, shuffle, seed, "fingerprint")
+    return Order(np.array(lengths, dtype=np.int64), block_size, shuffle, 3, seed, "fingerprint")
 
 
 def sequences(o: Order, first: int, last: int) -> list[tuple[int, int]]:
@@ -82,7 +82,9 @@ def test_later_epochs_cut_the_text_elsewhere(shuffle: Shuffle) -> None:
     assert {start % 64 for _, start in epochs[0]} == {0}
 
 
-@pytest.mark.parametrize(("shuffle", "lengths"), [("global", [1000]), ("shards", [50] * 20)])
+@pytest.mark.parametrize(
+    ("shuffle", "lengths"), [("global", [1000]), ("groups", [1000]), ("shards", [50] * 20)]
+)
 def test_each_epoch_has_another_order(shuffle: Shuffle, lengths: list[int]) -> None:
     """Its sequences are the same, apart from the offset at which they are cut."""
     o = order(lengths, 10, shuffle)
@@ -107,6 +109,27 @@ def test_none_reads_straight_on_global_jumps_and_shards_reads_one_after_the_othe
     assert [s for s, _ in found] != sorted(s for s, _ in found)
 
 
+def test_a_group_of_shards_is_mixed_and_read_before_the_next() -> None:
+    """11 shards of 19 sequences in groups of at most 3, and `upcoming` names two groups."""
+    o = order([200] * 11, 10, "groups")
+    n = o.sequences_per_epoch
+    found = sequences(o, 0, 2 * n)
+    groups = []
+    for first, size in ((0, 2), (2, 3), (5, 3), (8, 3), (11, 2)):  # the last is in the next epoch
+        part = found[first * 19 : (first + size) * 19]
+        groups.append({shard for shard, _ in part})
+        assert len(groups[-1]) == size
+        numbers = np.array([start for _, start in part])
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.4  # 1 if in order
+        assert len({shard for shard, _ in part[:12]}) == size
+    for k in range(0, n, 7):
+        now = next(i for i, end in enumerate((2, 5, 8, 11)) if k < end * 19)
+        upcoming = o.upcoming(k, 1)
+        assert set(upcoming[: len(groups[now])]) == groups[now]
+        assert set(upcoming[len(groups[now]) :][: len(groups[now + 1])]) == groups[now + 1]
+        assert len(upcoming) <= 2 * 3
+
+
 def test_replacement_draws_every_start() -> None:
     found = sequences(order([40, 33], 8, "replacement"), 0, 4000)
     assert {start for shard, start in found if shard == 0} == set(range(32))
@@ -114,5 +137,7 @@ def test_replacement_draws_every_start() -> None:
 
 
 def test_order_depends_on_seed_and_data() -> None:
-    orders = [Order(np.array([1000]), 8, "global", *key) for key in ((1, "a"), (2, "a"), (1, "b"))]
+    orders = [
+        Order(np.array([1000]), 8, "global", 1, *key) for key in ((1, "a"), (2, "a"), (1, "b"))
+    ]
     assert len({tuple(sequences(one, 0, 100)) for one in orders}) == 3

@@ -23,9 +23,11 @@ from accel_gpt import train
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config, EvalConfig
 from accel_gpt.config.model import ModelConfig
-from accel_gpt.data import downloads, remote
+from accel_gpt.config.plan import Plan
+from accel_gpt.data import downloads, loader, remote
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.data.downloads import Cache, RemoteFolder
+from accel_gpt.data.loader import read_sequences
 from accel_gpt.data.order import Shuffle
 from accel_gpt.data.remote import Missing, Store, Unreachable
 from accel_gpt.data.shards import HEADER
@@ -497,13 +499,33 @@ def many(server: Server, tmp_path: Path) -> Callable[..., Config]:
     return config
 
 
+def test_a_cache_of_two_groups_reads_each_shard_once(
+    server: Server, many: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 2000)  # bytes; a group has 8,000
+    found, requests = {}, Counter()
+    for name, url in (("remote", server.url), ("local", str(server.root))):
+        mixture = open_corpus(many("groups", 16, url)).train
+        server.requests.clear()  # requests of the evaluation
+        chunks = read_sequences(mixture, Plan(1, 4, 32, 1, 9, 0, 9), 257, 0, 0)
+        epoch = mixture.orders[0].sequences_per_epoch
+        found[name] = np.concatenate([next(chunks)[0] for _ in range(epoch // 28)])
+        requests = requests or server.requests.copy()
+        assert len(found[name]) >= epoch - 28
+    assert (found["remote"] == found["local"]).all()
+    assert len(requests) >= 24  # the last group of the evaluation is still cached
+    assert sum(requests.values()) <= 32 + 8  # plus the first group of the next epoch
+
+
 def test_an_order_that_needs_more_than_the_cache_is_refused(
     server: Server, many: Callable[..., Config]
 ) -> None:
     """The index is downloaded once for the splits of a folder."""
     open_corpus(many("shards", 1))
     assert server.requests["dataset.json"] == server.requests["tokenizer.json"] == 1
-    with pytest.raises(UserError, match=r"data.shuffle global needs .* set data.shuffle to shards"):
+    with pytest.raises(UserError, match=r"data.shuffle groups needs .*set data.shuffle to shards"):
+        open_corpus(many("groups", 4))
+    with pytest.raises(UserError, match=r"data.shuffle global needs .* set data.shuffle to groups"):
         open_corpus(many("global", 16))
 
 

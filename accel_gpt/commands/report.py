@@ -7,11 +7,13 @@ Reads the folder of each run, also while it trains, and what `accel-gpt doctor` 
 from pathlib import Path
 
 from accel_gpt.commands.options import ReportCommand
-from accel_gpt.console import write_out
+from accel_gpt.console import write_err, write_out
+from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
+from accel_gpt.health.case import Line
 from accel_gpt.health.doctor import examine
 from accel_gpt.report.page import build_page
-from accel_gpt.report.runs import open_runs
+from accel_gpt.report.runs import NamedRun, open_runs
 
 
 def run(options: ReportCommand) -> int:
@@ -19,7 +21,7 @@ def run(options: ReportCommand) -> int:
     runs = open_runs(options.run)
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     out = Path(options.out) if options.out else default
-    health = [examine(run) if run.config else [] for run in runs]
+    health = [health_of(run) for run in runs]
     page = build_page(runs, health).encode(errors="replace")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, [page])
@@ -28,3 +30,12 @@ def run(options: ReportCommand) -> int:
         if run.running:
             write_out(f"           {run.name}: {run.status}\n")
     return 0
+
+
+def health_of(run: NamedRun) -> list[Line]:
+    """Return the lines of the doctor; none, and a line on stderr, if the config cannot be read."""
+    try:
+        return examine(run)
+    except AccelGPTError as error:
+        write_err(f"the health of {run.name} is not known: {error}")
+        return []

@@ -91,10 +91,10 @@ class Case:
             self.why_no_text = "shards() of --code makes the data"
             return None
         data = self.config.data
-        if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
-            self.why_no_text = "the data are remote"
-            return None
         try:
+            if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
+                self.why_no_text = "the data are remote"
+                return None
             return text_statistics(self.config, self.run.path)
         except (AccelGPTError, OSError) as error:
             self.why_no_text = first_line(error)

@@ -40,7 +40,7 @@ def load_json_or_none(kind: type[T], path: Path) -> T | None:
     """Read a JSON file into `kind`, without unknown keys; None if it is missing or damaged."""
     try:
         return msgspec.convert(read_json(path), kind)
-    except (OSError, ValueError, msgspec.ValidationError):
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
 
 

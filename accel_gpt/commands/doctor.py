@@ -15,7 +15,8 @@ from accel_gpt.health.case import Line
 from accel_gpt.health.doctor import examine, verdict
 from accel_gpt.report.runs import open_runs
 
-WIDEST = 120  # columns of the page
+NARROWEST = 40  # columns of the page
+WIDEST = 120
 INDENT = " " * 7  # the width of a verdict
 
 
@@ -33,7 +34,7 @@ def run(options: DoctorCommand) -> int:
 
 def page(lines: Sequence[Line]) -> Iterator[str]:
     """Yield each line of the page, wrapped to the terminal: verdict, question, answer, advice."""
-    width = min(shutil.get_terminal_size().columns, WIDEST)
+    width = max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST))
     for line in lines:
         compared = f"; beside: {line.compared}" if line.compared else ""
         answer = f"{line.verdict or '-':<6} {line.question} {line.figure}{compared}"

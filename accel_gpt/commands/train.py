@@ -24,6 +24,7 @@ from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import all_gather, on_main
 from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import Launch, open_launch
+from accel_gpt.launch.stopping import exiting_on_signals
 from accel_gpt.launcher import PREEMPTED, is_main, use_slurm_variables
 from accel_gpt.model.language_model import draw_weights
 from accel_gpt.prepare.missing_data import ensure_data
@@ -83,13 +84,17 @@ def train_config(config: Config, source: str) -> int:
 
 
 def tell_health(out_dir: str) -> None:
-    """Print the verdict on a run that has reached its last step; no error changes its exit code."""
-    try:
-        (run,) = open_runs([out_dir])
-        if run.state == "finished":  # not so with train.stop_at
-            print_line(f"health   {verdict(examine(run))}; accel-gpt doctor {out_dir}")
-    except Exception as error:
-        print_line(f"health   not known: {first_line(error)}")
+    """Print the verdict on a run that has reached its last step.
+
+    The run is complete: neither an error nor a signal changes its exit code.
+    """
+    with exiting_on_signals(exit_code=0):
+        try:
+            (run,) = open_runs([out_dir])
+            if run.state == "finished":  # not so with train.stop_at
+                print_line(f"health   {verdict(examine(run))}; accel-gpt doctor {out_dir}")
+        except Exception as error:
+            print_line(f"health   not known: {first_line(error)}")
 
 
 def make_uploader(config: Config, launch: Launch) -> Uploader | None:

@@ -19,8 +19,9 @@ from accel_gpt.report.curves import Floats
 # share of the way from the unigram to the bigram model
 BIGRAM_SHARE = Below(look=0.75, wrong=0.05)
 LEAST_ORDER = 0.05  # nats between these two models: less tells nothing; assumption
-# loss over the loss of the 5-gram model; a 7B model reaches about 0.44 (assumption)
-IMPOSSIBLE = Below(look=0.4, wrong=0.25)
+# Loss over the loss of the 5-gram model. Text that repeats itself within a sequence reaches 0.23
+# (lines of six equal words of 8 random letters). A 7B model reaches about 0.44 (assumption).
+IMPOSSIBLE = Below(look=0.4, wrong=0.1)
 # share of validation windows in train, beyond the share of repeated train windows
 LEAKED = Above(look=0.2, wrong=0.5)
 VAL_RISEN = Above(look=0.01, wrong=0.05)  # last val loss above the lowest one
@@ -29,8 +30,6 @@ DROPOUT_COST = Above(look=0.1)  # (train loss with dropout - without) / without
 UNTIED = Above(look=0.85)  # share of the parameters in embedding and head
 SHRUNK = 0.98  # train loss at the end over the one of step 1; above, it has not fallen
 FAST = Above(look=0.5)  # exponent of the power of the step by which the train loss falls
-# a 7B model on 10^12 tokens has 0.036, by the law of Hoffmann et al. 2022, arXiv 2203.15556
-SLOW = Below(look=0.02)
 TRAIN_RISEN = Above(look=0.02, wrong=0.2)  # train loss at the end above its lowest mean
 SIGMA = 4.0  # standard errors that a difference must exceed
 JUMP = 1.3  # factor on the size of updates at a resume, at the same rate
@@ -40,6 +39,7 @@ LARGE_UPDATES = Above(look=0.1, wrong=0.5)  # of the weights at the peak rate, i
 SMALL_UPDATES = Below(look=3e-4)
 STILL = 1e-7  # the same of a weight that does not change
 CLIPPED = Above(look=0.95)  # share of logged steps whose gradient is clipped
+CLIPPED_STEPS = 20  # logged steps that tell it; assumption
 SKIPPED = Above(look=0.001, wrong=0.02)  # share of updates
 SPIKES = Above(look=0.005, wrong=0.02)  # share of steps
 BATCH = Below(look=1 / 128)  # tokens of a step over the best number
@@ -102,11 +102,9 @@ def leak(case: Case) -> Line:
     )
     line.compared = f"{text.repeated:.1%} of the train windows stand there more than once"
     line.find("fine")
-    line.judge(
-        text.leaked(SIGMA),
-        LEAKED,
-        "validation text stands in the train text: take it out, and train anew",
-    )
+    if text.has_windows:
+        todo = "validation text stands in the train text: take it out, and train anew"
+        line.judge(text.leaked(SIGMA), LEAKED, todo)
     loss = case.last("eval/val_loss")
     if loss is not None and not case.uses("targets") and case.from_scratch:
         ratio = loss / text.losses["5-gram"]
@@ -114,7 +112,8 @@ def leak(case: Case) -> Line:
         line.judge(
             ratio,
             IMPOSSIBLE,
-            "a model that sees later tokens has such a loss: check attention and targets",
+            "a model that sees later tokens has such a loss, or one whose text repeats itself "
+            "within a sequence: check attention and targets",
         )
     return line
 
@@ -155,7 +154,7 @@ def fit(case: Case) -> Line:
         todo = "the train text is learned by heart: use more text or dropout"
         line.judge(float(gaps[-1] - gaps[0]), GAP, todo)
     _, losses = case.after_start("train/loss")
-    if case.config.model.dropout > 0 and len(losses):
+    if case.config.model.dropout > 0 and len(losses) and train > 0:
         cost = float(losses[-LEAST_LOSSES:].mean()) / train - 1
         line.judge(cost, DROPOUT_COST, f"dropout costs {cost:.0%} of the loss: lower it")
     judge_embeddings(case, line)
@@ -210,7 +209,7 @@ def judge_schedule(case: Case, line: Line) -> None:
     steps, shares = case.rate
     if len(shares):
         line.compared = (
-            f"the rate begins at {shares[0]:.0%} and is {shares[-1]:.0%} of its peak at the end"
+            f"the rate begins at {shares[0]:.0%} of its peak and is now at {shares[-1]:.0%}"
         )
         if steps[0] == 1 and not case.is_early:
             line.judge(
@@ -243,13 +242,11 @@ def judge_fall(case: Case, line: Line, end: float) -> None:
         return
     if end > SHRUNK * losses[0]:
         line.find("wrong", "the loss does not fall: lower optim.lr, check loss() and targets")
-    elif exponent is not None and rise <= TRAIN_RISEN.look:
-        line.judge(exponent, SLOW, "it falls too slowly: check optim.lr")
 
 
 def fall_exponent(steps: Floats, losses: Floats, first: float) -> float | None:
     """Fit losses after step `first` by a power of the step; None if there are too few."""
-    fitted = (steps > first) & (losses > 0)
+    fitted = (steps > max(first, 0)) & (losses > 0)
     if np.count_nonzero(fitted) < FITTED_LOSSES:
         return None
     slope, _ = np.polyfit(np.log(steps[fitted]), np.log(losses[fitted]), 1)
@@ -278,9 +275,12 @@ def rise_of(steps: Floats, losses: Floats) -> tuple[float, float]:
 def jump_at(case: Case, step: int) -> float:
     """Return the factor by which updates grow at a resume, at the same rate; 1 if unknown."""
     factors = []
+    schedule = case.metrics.curve("train/lr")
+    if not len(schedule[0]):
+        return 1.0
     for key in case.metrics.keys(UPDATES_OF):
         steps, sizes = case.metrics.curve(key)
-        rates = np.interp(steps, *case.metrics.curve("train/lr"))
+        rates = np.interp(steps, *schedule)
         sizes = np.divide(sizes, rates, out=np.zeros_like(sizes), where=rates > 0)
         before = sizes[steps <= step][-LEAST_LOSSES:]
         after = sizes[steps > step][:1]
@@ -306,7 +306,8 @@ def rates(case: Case) -> Line:
     if limit:
         clipped = float((norms > limit).mean())
         facts.append(f"clipped in {clipped:.0%} of steps")
-        line.judge(clipped, CLIPPED, "nearly every gradient is clipped: lower optim.lr")
+        if len(norms) >= CLIPPED_STEPS:
+            line.judge(clipped, CLIPPED, f"optim.grad_clip {limit:g} clips nearly every gradient")
     steps = max(case.run.last_step, 1)
     skipped = case.last("train/skipped") or 0.0
     spikes = case.last("train/spikes") or 0.0

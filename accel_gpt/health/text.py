@@ -24,6 +24,7 @@ from accel_gpt.data.shards import Ints, Split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.health.counting import (
+    NAMES,
     EvaluatedTokens,
     Floats,
     cross_entropies,
@@ -33,6 +34,7 @@ from accel_gpt.health.counting import (
 )
 from accel_gpt.health.windows import Hasher, Keys, KeyTable, Scan, chunks, scan
 from accel_gpt.json_files import load_json_or_none
+from accel_gpt.runs.folder import is_number
 
 STATISTICS = "statistics.json"
 VERSION = 1  # of what is computed
@@ -51,11 +53,12 @@ class TextStatistics:
     train_tokens: int
     counted_tokens: int  # of the train split
     bytes_per_token: float | None  # of the validation text
-    losses: dict[str, float]  # nats per target of models that count
+    losses: dict[str, float]  # nats per target of models that count, see `NAMES`
     compressed: dict[str, float]  # bits per byte of the validation text alone
     window: int  # tokens of a window
     val_in_train: float  # share of validation windows that stand in the train split
     repeated: float  # share of train windows that stand there once more
+    used_tokens: int  # different tokens of the vocabulary
     most_frequent: str  # token
     most_frequent_share: float
     documents: int | None  # that an end-of-text token ends; None: the tokenizer has no such token
@@ -63,6 +66,18 @@ class TextStatistics:
     copied_share: float  # share of tokens in exact copies of an earlier document
     unreadable: float  # share of characters that are U+FFFD, control characters or unknown tokens
     read_back: float  # share of tokens that the tokenizer gives again for their text
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all numbers are finite, and no loss is missing: a file may be edited."""
+        numbers = [value for value in vars(self).values() if isinstance(value, int | float)]
+        numbers += [*self.losses.values(), *self.compressed.values()]
+        return set(NAMES.values()) <= self.losses.keys() and all(map(is_number, numbers))
+
+    @property
+    def has_windows(self) -> bool:
+        """Return whether a window is long enough to tell a copy from chance."""
+        return self.window >= WINDOW_TOKENS
 
     @property
     def read(self) -> str:
@@ -99,7 +114,7 @@ def text_statistics(config: Config, run: Path) -> TextStatistics:
     stored: dict[Path, dict[str, TextStatistics]] = {}
     for place in places:
         stored[place] = load_json_or_none(dict[str, TextStatistics], place) or {}
-        if key in stored[place]:
+        if key in stored[place] and stored[place][key].is_complete:
             return stored[place][key]
     measured = measure(corpus, block_size)
     for place in places:
@@ -140,6 +155,7 @@ def measure(corpus: Corpus, block_size: int) -> TextStatistics:
         window=n,
         val_in_train=looked_for.val_in_train(),
         repeated=looked_for.repeated(),
+        used_tokens=int(np.count_nonzero(unigrams)),
         most_frequent=tokenizer.decode([top]),
         most_frequent_share=float(unigrams[top]),
         documents=documents,

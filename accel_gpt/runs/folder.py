@@ -128,7 +128,7 @@ class RunFolder:
     def max_steps(self) -> int | None:
         """Return the number of steps that the last launch planned; None if unknown."""
         steps = number(self.last_launch("plan", "max_steps"))
-        return int(steps) if steps > 0 else None
+        return int(steps) if 0 < steps < math.inf else None
 
     @property
     def finish(self) -> Finish | None:
@@ -269,7 +269,10 @@ def number(value: object) -> float:
     """Return a JSON number as a float; `nan` for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.nan
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:

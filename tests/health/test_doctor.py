@@ -1,8 +1,11 @@
 """`accel-gpt doctor` on real runs: trained, running, damaged, someone else's."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +89,39 @@ def test_a_run_without_its_data_or_checkpoints(
         assert "nowhere" in lines[name]["compared"]
     assert lines["curve"]["verdict"] is not None
     assert lines["kill"]["figure"].startswith("no intact checkpoint; 12 steps since")
+
+
+def test_a_run_whose_checkpoints_were_removed_has_none_left(
+    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "exported"
+    shutil.copytree(train_once() / "run", run)
+    for state, max_steps, expected in (("finished", 12, "look"), ("stopped", 400, "wrong")):
+        record = json.loads((run / "run.json").read_text())
+        record["launches"][-1]["plan"]["max_steps"] = max_steps
+        (run / "run.json").write_text(json.dumps(record))
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(last | {"step": max_steps if max_steps == 12 else 200}) + "\n")
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        line = lines_of(run, capsys)["kill"]
+        assert line["verdict"] == expected, state
+
+
+def test_a_signal_ends_the_last_look_at_a_finished_run(
+    small_run: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(run: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+    monkeypatch.setattr(command, "examine", wait)
+    with pytest.raises(SystemExit) as ended:
+        launch(small_run(*QUIET))
+    assert ended.value.code == 0
+    assert "SIGTERM: stopped" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_wrong_and_stays(

@@ -33,6 +33,7 @@ TEXT = TextStatistics(
     window=57,
     val_in_train=0.02,
     repeated=0.05,
+    used_tokens=4000,
     most_frequent=" the",
     most_frequent_share=0.03,
     documents=600,
@@ -82,7 +83,9 @@ def examine(
     given = {"model": ModelConfig(**SHAPE), **config}
     case = Case(NamedRun(run, "run"), replace(Config(), **given))
     case.__dict__["text"] = text
-    return {line.name: line for line in (check(case) for check in CHECKS) if line.name != "kill"}
+    with np.errstate(all="ignore"):
+        lines = [check(case) for check in CHECKS]
+    return {line.name: line for line in lines if line.name != "kill"}
 
 
 def flagged(lines: dict[str, Line]) -> dict[str, str]:
@@ -164,10 +167,6 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "the train loss does not fall": (
         *("curve", "wrong"),
         {"rows": changed("train/loss", lambda step, loss: 7.0)},
-    ),
-    "a train loss that falls slowly": (
-        *("curve", "look"),
-        {"rows": changed("train/loss", lambda step, loss: 6 * step**-0.01)},
     ),
     "a train loss that falls too fast": (
         *("curve", "look"),
@@ -365,6 +364,31 @@ def test_a_part_of_the_text_tells_of_the_whole() -> None:
     assert part.read == "the 200,000 train tokens that were read"
     assert replace(part, val_in_train=0.052, repeated=0.05).leaked(4.0) == 0
     assert replace(TEXT, val_in_train=0.1, repeated=0.04).leaked(4.0) == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        replace(TEXT, used_tokens=2, most_frequent_share=0.6),  # an alphabet of two letters
+        replace(TEXT, window=2, repeated=1.0, val_in_train=1.0),  # of a block_size of two
+        replace(TEXT, losses={"unigram": 0.7, "bigram": 0.7, "5-gram": 0.7}),
+    ],
+)
+def test_odd_text_is_no_fault(tmp_path: Path, text: TextStatistics) -> None:
+    rows = evaluated_at(min(3.9, text.losses["5-gram"]))
+    assert flagged(examine(tmp_path, rows=rows, text=text)) == {}
+
+
+def test_records_of_any_numbers_are_judged(tmp_path: Path) -> None:
+    """Zeros, values that are huge, and records without the schedule."""
+    resumed = [launch(), launch(step=200)]
+    for number, value in enumerate((0.0, -1.0, 1e200, 10**400)):
+        rows = [{key: value if key != "step" else row[key] for key in row} for row in records()]
+        assert len(examine(tmp_path / str(number), rows=rows, launches=resumed)) == 8
+    rows = [{key: row[key] for key in row if key != "train/lr"} for row in records()]
+    assert flagged(examine(tmp_path / "rates", rows=rows, launches=resumed)) == {}
+    lines = examine(tmp_path / "plan", launches=[launch(plan={"max_steps": 1e999})])
+    assert lines["curve"].verdict == "fine"
 
 
 def test_the_wait_of_a_launch_that_compiles_is_counted(tmp_path: Path) -> None:

@@ -167,6 +167,22 @@ def test_a_folder_that_cannot_be_written_leaves_them_with_the_run(
     assert text_statistics(config, run) == first
 
 
+def test_statistics_that_lack_a_loss_are_measured_again(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(DataConfig(train=str(corpus)))
+    first = text_statistics(config, tmp_path)
+    for changed in ({"losses": {}}, {"window": 10**400}, {"repeated": 1e999}):
+        stored = {name: one | changed for name, one in read(corpus / STATISTICS).items()}
+        (corpus / STATISTICS).write_text(json.dumps(stored))
+        assert text_statistics(config, tmp_path) == first
+    (corpus / STATISTICS).write_text("[" * 200_000)
+    assert text_statistics(config, tmp_path) == first
+
+
+def read(path: Path) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = json.loads(path.read_text())
+    return found
+
+
 def test_damaged_statistics_are_measured_again(corpus: Path, tmp_path: Path) -> None:
     config = config_of(DataConfig(train=str(corpus)))
     first = text_statistics(config, tmp_path)

@@ -183,10 +183,10 @@ def curve(case: Case) -> Line:
     if len(losses) < 2:
         line.compared = "fewer than two logged losses"
         return line
-    warm = int(np.searchsorted(steps, case.warmup_steps, side="right")) - 1
+    warm = min(int(np.searchsorted(steps, case.warmup_steps)), len(steps) - 1)
     end = float(losses[-min(LEAST_LOSSES, len(losses) - 1) :].mean())
     line.figure = (
-        f"train loss {losses[0]:.2f} at step {steps[0]:,.0f}, {losses[max(warm, 0)]:.2f} after the "
+        f"train loss {losses[0]:.2f} at step {steps[0]:,.0f}, {losses[warm]:.2f} after the "
         f"warm-up, {end:.3f} at step {steps[-1]:,.0f}"
     )
     line.find("fine")

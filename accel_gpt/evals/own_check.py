@@ -25,6 +25,7 @@ VECTOR_NOISE = 0.1  # standard deviation of what is added to vectors; assumption
 CHECKED_TOKENS = 64  # most tokens that the check changes; assumption
 CHECKED_LOGITS = 2**24  # in one batch of the check: 64 MiB in float32; assumption
 LEAST_LEAK = 2e-5  # of the largest logit, between rows of a batch; 200 roundings; assumption
+ROUNDINGS = 4  # of the type of the weights; one is 2**-7 in bf16; assumption
 ROUNDING = 1e-3  # of the largest number; TF32 rounds each factor to 2**-11
 
 
@@ -40,8 +41,8 @@ def check_own_code(
     if gpt.parameter_count() > MOST_CHECKED:
         return
     model = make_model(config, gpt.vocab_size).to(device)
-    model.init_weights()
     with seeded(config.seed):
+        model.init_weights()
         for weight in model.parameters():  # of a matrix: outputs are as large as its inputs
             fan_in = weight.shape[1:].numel()
             deviation = fan_in**-0.5 if weight.dim() > 1 else VECTOR_NOISE
@@ -62,6 +63,7 @@ def check_model(config: Config, model: LanguageModel, device: torch.device) -> N
     """
     place = config.own.place("model") if config.own.model else config.own.file
     masked = config.data.document_mask
+    rounding = rounding_of(model)
     with seeded(config.seed):
         tokens = torch.randint(model.vocab_size, (1, config.model.block_size)).to(device)
 
@@ -76,13 +78,13 @@ def check_model(config: Config, model: LanguageModel, device: torch.device) -> N
             tokens = tokens[:, :CHECKED_TOKENS]
         T = tokens.shape[1]
         if getattr(getattr(model, "inner", model), "causal", True):
-            check_earlier_logits(compute, tokens, model.vocab_size, place)
+            check_earlier_logits(compute, tokens, model.vocab_size, place, rounding)
             if masked:
                 halves = (torch.arange(T, device=device) >= T // 2).int()[None]
                 changed = torch.where(halves == 0, (tokens + 1) % model.vocab_size, tokens)
                 logits = compute(tokens, halves)[:, T // 2 :]
                 require(
-                    same_logits(logits, compute(changed, halves)[:, T // 2 :]),
+                    same_logits(logits, compute(changed, halves)[:, T // 2 :], rounding),
                     f"the logits of {place} depend on another document, but data.document_mask is "
                     "true; let a token see its own document only, or set data.document_mask to "
                     "false",
@@ -94,6 +96,7 @@ def check_model(config: Config, model: LanguageModel, device: torch.device) -> N
             same_logits(
                 sequence_losses(logits, targets),
                 model(tokens, targets, documents=documents, per_sequence=True),
+                rounding,
             ),
             f"the loss of {place} in evaluations is not the cross entropy of its logits; compute "
             "other losses in loss()",
@@ -104,14 +107,18 @@ def check_model(config: Config, model: LanguageModel, device: torch.device) -> N
             parts = [model(tokens[:, :half], cache=cache)]
             parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(half, T)]
             require(
-                same_logits(model(tokens), torch.cat(parts, dim=1)),
+                same_logits(model(tokens), torch.cat(parts, dim=1), rounding),
                 f"the GPT of {place} computes other logits with its cache of keys and values, so "
                 "it would sample other text; number the attention layers by attn.layer",
             )
 
 
 def check_earlier_logits(
-    compute: Callable[[Tensor], Tensor], tokens: Tensor, vocab_size: int, place: str
+    compute: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    vocab_size: int,
+    place: str,
+    rounding: float,
 ) -> None:
     """Raise `UserError` if a change of one of the `tokens` (1, T) changes logits before it.
 
@@ -128,7 +135,7 @@ def check_earlier_logits(
         changed[number, positions] = (changed[number, positions] + 1) % vocab_size
         logits = compute(changed)
         require(
-            same_logits(alone, logits[:1]),
+            same_logits(alone, logits[:1], rounding),
             f"the logits of {place} depend on the other sequences of a batch, so its loss depends "
             "on the batch size; compute each sequence alone in evaluation mode",
         )
@@ -141,8 +148,14 @@ def check_earlier_logits(
         )
 
 
-def same_logits(logits: Tensor, others: Tensor, tolerance: float = ROUNDING) -> bool:
-    """Return whether logits are equal within rounding, where they are finite."""
+def rounding_of(model: LanguageModel) -> float:
+    """Return by which share of the largest logit two ways to compute logits may differ."""
+    types = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    return max([ROUNDING, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in types)])
+
+
+def same_logits(logits: Tensor, others: Tensor, tolerance: float) -> bool:
+    """Return whether logits are equal within a share of the largest, where they are finite."""
     difference = (logits.float() - others.float()).nan_to_num(0, 0, 0).abs().max()
     largest = logits.float().nan_to_num(0, 0, 0).abs().max()
     return bool(difference <= tolerance * largest)

@@ -28,9 +28,15 @@ T = 64  # tokens in a sequence
 Make = Callable[[Config, int], nn.Module]
 
 
-def check(make: Make, shape: ModelConfig | None = None, document_mask: bool = False) -> None:
+def check(
+    make: Make,
+    shape: ModelConfig | None = None,
+    document_mask: bool = False,
+    seed: int = Config.seed,
+) -> None:
     """Check a model as a run does that begins."""
     config = Config(
+        seed=seed,
         data=DataConfig(document_mask=document_mask),
         model=shape or tiny(n_layer=1, n_embd=C, block_size=T),
         train=TrainConfig(max_steps=1),
@@ -146,6 +152,16 @@ LEAKS: dict[str, Make] = {
 def test_a_model_that_sees_a_later_token_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="depend on later tokens"):
         check(LEAKS[name])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bf16_rounds_more(seed: int) -> None:
+    shape = tiny("llama", n_layer=3, block_size=T)
+    check(
+        lambda config, vocab_size: GPT(config.model, vocab_size).to(torch.bfloat16),
+        shape,
+        seed=seed,
+    )
 
 
 def test_a_gpt_with_another_result_through_its_cache_is_refused() -> None:

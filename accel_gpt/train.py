@@ -393,7 +393,7 @@ def after_step(run: Training, stop: StopSignal) -> bool:
             record |= metrics
             peak = logged_peak(run.optimizer, config.optim)
             record["train/lr"] = peak * fraction_at(state.step - 1, config, run.plan)
-            record |= reporter.step_metrics(state.step, run.loader)
+            record |= reporter.step_metrics(state.step, run.loader.take_wait())
             record |= run.updates.metrics() | run.ranks.metrics()
             if evaluating:
                 state.pending_record = dict(record)  # if own metrics fail, the evaluation stays due

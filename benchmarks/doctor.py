@@ -49,7 +49,9 @@ import yaml
 from common import OURS, ROOT, make_parser, print_table, run_command, save_report, start_report
 
 from accel_gpt.commands.verify_resume import kill_tree
+from accel_gpt.config.values import to_nested
 from accel_gpt.prepare.sources import STDLIB_SKIP
+from accel_gpt.runs.folder import RunFolder
 
 CODE = ROOT / "benchmarks/doctor_code"
 POLL = 0.05  # seconds between two looks at a run that will be killed
@@ -891,7 +893,7 @@ def start_launch(place: Place, case: Case, launch: Launch, log: Path) -> int:
     config = place.out / "configs" / f"{case.name}.yaml"
     for path in (config, log):
         path.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(yaml.safe_dump(nested(all_options(place, case)), sort_keys=False))
+    config.write_text(yaml.safe_dump(to_nested(all_options(place, case)), sort_keys=False))
     words: list[str | Path] = ["train", config]
     for key, value in launch.options.items():
         for one in value if isinstance(value, list) else [value]:
@@ -911,7 +913,7 @@ def start_launch(place: Place, case: Case, launch: Launch, log: Path) -> int:
         )
     try:
         while process.poll() is None:
-            if launch.kill_at and last_step(place.out / "runs" / case.name) >= launch.kill_at:
+            if launch.kill_at and RunFolder(place.out / "runs" / case.name).step >= launch.kill_at:
                 break
             time.sleep(POLL)
     finally:
@@ -946,28 +948,6 @@ def all_options(place: Place, case: Case) -> dict[str, Any]:
 def mixed(case: Case) -> Mapping[str, float]:
     """Return the weights of a mixture; empty for one data folder."""
     return {} if isinstance(case.data, str) else case.data
-
-
-def nested(options: Options) -> dict[str, Any]:
-    """Return options with dots as the sections of a config."""
-    config: dict[str, Any] = {}
-    for key, value in options.items():
-        *sections, last = key.split(".")
-        section = config
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return config
-
-
-def last_step(run: Path) -> int:
-    """Return the step of the last complete record of a run; 0 if it has none."""
-    try:
-        records = (run / "metrics.jsonl").read_bytes()
-    except FileNotFoundError:
-        return 0
-    lines = records[: records.rfind(b"\n") + 1].splitlines()
-    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 # --------------------------------------------------------------------------- the doctor

@@ -433,10 +433,7 @@ class PlanCommand(ConfigCommand):
         "Price per device hour, in any currency.",
         above=0,
     )
-    json: bool = option(
-        False,
-        "Print one JSON object instead of text.",
-    )
+    json: bool = same_option(InspectCommand, "json")
 
 
 @dataclass(frozen=True)
@@ -507,10 +504,7 @@ class BenchCommand(ConfigCommand):
         "Number of measured steps.",
         at_least=2,
     )
-    json: bool = option(
-        False,
-        "Print one JSON object instead of text.",
-    )
+    json: bool = same_option(InspectCommand, "json")
 
 
 @dataclass(frozen=True)
@@ -561,10 +555,7 @@ class DoctorCommand(Command):
         positional=True,
         path=True,
     )
-    json: bool = option(
-        False,
-        "Print one JSON object instead of text.",
-    )
+    json: bool = same_option(InspectCommand, "json")
 
 
 @dataclass(frozen=True)

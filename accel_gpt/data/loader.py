@@ -46,7 +46,7 @@ class Loader:
         self.overlaps = device.type == "cuda"
         self.batches: deque[Tensor] = deque()  # that `fetch` has taken from the queue
         self.ready: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_CHUNKS)
-        self.waited = 0.0  # seconds that training has waited; whoever reads it resets it
+        self.waited = 0.0  # seconds that training has waited since `take_wait`
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.prefetch, name="loader", daemon=True)
         self.thread.start()
@@ -72,6 +72,12 @@ class Loader:
             except queue.Empty:
                 return False
         return True
+
+    def take_wait(self) -> float:
+        """Return the seconds that training has waited for batches since the last call."""
+        waited = self.waited
+        self.waited = 0.0
+        return waited
 
     def take(self, ready: Tensor | Exception) -> None:
         """Split a chunk from the queue into batches, or raise the error of the thread."""

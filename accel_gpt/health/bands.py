@@ -19,9 +19,17 @@ SEEDS = 5
 STUDENT = 4.604  # 99% of Student's t with SEEDS - 1 degrees of freedom, both sides
 # keys and sections that must be the same; the precision changes a loss less than a seed does
 SAME = (
-    *("model.", "optim.", "schedule.", "data.shuffle", "data.document_mask", "data.val"),
+    "model.",
+    "optim.",
+    "schedule.",
+    "data.shuffle",
+    "data.document_mask",
+    "data.val",
     "eval.tokens",
-    *("train.tokens_per_step", "train.max_steps", "train.max_tokens", "train.budget"),
+    "train.tokens_per_step",
+    "train.max_steps",
+    "train.max_tokens",
+    "train.budget",
 )
 
 
@@ -62,9 +70,8 @@ def compare_with_band(case: Case, line: Line) -> None:
 
 def is_same(case: Case, band: Band) -> bool:
     """Return whether a run has the config and the data of a band."""
-    if case.run.last_launch("data", "fingerprint") != band.fingerprint or case.run.last_launch(
-        "code"
-    ):
+    run = case.run
+    if run.last_launch("data", "fingerprint") != band.fingerprint or run.last_launch("code"):
         return False
-    changed = differences(band.config, case.run.config)
+    changed = differences(band.config, run.config)
     return not any(key.startswith(SAME) for key in changed)

@@ -1,13 +1,13 @@
 """Open what is known of a run: its records, its config, and the statistics of its text.
 
-Each check of the doctor gets a `Case`, and returns one `Line` of the page.
+Each check of the doctor gets a `Case`, and fills one `Line` of the page.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,10 @@ class Below(NamedTuple):
         return "wrong" if value < self.wrong else "look" if value < self.look else "fine"
 
 
+class Unknown(Exception):
+    """Nothing can be said about a question, and why."""
+
+
 @dataclass
 class Line:
     """The answer to one question about a run."""
@@ -77,7 +81,6 @@ class Case:
 
     run: NamedRun
     config: Config
-    why_no_text: str = field(default="", init=False)
 
     @property
     def metrics(self) -> Metrics:
@@ -85,20 +88,17 @@ class Case:
         return self.run.metrics
 
     @cached_property
-    def text(self) -> TextStatistics | None:
-        """Return the statistics of the text; None if they cannot be measured, see `why_no_text`."""
+    def text(self) -> TextStatistics:
+        """Return the statistics of the text. Raises `Unknown` if they cannot be measured."""
         if self.uses("shards"):
-            self.why_no_text = "shards() of --code makes the data"
-            return None
+            raise Unknown("shards() of --code makes the data")
         data = self.config.data
         try:
             if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
-                self.why_no_text = "the data are remote"
-                return None
+                raise Unknown("the data are remote")
             return text_statistics(self.config, self.run.path)
         except (AccelGPTError, OSError) as error:
-            self.why_no_text = first_line(error)
-            return None
+            raise Unknown(first_line(error)) from None
 
     def uses(self, function: str) -> bool:
         """Return whether the run was trained with a function of --code."""
@@ -159,13 +159,3 @@ class Case:
     def from_scratch(self) -> bool:
         """Return whether the run began with random weights."""
         return self.config.model.init_from == "scratch"
-
-    def launches(self, *keys: str) -> list[Any]:
-        """Return a value of each launch, oldest first; None if a launch lacks it."""
-        found = []
-        for launch in self.run.launches:
-            value: Any = launch
-            for key in keys:
-                value = value.get(key) if isinstance(value, dict) else None
-            found.append(value)
-        return found

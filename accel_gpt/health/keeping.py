@@ -14,7 +14,7 @@ from accel_gpt.console import format_clock
 from accel_gpt.cost.forecast import assumed_mfu
 from accel_gpt.errors import AccelGPTError, first_line
 from accel_gpt.files import strict_json
-from accel_gpt.health.case import Above, Below, Case, Line
+from accel_gpt.health.case import Above, Below, Case, Line, Unknown
 from accel_gpt.report.curves import Floats
 from accel_gpt.runs.checkpoint import verify_checkpoint
 
@@ -29,7 +29,7 @@ WAITS = Above(look=0.1)  # share of the steps that wait for data
 EVALUATION = Above(look=0.5)  # share of the time
 SAMPLES = Above(look=0.25)
 SAVES = Above(look=0.25)
-LEAST_SHARE = 0.005  # that is told
+LEAST_SHARE = 0.005  # smaller shares are not printed
 LEAST_SECONDS = 5.0  # of a run whose time is judged; assumption
 SLOWEST_RANK = Above(look=1.5)  # times the median rank
 LOW_MFU = Below(look=0.5)  # of the MFU that `accel-gpt plan` assumes
@@ -40,13 +40,9 @@ LEAST_LOST_SECONDS = 600.0  # assumption
 LOST_STEPS = 20  # fewer are no loss; assumption
 
 
-def data(case: Case) -> Line:
+def data(case: Case, line: Line) -> None:
     """Judge the tokens that the run trains on."""
-    line = Line("data", "Is the data sound?")
     text = case.text
-    if text is None:
-        line.compared = case.why_no_text
-        return line
     facts = []
     if text.documents:
         count = plural(text.documents, "document")
@@ -58,7 +54,6 @@ def data(case: Case) -> Line:
         facts.append(f"{text.unreadable:.2%} of characters unreadable")
     line.figure = "; ".join(facts)
     line.compared = f"counted over {text.counted_tokens:,} of {text.train_tokens:,} train tokens"
-    line.find("fine")
     line.judge(text.copied_share, COPIED, "remove the copies, and train anew")
     if text.copied_share <= COPIED.look and text.has_windows:
         line.judge(text.repeated, REPEATED, "most of the text is there more than once")
@@ -78,18 +73,14 @@ def data(case: Case) -> Line:
     )
     if text.documents == 0 and text.counted_tokens > MANY_TOKENS:
         line.find("look", "no end-of-text token: documents run together, and samples do not end")
-    return line
 
 
-def machine(case: Case) -> Line:
+def machine(case: Case, line: Line) -> None:
     """Judge what the time goes into."""
-    line = Line("machine", "Is the machine used?")
     steps, step_ms = case.metrics.curve("perf/step_ms")
     _, speeds = case.metrics.curve("perf/tokens_per_second")
     if not len(speeds) or not len(step_ms):
-        line.compared = "no speed was logged"
-        return line
-    line.find("fine")
+        raise Unknown("no speed was logged")
     facts = [f"{median(speeds):,.0f} tokens/s (median)"]
     _, mfus = case.metrics.curve("perf/mfu")
     line.compared = "no peak rate is known of this device"
@@ -114,7 +105,6 @@ def machine(case: Case) -> Line:
         facts.append(f"the slowest rank takes {times:.2f} times as long as the median")
         line.judge(times, SLOWEST_RANK, "all ranks wait for one: look at its machine")
     line.figure = "; ".join(facts)
-    return line
 
 
 def share_of_waits(case: Case, steps: Floats, step_ms: Floats) -> float:
@@ -149,9 +139,8 @@ def pauses(case: Case, line: Line) -> Iterator[str]:
         line.judge(share, bounds, todo)
 
 
-def kill(case: Case) -> Line:
+def kill(case: Case, line: Line) -> None:
     """Verify the newest checkpoint, and judge how much work it would leave to repeat."""
-    line = Line("kill", "Would a kill hurt?")
     run = case.run
     copies = run.config.get("checkpoint.copy_to")
     line.compared = f"copied to {copies}" if copies else "not copied (checkpoint.copy_to)"
@@ -169,7 +158,6 @@ def kill(case: Case) -> Line:
     seconds = case.seconds_after(newest)
     name = f"checkpoint of step {newest:,} is intact" if newest else "no intact checkpoint"
     line.figure = f"{name}; {lost:,} steps since, {format_clock(seconds)} of work"
-    line.find("fine")
     long = seconds > LOST_SECONDS or (
         lost > LOST_SHARE * run.last_step and seconds > LEAST_LOST_SECONDS
     )
@@ -180,23 +168,20 @@ def kill(case: Case) -> Line:
         line.find("wrong", f"its work is lost: checkpoint.every is {every:,}")
     elif lost > LOST_STEPS and long:
         line.find("look", f"a kill costs this work: checkpoint.every is {every:,}")
-    return line
 
 
-def identity(case: Case) -> Line:
+def identity(case: Case, line: Line) -> None:
     """Judge whether the record of the run tells what made it."""
-    line = Line("identity", "Does it say what it is?")
     if not case.run.launches:
         line.compared = "run.json is missing"
         line.find("look", "nothing tells which code made this run")
-        return line
+        return
     commit = case.run.last_launch("commit")
     version = case.run.last_launch("versions", "accel-gpt")
     torch = case.run.last_launch("versions", "torch")
     launches = len(case.run.launches)
     line.figure = f"accel-gpt {version}, commit {commit or 'not recorded'}, torch {torch}"
-    line.compared = f"{launches} launch{'' if launches == 1 else 'es'}"
-    line.find("fine")
+    line.compared = plural(launches, "launch", "launches")
     if isinstance(commit, str) and commit.endswith("-dirty"):
         line.find("look", "its code was changed after the commit: commit before you train")
     for name, keys in (
@@ -204,21 +189,19 @@ def identity(case: Case) -> Line:
         ("the versions", ("versions",)),
         ("the file of --code", ("code", "sha256")),
     ):
-        values = case.launches(*keys)
+        values = case.run.each_launch(*keys)
         if any(value != values[0] for value in values):
             line.find("look", f"{name} changed at a resume")
     for change in changed_keys(case):
         line.find("look", change)
-    return line
 
 
 def changed_keys(case: Case) -> Iterator[str]:
     """Describe the changes of the config at a resume that change what is trained."""
-    for step, changed in zip(case.launches("step"), case.launches("changed"), strict=True):
-        if not isinstance(changed, dict):
-            continue
-        for key, values in changed.items():
+    for launch in case.run.launches:
+        changed = launch.get("changed")
+        for key, values in changed.items() if isinstance(changed, dict) else ():
             is_length = key in (*LENGTH_KEYS, "train.budget")  # a longer run is no other run
             if option_of(key).resume in ("ask", "refuse") and not is_length:
                 before, now = map(strict_json, values)
-                yield f"{key} changed from {before} to {now} at step {step}"
+                yield f"{key} changed from {before} to {now} at step {launch.get('step')}"

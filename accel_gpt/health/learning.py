@@ -12,7 +12,7 @@ import numpy as np
 from accel_gpt.config.depth import BATCH_EXPONENT, REFERENCE_BATCH, REFERENCE_STEPS
 from accel_gpt.config.plan import plural
 from accel_gpt.health.bands import compare_with_band
-from accel_gpt.health.case import Above, Below, Case, Line
+from accel_gpt.health.case import Above, Below, Case, Line, Unknown
 from accel_gpt.model.sizes import parameter_counts
 from accel_gpt.report.curves import Floats
 
@@ -50,25 +50,19 @@ UPDATES_OF = "train/update_ratio/"
 LEAST = f"{UPDATES_OF}least"
 
 
-def counting(case: Case) -> Line:
+def counting(case: Case, line: Line) -> None:
     """Compare the val loss with models that count the train tokens."""
-    line = Line("counting", "Does it know more than counting?")
     loss = case.last("eval/val_loss")
     if loss is None:
-        line.compared = "no evaluation yet"
-        return line
-    text = case.text
+        raise Unknown("no evaluation yet")
     bits = case.last("eval/val_bits_per_byte")
     error = case.last("eval/val_bits_per_byte_se")
     line.figure = f"{loss:.3f} nats per token"
     if bits is not None:
         line.figure = f"{bits:.3f}{'' if error is None else f' ± {error:.3f}'} bits per byte"
-    if text is None:
-        line.compared = case.why_no_text
-        return line
+    text = case.text
     if case.uses("targets"):
-        line.compared = "the loss counts only the targets that targets() of --code keeps"
-        return line
+        raise Unknown("the loss counts only the targets that targets() of --code keeps")
     unit = math.log(2) * text.bytes_per_token if bits and text.bytes_per_token else 1
     others = {name: value / unit for name, value in text.losses.items()}
     if unit != 1:
@@ -77,31 +71,23 @@ def counting(case: Case) -> Line:
     unigram = text.losses["unigram"]
     order = unigram - text.losses["bigram"]
     if case.is_early:
-        line.compared += "; it has just begun"
-        return line
-    line.find("fine")
+        raise Unknown(f"{line.compared}; it has just begun")
     if order > LEAST_ORDER:
         share = (unigram - loss) / order
         todo = "it knows less than the bigram model: train longer, or check optim.lr"
         if share < BIGRAM_SHARE.wrong:
             todo = "it has learned no order of tokens: check optim.lr, loss() and targets"
         line.judge(share, BIGRAM_SHARE, todo)
-    return line
 
 
-def leak(case: Case) -> Line:
+def leak(case: Case, line: Line) -> None:
     """Look for validation text in the train text, and for a loss that no model reaches."""
-    line = Line("leak", "Is it too good to be true?")
     text = case.text
-    if text is None:
-        line.compared = case.why_no_text
-        return line
     line.figure = (
         f"{text.val_in_train:.1%} of the validation windows of {text.window} tokens stand in "
         f"{text.read}"
     )
     line.compared = f"{text.repeated:.1%} of the train windows stand there more than once"
-    line.find("fine")
     if text.has_windows:
         todo = "validation text stands in the train text: take it out, and train anew"
         line.judge(text.leaked(SIGMA), LEAKED, todo)
@@ -115,12 +101,10 @@ def leak(case: Case) -> Line:
             "a model that sees later tokens has such a loss, or one whose text repeats itself "
             "within a sequence: check attention and targets",
         )
-    return line
 
 
-def fit(case: Case) -> Line:
+def fit(case: Case, line: Line) -> None:
     """Compare val and train loss, and the text with the size of the model."""
-    line = Line("fit", "Is it over- or underfitted?")
     steps, val = case.after_start("eval/val_loss")
     train = case.last("eval/train_loss")
     parameters = case.recorded("model", "parameters")
@@ -132,15 +116,13 @@ def fit(case: Case) -> Line:
     if tokens > 0 and parameters > 0:
         facts.append(f"{tokens / parameters:.2g} tokens per parameter")
     if not len(val) or train is None:
-        line.compared = "; ".join(facts) or "no evaluation yet"
-        return line
+        raise Unknown("; ".join(facts) or "no evaluation yet")
     error = case.last("eval/val_loss_se")
     spread = "" if error is None else f" ± {error:.3f}"
     line.figure = f"val {val[-1]:.3f}{spread}, train {train:.3f}"
     best = int(val.argmin())
     facts.insert(0, f"lowest val {val[best]:.3f} at step {steps[best]:,.0f}")
     line.compared = "; ".join(facts)
-    line.find("fine")
     risen = val[-1] / val[best] - 1
     line.judge(
         risen,
@@ -158,7 +140,6 @@ def fit(case: Case) -> Line:
         cost = float(losses[-LEAST_LOSSES:].mean()) / train - 1
         line.judge(cost, DROPOUT_COST, f"dropout costs {cost:.0%} of the loss: lower it")
     judge_embeddings(case, line)
-    return line
 
 
 def judge_embeddings(case: Case, line: Line) -> None:
@@ -176,20 +157,17 @@ def judge_embeddings(case: Case, line: Line) -> None:
 # --------------------------------------------------------------------------- the curve
 
 
-def curve(case: Case) -> Line:
+def curve(case: Case, line: Line) -> None:
     """Judge the shape of the train loss, and the schedule behind it."""
-    line = Line("curve", "Is the curve as it should be?")
     steps, losses = case.metrics.curve("train/loss")
     if len(losses) < 2:
-        line.compared = "fewer than two logged losses"
-        return line
+        raise Unknown("fewer than two logged losses")
     warm = min(int(np.searchsorted(steps, case.warmup_steps)), len(steps) - 1)
     end = float(losses[-min(LEAST_LOSSES, len(losses) - 1) :].mean())
     line.figure = (
         f"train loss {losses[0]:.2f} at step {steps[0]:,.0f}, {losses[warm]:.2f} after the "
         f"warm-up, {end:.3f} at step {steps[-1]:,.0f}"
     )
-    line.find("fine")
     judge_schedule(case, line)
     judge_fall(case, line, end)
     for step in case.run.resumes():
@@ -201,7 +179,6 @@ def curve(case: Case) -> Line:
                 "state of the optimizer was lost",
             )
     compare_with_band(case, line)
-    return line
 
 
 def judge_schedule(case: Case, line: Line) -> None:
@@ -292,14 +269,11 @@ def jump_at(case: Case, step: int) -> float:
 # --------------------------------------------------------------------------- the rates
 
 
-def rates(case: Case) -> Line:
+def rates(case: Case, line: Line) -> None:
     """Judge the size of updates and gradients, and what the optimizer updates."""
-    line = Line("rates", "Are the rates right?")
     norms = case.at_high_rate("train/grad_norm")
     if not len(norms):
-        line.compared = "no step was logged"
-        return line
-    line.find("fine")
+        raise Unknown("no step was logged")
     facts = judge_updates(case, line)
     facts.append(f"gradient norm {median(norms):.2g}")
     limit = case.config.optim.grad_clip
@@ -318,7 +292,6 @@ def rates(case: Case) -> Line:
     line.figure = "; ".join(facts)
     judge_batch(case, line)
     judge_optimizer(case, line)
-    return line
 
 
 def judge_updates(case: Case, line: Line) -> list[str]:

@@ -87,10 +87,11 @@ class TextStatistics:
         return f"the {self.counted_tokens:,} train tokens that were read"
 
     def leaked(self, sigma: float) -> float:
-        """Estimate the share of validation windows in train beyond that of repeated train windows.
+        """Estimate the share of the validation text that leaked into the train text.
 
-        If only a part of the train text was read, as many more stand in the rest. The estimate is 0
-        if the difference is less than `sigma` standard errors.
+        Text that repeats itself is no leak, so the share of repeated train windows is subtracted.
+        If only a part of the train text was read, the difference is scaled up to the whole. It is 0
+        if it is less than `sigma` standard errors.
         """
         difference = self.val_in_train - self.repeated
         variance = sum(share * (1 - share) for share in (self.val_in_train, self.repeated))
@@ -102,7 +103,7 @@ class TextStatistics:
 def text_statistics(config: Config, run: Path) -> TextStatistics:
     """Read the statistics of the data of a run, or measure and store them.
 
-    Raises the errors of `open_corpus`, and those of reading.
+    Raises the errors of `open_corpus`, and `DataError` if a shard cannot be read.
     """
     corpus = open_corpus(config)
     block_size = config.model.block_size
@@ -230,7 +231,10 @@ class Windows:
 
 
 def window_length(val: EvaluatedTokens, block_size: int) -> int:
-    """Return the tokens of a window: `WINDOW_TOKENS`, or those of `WINDOW_BYTES` if more."""
+    """Return the number of tokens in a window.
+
+    A window has `WINDOW_TOKENS`, and more if they hold fewer than `WINDOW_BYTES`.
+    """
     mean = float(val.bytes.mean())
     by_bytes = round(WINDOW_BYTES / mean) if mean > 0 else 0  # NaN: the bytes are not known
     return min(max(WINDOW_TOKENS, by_bytes), block_size)

@@ -64,6 +64,7 @@ PLOTS = (
     Plot("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
     Plot("memory", "Peak memory", "GB", ("perf/memory_gb",)),
 )
+# prefixes of metrics that --code does not bring
 OURS = (
     "eval/",
     "data/",
@@ -71,7 +72,7 @@ OURS = (
     "train/skipped",
     "train/spikes",
     "train/update_ratio/",
-)  # no plots of --code
+)
 # names of the curves in a plot with several keys
 NAMES = MappingProxyType(
     {"train/loss": "train", "eval/train_loss": "train, evaluated", "eval/val_loss": "val"}

@@ -81,10 +81,14 @@ class RunFolder:
 
         Returns None if there is none.
         """
-        value: Any = self.launches[-1] if self.launches else None
+        return self.each_launch(*keys)[-1] if self.launches else None
+
+    def each_launch(self, *keys: str) -> list[Any]:
+        """Return the value of nested `keys` in each launch, oldest first; None if it lacks them."""
+        values: list[Any] = list(self.launches)
         for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+            values = [one.get(key) if isinstance(one, Mapping) else None for one in values]
+        return values
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ from accel_gpt.config.plan import Plan, plural
 from accel_gpt.config.values import to_flat, to_yaml
 from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.data.loader import Loader
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, synchronize
@@ -197,12 +196,11 @@ class Reporter:
         if self.watchdog:
             self.watchdog.heartbeat()
 
-    def step_metrics(self, step: int, loader: Loader) -> Record:
-        """Return the speed since the last call, and how long a step waited for data."""
+    def step_metrics(self, step: int, waited: float) -> Record:
+        """Return the speed since the last call; `waited`: seconds of all these steps, for data."""
         steps = max(1, step - self.stopwatch.step)
         record = self.speed.metrics(self.lap(step))
-        record["perf/data_wait_ms"] = 1000 * loader.waited / steps
-        loader.waited = 0.0
+        record["perf/data_wait_ms"] = 1000 * waited / steps
         return record
 
     def lap(self, step: int) -> float:

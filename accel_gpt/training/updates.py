@@ -9,7 +9,6 @@ zero. `least` is of matrices alone: an embedding stands still where its tokens a
 """
 
 import math
-from collections.abc import Iterator, Mapping
 
 import torch
 from accelerate import Accelerator
@@ -34,7 +33,7 @@ class UpdateSizes:
     ) -> None:
         names = {id(p): name for name, p in gpt.named_parameters()}
         self.accelerator = accelerator
-        # FSDP replaces the parameters of the model for a while, but not those of the optimizer
+        # from the optimizer: during a step, FSDP swaps the parameters of the model for others
         self.weights: list[Tensor] = []
         self.embeddings: list[bool] = []  # whether each of them is one
         looked_up = {id(m.weight) for m in gpt.modules() if isinstance(m, nn.Embedding)}
@@ -102,19 +101,23 @@ class UpdateSizes:
         for part, (change, size) in zip(self.parts, rows, strict=True):
             before = sums.get(part, (0.0, 0.0))
             sums[part] = (before[0] + change, before[1] + size)
-        found = dict(known_ratios({f"{RATIO}/{part}": pair for part, pair in sums.items()}))
-        matrices = {str(i): rows[i] for i in range(len(rows)) if not self.embeddings[i]}
-        each = dict(known_ratios(matrices))
-        if each:
-            found[f"{RATIO}/least"] = min(each.values())
-        return found
+        ratios = {
+            f"{RATIO}/{part}": ratio_of(change, size) for part, (change, size) in sums.items()
+        }
+        of_matrices = [
+            ratio_of(change, size)
+            for (change, size), is_embedding in zip(rows, self.embeddings, strict=True)
+            if not is_embedding
+        ]
+        known = [ratio for ratio in of_matrices if math.isfinite(ratio)]
+        if known:
+            ratios[f"{RATIO}/least"] = min(known)
+        return {key: ratio for key, ratio in ratios.items() if math.isfinite(ratio)}
 
 
-def known_ratios(squares: Mapping[str, tuple[float, float]]) -> Iterator[tuple[str, float]]:
-    """Yield the ratio of two norms for each pair of their squares, unless weights are zero."""
-    for name, (change, size) in squares.items():
-        if size > 0 and math.isfinite(change / size):
-            yield name, math.sqrt(change / size)
+def ratio_of(change: float, size: float) -> float:
+    """Return the ratio of two norms from their squares; `nan` if the weights are zero."""
+    return math.sqrt(change / size) if size > 0 else math.nan
 
 
 def part_of(name: str) -> str:

@@ -16,10 +16,18 @@ from accel_gpt.cli import dispatch
 from accel_gpt.commands import train as command
 from accel_gpt.errors import UserError
 from accel_gpt.files import locked_file
-from accel_gpt.health.doctor import CHECKS
+from accel_gpt.health.doctor import QUESTIONS
 from tests.conftest import QUIET, launch, run_here
 
-NAMES = [check.__name__ for check in CHECKS]
+NAMES = [*QUESTIONS]
+
+
+@pytest.fixture
+def run(train_once: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of a finished run, to change."""
+    copied = tmp_path / "copied"
+    shutil.copytree(train_once() / "run", copied)
+    return copied
 
 
 def lines_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
@@ -76,10 +84,8 @@ def test_a_failure_of_the_doctor_does_not_fail_a_run(
 
 
 def test_a_run_without_its_data_or_checkpoints(
-    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "moved"
-    shutil.copytree(train_once() / "run", run)
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(re.sub("train: .*corpus", "train: nowhere", config))
     shutil.rmtree(run / "checkpoints")
@@ -92,10 +98,8 @@ def test_a_run_without_its_data_or_checkpoints(
 
 
 def test_a_run_whose_checkpoints_were_removed_has_none_left(
-    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "exported"
-    shutil.copytree(train_once() / "run", run)
     for state, max_steps, expected in (("finished", 12, "look"), ("stopped", 400, "wrong")):
         record = json.loads((run / "run.json").read_text())
         record["launches"][-1]["plan"]["max_steps"] = max_steps
@@ -125,10 +129,8 @@ def test_a_signal_ends_the_last_look_at_a_finished_run(
 
 
 def test_a_damaged_checkpoint_is_wrong_and_stays(
-    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "damaged"
-    shutil.copytree(train_once() / "run", run)
     newest = sorted((run / "checkpoints").iterdir())[-1] / "model.safetensors"
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
@@ -140,11 +142,7 @@ def test_a_damaged_checkpoint_is_wrong_and_stays(
     assert newest.read_bytes() == content
 
 
-def test_a_run_that_trains_can_be_examined(
-    train_once: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "running"
-    shutil.copytree(train_once() / "run", run)
+def test_a_run_that_trains_can_be_examined(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads((run / "run.json").read_text())
     record["launches"][-1]["plan"]["max_steps"] = 1000
     (run / "run.json").write_text(json.dumps(record))

@@ -14,7 +14,7 @@ from accel_gpt.config.experiment import CheckpointConfig, Config, OptimConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.health import bands
 from accel_gpt.health.case import Case, Line
-from accel_gpt.health.doctor import CHECKS, verdict
+from accel_gpt.health.doctor import answers, verdict
 from accel_gpt.health.learning import rise_of
 from accel_gpt.health.text import TextStatistics
 from accel_gpt.report.runs import NamedRun
@@ -82,10 +82,9 @@ def examine(
     run = make_run(folder / "run", rows or records(), launches or [launch()], **config)
     given = {"model": ModelConfig(**SHAPE), **config}
     case = Case(NamedRun(run, "run"), replace(Config(), **given))
-    case.__dict__["text"] = text
-    with np.errstate(all="ignore"):
-        lines = [check(case) for check in CHECKS]
-    return {line.name: line for line in lines if line.name != "kill"}
+    if text is not None:
+        case.__dict__["text"] = text
+    return {line.name: line for line in answers(case) if line.name != "kill"}
 
 
 def flagged(lines: dict[str, Line]) -> dict[str, str]:

@@ -108,6 +108,8 @@ def test_the_wait_for_a_batch_is_counted() -> None:
     waited = loader.waited
     assert loader.fetch(0)  # takes nothing, and waits for nothing
     assert loader.waited == waited
+    assert loader.take_wait() == waited
+    assert loader.take_wait() == 0
     loader.close()
 
 

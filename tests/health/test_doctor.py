@@ -146,8 +146,9 @@ def test_a_run_that_trains_can_be_examined(run: Path, capsys: pytest.CaptureFixt
     record = json.loads((run / "run.json").read_text())
     record["launches"][-1]["plan"]["max_steps"] = 1000
     (run / "run.json").write_text(json.dumps(record))
-    first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:3]
-    (run / "metrics.jsonl").write_text("".join(first))
+    first = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:3]]
+    first.append(first[-1] | {"step": 40})
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in first))
     shutil.rmtree(run / "checkpoints")
     with locked_file(run / ".lock", wait=False):
         lines = lines_of(run, capsys)

@@ -15,7 +15,7 @@ from accel_gpt.config.experiment import Config, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
-from accel_gpt.evals.own_check import check_own_code
+from accel_gpt.evals.own_check import ROUNDING, check_own_code, rounding_of
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import CausalSelfAttention
 from accel_gpt.model.make import make_model
@@ -162,6 +162,12 @@ def test_bf16_rounds_more(seed: int) -> None:
         shape,
         seed=seed,
     )
+
+
+def test_the_tolerance_is_that_of_the_weights() -> None:
+    gpt = GPT(tiny(), V)
+    assert rounding_of(gpt) == ROUNDING
+    assert rounding_of(gpt.to(torch.bfloat16)) == 4 * 2**-7
 
 
 def test_a_gpt_with_another_result_through_its_cache_is_refused() -> None:

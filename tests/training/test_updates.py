@@ -74,6 +74,20 @@ def test_one_weight_that_stands_still_is_the_least() -> None:
     assert found[f"{RATIO}/blocks.mlp"] > 0.1
 
 
+def test_an_embedding_that_stands_still_is_not_the_least() -> None:
+    """Only the rows of the tokens in a batch have a gradient."""
+    gpt = GPT(tiny("llama", tie_embeddings=False), 100)
+    sizes = sizes_of(gpt)
+    sizes.begin()
+    with torch.no_grad():
+        for weight in gpt.matrices():
+            weight.mul_(1.5)
+    sizes.end()
+    found = sizes.metrics()
+    assert found[f"{RATIO}/wte"] == 0
+    assert found[f"{RATIO}/least"] == pytest.approx(0.5)
+
+
 def test_weights_of_zeros_have_no_ratio() -> None:
     gpt = GPT(tiny("fast", zero_init=True), 100)
     sizes = sizes_of(gpt)

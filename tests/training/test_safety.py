@@ -43,6 +43,7 @@ import torch
 from accel_gpt import train
 from accel_gpt.commands import train as command
 
+command.tell_health = lambda out_dir: None  # it leaves other free blocks than the training
 assert command.main(sys.argv[1:]) == 0
 
 def faults() -> int:

@@ -114,19 +114,21 @@ class Run:
 
 def load(
     name: str | Path,
-    checkpoint: str | int = "last",
+    checkpoint: str | int | None = None,
     device: torch.device | str = "cpu",
     code: str | Path | None = None,
     weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model and the tokenizer of a run, a folder or a Hub id.
 
-    The model is in evaluation mode. `checkpoint`: which checkpoint of a run, as last, best or a
-    step. `code`: if the run used a `model()` of your file, the path of this file; it is executed.
-    `weights`: evaluated or trained, if the run used an `evaluated()` of your file.
+    The model is in evaluation mode. `checkpoint`: which one of a run, as last, best or a step;
+    None: the best, or the newest if no best one is kept. `code`: if the run used a `model()` of
+    your file, the path of this file; it is executed. `weights`: evaluated or trained, if the run
+    used an `evaluated()` of your file.
     """
     own = load_code(None if code is None else os.path.expanduser(code))
-    return load_pretrained(os.path.expanduser(name), str(checkpoint), device, own, weights)
+    which = None if checkpoint is None else str(checkpoint)
+    return load_pretrained(os.path.expanduser(name), which, device, own, weights)
 
 
 def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:

@@ -70,6 +70,7 @@ from accel_gpt.training.reporter import Reporter, summarize_run
 from accel_gpt.training.updates import UpdateSizes
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
+FAR = 0.25  # (val loss - train loss) / train loss that is told once; assumption
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
 
 
@@ -95,6 +96,7 @@ class Training:
     ranks: RankClock
     compute_loss: ComputeLoss
     batch: Batch | None = None  # the last micro-batch of this rank
+    gap_told: bool = False  # that the val loss lies far above the train loss
     finish_why: str = ""  # set on this rank by a function of --code
 
     @property
@@ -548,6 +550,13 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
             is_finished(run)
     is_best = state.note_evaluation(record, run.config.eval.yardstick)
     run.reporter.publish(state, record)
+    train_loss, val_loss = record["eval/train_loss"], record["eval/val_loss"]
+    if val_loss > (1 + FAR) * train_loss and not run.gap_told:
+        run.gap_told = True
+        run.reporter.log(
+            f"val loss {val_loss:.4f} lies far above train loss {train_loss:.4f}: the train text "
+            "repeats itself or is learned by heart, or the held-out files are of another kind"
+        )
     return is_best
 
 

@@ -16,8 +16,10 @@ from torch.nn.utils import parameters_to_vector
 
 from accel_gpt import train
 from accel_gpt.config.data import PrepareConfig
+from accel_gpt.launch import machine
 from accel_gpt.model.gpt import GPT
 from accel_gpt.prepare.prepare import prepare
+from accel_gpt.runs.checkpoint import find_checkpoint
 from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.transformers_io.load import load_checkpoint
 from tests.conftest import QUIET, launch, text_of
@@ -200,7 +202,9 @@ def test_starting_from_the_weights_of_a_run(
     assert "which model.init_from names, has 32" in capsys.readouterr().err
 
 
-def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Path) -> None:
+def test_best_checkpoint_outlives_newer_ones_and_is_used(
+    small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The learning rate is far too high: step 4 is worse than step 2."""
     options = ["--checkpoint.keep_best", "true", "--checkpoint.keep_last", "1", "--eval.every", "2"]
     options += ["--optim.lr", "0.3", "--optim.grad_clip", "0", "--train.max_steps", "4"]
@@ -212,6 +216,34 @@ def test_best_checkpoint_outlives_newer_ones(small_run: Arguments, tmp_path: Pat
     assert (tmp_path / "run" / "best").read_text() == "2\n"
     kept = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {"step_00000002", "step_00000004"}
+    assert f"\nbest     step 2, eval/val_loss {first:.4f}; sample" in capfd.readouterr().err
+    assert find_checkpoint(tmp_path / "run").name == "step_00000002"
+
+
+def test_a_val_loss_far_above_the_train_loss_is_told_once(
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    losses = iter([1.2, 1.3, 1.4, 1.3])
+    monkeypatch.setattr(
+        train, "evaluate", lambda **_: {"eval/train_loss": 1.0, "eval/val_loss": next(losses)}
+    )
+    options = ["--eval.every", "1", "--train.max_steps", "4", "--train.stop_at", "4"]
+    assert launch(small_run("--sample.every", "0", *options)) == 0
+    written = capfd.readouterr().err
+    assert written.count("lies far above train loss") == 1
+    assert "val loss 1.3000 lies far above train loss 1.0000" in written
+
+
+def test_many_epochs_and_idle_gpus_are_told_at_the_start(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "idle_gpus", lambda _: 3)
+    assert launch(small_run("--train.max_steps", "9000", "--train.stop_at", "1")) == 0
+    written = capfd.readouterr().err
+    assert "epochs; more than 4 add little" in written
+    assert "device   idle: 3 other GPUs; accelerate launch --multi_gpu" in written
 
 
 def test_speed_counts_training_alone(

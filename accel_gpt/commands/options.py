@@ -70,6 +70,9 @@ class ConfigCommand(Command):
         """Parse the options and load the config; all other arguments set its keys."""
         prog = f"accel-gpt {cls.name}"
         options, keys = parse_with_keys(cls, argv, prog)
+        if not options.config:
+            require(not keys, f"{' '.join(keys)} needs CONFIG, whose keys it sets")
+            return options
         loaded = load_config([options.config, *keys], prog)
         return replace(options, loaded=loaded)
 
@@ -182,9 +185,10 @@ class SampleCommand(Command):
         1337,
         "Seed of the sampled tokens.",
     )
-    checkpoint: str = option(
-        "last",
-        "Checkpoint of a run: last, best, or a step.",
+    checkpoint: str | None = option(
+        None,
+        "Checkpoint of a run: last, best, or a step. null: the best one, or the newest if the run "
+        "keeps no best one.",
     )
     weights: Literal["evaluated", "trained"] = option(
         "evaluated",
@@ -215,7 +219,7 @@ class EvaluateCommand(Command):
     summary: ClassVar[str] = "measure loss, bits per byte and benchmarks, with standard errors"
 
     run: str = same_option(SampleCommand, "run")
-    checkpoint: str = same_option(SampleCommand, "checkpoint")
+    checkpoint: str | None = same_option(SampleCommand, "checkpoint")
     weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
     code: str | None = option(
         None,
@@ -286,7 +290,7 @@ class ExportCommand(Command):
         "File to create, for llama.cpp, Ollama and LM Studio. A Modelfile is written next to it.",
         path=True,
     )
-    checkpoint: str = same_option(SampleCommand, "checkpoint")
+    checkpoint: str | None = same_option(SampleCommand, "checkpoint")
     weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
     code: str | None = option(
         None,
@@ -338,7 +342,7 @@ class PushCommand(Command):
         "",
         "Repository as user/name. It is created if it is missing.",
     )
-    checkpoint: str = same_option(SampleCommand, "checkpoint")
+    checkpoint: str | None = same_option(SampleCommand, "checkpoint")
     code: str | None = same_option(ExportCommand, "code")
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = option(
@@ -396,7 +400,8 @@ class PlanCommand(ConfigCommand):
     """Compute what a config needs: size, FLOPs, memory, steps, hours, disk, and whether it fits.
 
     It trains nothing and needs no GPU. You can also set any --section.key of the config. Examples:
-      accel-gpt plan quickstart
+      accel-gpt plan                                    # sizes for a text and a GPU
+      accel-gpt plan --gpu 'rtx 4090' --price 0.5
       accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --price 2.5
       accel-gpt plan llama_7b --gpus 64 --gpu h100 --distribution fsdp
     """
@@ -404,6 +409,13 @@ class PlanCommand(ConfigCommand):
     name: ClassVar[str] = "plan"
     summary: ClassVar[str] = "compute size, memory, hours and cost of a config, and whether it fits"
 
+    config: str = option(
+        "",
+        "YAML file, or name of a shipped config, as for train. empty: a table of the sizes that a "
+        "text is enough for and a GPU trains.",
+        positional=True,
+        path=True,
+    )
     gpus: int = option(
         1,
         "Number of devices of all nodes together. Each has one process.",
@@ -434,6 +446,10 @@ class PlanCommand(ConfigCommand):
         above=0,
     )
     json: bool = same_option(InspectCommand, "json")
+
+    def module(self) -> str:
+        """Return the name of the module that runs the command."""
+        return "plan" if self.config else "sizes"
 
 
 @dataclass(frozen=True)

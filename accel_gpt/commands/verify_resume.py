@@ -229,7 +229,7 @@ def run_values(folder: Path) -> dict[str, str]:
         for key, value in record.items():
             if key != "time" and not key.startswith("perf/"):
                 found[f"{key} at step {step}"] = value
-    checkpoint = find_checkpoint(folder)
+    checkpoint = find_checkpoint(folder, "last")
     optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True, map_location="cpu")
     found |= load_file(checkpoint / SAFE_WEIGHTS) | flatten_state(optimizer)
     if (checkpoint / EVALUATED).exists():

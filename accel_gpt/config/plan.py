@@ -11,6 +11,7 @@ from accel_gpt.config.experiment import Config, LogConfig
 from accel_gpt.errors import UserError, require
 
 LENGTH_KEYS = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
+USEFUL_EPOCHS = 4  # further ones add little: Muennighoff et al. 2023, arXiv 2305.16264
 LARGEST_MICRO_BATCH = 4096  # sequences; the largest micro-batch to try; assumption
 # Share of all steps; assumption, within the 10 to 20% of Hägele et al. 2024, figure 5
 WSD_DECAY_SHARE = 0.2

@@ -10,7 +10,7 @@ import torch
 
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan
+from accel_gpt.config.plan import USEFUL_EPOCHS, Plan
 from accel_gpt.data.downloads import Cache
 from accel_gpt.data.loader import Loader, read_sequences
 from accel_gpt.data.mixture import Mixture, Pattern
@@ -145,6 +145,7 @@ class Corpus:
             lines.append(
                 f"data     {where}: {source.split.tokens:,} train tokens{weight}; "
                 f"this run reads {count:.2f} epochs"
+                + (f"; more than {USEFUL_EPOCHS} add little" if count > USEFUL_EPOCHS else "")
             )
         val_tokens = sum(part.split.tokens for part in self.evaluated["val"])
         lines[-1] += (

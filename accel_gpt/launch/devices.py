@@ -45,6 +45,9 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
         "a40": _device(48, bf16=149.7, fp16=149.7, tf32=74.8, fp32=37.4),
         # NVIDIA GA102 white paper (2021), appendices A and C
         "rtx a6000": _device(48, bf16=154.8, fp16=154.8, tf32=77.4, fp32=38.7),
+        # arithmetic: 3,584 cores at 1.78 GHz, with the rates per core of the rtx 3070
+        "rtx 3060": _device(12, bf16=25.5, fp16=25.5, tf32=12.7, fp32=12.7),
+        "rtx 3070": _device(8, bf16=40.6, fp16=40.6, tf32=20.3, fp32=20.3),
         "rtx 3080": _device(10, bf16=59.5, fp16=59.5, tf32=29.8, fp32=29.8),
         "rtx 3090": _device(24, bf16=71, fp16=71, tf32=35.6, fp32=35.6),
         # NVIDIA L4, L40 and L40S data sheets (2023)
@@ -52,6 +55,9 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
         "l40": _device(48, fp8=362, bf16=181, fp16=181, tf32=90.5, fp32=90.5),
         "l40s": _device(48, fp8=733, bf16=362, fp16=362, tf32=183, fp32=91.6),
         # NVIDIA Ada GPU architecture white paper (2022), appendix A
+        # two by arithmetic: 3,072 cores at 2.46 GHz and 5,888 at 2.48, each as fast as one of 4090
+        "rtx 4060": _device(8, fp8=60.5, bf16=30.2, fp16=30.2, tf32=15.1, fp32=15.1),
+        "rtx 4070": _device(12, fp8=116.6, bf16=58.3, fp16=58.3, tf32=29.1, fp32=29.1),
         "rtx 4080": _device(16, fp8=194.9, bf16=97.5, fp16=97.5, tf32=48.7, fp32=48.7),
         "rtx 4090": _device(24, fp8=330.3, bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),
         # NVIDIA RTX 6000 Ada Generation data sheet (2022)

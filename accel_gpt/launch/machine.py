@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import platform
 import resource
 import subprocess
@@ -53,10 +54,19 @@ def describe_machine(accelerator: Accelerator) -> dict[str, Any]:
         "commit": commit(),
         "device": device_name(accelerator.device),
         "processes": accelerator.num_processes,
+        "idle_gpus": idle_gpus(accelerator),
         "threads_per_process": torch.get_num_threads(),
         "mixed_precision": accelerator.mixed_precision,
         "platform": platform.platform(),
     }
+
+
+def idle_gpus(accelerator: Accelerator) -> int:
+    """Count the GPUs of this machine that no process of the run uses."""
+    if accelerator.device.type != "cuda":
+        return 0
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine, from the launcher
+    return max(0, torch.cuda.device_count() - processes)
 
 
 def rank_identity(options: Mapping[str, Any], own_code: str = "") -> dict[str, Any]:

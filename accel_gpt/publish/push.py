@@ -41,7 +41,7 @@ def push(
     run: str,
     repo: str,
     *,
-    checkpoint: str = "last",
+    checkpoint: str | None = None,
     private: bool = False,
     dtype: str = "fp32",
     license: str | None = None,  # noqa: A002 - as the Hub names it

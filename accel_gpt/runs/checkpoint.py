@@ -72,10 +72,11 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-def find_checkpoint(path: Path, which: str = "last") -> Path:
+def find_checkpoint(path: Path, which: str | None = None) -> Path:
     """Return the folder of a checkpoint: `path` itself, or a checkpoint of the run at `path`.
 
-    `which`: last, best or a step. Raises `UserError` if there is no such checkpoint.
+    `which`: last, best or a step; None: the best, or the newest if the run names no best one.
+    Raises `UserError` if there is no such checkpoint.
     """
     if is_checkpoint(path):
         require_no_choice(path, which)
@@ -86,7 +87,10 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     found = {step: folder for step, folder in run.checkpoints.items() if is_checkpoint(folder)}
     if not found:
         raise UserError(f"{path} holds no checkpoint")
-    named = {"last": str(max(found)), "best": run.best}.get(which, which)
+    newest = str(max(found))
+    if which is None:
+        which = run.best if run.best in map(str, found) else newest
+    named = {"last": newest, "best": run.best}.get(which, which)
     for step, folder in found.items():
         if named == str(step):
             return folder
@@ -94,9 +98,9 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     raise UserError(f"{path} has no checkpoint {which!r}; expected one of {expected}")
 
 
-def require_no_choice(path: str | Path, which: str) -> None:
+def require_no_choice(path: str | Path, which: str | None) -> None:
     """Raise `UserError` if a checkpoint is chosen in a model that is not a run."""
-    require(which == "last", f"--checkpoint is {which}, but {path} is a single model, not a run")
+    require(which is None, f"--checkpoint is {which}, but {path} is a single model, not a run")
 
 
 # --------------------------------------------------------------------------- verify

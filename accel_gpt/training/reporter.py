@@ -171,6 +171,11 @@ class Reporter:
             f"device   {machine['processes']} x {machine['device']}, "
             f"precision {'fp32' if precision == 'no' else precision}, {threads}",
         ]
+        if machine["idle_gpus"]:
+            lines.append(
+                f"device   idle: {plural(machine['idle_gpus'], 'other GPU')}; accelerate launch "
+                "--multi_gpu uses all of them"
+            )
         return "\n".join(lines)
 
     def cut_back(self, state: TrainState) -> None:
@@ -317,7 +322,7 @@ def option_lines(options: Mapping[str, Any]) -> list[str]:
 
 
 def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: str | None) -> str:
-    """Return the last line of a launch: what it did, and the folder of the run."""
+    """Return the last lines of a launch: what it did, the folder, and an earlier best step."""
     spent = format_clock(state.seconds)
     if state.step == 0:
         return f"{signal_name}: stopped before the first step; launch again to start"
@@ -328,7 +333,13 @@ def summarize_run(config: Config, plan: Plan, state: TrainState, signal_name: st
         )
     loss = "" if state.val_loss is None else f", val loss {state.val_loss:.4f}"
     finished = f"finished by {plan.finish.file}: {plan.finish.why}\n" if plan.finish else ""
+    best = ""
+    if config.checkpoint.keep_best and state.best_step not in (None, state.step):
+        best = (
+            f"\nbest     step {state.best_step:,}, {config.eval.best} {state.best_value:.4f}; "
+            "sample, evaluate, export and push use this checkpoint"
+        )
     return (
         f"{finished}{plural(state.step, 'step')}, {state.tokens:,} tokens in {spent}{loss}: "
-        f"{config.out_dir}"
+        f"{config.out_dir}{best}"
     )

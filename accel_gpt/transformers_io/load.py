@@ -44,16 +44,17 @@ NO_CODE = OwnCode()
 
 def load_pretrained(
     name: str,
-    checkpoint: str = "last",
+    checkpoint: str | None = None,
     device: torch.device | str = "cpu",
     own: OwnCode = NO_CODE,
     weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load a model, in evaluation mode, and its tokenizer.
 
-    `name`: a run (`checkpoint`: last, best or a step), a checkpoint, a transformers folder or a Hub
-    id. `own`: the file of --code with whose `model()` the checkpoint was made. `weights`: which
-    ones of a checkpoint to load, the evaluated or the trained ones; see `EvaluatedWeights`.
+    `name`: a run, a checkpoint, a transformers folder or a Hub id. `checkpoint`: which one of a
+    run; see `find_checkpoint`. `own`: the file of --code with whose `model()` the checkpoint was
+    made. `weights`: which ones of a checkpoint to load, the evaluated or the trained ones; see
+    `EvaluatedWeights`.
 
     Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
     `CheckpointError` if a file is damaged.

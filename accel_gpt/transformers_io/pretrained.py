@@ -74,12 +74,12 @@ class Pretrained:
 
 
 def find_pretrained(
-    name: str, checkpoint: str = "last", weights: Weights = "evaluated"
+    name: str, checkpoint: str | None = None, weights: Weights = "evaluated"
 ) -> Pretrained:
     """Find a model in a folder, or on the Hub, from which it downloads only the small files.
 
     A folder with a config.json is in transformers format, unless it is also a run with checkpoints.
-    `checkpoint`: last, best or a step of a run. `weights`: which weights of a checkpoint. Raises
+    `checkpoint`: see `find_checkpoint`. `weights`: which weights of a checkpoint. Raises
     `UserError` if there is no model, or an adapter beside it. The Hub is not asked for a path.
     """
     require(weights in get_args(Weights), f"weights is {weights!r}; expected evaluated or trained")

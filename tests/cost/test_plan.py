@@ -204,6 +204,36 @@ def test_a_budget_is_filled_at_the_expected_speed(
     assert found["length"]["budget"] == "1m"
 
 
+@pytest.mark.parametrize(("depth", "gpu"), [(4, "rtx 4060"), (12, "rtx 3060"), (32, "h100")])
+def test_the_table_of_sizes_holds_what_plan_says_of_each_size(
+    depth: int, gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(dispatch, ["plan", "--gpus", "2", "--price", "3", "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["depth"] == depth)
+    found = row["gpus"][gpu]
+    words = ["fast_124m", "--model.depth", depth, "--train.max_tokens", "null"]
+    machine = ["--gpu", gpu, "--gpus", 2, "--price", 3]
+    size = ["--train.micro_batch_size", found["micro_batch_size"]]
+    alone = plan(capsys, *words, *machine, *size)
+    assert alone["memory"]["fits"] is True
+    assert alone["time"]["hours"] == found["hours"]
+    assert alone["time"]["cost"] == found["cost"]
+    assert alone["length"]["tokens"] == row["tokens"]
+    assert alone["parameters"]["total_unpadded"] == row["parameters"]
+    assert row["text_mb"] == pytest.approx(row["tokens"] / 4 * 4.4 / 1e6)  # four epochs
+
+
+def test_the_table_of_sizes_fits_into_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(dispatch, ["plan"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(line for line in lines if line.startswith("   32")).split()[-6:-2] == ["-"] * 4
+    assert run_main(dispatch, ["plan", "--gpu", "t4", "--memory_gb", "2"]) == 0
+    assert capsys.readouterr().out.count(" -\n") == 9  # no size fits into 2 GB
+    assert "needs CONFIG" in mistake(capsys, "--model.depth", 3)
+    assert "not in the table of devices" in mistake(capsys, "--gpu", "rtx 9")
+
+
 # --------------------------------------------------------------------------- data
 
 

@@ -57,6 +57,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert (root / "mine").is_dir()
     assert (tmp_path / "best").read_text() == "2\n"
     assert find_checkpoint(tmp_path, "best").name == "step_00000002"
+    assert find_checkpoint(tmp_path).name == "step_00000002"
     fake(root, {6: {}, 7: {}})
     name_best_and_prune(
         tmp_path, CheckpointConfig(keep_last=1), 7, best_step=6 + 3
@@ -66,6 +67,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     (tmp_path / "best").unlink()
     with pytest.raises(UserError, match="no checkpoint 'best'; expected one of last, best, 2, 7"):
         find_checkpoint(tmp_path, "best")
+    assert find_checkpoint(tmp_path).name == "step_00000007"
 
 
 def test_only_a_checkpoint_of_the_step_in_its_name_is_counted(tmp_path: Path) -> None:

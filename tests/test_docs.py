@@ -34,6 +34,7 @@ from accel_gpt.config.options import own_options
 from accel_gpt.config.values import leaves
 from accel_gpt.console import format_clock
 from accel_gpt.errors import AccelGPTError
+from accel_gpt.launch.devices import DEVICES
 from accel_gpt.launcher import PREEMPTED
 from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.metrics import COLUMNS
@@ -220,6 +221,26 @@ def test_the_plan_shown_is_the_one_printed(
         capsys.readouterr().out.rstrip(),
         r"```\n(config +configs/gpt2_124m\.yaml.*?)\n```",
     )
+
+
+def test_the_table_of_sizes_and_of_gpus_are_up_to_date(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = "docs/get-started/what-can-i-train.md"
+    assert dispatch(["plan"]) == 0
+    check(page, capsys.readouterr().out, r"<!-- sizes -->\n```\n(.*?)```\n<!-- end -->")
+    check(page, gpu_table(), r"<!-- gpus -->\n(.*?)<!-- end -->")
+
+
+def gpu_table() -> str:
+    """Return the GPUs that `plan` knows, by their memory."""
+    by_memory: dict[int, list[str]] = {}
+    for name, device in DEVICES.items():
+        for memory in device.memory_gb:
+            by_memory.setdefault(memory, []).append(name)
+    rows = [f"| {memory} GB | {', '.join(names)} |" for memory, names in sorted(by_memory.items())]
+    return "\n".join(["| memory | `--gpu` |", "|---|---|", *rows, ""])
 
 
 def anchors(page: Path) -> set[str]:

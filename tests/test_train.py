@@ -196,13 +196,16 @@ def test_starting_from_the_weights_of_a_run(
     assert launch(small_run(*own, *short)) == 0
     first, last = records(tmp_path / "tuned")[1], records(tmp_path / "run")[-1]
     assert first["train/loss"] == pytest.approx(last["train/loss"], abs=0.3)
+    own = ("--out_dir", str(tmp_path / "again"), "--model.init_from", str(tmp_path / "run"))
+    assert launch([str(tmp_path / "run/config.yaml"), *own, *short]) == 0  # it has all keys
+    assert records(tmp_path / "again")[1]["train/loss"] == pytest.approx(first["train/loss"])
     capsys.readouterr()
     other = ["--out_dir", str(tmp_path / "wide"), "--model.n_embd", "64"]
     assert launch(small_run("--model.init_from", str(tmp_path / "run"), *other)) == 2
     assert "which model.init_from names, has 32" in capsys.readouterr().err
 
 
-def test_best_checkpoint_outlives_newer_ones_and_is_used(
+def test_best_checkpoint_outlives_newer_ones(
     small_run: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The learning rate is far too high: step 4 is worse than step 2."""

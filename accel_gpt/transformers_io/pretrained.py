@@ -178,7 +178,7 @@ def inherit_shape(name: str, shape: Mapping[str, Any], given: Mapping[str, Any])
     inherited: dict[str, Any] = {}
     for field, value in shape.items():
         key = f"model.{field}"
-        if key not in given:
+        if given.get(key) is None:  # null counts as not set: a run's config.yaml has all keys
             inherited[key] = value
         elif field == "block_size":
             check_block_size(name, shape, given)

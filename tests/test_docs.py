@@ -52,6 +52,7 @@ PAGES = (
 )
 # pages whose commands must parse as written; the others are read
 FOLLOWED = ("README.md", *(page for page in PAGES if page.startswith("docs/get-started/")))
+RESULTS = "benchmarks/RESULTS.md"
 FILES = (".py", ".bin", ".json", ".safetensors")  # endings of files that look like keys
 NOT_OURS = ("my.py", "variant.py", "gated.py", "code.py")  # of the reader, a copy in a run
 # pages that name files of other projects
@@ -241,6 +242,59 @@ def gpu_table() -> str:
             by_memory.setdefault(memory, []).append(name)
     rows = [f"| {memory} GB | {', '.join(names)} |" for memory, names in sorted(by_memory.items())]
     return "\n".join(["| memory | `--gpu` |", "|---|---|", *rows, ""])
+
+
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+MEASURED = (
+    rf"({NUMBER})(?: to ({NUMBER}))? \[?bits per byte",
+    rf"({NUMBER}) tokens/s",
+    rf"({NUMBER}) times nanoGPT's rate",
+    rf"({NUMBER}) of its memory",
+    rf"({NUMBER})% \[?MFU",
+)
+
+
+def numbers(text: str) -> set[str]:
+    """Return the numbers in a text, without commas."""
+    return {number.replace(",", "") for number in re.findall(NUMBER, text)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_figure_that_was_measured_stands_in_the_results(page: str) -> None:
+    """As exactly as the page says it: 549,000 may be 549,300 there, and 47 % a share of 0.474."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    results = [float(number) for number in numbers((ROOT / RESULTS).read_text(encoding="utf-8"))]
+    for pattern in MEASURED:
+        for match in re.finditer(pattern, text):
+            for figure in filter(None, match.groups()):
+                assert is_among(figure.replace(",", ""), results, pattern), match[0]
+
+
+def is_among(figure: str, results: list[float], pattern: str) -> bool:
+    """Return whether one of `results` is the figure, rounded as the figure is."""
+    decimals = len(figure.partition(".")[2])
+    zeros = len(figure) - len(figure.rstrip("0")) if not decimals else 0
+    share = 100 if "MFU" in pattern else 1
+    return any(
+        round(share * result, -zeros or decimals) == float(figure)
+        or round(result, -zeros or decimals) == float(figure)
+        for result in results
+    )
+
+
+def test_the_sizes_in_the_readme_are_those_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = r"\| (.*), (\d+) (hours|minutes) \| `fast_124m --model.depth (\d+)` \| (\d+)M param"
+    found = re.findall(row, text)
+    assert found
+    assert dispatch(["plan", "--json"]) == 0
+    table = {row["depth"]: row for row in json.loads(capsys.readouterr().out)}
+    gpus = {"a GPU with 8 GB": "rtx 4060", "an H100": "h100"}
+    for machine, time, unit, depth, millions in found:
+        row = table[int(depth)]
+        hours = row["gpus"][gpus[machine]]["hours"]
+        assert float(time) == pytest.approx(hours * (60 if unit == "minutes" else 1), rel=0.15)
+        assert float(millions) == pytest.approx(row["parameters"] / 1e6, abs=0.5)
 
 
 def anchors(page: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from accel_gpt import __version__
 from accel_gpt.cli import dispatch
+from accel_gpt.commands.options import COMMANDS
 from accel_gpt.console import run_main, write_err, write_out
 from accel_gpt.errors import UserError
 from tests.conftest import run_here
@@ -117,6 +119,18 @@ def test_the_launcher_prints_the_sentence_last(
     *_, line, border = str(ChildFailedError("train.py", {0: other, 1: own})).splitlines()
     assert line.endswith(capsys.readouterr().err.strip())
     assert set(border) == {"="}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_the_options_of_its_examples(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Except --section.key, which `accel-gpt train --help-all` lists."""
+    with pytest.raises(SystemExit):
+        call(name, "--help")
+    examples, _, listed = capsys.readouterr().out.partition("Examples:")[2].partition("\n\n")
+    for option in re.findall(r"--\w+(?![\w.])", examples):
+        assert f"\n  {option} " in listed, option
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:

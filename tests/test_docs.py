@@ -145,7 +145,7 @@ def test_what_is_made_from_the_code_is_up_to_date() -> None:
     interface = "\n".join(reference.python_section()).rstrip()
     parts = "\n".join(reference.parts_table())
     table = r"\| part \| constructor \| methods \|\n[|-]+\n(.*?)\n\n"
-    check("docs/how-to/experiment.md", parts, table)
+    check("docs/how-to/own-code.md", parts, table)
     check("docs/reference/python.md", interface, r"<!-- interface -->\n(.*?)\n<!-- end -->")
 
 

@@ -448,9 +448,10 @@ class PlanCommand(ConfigCommand):
 class SweepCommand(Command):
     """Compare configs, or values of keys, over several seeds.
 
-    List values with commas. Each setting is compared with the first one, by runs with the same
-    seed. If the answer is clear, a setting is trained with no further seeds. The same command
-    resumes a stopped sweep; you can add seeds and values. Examples:
+    Set any --section.key of the configs; a list with commas compares its values. Each setting is
+    compared with the first one, by runs with the same seed. If the answer is clear, a setting is
+    trained with no further seeds. The same command resumes a stopped sweep; you can add seeds and
+    values. Examples:
       accel-gpt sweep quickstart --optim.lr 1e-2,3e-2 --seed 1,2,3,4,5 --train.max_steps 60
       accel-gpt sweep fast_shakespeare_cpu shakespeare_char_cpu --seed 1,2,3 --train.max_steps 120
       accel-gpt sweep quickstart --model.depth 1,2 --seed 1,2,3 --train.max_steps 60
@@ -463,6 +464,15 @@ class SweepCommand(Command):
         REQUIRED,
         "YAML files, or names of shipped configs, as for train. Options apply to all of them.",
         positional=True,
+        path=True,
+    )
+    seed: tuple[int, ...] = option(
+        (),
+        "Seeds of each setting, separated by commas. []: the seed of the first config.",
+    )
+    out_dir: str | None = option(
+        None,
+        "Folder of the sweep. null: out_dir of the first config, with _sweep.",
         path=True,
     )
     metric: str | None = option(
@@ -489,7 +499,8 @@ class SweepCommand(Command):
             options.goal is None or options.metric is not None,
             f"--goal is {options.goal}, but --metric is missing",
         )
-        return replace(options, grid=read_grid(options.config, keys))
+        grid = read_grid(options.config, keys, options.seed, options.out_dir)
+        return replace(options, grid=grid)
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,17 @@ class Grid:
     settings: Sequence[Setting]  # the first one is the baseline
 
 
-def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
-    """Read the configs and keys of a sweep.
+def read_grid(
+    configs: Sequence[str],
+    arguments: Sequence[str],
+    seeds: Sequence[int] = (),
+    out_dir: str | None = None,
+) -> Grid:
+    """Read the configs and keys of a sweep; the first config has defaults of the other arguments.
 
     Raises `UserError` if there is only one setting, or if a value is invalid.
     """
     given, common = read_arguments(arguments)
-    out_dir = given.pop("out_dir", None)
-    seeds = split_values("seed", given.pop("seed")) if "seed" in given else []
     swept = {"config": [*configs]}
     for key, text in given.items():
         swept[key] = split_values(key, text)
@@ -80,7 +83,7 @@ def read_grid(configs: Sequence[str], arguments: Sequence[str]) -> Grid:
     )
     return Grid(
         folder=Path(settings[0].config.out_dir),
-        seeds=[int(float(seed)) for seed in seeds] or [settings[0].config.seed],
+        seeds=seeds or [settings[0].config.seed],
         settings=[with_own_text(setting, settings[0]) for setting in settings],
     )
 

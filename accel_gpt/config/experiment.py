@@ -443,7 +443,7 @@ class Config(Section):
         None,
         "Path of your Python file. Its functions replace parts of the run: model, optimizer, lr, "
         "loss, targets, shards, metrics, evaluated, evaluate, after_evaluation, exported "
-        "(docs/how-to/experiment.md). The file is executed, so no config file can set it. null: "
+        "(docs/how-to/own-code.md). The file is executed, so no config file can set it. null: "
         "none.",
         essential=True,
         resume="ask",

@@ -58,7 +58,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
     new_weights: tuple[str, ...] = option(
         (),
         "Names of weights, with the wildcards * and ?, that are drawn and not taken from "
-        "init_from, for a changed GPT of --code: blocks.*.mlp.gate.* (docs/how-to/experiment.md).",
+        "init_from, for a changed GPT of --code: blocks.*.mlp.gate.* (docs/how-to/own-code.md).",
         resume="start",
         inherited="never",
     )
@@ -192,7 +192,7 @@ class ModelConfig(Section, prefix="model.", resume="refuse"):
     extra: Mapping[str, Scalar] = option(
         {},
         "Your own numbers and texts for the functions of --code, by name: {window: 64}. The "
-        "command line can also set a single one (docs/how-to/experiment.md).",
+        "command line can also set a single one (docs/how-to/own-code.md).",
         resume="ask",
         inherited="default",
     )

@@ -283,7 +283,7 @@ def test_files_that_keep_other_targets_are_not_compared(
         read_grid([config], ["--code", f"null,{tmp_path / 'one.py'}"])
     for other, refused in (("two", True), ("three", False)):
         files = f"{tmp_path / 'one.py'},{tmp_path / other}.py"
-        grid = read_grid([config], ["--code", files, "--out_dir", str(tmp_path / "sweep")])
+        grid = read_grid([config], ["--code", files], out_dir=str(tmp_path / "sweep"))
         expected = pytest.raises(UserError, match=r"two\.py keeps other targets than in code=.*one")
         with expected if refused else contextlib.nullcontext():
             sweep.Sweep(grid).check_targets()

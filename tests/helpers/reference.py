@@ -170,16 +170,8 @@ def command(name: str, kind: Any) -> Iterator[str]:
     yield f"## accel-gpt {name}"
     yield ""
     for paragraph in text.strip().split("\n\n"):
-        sentences, *rows = re.split(
-            r"\n  (?=--)", paragraph
-        )  # options that are no keys stand in rows
-        yield from textwrap.wrap(sentences, 118)
+        yield from textwrap.wrap(paragraph, 118)
         yield ""
-        for row in rows:
-            name, *words = row.split()
-            yield from textwrap.wrap(f"- `{name}`: {' '.join(words)}", 118, subsequent_indent="  ")
-        if rows:
-            yield ""
     yield "```sh"
     yield from textwrap.dedent(examples).rstrip().splitlines()
     yield "```"

@@ -322,8 +322,8 @@ GATES = "blocks.*.mlp.gate.*"
 
 @pytest.fixture
 def code(tmp_path: Path) -> list[str]:
-    """The options of the file in docs/how-to/experiment.md that gives each MLP a gate."""
-    page = (ROOT / "docs/how-to/experiment.md").read_text()
+    """The options of the file in docs/how-to/own-code.md that gives each MLP a gate."""
+    page = (ROOT / "docs/how-to/own-code.md").read_text()
     section = page.partition("\n## From trained weights\n")[2]
     (tmp_path / "gated.py").write_text(section.partition("```python\n")[2].partition("```")[0])
     return ["--code", str(tmp_path / "gated.py")]

@@ -43,15 +43,17 @@ class TrainConfig(Section, prefix="train."):
     )
     max_steps: int | None = option(
         None,
-        "Number of optimizer steps in the run. Set this, max_tokens or budget.",
+        "Number of optimizer steps in the run. Set this, max_tokens or budget. On the command "
+        "line, it replaces budget and max_tokens of the file.",
         replaces=("train.max_tokens", "train.budget"),
         above=0,
         essential=True,
     )
     max_tokens: int | None = option(
         None,
-        "Number of tokens in the run. Set this or max_steps. For N epochs, set N times the number "
-        "of train tokens; the first lines of a run print this number.",
+        "Number of tokens in the run. Set this or max_steps. On the command line, it replaces "
+        "budget and max_steps of the file. For N epochs, set N times the number of train tokens; "
+        "the first lines of a run print this number.",
         replaces=("train.max_steps", "train.budget"),
         above=0,
     )
@@ -60,8 +62,8 @@ class TrainConfig(Section, prefix="train."):
         "Time that the run takes on this machine, such as 5m, from the prepared data to the last "
         "checkpoint. The first launch measures a few steps, an evaluation, samples and a save, and "
         "sets max_steps. After a tenth of the steps, it sets them once more if the learning rate "
-        "is still constant. Warm-up, decay and intervals are scaled from max_steps or max_tokens, "
-        "if these are set as well.",
+        "is still constant. If a config also has max_steps or max_tokens, its warm-up and "
+        "intervals belong to that length, and are scaled to the new one.",
         essential=True,
     )
     stop_at: int | None = option(
@@ -75,9 +77,9 @@ class TrainConfig(Section, prefix="train."):
         None,
         "Precision of the computation. no: float32. fp8: matrix products in torchao's "
         "float8, the rest in bf16; needs torchao and compute capability 8.9. null: the precision "
-        "that `accelerate launch` sets, or no. auto: keep the precision of an earlier launch of "
-        "this run. If there is none, take the precision that `accelerate launch` sets. If it sets "
-        "none: bf16 if the device is faster in it, fp16 on GPUs that have only that, or no.",
+        "that `accelerate launch` sets, or no. auto: the precision of an earlier launch of this "
+        "run; else the one that `accelerate launch` sets; else bf16 if the device is faster in it, "
+        "fp16 on GPUs that have only that, or no.",
         essential=True,
         resume="free",
         exact=True,

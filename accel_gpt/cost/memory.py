@@ -28,11 +28,11 @@ DOUBLE_BYTES = 8  # float64
 STACKS = 3
 GRAMS = 2
 WEIGHTS = 7
-# Measured (docs/explanation/cost.md): 290 MB for Python, torch and their imports; the first step
+# Measured (benchmarks/notes/cost.md): 290 MB for Python, torch and their imports; the first step
 # loads the rest.
 LIBRARIES_CPU_BYTES = 385_000_000
 # Share of a micro-batch's memory that the C library wastes in gaps between tensors; measured
-# (docs/explanation/cost.md)
+# (benchmarks/notes/cost.md)
 GAP_SHARE_CPU = 0.2
 # Assumption, for the CUDA context, the workspaces of cuBLAS and NCCL, and gaps
 LIBRARIES_CUDA_BYTES = 1_500_000_000

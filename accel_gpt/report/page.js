@@ -222,7 +222,7 @@ function draw(plot) {
     if (line.style === "dots" && line.xs.length <= 60)
       line.xs.forEach((v, i) => make("circle", { class: `dot ${line.color}`, cx: x(v), cy: y(line.ys[i]), r: wide ? 4 : 3 }, inside));
   }
-  plot.above.textContent = above ? `the first values, up to ${exact(above)}, lie above` : "";
+  plot.above.textContent = above ? `not shown: higher values at the start, up to ${exact(above)}` : "";
   canvas.replaceChildren(svg);
   Object.assign(plot, { svg, x, y, shown, left, width, height, overlay: make("g", {}, svg) });
 }

@@ -148,9 +148,9 @@ def commands_page() -> Iterator[str]:
         # Commands
 
         `accel-gpt COMMAND --help` prints the options of a command; `python -m accel_gpt` does what
-        `accel-gpt` does. Write an option as
-        `--name value` or `--name=value`, and a list as `--name a,b`. Commands that take CONFIG
-        also take every [config key](keys.md) as `--section.key value`.
+        `accel-gpt` does. Write an option as `--name value` or `--name=value`. For a list, repeat
+        the option or write `--name '[a, b]'`. Commands that take CONFIG also take every
+        [config key](keys.md) as `--section.key value`.
         [Exit codes](exit-codes.md) says what the code of a command means.
         """
     ).splitlines()

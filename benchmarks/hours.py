@@ -1,6 +1,6 @@
 """A run of two hours on a CPU that is killed every ten minutes and moved once.
 
-    python benchmarks/hours.py [--out runs/hours] [--budget 2h] [--kill_every 600]
+    python benchmarks/hours.py [--out runs/hours] [--budget 2h] [--kill_every 600] [--docs docs]
 
 1. Text: the documentation and licences of the packages that the README's test command installs, and
    of Python's standard library. One document a module (its docstrings) or a file (METADATA,
@@ -8,17 +8,20 @@
 2. `accel-gpt train laptop --data.text text --train.budget BUDGET`, killed by SIGKILL every
    `--kill_every` seconds and started again with the same command. After half of the budget, the
    folder that it stands in gets another name: OUT/first becomes OUT/second.
-3. `evaluate` on the whole val split, `doctor`, `report`, and two samples for each of five prompts,
-   the first two that come.
+3. `evaluate` on the whole val split, `doctor`, `report`, two samples for each of five prompts, the
+   first two that come, and `plan` for five GPUs.
 
-Prints a table of the launches and writes OUT/hours.json. All of it is kept in OUT: the same command
-goes on after an interruption of this script, too.
+Prints tables of the launches and of the GPUs, and writes OUT/hours.json. All of it is kept in OUT:
+the same command goes on after an interruption of this script, too. With --docs, it writes the
+picture images/hours.png and the report explanation/run-of-hours-report.html there.
 """
 
 import argparse
 import ast
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +32,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import OURS, ROOT, print_table, read_records, run_command, save_report, start_report
+import numpy as np
+from common import (
+    OURS,
+    ROOT,
+    draw_schemes,
+    print_table,
+    read_records,
+    run_command,
+    save_report,
+    start_report,
+)
 
 from accel_gpt.config.options import duration
 
@@ -38,6 +51,7 @@ PROMPTS = ("The", "Returns", "Parameters", "This function", "If you want to")
 FEWEST_CHARACTERS = 200  # of a document
 MOST_CHARACTERS = 200_000  # of a file; larger ones are tables
 SHORT_PARAGRAPH = 60  # characters; a shorter one may come again
+GPUS = {"t4": 0.3, "rtx 3060": 0.1, "rtx 4090": 0.5, "a100": 1.3, "h100": 2.5}  # price: assumption
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -49,6 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/hours"))
     parser.add_argument("--budget", default="2h")
     parser.add_argument("--kill_every", type=float, default=600, help="seconds")
+    parser.add_argument("--docs", type=Path, help="folder of the docs, for the picture and report")
     args = parser.parse_args()
     half = (duration("--budget", args.budget) or 0) / 2
     file = args.out / "hours.json"
@@ -66,20 +81,27 @@ def main() -> None:
         save_report(file, report)
     report |= look_at(second)
     save_report(file, report)
+    if args.docs:
+        publish(second / RUN, report, args.docs)
+    head = ["launch", "folder", "minutes", "steps", "newest checkpoint", "exit code"]
+    print_table(head, [[*launch_cells(n, one)] for n, one in enumerate(launches, 1)])
     print_table(
-        ["launch", "folder", "minutes", "steps in metrics", "newest checkpoint", "exit code"],
+        ["GPU", "minutes", "cost", "if an hour costs"],
         [
-            [
-                str(number),
-                one["folder"],
-                f"{one['seconds'] / 60:.1f}",
-                f"{one['step']:,}",
-                f"{one['checkpoint']:,}",
-                str(one["exit_code"]),
-            ]
-            for number, one in enumerate(launches, 1)
+            [gpu, f"{60 * plan['hours']:.1f}", f"{plan['cost']:.3f}", f"{GPUS[gpu]:.2f}"]
+            for gpu, plan in report["plans"].items()
         ],
     )
+
+
+def launch_cells(number: int, one: dict[str, Any]) -> Iterator[str]:
+    """Yield the cells of a launch."""
+    yield str(number)
+    yield one["folder"]
+    yield f"{one['seconds'] / 60:.1f}"
+    yield f"{one['step']:,}"
+    yield f"{one['checkpoint']:,}"
+    yield str(one["exit_code"])
 
 
 # --------------------------------------------------------------------------- text
@@ -186,17 +208,82 @@ def launch(folder: Path, budget: str, kill_every: float) -> dict[str, Any]:
 
 
 def look_at(folder: Path) -> dict[str, Any]:
-    """Evaluate, examine and report the finished run, and write samples."""
+    """Evaluate, examine and report the finished run, write samples, and plan it for GPUs."""
 
-    def tell(*words: str) -> str:
+    def tell(*words: str | Path) -> str:
         return run_command([sys.executable, *OURS, *words], folder=folder)
 
+    steps = str(read_records(folder / RUN)[-1]["step"])
+    plans = {}
+    for gpu, price in GPUS.items():
+        words = ["--gpu", gpu, "--price", str(price), "--train.max_steps", steps]
+        plans[gpu] = json.loads(tell("plan", Path(RUN, "config.yaml"), *words, "--json"))["time"]
     return {
         "evaluate": json.loads(tell("evaluate", RUN, "--tokens", "null", "--json")),
         "doctor": json.loads(tell("doctor", RUN, "--json")),
         "report": tell("report", RUN),
         "samples": {one: tell("sample", RUN, "--prompt", one, "--num", "2") for one in PROMPTS},
+        "plans": plans,
     }
+
+
+# --------------------------------------------------------------------------- the docs
+
+
+def publish(run: Path, report: dict[str, Any], docs: Path) -> None:
+    """Write the picture and the report of the run into the docs."""
+    shutil.copy(run / "report.html", docs / "explanation/run-of-hours-report.html")
+    compared = next(line for line in report["doctor"]["lines"] if line["name"] == "counting")
+    others = dict(re.findall(r"(5-gram|lzma) ([\d.]+)", compared["compared"]))
+    moved = [one["folder"] for one in report["launches"]].index("second")
+    draw_schemes(docs / "images/hours.png", lambda: draw(run, others, moved))
+
+
+def draw(run: Path, others: dict[str, str], moved: int) -> Any:
+    """Draw bits per byte over hours, with the kills, and return the figure.
+
+    `others`: bits per byte of what the model is compared with. `moved`: the first launch in the
+    other folder, from 0.
+    """
+    from matplotlib import pyplot
+
+    records = read_records(run)
+    evaluated = [one for one in records if "eval/val_bits_per_byte" in one]
+    last = evaluated[-1]
+    bits = last["eval/val_bits_per_byte"] / last["eval/val_loss"]  # of a nat per token
+    hours = [one["time"] / 3600 for one in records if "train/loss" in one]
+    losses = [bits * one["train/loss"] for one in records if "train/loss" in one]
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    axes.plot(hours, losses, linewidth=0.8, alpha=0.5, label="train")
+    axes.plot(
+        [one["time"] / 3600 for one in evaluated],
+        [one["eval/val_bits_per_byte"] for one in evaluated],
+        marker="o",
+        markersize=3,
+        label="held-out documents",
+    )
+    launches = json.loads((run / "run.json").read_text())["launches"]
+    steps = [one["step"] for one in records]
+    times = [one["time"] / 3600 for one in records]
+    labels = {"killed, resumed": ("C3", "--"), "moved, too": ("C4", "-")}
+    for number, one in enumerate(launches[1:], 1):
+        label = "moved, too" if number == moved else "killed, resumed"
+        color, style = labels[label]
+        seen = label in axes.get_legend_handles_labels()[1]
+        axes.axvline(
+            float(np.interp(one["step"], steps, times)),
+            color=color,
+            linewidth=1,
+            linestyle=style,
+            label=None if seen else label,
+        )
+    for name, value in others.items():
+        axes.axhline(float(value), color="C5", linewidth=0.8, linestyle=":")
+        axes.annotate({"lzma": "xz"}.get(name, name), (0.4 * max(hours), float(value)), va="bottom")
+    axes.set(xlabel="hours", ylabel="bits per byte", ylim=(1.0, 3.2))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+    return figure
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from accel_gpt.health.case import Line
 from accel_gpt.health.doctor import examine
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT
 from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.own_code import Weights
 from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
 from accel_gpt.runs.folder import RunFolder
@@ -116,16 +117,18 @@ def load(
     checkpoint: str | int | None = None,
     device: torch.device | str = "cpu",
     code: str | Path | None = None,
+    weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model and the tokenizer of a run, a folder or a Hub id.
 
     The model is in evaluation mode. `checkpoint`: which one of a run, as last, best or a step;
     None: the best, or the newest if no best one is kept. `code`: if the run used a `model()` of
-    your file, the path of this file; it is executed.
+    your file, the path of this file; it is executed. `weights`: evaluated or trained, if the run
+    used an `evaluated()` of your file.
     """
     own = load_code(None if code is None else os.path.expanduser(code))
     which = None if checkpoint is None else str(checkpoint)
-    return load_pretrained(os.path.expanduser(name), which, device, own)
+    return load_pretrained(os.path.expanduser(name), which, device, own, weights)
 
 
 def run(config: str | Path, options: Mapping[str, object] | None = None, processes: int = 1) -> Run:

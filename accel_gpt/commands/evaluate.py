@@ -78,7 +78,7 @@ def run(options: EvaluateCommand) -> int:
 def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
     """Find, load and evaluate the model that the options name; all ranks must call it."""
     with explain_lost_rank(world_size()):
-        source = find_pretrained(options.run, options.checkpoint)
+        source = find_pretrained(options.run, options.checkpoint, options.weights)
         run = run_of(source)
         config = evaluated_config(options, source, run)
         if source.is_checkpoint:  # without these functions, it would differ from the run's

@@ -19,7 +19,7 @@ def run(options: ExportCommand) -> int:
 
 def export_model(options: ExportCommand) -> str:
     """Write the folder or file; return a description of it."""
-    pretrained = find_pretrained(options.run, options.checkpoint)
+    pretrained = find_pretrained(options.run, options.checkpoint, options.weights)
     own = load_code(options.code)
     if options.gguf:
         return export_gguf(

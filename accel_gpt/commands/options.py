@@ -190,6 +190,12 @@ class SampleCommand(Command):
         "Checkpoint of a run: last, best, or a step. null: the best one, or the newest if the run "
         "keeps no best one.",
     )
+    weights: Literal["evaluated", "trained"] = option(
+        "evaluated",
+        "Weights of a checkpoint. evaluated: those that evaluated() of --code returned, such as an "
+        "average; the val loss of the run is theirs. Without that function they are the trained "
+        "ones. trained: the weights that the optimizer updates.",
+    )
     code: str | None = option(
         None,
         "Your Python file, if the run was trained with --code and the file has a model(). The "
@@ -214,6 +220,7 @@ class EvaluateCommand(Command):
 
     run: str = same_option(SampleCommand, "run")
     checkpoint: str | None = same_option(SampleCommand, "checkpoint")
+    weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
     code: str | None = option(
         None,
         "Your Python file, if the run was trained with --code and the file has a model(), "
@@ -284,6 +291,7 @@ class ExportCommand(Command):
         path=True,
     )
     checkpoint: str | None = same_option(SampleCommand, "checkpoint")
+    weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
     code: str | None = option(
         None,
         "Your Python file, if the run was trained with --code and the file has a model(). Its "

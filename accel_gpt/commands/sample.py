@@ -26,7 +26,9 @@ def continue_prompt(options: SampleCommand) -> list[str]:
     )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     own = load_code(options.code)
-    model, tokenizer = load_pretrained(options.run, options.checkpoint, device, own)
+    model, tokenizer = load_pretrained(
+        options.run, options.checkpoint, device, own, options.weights
+    )
     generator = torch.Generator(device).manual_seed(options.seed)
     with torch.inference_mode():  # on a CPU 10 to 14 % faster than no_grad
         return write_text(model, tokenizer, options.prompt, config, generator)

@@ -23,7 +23,7 @@ from accel_gpt.launch.ranks import on_main
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel, draw_weights, is_new
 from accel_gpt.model.make import make_model
-from accel_gpt.own_code import OwnCode
+from accel_gpt.own_code import OwnCode, Weights
 from accel_gpt.runs.checkpoint import (
     check_code,
     read_manifest,
@@ -47,17 +47,19 @@ def load_pretrained(
     checkpoint: str | None = None,
     device: torch.device | str = "cpu",
     own: OwnCode = NO_CODE,
+    weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load a model, in evaluation mode, and its tokenizer.
 
     `name`: a run, a checkpoint, a transformers folder or a Hub id. `checkpoint`: which one of a
     run; see `find_checkpoint`. `own`: the file of --code with whose `model()` the checkpoint was
-    made. Of a checkpoint, the evaluated weights are loaded; see `EvaluatedWeights`.
+    made. `weights`: which ones of a checkpoint to load, the evaluated or the trained ones; see
+    `EvaluatedWeights`.
 
     Raises `UserError` if the model, its weights or its tokenizer is missing or unsupported,
     `CheckpointError` if a file is damaged.
     """
-    return load_found(find_pretrained(name, checkpoint), device, own)
+    return load_found(find_pretrained(name, checkpoint, weights), device, own)
 
 
 def load_found(
@@ -65,7 +67,7 @@ def load_found(
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model that `find_pretrained` found, see `load_pretrained`."""
     if pretrained.is_checkpoint:
-        return load_checkpoint(pretrained.folder, device, own)
+        return load_checkpoint(pretrained.folder, device, own, pretrained.weights)
     tokenizer = pretrained.load_tokenizer()
     config = ModelConfig(**pretrained.shape())
     assert config.vocab_size is not None
@@ -79,6 +81,7 @@ def load_checkpoint(
     path: Path,
     device: torch.device | str = "cpu",
     own: OwnCode = NO_CODE,
+    weights: Weights = "evaluated",
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load the model of a checkpoint, in evaluation mode, and its tokenizer; verifies both first.
 
@@ -90,7 +93,7 @@ def load_checkpoint(
     shape, vocab_size = read_shape(path)
     config = Config(model=shape) if own.model is None else recorded_config(path, own)
     model = make_model(config, vocab_size)
-    read_weights(path, model, "evaluated")
+    read_weights(path, model, weights)
     return model.to(device).eval(), load_tokenizer(path)
 
 
@@ -115,9 +118,9 @@ def load_initial_weights(config: Config, gpt: LanguageModel) -> InitialWeights:
         verify_checkpoint(folder, model_only=True)
         check_code(folder, config.own, {"model"})
         warn_of_other_code(folder, config.own)
-        read_weights(folder, gpt, "evaluated", new)
+        read_weights(folder, gpt, pretrained.weights, new)
         listed = read_manifest(folder)
-        parts = weight_parts(folder, "evaluated")
+        parts = weight_parts(folder, pretrained.weights)
         digests = [listed[part.name].sha256 for part in parts]
         return InitialWeights(pretrained.name, read_state(folder).step, join_digests(digests))
     if not isinstance(gpt, GPT):

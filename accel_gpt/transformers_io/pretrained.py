@@ -7,7 +7,7 @@ Needs no torch.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import ModelConfig
@@ -19,6 +19,7 @@ from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import is_local
 from accel_gpt.hub import SCHEME, download_repo
 from accel_gpt.json_files import read_json_object
+from accel_gpt.own_code import Weights
 from accel_gpt.runs.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -41,6 +42,7 @@ class Pretrained:
     name: str  # as the user wrote it
     folder: Path
     is_checkpoint: bool  # a checkpoint of ours, not a transformers folder
+    weights: Weights = "evaluated"  # of a checkpoint
     on_hub: bool = False  # its weights may still have to be downloaded
 
     @property
@@ -71,13 +73,16 @@ class Pretrained:
         return read_hf_config(content, self.name)
 
 
-def find_pretrained(name: str, checkpoint: str | None = None) -> Pretrained:
+def find_pretrained(
+    name: str, checkpoint: str | None = None, weights: Weights = "evaluated"
+) -> Pretrained:
     """Find a model in a folder, or on the Hub, from which it downloads only the small files.
 
     A folder with a config.json is in transformers format, unless it is also a run with checkpoints.
-    `checkpoint`: see `find_checkpoint`. Raises
+    `checkpoint`: see `find_checkpoint`. `weights`: which weights of a checkpoint. Raises
     `UserError` if there is no model, or an adapter beside it. The Hub is not asked for a path.
     """
+    require(weights in get_args(Weights), f"weights is {weights!r}; expected evaluated or trained")
     folder = Path(name)
     on_hub = name.startswith(SCHEME) or not (folder.exists() or is_local(name))
     if on_hub:
@@ -85,7 +90,7 @@ def find_pretrained(name: str, checkpoint: str | None = None) -> Pretrained:
     is_run = any(map(is_checkpoint, RunFolder(folder).checkpoints.values()))
     if is_run or (is_checkpoint(folder) and not (folder / "config.json").is_file()):
         found = find_checkpoint(folder, checkpoint)
-        return Pretrained(name, found, is_checkpoint=True)
+        return Pretrained(name, found, is_checkpoint=True, weights=weights)
     require_no_adapter(name, folder)
     if not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.exists() else "does not exist"
@@ -94,6 +99,10 @@ def find_pretrained(name: str, checkpoint: str | None = None) -> Pretrained:
             "config.json"
         )
     require_no_choice(name, checkpoint)
+    require(
+        weights == "evaluated",
+        f"--weights is {weights}, but {name} is no checkpoint, so it has no other weights",
+    )
     return Pretrained(name, folder, is_checkpoint=False, on_hub=on_hub)
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from accel_gpt.data.shards import open_split
 from accel_gpt.errors import MachineError
 from accel_gpt.files import cache_folder
+from accel_gpt.launch.machine import idle_gpus
 from tests.conftest import run_here
 from tests.data.test_shards import write
 
@@ -33,6 +35,16 @@ def test_more_shards_are_read_than_files_may_be_open(tmp_path: Path, few_files: 
     for number in range(few_files + 50):
         for split in splits:
             assert split.read(number, 0, 1).tolist() == [number]
+
+
+def test_idle_gpus_are_those_that_no_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    for processes, idle in ((None, 7), ("2", 6), ("8", 0), ("16", 0)):
+        if processes is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert idle_gpus(on_gpu) == idle
+    assert idle_gpus(SimpleNamespace(device=torch.device("cpu"))) == 0
 
 
 def open_many(words: Sequence[str]) -> int:

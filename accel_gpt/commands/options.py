@@ -153,7 +153,7 @@ class SampleCommand(Command):
 
     Examples:
       accel-gpt sample runs/quickstart --prompt "def read(" --num 3
-      accel-gpt sample runs/quickstart --checkpoint best --temperature 0
+      accel-gpt sample runs/quickstart --checkpoint last --temperature 0
     """
 
     name: ClassVar[str] = "sample"
@@ -211,7 +211,7 @@ class EvaluateCommand(Command):
     Changes no file. On several processes: accelerate launch --no_python accel-gpt evaluate RUN ...
     Examples:
       accel-gpt evaluate runs/quickstart
-      accel-gpt evaluate runs/quickstart --checkpoint best --tokens null
+      accel-gpt evaluate runs/quickstart --checkpoint last --tokens null
       accel-gpt evaluate gpt2 --data data/web --hellaswag hellaswag_val.jsonl
     """
 
@@ -271,7 +271,7 @@ class ExportCommand(Command):
     """Write a model for transformers or llama.cpp, and verify that it computes the same there.
 
     Examples:
-      accel-gpt export runs/quickstart --to exported --checkpoint best
+      accel-gpt export runs/quickstart --to exported --checkpoint 560
       accel-gpt export runs/quickstart --to exported --as qwen3 --dtype bf16
       accel-gpt export runs/quickstart --gguf quickstart.gguf --dtype q8_0
     """
@@ -325,7 +325,7 @@ class PushCommand(Command):
 
     Examples:
       accel-gpt push runs/quickstart --repo user/quickstart
-      accel-gpt push runs/quickstart --repo user/quickstart --checkpoint best --private
+      accel-gpt push runs/quickstart --repo user/quickstart --private
       accel-gpt push runs/quickstart --repo user/quickstart --license mit
     """
 

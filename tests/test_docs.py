@@ -263,6 +263,8 @@ def test_what_is_named_exists(page: str) -> None:
         assert any(f"\ndef {test}(" in content for content in contents), test
     for name in re.findall(r"`((?:benchmarks|configs|docs)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
+    linked = re.sub(r"\[[^]]*\]\([^)]*\)", "", text)
+    assert not page.startswith("docs/") or "benchmarks/" not in linked, "link it"
     for name in re.findall(r"`(?:accel_gpt/)?([a-z_/]+\.py)`", text):
         places = (PACKAGE, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests/faults", ROOT)
         ours = name in NOT_OURS or any((place / name).exists() for place in places)

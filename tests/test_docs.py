@@ -223,9 +223,11 @@ def test_the_plan_shown_is_the_one_printed(
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of the headings of a page on GitHub."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return the anchors of the headings of a page on GitHub, and those that it sets."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (?:<a .*?</a>)?(.*)$", text, flags=re.M)
+    names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'<a id="(.*?)">', text))
 
 
 @functools.cache

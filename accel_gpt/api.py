@@ -165,7 +165,7 @@ def run_command(
     interrupt reaches the command, which saves and stops. `output`: takes its standard output.
     Raises the error of the command, and `KeyboardInterrupt` if an interrupt ended it.
     """
-    copied = sys.stderr is not sys.__stderr__  # by a notebook, which shows what is written to it
+    copied = sys.stdout is not sys.__stdout__  # by a notebook, which shows what is written to it
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "error.json")
         environment = {FAILURE_FILE: str(report), "PYTHONUNBUFFERED": "1"}
@@ -188,7 +188,7 @@ def run_command(
             printed = child.stderr or child.stdout
             # writes the lines as they come
             reader = threading.Thread(
-                target=sys.stderr.writelines, args=(printed or (),), daemon=True
+                target=sys.stdout.writelines, args=(printed or (),), daemon=True
             )
             reader.start()
             code = wait_for(child, forward=processes == 1)

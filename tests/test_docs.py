@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -180,12 +181,18 @@ def test_every_exit_code_has_a_row() -> None:
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-def estimate(command: str) -> str:
-    """Return the memory and time that `accel-gpt plan` estimates, on one line."""
+def planned(command: str) -> dict[str, Any]:
+    """Return what `accel-gpt plan --json` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert dispatch([*shlex.split(command)[1:], "--json"]) == 0
-    report = json.loads(printed.getvalue())
+    report: dict[str, Any] = json.loads(printed.getvalue())
+    return report
+
+
+def estimate(command: str) -> str:
+    """Return the memory and time that `accel-gpt plan` estimates, on one line."""
+    report = planned(command)
     memory, hours = report["memory"], report["time"] and report["time"]["hours"]
     parts = [f"{memory['total_gb']:.1f} GB"]
     if memory["device_gb"]:
@@ -193,6 +200,31 @@ def estimate(command: str) -> str:
     if hours is not None:
         parts.append(format_clock(3600 * hours))
     return ", ".join(parts)
+
+
+OWN_TEXT = "--data.train own --data.prepare.source own --data.prepare.tokenizer bpe"
+
+
+def test_the_sizes_for_an_own_text_are_those_of_plan() -> None:
+    """In the table of configs: parameters and memory; in that of GPUs: memory, time and cost."""
+    page = (ROOT / "docs/get-started/one-rented-gpu.md").read_text(encoding="utf-8")
+    gpu = f"{OWN_TEXT} --gpu 'rtx 4090'"
+    rows = re.findall(r"\| `(\w+)` \| ([\d.]+) million \| a .*?(\d+ GB)? \|", page)
+    shipped = {path.stem for path in CONFIGS}
+    for config, parameters, memory in (row for row in rows if row[0] in shipped):
+        report = planned(f"accel-gpt plan {config} {gpu}")
+        assert f"{report['parameters']['total'] / 1e6:.{'.' in parameters:d}f}" == parameters
+        needed = math.ceil(report["memory"]["total_gb"])
+        assert not memory or needed == int(memory.removesuffix(" GB"))
+    asked = commands("docs/get-started/one-rented-gpu.md", "3. Plan before you rent")[0]
+    for name, gpu, price in (("RTX 4090", "rtx 4090", "0.50"), ("H100", "h100", "2.50")):
+        command = asked.replace("'rtx 4090' --price 0.5", f"'{gpu}' --price {price}")
+        report = planned(command.replace("--data.train data/notes", OWN_TEXT))
+        memory, time = report["memory"], report["time"]
+        minutes = 60 * time["hours"]
+        shown = f"{minutes:.1f} minutes" if minutes >= 1 else f"{60 * minutes:.0f} seconds"
+        gigabytes = f"{memory['total_gb']:.1f} of {memory['device_gb']:.0f} GB"
+        assert f"| {name} | {gigabytes} | {shown} | {time['cost']:.2f}, if {price} |" in page
 
 
 @pytest.mark.usefixtures("gpt2_shapes")
@@ -298,9 +330,11 @@ def test_the_sizes_in_the_readme_are_those_of_plan(capsys: pytest.CaptureFixture
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of the headings of a page on GitHub."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return the anchors of the headings of a page on GitHub, and those that it sets."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (?:<a .*?</a>)?(.*)$", text, flags=re.M)
+    names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'<a id="(.*?)">', text))
 
 
 @functools.cache
@@ -338,6 +372,8 @@ def test_what_is_named_exists(page: str) -> None:
         assert any(f"\ndef {test}(" in content for content in contents), test
     for name in re.findall(r"`((?:benchmarks|configs|docs)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
+    linked = re.sub(r"\[[^]]*\]\([^)]*\)", "", text)
+    assert not page.startswith("docs/") or "benchmarks/" not in linked, "link it"
     for name in re.findall(r"`(?:accel_gpt/)?([a-z_/]+\.py)`", text):
         places = (PACKAGE, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests/faults", ROOT)
         ours = name in NOT_OURS or any((place / name).exists() for place in places)

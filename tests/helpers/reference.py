@@ -24,12 +24,17 @@ PYTHON = ("run", "load", *RUN)
 
 
 KEY = re.compile(rf"\b(?:{'|'.join(sorted(filter(DOTTED, leaves(Config)), reverse=True))})\b")
+PAGE = re.compile(r"\bdocs/([\w/-]+\.md)")
+
+
+def escape(text: str) -> str:
+    """Return a description as Markdown that shows the same characters."""
+    return text.replace("<", "&lt;").replace("*", r"\*")
 
 
 def cell(text: str) -> str:
     """Return a description for a cell of a table, with keys as code."""
-    escaped = text.replace("<", "&lt;").replace("|", r"\|")
-    return KEY.sub(r"`\g<0>`", escaped)
+    return KEY.sub(r"`\g<0>`", escape(text).replace("|", r"\|"))
 
 
 def values_of(kind: Any, name: str) -> str:
@@ -52,7 +57,7 @@ def default(value: Any) -> str:
 
 
 def keys_page() -> Iterator[str]:
-    """Write the page of all keys of a config, a table for each section."""
+    """Write the page of all keys of a config; each has a heading and the anchor `#section.key`."""
     yield from textwrap.dedent(
         """\
         # Config keys
@@ -71,7 +76,7 @@ def keys_page() -> Iterator[str]:
 
         `accel-gpt train --help-all` prints this page.
 
-        The column *values* uses these words:
+        Each key has its values, its default, and what a resume does with a new value.
 
         | values | what to write |
         |---|---|
@@ -80,17 +85,16 @@ def keys_page() -> Iterator[str]:
         | `VALUE` | a mapping in YAML |
         | `A,...` | numbers with commas, or a list in YAML: `[{path: a}, {path: b}]` |
 
-        The column *resume* says what happens if you change the key and resume the run. If the
-        content of the train data has changed, set `checkpoint.allow_change: [data.train]`.
+        | resume | effect of a new value |
+        |---|---|
+        | free | the run uses the new value |
+        | start | none: the key only acts before the first step |
+        | ask | the run does not resume, unless `checkpoint.allow_change` names the key |
+        | refuse | the run does not resume: start a new run |
+
+        If the content of the train data has changed, set `checkpoint.allow_change: [data.train]`.
         """
     ).splitlines()
-    yield ""
-    yield "| resume | effect of a new value |"
-    yield "|---|---|"
-    yield "| free | the run uses the new value |"
-    yield "| start | none: the key only acts before the first step |"
-    yield "| ask | the run does not resume, unless `checkpoint.allow_change` names the key |"
-    yield "| refuse | the run does not resume: start a new run |"
     yield ""
     yield from keys_of(Config, "", "The run")
     yield from sections_of(Config, "")
@@ -106,27 +110,24 @@ def sections_of(kind: Any, prefix: str) -> Iterator[str]:
 
 
 def keys_of(kind: Any, prefix: str, title: str) -> Iterator[str]:
-    """Write the table of one section."""
+    """Write the keys of one section."""
     treated = all_options(Config)
     yield f"## {title}"
     yield ""
     if prefix:
         yield (inspect.getdoc(kind) or "").partition("\n")[0]
         yield ""
-    yield "| key | values | default | resume | meaning |"
-    yield "|---|---|---|---|---|"
     values = kind()
     for name, described in own_options(kind).items():
         key = f"{prefix}{name}"
-        cells = (
-            f"`{key}`",
-            values_of(kind, name),
-            default(getattr(values, name)),
-            resume_of(treated[key]),
-            cell(described.description),
-        )
-        yield f"| {' | '.join(cells)} |"
-    yield ""
+        yield f'### <a id="{key}"></a>{key}'
+        yield ""
+        shown = default(getattr(values, name))
+        yield f"{values_of(kind, name)}; default {shown}; resume: {resume_of(treated[key])}"
+        yield ""
+        meaning = PAGE.sub(r"[\g<0>](../\1)", escape(described.description))
+        yield KEY.sub(lambda found: f"[`{found[0]}`](#{found[0]})", meaning)
+        yield ""
 
 
 def resume_of(option: Option) -> str:

@@ -22,7 +22,7 @@ from accel_gpt.console import format_clock
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
-from accel_gpt.runs.folder import ERROR_ENDINGS, is_benchmark
+from accel_gpt.runs.folder import ERROR_ENDINGS, PROMPT_END, is_benchmark
 
 MOST_STEPS = 12  # steps with samples to show per run
 LONGEST_VALUE = 400  # characters of a value of the config
@@ -59,6 +59,7 @@ def build_page(runs: Sequence[NamedRun], health: Sequence[Sequence[Any]] = ()) -
         script_hash=content_hash(script),
         data=payload(runs),
         health=health,
+        prompt_end=PROMPT_END,
         results=final_results(runs[0]),
         comparison=compare_results(runs),
         facts=facts_table(runs),

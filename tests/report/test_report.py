@@ -20,7 +20,7 @@ from accel_gpt.files import locked_file
 from accel_gpt.report.curves import read_metrics
 from accel_gpt.report.payload import MOST_POINTS, all_marks, thin
 from accel_gpt.report.runs import open_runs
-from accel_gpt.runs.folder import RunFolder
+from accel_gpt.runs.folder import PROMPT_END, RunFolder
 from tests.helpers.runs import LAUNCH, make_run, record
 
 EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;{{ version }}"
@@ -233,6 +233,14 @@ def test_the_loss_that_a_run_began_with_is_drawn_and_is_not_its_best(tmp_path: P
     curves = {curve["key"]: curve for curve in drawn(text)["panels"][0]["curves"]}
     assert curves["eval/val_loss"]["s"] == [0, 10, 20, 30, 40]
     assert "best val loss, step 40" in re.sub(r"<[^>]+>", "", text)
+
+
+def test_the_prompt_of_a_sample_is_bold(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    text = f"--- sample 1\na <b{PROMPT_END}c{PROMPT_END}\n\n--- sample 2\n{PROMPT_END}d\n"
+    (run / "samples" / "step_00000040.txt").write_text(text, encoding="utf-8")
+    found = re.findall("<pre>(.*?)</pre>", section(page(run), "samples"))
+    assert found[2:] == [f"<b>a &lt;b</b>c{PROMPT_END}", "<b></b>d"]
 
 
 def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ MOST_STEPS = 12  # steps with samples to show per run
 LONGEST_VALUE = 400  # characters of a value of the config
 BEST_LOSS = "best val loss"
 TRAIN_LOSS = "train loss, last"
-BITS_PER_BYTE = "bits per byte, last"
+BITS_PER_BYTE = "best bits per byte"
 NOT_RECORDED = "not recorded"
 HERE = Path(__file__).parent
 
@@ -131,14 +131,15 @@ def final_results(run: NamedRun) -> list[Result]:
     steps = steps[steps > 0]
     if len(losses):
         i = int(losses.argmin())
-        results.append(Result(BEST_LOSS, f"{losses[i]:.4f}", int(steps[i]), losses[i]))
-    for key, label, form in (
-        ("eval/val_bits_per_byte", BITS_PER_BYTE, ",.4g"),
-        ("eval/val_perplexity", "perplexity, last", ",.4g"),
-    ):
-        value = metrics.last(key)
-        if value is not None:
-            results.append(Result(label, format(value, form), loss=value))
+        best = int(steps[i])
+        results.append(Result(BEST_LOSS, f"{losses[i]:.4f}", best, losses[i]))
+        for key, label in (
+            ("eval/val_bits_per_byte", BITS_PER_BYTE),
+            ("eval/val_perplexity", "best perplexity"),
+        ):
+            steps, values = metrics.curve(key)
+            for value in values[steps == best].tolist():  # of the same step as the loss
+                results.append(Result(label, f"{value:,.4g}", best, value))
     train_loss = metrics.last("train/loss")
     if not len(losses) and train_loss is not None:
         results.append(Result(TRAIN_LOSS, f"{train_loss:.4f}", loss=train_loss))

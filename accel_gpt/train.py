@@ -175,7 +175,6 @@ def train(
             while run.state.step < run.plan.last_step and not stopping:
                 stopping = make_step(run, stop)
                 run.reporter.heartbeat()
-                run.reporter.display.show_step(run.state.step)
                 profile_step()
             run.writer.wait()
             with all_ranks():  # the last evaluation came after the last save

@@ -151,7 +151,7 @@ def is_source(argument: str) -> bool:
 class SampleCommand(Command):
     """Write text with the model of a run, a checkpoint, an exported folder or the Hub.
 
-    Examples:
+    On a terminal, ┃ ends the prompt. Examples:
       accel-gpt sample runs/quickstart --prompt "def read(" --num 3
       accel-gpt sample runs/quickstart --checkpoint last --temperature 0
     """

@@ -12,6 +12,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.model.generate import stream
 from accel_gpt.model.language_model import LanguageModel
+from accel_gpt.runs.folder import PROMPT_END
 
 SEPARATOR = "\n---------------\n"  # between the texts of `accel-gpt sample`
 
@@ -83,10 +84,11 @@ def write_text(
     prompt: str,
     config: SampleConfig,
     generator: torch.Generator,
+    prompt_end: str = "",
     to_the_end: bool = False,
     on_token: Callable[[], object] | None = None,
 ) -> list[str]:
-    """Return `config.num` texts: `prompt`, each with its own continuation.
+    """Return `config.num` texts: `prompt`, `prompt_end` and a continuation.
 
     `generator` is on the device of the model. `to_the_end`: see `stream`. `on_token` is called
     `max_new_tokens` times, after each token and for the tokens of texts that ended early. Raises
@@ -110,7 +112,7 @@ def write_text(
                 ids.append(token)
         if on_token is not None:
             on_token()
-    return [prompt + continuation(tokenizer, start, ids) for ids in texts]
+    return [prompt + prompt_end + continuation(tokenizer, start, ids) for ids in texts]
 
 
 def sample(
@@ -139,6 +141,7 @@ def sample(
             prompt=prompt,
             config=config,
             generator=generator,
+            prompt_end=PROMPT_END,
             to_the_end=accelerator.distributed_type == DistributedType.FSDP,
             on_token=on_token,
         )

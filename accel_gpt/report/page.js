@@ -161,7 +161,7 @@ function extent(panel, shown, [x0, x1], log) {
   }
   if (log) return { low: low * 0.93, high: high * 1.07, above };
   const room = 0.06 * (high - low || Math.abs(high) || 1);
-  return { low: low >= 0 && low < room * 3 ? 0 : low - room, high: high + room, above };
+  return { low: panel.zero || (low >= 0 && low < room * 3) ? 0 : low - room, high: high + room, above };
 }
 
 // ---------------------------------------------------------------- drawing

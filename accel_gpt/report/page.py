@@ -22,13 +22,13 @@ from accel_gpt.console import format_clock
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
-from accel_gpt.runs.folder import ERROR_ENDINGS, is_benchmark
+from accel_gpt.runs.folder import ERROR_ENDINGS, PROMPT_END, is_benchmark
 
 MOST_STEPS = 12  # steps with samples to show per run
 LONGEST_VALUE = 400  # characters of a value of the config
 BEST_LOSS = "best val loss"
 TRAIN_LOSS = "train loss, last"
-BITS_PER_BYTE = "bits per byte, last"
+BITS_PER_BYTE = "best bits per byte"
 NOT_RECORDED = "not recorded"
 HERE = Path(__file__).parent
 
@@ -59,6 +59,7 @@ def build_page(runs: Sequence[NamedRun], health: Sequence[Sequence[Any]] = ()) -
         script_hash=content_hash(script),
         data=payload(runs),
         health=health,
+        prompt_end=PROMPT_END,
         results=final_results(runs[0]),
         comparison=compare_results(runs),
         facts=facts_table(runs),
@@ -130,14 +131,15 @@ def final_results(run: NamedRun) -> list[Result]:
     steps = steps[steps > 0]
     if len(losses):
         i = int(losses.argmin())
-        results.append(Result(BEST_LOSS, f"{losses[i]:.4f}", int(steps[i]), losses[i]))
-    for key, label, form in (
-        ("eval/val_bits_per_byte", BITS_PER_BYTE, ",.4g"),
-        ("eval/val_perplexity", "perplexity, last", ",.4g"),
-    ):
-        value = metrics.last(key)
-        if value is not None:
-            results.append(Result(label, format(value, form), loss=value))
+        best = int(steps[i])
+        results.append(Result(BEST_LOSS, f"{losses[i]:.4f}", best, losses[i]))
+        for key, label in (
+            ("eval/val_bits_per_byte", BITS_PER_BYTE),
+            ("eval/val_perplexity", "best perplexity"),
+        ):
+            steps, values = metrics.curve(key)
+            for value in values[steps == best].tolist():  # of the same step as the loss
+                results.append(Result(label, f"{value:,.4g}", best, value))
     train_loss = metrics.last("train/loss")
     if not len(losses) and train_loss is not None:
         results.append(Result(TRAIN_LOSS, f"{train_loss:.4f}", loss=train_loss))

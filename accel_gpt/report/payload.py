@@ -1,7 +1,7 @@
 """Convert the metrics of runs to the JSON data that `page.js` draws.
 
     runs        [{name, clock {step, tokens, seconds}, flops_per_token, marks [{step, kind, text}]}]
-    panels      [{name, title, unit, log, smooth, low,
+    panels      [{name, title, unit, log, smooth, low, zero,
                   curves [{run, key, name, label, color, style, s, v, ms, m}]}]
 
 `s` are steps and `v` values. A curve with more than `MOST_POINTS` is thinned: `v` has the lowest
@@ -39,6 +39,7 @@ class Plot:
     factor: float = 1.0  # converts a recorded value to `unit`
     smooth: bool = False
     low: bool = False  # the first drop of its values may be cut off
+    zero: bool = False  # the axis of the values begins at 0
 
     def recorded_keys(self, metrics: Metrics) -> list[str]:
         """Return the keys of the plot that a run recorded."""
@@ -62,7 +63,7 @@ PLOTS = (
     Plot("updates", "Size of updates", "share of the weights", ("train/update_ratio/",), log=True),
     Plot("throughput", "Throughput", "tokens/s", ("perf/tokens_per_second",), smooth=True),
     Plot("mfu", "MFU", "% of the peak", ("perf/mfu",), factor=100, smooth=True),
-    Plot("memory", "Peak memory", "GB", ("perf/memory_gb",)),
+    Plot("memory", "Peak memory", "GB", ("perf/memory_gb",), zero=True),
 )
 # prefixes of metrics that --code does not bring
 OURS = (
@@ -141,7 +142,7 @@ def plot_entry(plot: Plot, runs: Sequence[NamedRun]) -> dict[str, Any]:
         name = NAMES.get(key, key.split("/", 2)[-1]) if several else ""
         style = "dots" if key.startswith("eval/") else "line"
         if key == "eval/train_loss":
-            style = "dashed"
+            style = "dotted"
         for number, run in enumerate(runs):
             if key not in run.metrics.columns:
                 continue
@@ -167,6 +168,7 @@ def plot_entry(plot: Plot, runs: Sequence[NamedRun]) -> dict[str, Any]:
         "log": plot.log,
         "smooth": plot.smooth,
         "low": plot.low,
+        "zero": plot.zero,
         "curves": curves,
     }
 

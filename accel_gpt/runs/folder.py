@@ -5,7 +5,7 @@
     metrics.jsonl       one record per line: step, tokens, time and metrics
     metrics.csv         the same records as a table
     code.py             a copy of the file of --code; nothing executes it
-    samples/            step_00001000.txt
+    samples/            step_00001000.txt: texts, with `PROMPT_END` after the prompt
     checkpoints/        step_00001000/
     .uploading/         links to the checkpoint being uploaded; see `publish/uploader.py`
     data_files.json     size and times of each local data file
@@ -48,6 +48,7 @@ from accel_gpt.json_files import load_json_or_none
 
 CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as `step_name` returns
 SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
+PROMPT_END = "\N{BOX DRAWINGS HEAVY VERTICAL}"  # in the texts of `samples`, after the prompt
 CODE = "code.py"
 RUN_NAME = "run_name"
 END_BYTES = 2**16  # of metrics.jsonl that are read for its last record, which takes about 500

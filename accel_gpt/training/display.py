@@ -5,7 +5,9 @@ import math
 import os
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean
 from types import MappingProxyType
 from typing import Self
@@ -26,7 +28,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from accel_gpt.console import format_clock, write_err
+from accel_gpt.console import fold, format_clock, write_err
 from accel_gpt.runs.folder import is_benchmark
 
 FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
@@ -46,15 +48,9 @@ FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
     }
 )
 VAL_SET = "eval/val_loss/"  # begin of the keys of named val sets
-PANEL_ROWS = (
-    (
-        "train/loss",
-        "eval/val_loss",
-        "eval/val_bits_per_byte",
-        "train/lr",
-        "train/grad_norm",
-        "train/skipped",
-    ),
+PANEL_ROWS = (  # a record has the first key of a row if it has any
+    ("train/loss", "train/lr", "train/grad_norm", "train/skipped"),
+    ("eval/val_loss", "eval/val_bits_per_byte"),
     ("perf/tokens_per_second", "perf/mfu", "perf/memory_gb", "perf/step_ms", "tokens"),
 )
 PANEL_ONLY = ("train/skipped", "perf/memory_gb", "perf/step_ms", "tokens")
@@ -62,14 +58,12 @@ WIDEST = 100  # columns of the panel
 FRAMES_PER_SECOND = 2
 LINE_SECONDS = 10.0  # between two lines of progress
 LINE_COLUMNS = 200  # at most, in a line of progress
-PACE_SECONDS = 3600.0  # of a run, from which the time left follows; assumption
 BAR_SECONDS = 0.2  # between two drawings of a bar
 SHOW_CURSOR = b"\x1b[?25h\n"  # the live panel hides the cursor
 BLOCKS = " ▁▂▃▄▅▆▇█"  # from nothing to full, in eighths of a row
 TALLEST_CURVE = 8  # rows
 LABEL_COLUMNS = 9  # left of the curve
-OTHER_ROWS = 5  # rows of a terminal that the curve leaves free, before it takes a third of the rest
-SMALLEST_LOSS = 1e-3  # smaller losses are drawn as this value, since the axis is logarithmic
+OTHER_ROWS = 6  # rows of a terminal that the curve leaves free, before it takes a third of the rest
 
 
 def can_draw() -> bool:
@@ -181,22 +175,23 @@ class Display:
         self.active = active
         self.live: Live | None = None
         self.evaluation: Progress | None = None  # of the evaluation in progress
-        self.metrics: dict[str, float] = {}
-        self.losses: list[float] = []
+        self.figures: dict[str, tuple[int, str]] = {}  # first key of a row -> step, text
+        self.losses: list[tuple[int, float]] = []  # step, loss
+        self.end: float | None = None  # expected time of the last step
         self.steps = RichProgress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
-            TimeRemainingColumn(),
-            speed_estimate_period=PACE_SECONDS,
+            TextColumn("{task.fields[left]}"),
             expand=True,
         )
-        self.task = self.steps.add_task("")
+        self.task = self.steps.add_task("", left="")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.evaluation = None
         if self.live:
             with contextlib.suppress(OSError):  # the terminal is gone
                 self.live.stop()
@@ -211,22 +206,31 @@ class Display:
                 write_err(text)
                 sys.stderr.flush()
             else:
-                self.live.console.print(
-                    text, markup=False, emoji=False, highlight=False, soft_wrap=True
-                )
+                console = self.live.console
+                text = fold(text, console.width)
+                console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
-    def resume(self, losses: Iterable[float]) -> None:
-        """Set the losses of the run so far."""
-        self.losses = [loss for loss in losses if math.isfinite(loss)]
+    def resume(self, losses: Iterable[tuple[int, float]]) -> None:
+        """Set the losses of the run so far, each with its step."""
+        self.losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
 
     def show(self, record: Mapping[str, float], max_steps: int, seconds_left: float | None) -> None:
-        """Print or draw the metrics of a record. The panel keeps the metrics that it lacks."""
+        """Print or draw the metrics of a record.
+
+        The bar stands at the record, as the metrics do: to read a loss at each step, the host would
+        wait for the device. Metrics of an earlier record are shown with its step.
+        """
         step = int(record["step"])
+        self.evaluation = None
+        self.end = None if seconds_left is None else time.monotonic() + seconds_left
         self.steps.update(self.task, completed=step, total=max_steps)
-        self.metrics |= record
+        for row in PANEL_ROWS:
+            if row[0] in record:
+                known = [FORMS[key].format(record[key]) for key in row if key in record]
+                self.figures[row[0]] = step, "   ".join(known)
         loss = record.get("train/loss", math.nan)
         if math.isfinite(loss):
-            self.losses.append(loss)
+            self.losses.append((step, loss))
         if self.live is None and self.active and can_draw():
             self.live = LiveScreen(
                 get_renderable=self.panel,
@@ -255,11 +259,6 @@ class Display:
             self.evaluation = Progress("evaluating", "batches", active=as_lines, bar=False)
         self.evaluation.update(done, total)
 
-    def show_step(self, step: int) -> None:
-        """Draw a completed step; its evaluation is over."""
-        self.evaluation = None
-        self.steps.update(self.task, completed=step)
-
     # ----------------------------------------------------------------------- the panel
 
     def panel(self) -> Group:
@@ -267,11 +266,15 @@ class Display:
         console = self.live.console if self.live else Console(stderr=True)
         width = min(console.width, WIDEST)
         height = min((console.height - OTHER_ROWS) // 3, TALLEST_CURVE)
-        curve = loss_curve(self.losses, width - LABEL_COLUMNS, height)
+        (bar,) = self.steps.tasks
+        curve = loss_curve(self.losses, int(bar.total or 0), width - LABEL_COLUMNS, height)
+        if self.end is not None:
+            left = format_clock(max(self.end - time.monotonic(), 0.0))
+            self.steps.update(self.task, left=left)
         rows: list[RenderableType] = [*curve, Constrain(self.steps.get_renderable(), width)]
-        for keys in PANEL_ROWS:
-            known = [FORMS[key].format(self.metrics[key]) for key in keys if key in self.metrics]
-            figures = Text("   ".join(known), "dim")
+        for step, text in self.figures.values():
+            of = "" if step == bar.completed else f"step {step:,}: "
+            figures = Text(fold(of + text, width), "dim")
             figures.highlight_regex(r"\d[\d.,:e%+-]*", "bold not dim")
             rows.append(figures)
         if self.evaluation:
@@ -279,26 +282,34 @@ class Display:
         return Group(*rows)
 
 
-def loss_curve(losses: Sequence[float], width: int, height: int) -> list[Text]:
-    """Return the lines of a loss curve on a logarithmic axis, with its highest and lowest value.
+def loss_curve(
+    losses: Sequence[tuple[int, float]], max_steps: int, width: int, height: int
+) -> list[Text]:
+    """Return the lines of a loss curve; the axis begins at 0, and its top is the highest column.
 
-    It fills `width` columns and `height` rows; each column is the mean of the losses that fall into
-    it. The lowest column is one eighth of a row high. Returns no lines for fewer than two losses,
-    columns or rows.
+    All `width` columns are `max_steps` steps, so the curve grows with the run. A column is the mean
+    of its losses, or lies on the line between its neighbors. Returns no lines for fewer than two
+    columns with losses, for fewer than two rows, or if no loss is positive.
     """
-    if len(losses) < 2 or width < 2 or height < 2:
-        return []
-    points = []
+    points = []  # column, mean
+    first = 0  # of the losses in a column
     for column in range(width):
-        first = column * len(losses) // width
-        end = max((column + 1) * len(losses) // width, first + 1)
-        points.append(fmean(losses[first:end]))
-    logs = [math.log(max(point, SMALLEST_LOSS)) for point in points]
-    span = max(logs) - min(logs) or 1.0
-    unit = (8 * height - 1) / span  # eighths of a row
-    heights = [1 + round((value - min(logs)) * unit) for value in logs]
-    labels = [f"{max(points):.3f}", *[""] * (height - 2), f"{min(points):.3f}"]
+        last_step = 1 + column * (max_steps - 1) // max(width - 1, 1)
+        end = bisect_left(losses, (last_step + 1,))
+        if end > first:
+            points.append((column, fmean([loss for _, loss in losses[first:end]])))
+        first = end
+    top = max((mean for _, mean in points), default=0.0)
+    if len(points) < 2 or height < 2 or top <= 0:
+        return []
+    values = [0.0] * points[0][0]
+    for (start, value), (end, following) in pairwise(points):
+        for column in range(start, end):
+            values.append(value + (following - value) * (column - start) / (end - start))
+    values.append(points[-1][1])
+    heights = [math.ceil(8 * height * value / top) for value in values]  # in eighths of a row
     lines = []
+    labels = [f"{top:.3f}", *[""] * (height - 2), "0"]
     for row, label in zip(reversed(range(height)), labels, strict=True):
         blocks = "".join(BLOCKS[min(max(eighths - 8 * row, 0), 8)] for eighths in heights)
         line = Text.assemble((f"{label:>8} ", "dim"), (blocks, "cyan"), no_wrap=True)

@@ -105,10 +105,10 @@ class MetricsLog:
         run = RunFolder(out_dir)
         records = [record for record in run.records() if record["step"] <= step]
         rows = [row for row in run.csv_records() if int(row["step"]) <= step]
-        self.losses: list[float] = []  # the training losses up to `step`
+        self.losses: list[tuple[int, float]] = []  # steps and training losses up to `step`
         for record in records:
             if is_number(record.get("train/loss")):
-                self.losses.append(record["train/loss"])
+                self.losses.append((record["step"], record["train/loss"]))
         write_file(self.jsonl, [as_jsonl(records)])
         write_file(self.csv, [as_csv(rows)])
 
@@ -201,9 +201,9 @@ class Stopwatch:
     def left(self, step: int, max_steps: int) -> float | None:
         """Estimate the seconds to the end from the pace of this launch, pauses included.
 
-        Returns None before the first step of the launch.
+        Returns None before the second step of the launch, since the first one may compile.
         """
-        if step == self.first_step:
+        if step <= self.first_step + 1:
             return None
         pace = (time.monotonic() - self.launched) / (step - self.first_step)
         return pace * (max_steps - step)

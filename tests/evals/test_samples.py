@@ -16,6 +16,7 @@ from accel_gpt.data.tokenizer import BytesTokenizer, load_tokenizer
 from accel_gpt.errors import UserError
 from accel_gpt.evals import samples
 from accel_gpt.evals.samples import continuation, prompt_ids, sample, samples_due, write_text
+from accel_gpt.runs.folder import PROMPT_END
 from tests.conftest import tiny
 from tests.helpers.processes import Member
 from tests.model.test_generate import make, seeded
@@ -90,7 +91,9 @@ def test_each_process_writes_another_text() -> None:
         one: Any = Member(rank, 2, [], None)  # type: ignore[arg-type]
         one.num_processes = 1  # a single process gathers nothing
         text = sample(one, model, BytesTokenizer(), config, seed=1, step=5)
-        texts += [part.partition("\n")[2].strip() for part in text.split("--- sample ")[1:]]
+        parts = text.split("--- sample ")[1:]
+        assert all(part[1:].startswith(f"\na{PROMPT_END}") for part in parts)
+        texts += [part.partition("\n")[2].strip() for part in parts]
     assert len(set(texts)) == len(texts) == 4
 
 

@@ -10,6 +10,7 @@ import pytest
 from accel_gpt import cli
 from accel_gpt.console import printable
 from accel_gpt.publish import uploader
+from accel_gpt.runs.folder import PROMPT_END
 from tests.conftest import launch, run_here
 from tests.helpers.hub_server import HubServer, point_at
 
@@ -78,9 +79,10 @@ def test_a_terminal_obeys_no_text_of_a_model(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run_here(cli.dispatch, words) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(r"a\x1b]0;x\x07b\x7f\x9b")
+    prompt = r"a\x1b]0;x\x07b\x7f\x9b"
+    assert shown.startswith(prompt + PROMPT_END)
     assert not {*shown} & ({*map(chr, range(32)), "\x7f", "\x9b"} - {*"\n\t\r"})
-    assert shown == printable(piped)
+    assert shown.replace(PROMPT_END, "", 1) == printable(piped)
 
 
 def test_samples_of_a_training_are_escaped_on_the_terminal(
@@ -90,5 +92,5 @@ def test_samples_of_a_training_are_escaped_on_the_terminal(
     assert launch(small_run(*words)) == 0
     assert "a\x1b[2J\rb" in (tmp_path / "run/samples/step_00000002.txt").read_bytes().decode()
     told = capsys.readouterr().err
-    assert r"a\x1b[2J\rb" in told
+    assert r"a\x1b[2J\rb" + PROMPT_END in told
     assert "\x1b" not in told

@@ -20,7 +20,7 @@ from accel_gpt.files import locked_file
 from accel_gpt.report.curves import read_metrics
 from accel_gpt.report.payload import MOST_POINTS, all_marks, thin
 from accel_gpt.report.runs import open_runs
-from accel_gpt.runs.folder import RunFolder
+from accel_gpt.runs.folder import PROMPT_END, RunFolder
 from tests.helpers.runs import LAUNCH, make_run, record
 
 EVIL = "</script><img src=x onerror=alert(1)>'\"&lt;{{ version }}"
@@ -66,7 +66,8 @@ def test_the_page_shows_what_ran_and_how_far_it_got(tmp_path: Path) -> None:
     text = page(make_run(tmp_path / "run", optim=OptimConfig(lr=0.0125)))
     shown = re.sub(r"<[^>]+>", "\n", text.partition("<main>")[2].partition("<script")[0])
     for words in (
-        *("run", "finished", "1.6366", "best val loss, step 40", "30,000 parameters", "0:00:20"),
+        *("run", "finished", "1.6366", "best val loss, step&nbsp;40", "0:00:20"),
+        "30,000 parameters",
         *("0123456789ab", "A processor", "torch 2.13.0", "accel-gpt train configs/small.yaml"),
         *("data/x: 18,000 tokens", "first of 20", "second of 40", "optim.lr", "0.0125", "10.24K"),
     ):
@@ -232,7 +233,30 @@ def test_the_loss_that_a_run_began_with_is_drawn_and_is_not_its_best(tmp_path: P
     text = page(make_run(tmp_path / "run", records))
     curves = {curve["key"]: curve for curve in drawn(text)["panels"][0]["curves"]}
     assert curves["eval/val_loss"]["s"] == [0, 10, 20, 30, 40]
-    assert "best val loss, step 40" in re.sub(r"<[^>]+>", "", text)
+    assert "best val loss, step&nbsp;40" in re.sub(r"<[^>]+>", "", text)
+
+
+def test_the_results_of_an_evaluation_are_all_of_the_best_one(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 41)]
+    for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, 4.0)):
+        evaluated = {"loss": loss, "perplexity": 10 * loss, "bits_per_byte": loss / 2}
+        records[step - 1] |= {f"eval/val_{name}": value for name, value in evaluated.items()}
+    tiles = re.findall(
+        r'class="tile"><b>(.*?)</b><span>(.*?)</span>', page(make_run(tmp_path / "run", records))
+    )
+    assert tiles[:3] == [
+        ("2.0000", "best val loss, step&nbsp;20"),
+        ("1", "best bits per byte, step&nbsp;20"),
+        ("20", "best perplexity, step&nbsp;20"),
+    ]
+
+
+def test_the_prompt_of_a_sample_is_bold(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    text = f"--- sample 1\na <b{PROMPT_END}c{PROMPT_END}\n\n--- sample 2\n{PROMPT_END}d\n"
+    (run / "samples" / "step_00000040.txt").write_text(text, encoding="utf-8")
+    found = re.findall("<pre>(.*?)</pre>", section(page(run), "samples"))
+    assert found[2:] == [f"<b>a &lt;b</b>c{PROMPT_END}", "<b></b>d"]
 
 
 def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def test_every_plot_is_drawn(
     assert browser.evaluate("document.querySelectorAll('main b b, main > b').length") == 0
 
 
+def test_dashes_are_resumes_alone_and_memory_begins_at_zero(
+    browser: Browser, pages: dict[str, str]
+) -> None:
+    show(browser, pages["one"])
+    dashes = "(query) => getComputedStyle(document.querySelector(query)).strokeDasharray"
+    assert browser.evaluate(f"({dashes})('#plot-loss line.resume')") == "7px, 5px"
+    curves = "[...document.querySelectorAll('path.curve')]"
+    style = browser.evaluate(f"{curves}.map((curve) => getComputedStyle(curve).strokeDasharray)")
+    assert {*style} == {"none", "1.5px, 4px"}  # 1.5: dots, with round ends
+    ticks = "[...document.querySelectorAll('#plot-memory .axis text[text-anchor=end]')]"
+    assert browser.evaluate(f"{ticks}.map((tick) => tick.textContent)")[0] == "0"
+
+
 def test_every_switch_draws(browser: Browser, pages: dict[str, str]) -> None:
     show(browser, pages["two"])
     count = browser.evaluate("document.querySelectorAll('.tools .switch button').length")

@@ -95,6 +95,15 @@ def test_pauses_are_summed_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> 
     assert watch.take_pauses() == {}
 
 
+def test_the_time_left_is_not_told_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch compiles in it."""
+    clock = iter([0.0, 63.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    watch = Stopwatch(torch.device("cpu"), step=5, seconds_before=0)
+    assert watch.left(6, 65) is None
+    assert watch.left(8, 65) == 21 * 57
+
+
 def test_the_slowest_rank_is_compared_with_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 1.5])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))

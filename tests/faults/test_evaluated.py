@@ -96,7 +96,7 @@ def test_the_run_its_checkpoint_and_its_export_have_one_val_loss(
         assert command("export", newest(run), "--to", to, "--weights", weights) == 0
         exported[weights] = loss_of_transformers(to, tiny.config.parent / "corpus")
         capfd.readouterr()
-        assert command("evaluate", run, "--weights", weights, "--json") == 0
+        assert command("evaluate", run, "--checkpoint", "last", "--weights", weights, "--json") == 0
         found = json.loads(capfd.readouterr().out)["metrics"]["eval/val_loss"]
         assert found == pytest.approx(exported[weights], abs=ROUNDING)
     assert last["eval/val_loss"] == pytest.approx(exported["evaluated"], abs=ROUNDING)

@@ -284,6 +284,15 @@ def test_what_a_resume_may_change_is_no_fault(tmp_path: Path) -> None:
     assert flagged(examine(tmp_path, launches=[launch(), second])) == {}
 
 
+def test_updates_that_shrink_by_themselves_are_no_loss_of_moments(tmp_path: Path) -> None:
+    """Each logged update is 0.85 of the one before, across the resume, too."""
+    rows = records()
+    for row in rows:
+        for key in ("train/update_ratio/wte", "train/update_ratio/blocks.mlp"):
+            row[key] *= 0.85 ** min(row["step"] / EVERY, 10)
+    assert flagged(examine(tmp_path, rows=rows, launches=[launch(), launch(step=25)])) == {}
+
+
 def test_another_loss_in_training_is_told_from_a_rate_that_is_too_high(tmp_path: Path) -> None:
     rows = changed("train/loss", lambda step, loss: loss + (2 if step > 200 else 0))
     line = examine(tmp_path, rows=rows)["curve"]

@@ -264,7 +264,7 @@ def jump_at(case: Case, step: int) -> float:
         if key != LEAST and len(before) == LEAST_LOSSES and len(after) and before.min() > 0:
             # of two references the kinder: updates shrink by themselves in the first steps
             grown = (float(after[0] / median(before)), float(after[0] / before[-1]))
-            factors.append(min(grown, key=lambda factor: abs(factor - 1))))
+            factors.append(min(grown, key=lambda factor: abs(factor - 1)))
     return float(median(factors)) if factors else 1.0
 
 

@@ -64,11 +64,6 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         above=0,
         below=1,
     )
-    encoding: Literal["auto", "utf-8"] = option(
-        "auto",
-        "Encoding of text files. auto: UTF-8, or the encoding that charset-normalizer detects. "
-        "utf-8: leave other files out.",
-    )
     shard_tokens: int = option(
         100_000_000,
         "Number of tokens in one shard file.",

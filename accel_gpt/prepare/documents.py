@@ -94,8 +94,6 @@ def text_pieces(
         if is_one and not text.encoding:
             raise DataError(f"{text.path} is no text in an encoding that is known")
         detected = None if text.encoding in ("utf-8", "utf-16", "utf-32") else text
-        if detected and config.encoding == "utf-8":
-            text = detected = text._replace(encoding="")
         for row, (split, key, chunks) in enumerate(text_parts(config, source, text, is_one)):
             for count, (part, begins, ends) in enumerate(cut_document(chunks), 1):
                 after = Position(number, file, row, count)

@@ -434,12 +434,6 @@ class PlanCommand(ConfigCommand):
         "ddp",
         "ddp: each device holds the whole model. fsdp: all devices share the model.",
     )
-    tokens_per_second: float | None = option(
-        None,
-        "Tokens per second of all devices together, as `accel-gpt bench` measures them. null: from "
-        "an assumed MFU.",
-        above=0,
-    )
     price: float | None = option(
         None,
         "Price per device hour, in any currency.",

@@ -99,7 +99,6 @@ def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
                 metrics |= score_tasks(
                     folder=exported,
                     tasks=tasks,
-                    path=options.tasks_path,
                     limit=options.limit,
                     batch_size=config.train.micro_batch_sequences,
                     device=str(accelerator.device),
@@ -176,7 +175,7 @@ def open_tasks_of(
     )
     assert isinstance(model, GPT)
     exportable_preset(model)  # raises if transformers has no such model
-    return open_tasks(options.tasks, options.tasks_path)
+    return open_tasks(options.tasks)
 
 
 # --------------------------------------------------------------------------- evaluating

@@ -247,18 +247,14 @@ class EvaluateCommand(Command):
     )
     tasks: tuple[str, ...] = option(
         (),
-        "Task of lm-evaluation-harness, such as arc_easy. Needs lm-eval and a single process. "
-        "Repeat the option for several tasks.",
+        "Task of lm-evaluation-harness, such as arc_easy, or a YAML file that defines one. Needs "
+        "lm-eval and a single process. Repeat the option for several tasks.",
+        path=True,
     )
     limit: int | None = option(
         None,
         "Number of questions of HellaSwag and of each task, from the first. null: all.",
         above=0,
-    )
-    tasks_path: str | None = option(
-        None,
-        "Folder with YAML files that define more tasks.",
-        path=True,
     )
     json: bool = option(
         False,
@@ -433,12 +429,6 @@ class PlanCommand(ConfigCommand):
     distribution: Literal["ddp", "fsdp"] = option(
         "ddp",
         "ddp: each device holds the whole model. fsdp: all devices share the model.",
-    )
-    tokens_per_second: float | None = option(
-        None,
-        "Tokens per second of all devices together, as `accel-gpt bench` measures them. null: from "
-        "an assumed MFU.",
-        above=0,
     )
     price: float | None = option(
         None,

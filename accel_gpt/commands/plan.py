@@ -50,11 +50,7 @@ def forecast(options: PlanCommand) -> dict[str, Any]:
     flops = flops_per_token(config.model, vocab_size)
     if config.train.micro_batch_size == "auto":
         config = with_size(config, largest_size(config, vocab_size, machine) or 1)
-    speed = options.tokens_per_second
-    speed_source = "--tokens_per_second"
-    if speed is None:
-        speed = expected_speed(config, flops, machine)
-        speed_source = f"an assumed MFU of {assumed_mfu(config):.0%}"
+    speed = expected_speed(config, flops, machine)
     config = with_expected_length(config, speed)
     plan = make_plan(config, machine.devices)
     config = with_size(config, plan.micro_batch_size)
@@ -68,7 +64,7 @@ def forecast(options: PlanCommand) -> dict[str, Any]:
             **plan_length(config, parameters, flops, plan),
         },
         "memory": plan_memory(config, vocab_size, machine),
-        "time": speed and plan_time(options, config, flops, machine, plan, speed, speed_source),
+        "time": speed and plan_time(options, config, flops, machine, plan, speed),
         "disk": plan_disk(config, vocab_size, plan),
     }
 
@@ -135,7 +131,6 @@ def plan_time(
     machine: Machine,
     plan: Plan,
     speed: float,
-    source: str,
 ) -> dict[str, Any]:
     """Return hours and cost of a run at a speed, the tokens per second of all devices."""
     hours, evaluation_hours = run_hours(config, plan.max_steps, speed)
@@ -143,7 +138,7 @@ def plan_time(
     peak = machine.peak(config.train.matmul_precision)
     return {
         "tokens_per_second": speed,
-        "source": source,
+        "source": f"an assumed MFU of {assumed_mfu(config):.0%}",
         "mfu": peak and mfu(speed, flops, peak, machine.devices),
         "hours": hours,
         "evaluation_hours": evaluation_hours,

@@ -1,6 +1,5 @@
 """Parse the command line of `accel-gpt sweep` into settings: combinations of configs and values."""
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +8,8 @@ from typing import get_origin
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import own_text_folder, read_options, read_values, resolve_config
-from accel_gpt.config.values import alternatives, check_key, to_flat
+from accel_gpt.config.parse import read_options, read_values, resolve_config
+from accel_gpt.config.values import alternatives, check_key
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
 
@@ -84,7 +83,7 @@ def read_grid(
     return Grid(
         folder=Path(settings[0].config.out_dir),
         seeds=seeds or [settings[0].config.seed],
-        settings=[with_own_text(setting, settings[0]) for setting in settings],
+        settings=settings,
     )
 
 
@@ -98,19 +97,6 @@ def word_of(key: str, value: str, values: Sequence[str]) -> str:
     if key == "code" and len({Path(one).name for one in values}) == len(values):
         value = Path(value).name
     return f"{key}={value}"
-
-
-def with_own_text(setting: Setting, first: Setting) -> Setting:
-    """Return a setting whose data.text has its own data folder if it is prepared in another way."""
-    config = setting.config
-    before = to_flat(first.config.data.prepare)
-    prepare = to_flat(config.data.prepare)
-    changed = [(key, value) for key, value in prepare.items() if before[key] != value]
-    if not changed or config.data.train != own_text_folder(config.out_dir):
-        return setting
-    digest = hashlib.sha256(repr(changed).encode()).hexdigest()[:8]
-    data = replace(config.data, train=f"{config.data.train}_{digest}")
-    return replace(setting, config=replace(config, data=data))
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

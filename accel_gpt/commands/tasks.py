@@ -22,8 +22,8 @@ RESAMPLES = 1000  # makes bootstrapped standard errors accurate to about 2 %
 AUTOCAST = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 
 
-def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
-    """Load tasks, groups and tags by name, from lm-evaluation-harness and the folder `path`.
+def open_tasks(names: Sequence[str]) -> list[Any]:
+    """Load tasks, groups and tags of lm-evaluation-harness by name, or from YAML files.
 
     Raises `UserError` if lm-eval is not installed, if a name is unknown, or if the data of a task
     cannot be loaded.
@@ -32,11 +32,7 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
         importlib.util.find_spec("lm_eval") is not None,
         f"tasks need lm-evaluation-harness but it is not installed; {install_extra('lm-eval')}",
     )
-    require(
-        path is None or Path(path).is_dir(),
-        f"{path} is not a folder",
-    )
-    manager = task_manager(path)
+    manager = task_manager()
     known = [match for name in names for match in matching_tasks(name, manager)]
     try:
         loaded = manager.load(known)
@@ -51,11 +47,11 @@ def open_tasks(names: Sequence[str], path: str | None = None) -> list[Any]:
 
 
 @cache
-def task_manager(path: str | None) -> Any:
-    """Return the harness's index of its tasks and those in `path`; it takes seconds to read."""
+def task_manager() -> Any:
+    """Return the harness's index of its tasks; it takes seconds to read."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=path)
+    return TaskManager()
 
 
 def matching_tasks(name: str, manager: Any) -> list[str]:
@@ -72,7 +68,6 @@ def matching_tasks(name: str, manager: Any) -> list[str]:
 def score_tasks(
     folder: Path,
     tasks: Sequence[Any],
-    path: str | None,
     limit: int | None,
     batch_size: int,
     device: str,
@@ -80,7 +75,7 @@ def score_tasks(
 ) -> dict[str, float]:
     """Evaluate the exported model in `folder`; return metrics named `eval/TASK_METRIC`.
 
-    `tasks`, `path`: see `open_tasks`. `limit`: evaluate only the first questions of each task;
+    `tasks`: see `open_tasks`. `limit`: evaluate only the first questions of each task;
     None: all. `precision`: a value of `Accelerator.mixed_precision`. The harness rejects a task
     that runs code of the model, or that is not text.
     """
@@ -99,7 +94,7 @@ def score_tasks(
         results = simple_evaluate(
             model=model,
             tasks=list(tasks),
-            task_manager=task_manager(path),
+            task_manager=task_manager(),
             limit=limit,
             bootstrap_iters=RESAMPLES,
             log_samples=False,

@@ -64,16 +64,6 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
         above=0,
         below=1,
     )
-    encoding: Literal["auto", "utf-8"] = option(
-        "auto",
-        "Encoding of text files. auto: UTF-8, or the encoding that charset-normalizer detects. "
-        "utf-8: leave other files out.",
-    )
-    separator: str | None = option(
-        None,
-        "Text that separates documents within a file or row, such as <|endoftext|>. It is "
-        "removed, together with one line end on each side. null: none.",
-    )
     shard_tokens: int = option(
         100_000_000,
         "Number of tokens in one shard file.",
@@ -81,12 +71,6 @@ class PrepareConfig(Section, prefix="data.prepare.", resume="free", per_machine=
     )
 
     def _check(self) -> None:
-        self.require(self.separator != "", "separator", "an empty text separates nothing")
-        self.require(
-            self.separator is None or self.tokenizer != "chars",
-            "separator",
-            "the chars tokenizer has no end-of-text token to put there; use bpe, bytes or gpt2",
-        )
         made = self.tokenizer == "bpe" or self.tokenizer.endswith(".json")  # maybe not made yet
         if self.vocab_size != self.unset("vocab_size") and not made:
             self.require_use("vocab_size", "tokenizer", ("bpe",))
@@ -138,7 +122,6 @@ class DataConfig(Section, prefix="data."):
             "data.prepare.subset",
             "data.prepare.split",
             "data.prepare.text_field",
-            "data.prepare.separator",
             "sample.prompts",
         ),
         path=True,

@@ -98,7 +98,7 @@ def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int |
 
 
 def assumed_mfu(config: Config) -> float:
-    """Return the MFU to assume if no measurement is given."""
+    """Return the MFU that the forecasts assume."""
     if config.train.activation_checkpointing == "blocks":
         return ASSUMED_MFU * SHARE_WITH_RECOMPUTATION
     return ASSUMED_MFU

@@ -95,7 +95,7 @@ class Counts:
         if self.ends:
             yield (
                 f"WARNING: the text spells {tokenizer.eot} {plural(self.ends, 'time')} as letters, "
-                f"which ends no document; --separator {tokenizer.eot!r} ends documents there"
+                "which ends no document"
             )
 
 

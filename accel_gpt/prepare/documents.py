@@ -6,8 +6,7 @@ fixed order, from any `Position` on.
 Splits: a source that has splits keeps them. Otherwise, a hash of each document decides its split,
 so equal documents are in the same split, and documents stay where they are if others are added. Of
 a text above `LONG_TEXT` characters, and of a source that is one text, the end is val, as in
-nanoGPT. With a `separator`, each text between two separators is a document, and a hash decides its
-split.
+nanoGPT.
 """
 
 import os
@@ -21,14 +20,7 @@ from accel_gpt.errors import DataError, UserError, did_you_mean, one_line
 from accel_gpt.prepare.pieces import pieces
 from accel_gpt.prepare.rows import as_text, is_chat, open_hub, read_rows
 from accel_gpt.prepare.sources import HUB, STDLIB, TEXT, TextSource, splits_in
-from accel_gpt.prepare.text_files import (
-    COMPRESSIONS,
-    Text,
-    examine,
-    read_text,
-    separated_texts,
-    text_hash,
-)
+from accel_gpt.prepare.text_files import COMPRESSIONS, Text, examine, read_text, text_hash
 
 BATCH_CHARACTERS = 1_000_000  # characters of text that are tokenized at once
 LONG_TEXT = 100_000  # characters of a text file; assumption: a tenth of it is a useful sample
@@ -102,8 +94,6 @@ def text_pieces(
         if is_one and not text.encoding:
             raise DataError(f"{text.path} is no text in an encoding that is known")
         detected = None if text.encoding in ("utf-8", "utf-16", "utf-32") else text
-        if detected and config.encoding == "utf-8":
-            text = detected = text._replace(encoding="")
         for row, (split, key, chunks) in enumerate(text_parts(config, source, text, is_one)):
             for count, (part, begins, ends) in enumerate(cut_document(chunks), 1):
                 after = Position(number, file, row, count)
@@ -118,10 +108,6 @@ def text_parts(
     chunks = partial(read_text, text.path, text.encoding)
     if not text.encoding:
         yield "train", b"", [""]
-    elif config.separator is not None:
-        for part in separated_texts(chunks(), config.separator):
-            key = text_hash(part)
-            yield source.split or split_by_hash(key, config.val_fraction), key, [part]
     elif source.split is None and source.kind != STDLIB and (is_one or text.characters > LONG_TEXT):
         cut = int(text.characters * (1 - config.val_fraction))
         yield "train", text.key, part_of(chunks(), 0, cut)
@@ -138,7 +124,6 @@ def row_pieces(
     write_chat: WriteChat,
 ) -> Iterator[Piece]:
     """Yield the rows of source `number` from shard `first` on."""
-    separator = config.separator
     for shard, row, value in read_rows(source, config.text_field, first):
         chat = is_chat(value)
         try:
@@ -148,16 +133,13 @@ def row_pieces(
         except Exception as error:  # ValueError, errors of Jinja, and those a template raises
             where = f"column {config.text_field} in row {row} of shard {shard} of {source.name}"
             raise DataError(f"{where} is not text: {one_line(error)}") from None
-        count = 0
-        for part in [text] if separator is None else separated_texts([text], separator):
-            key = text_hash(part)
-            split = source.split or split_by_hash(key, config.val_fraction)
-            is_short = chat or len(part) <= 2 * BATCH_CHARACTERS
-            cut = ((part, True, True),) if is_short else cut_document([part])
-            for piece, begins, ends in cut:
-                count += 1
-                after = Position(number, shard, row, count)
-                yield Piece(piece, split, begins, ends, after, key, chat)
+        key = text_hash(text)
+        split = source.split or split_by_hash(key, config.val_fraction)
+        is_short = chat or len(text) <= 2 * BATCH_CHARACTERS
+        cut = ((text, True, True),) if is_short else cut_document([text])
+        for count, (piece, begins, ends) in enumerate(cut, 1):
+            after = Position(number, shard, row, count)
+            yield Piece(piece, split, begins, ends, after, key, chat)
 
 
 def cut_document(chunks: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:

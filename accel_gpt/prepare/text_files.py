@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -53,7 +53,6 @@ ENCODINGS = (
 CLOSE = 0.05  # difference in mess and coherence that decides nothing; assumption
 UTF8 = "utf-8"
 DAMAGED_UTF8 = "utf-8 with invalid bytes"  # each becomes U+FFFD
-LINE_END = re.compile(r"\A\n|\n\Z")  # beside a separator
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # The beginning of an HTML page, after comments and the declaration of XML
 HTML = re.compile(r"\s*((<\?xml[^>]*>|<!--.*?-->)\s*)*<(!doctype\s+html|html)\b", re.I | re.S)
@@ -205,16 +204,3 @@ def detect_encoding(sample: bytes) -> str | None:
         if match.chaos <= best.chaos + CLOSE and match.coherence >= best.coherence - CLOSE:
             close.update(match.could_be_from_charset)
     return next((encoding for encoding in ENCODINGS if encoding in close), best.encoding)
-
-
-def separated_texts(chunks: Iterable[str], separator: str) -> Iterator[str]:
-    """Yield the texts between separators, each without a line end at its beginning and end."""
-    rest = ""
-    for chunk in chunks:
-        searched = max(0, len(rest) - len(separator) + 1)
-        rest += chunk
-        if rest.find(separator, searched) >= 0:
-            *texts, rest = rest.split(separator)
-            for text in texts:
-                yield LINE_END.sub("", text)
-    yield LINE_END.sub("", rest)

@@ -228,14 +228,13 @@ def test_two_configs_of_different_tokenizers_are_compared_in_bits_per_byte(
     assert len([path for path in (tmp_path / "sweep").glob("*seed=1*") if path.is_dir()]) == 2
 
 
-def test_one_text_is_prepared_with_each_tokenizer(
-    made: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_two_tokenizers_for_one_data_folder_are_refused(
+    made: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--data.prepare.tokenizer", "bytes,chars", "--optim.lr", "1e-3,3e-3")
-    assert made("--data.text", str(tmp_path / "text.txt"), *words, "--seed=1") == 0
-    assert verdicts(capsys)[0].startswith("data.prepare.tokenizer, data.train differ: bits per ")
-    folders = [path.parent.name for path in (tmp_path / "sweep").glob("data*/dataset.json")]
-    assert (len(folders), min(folders)) == (2, "data")
+    words = ("--data.prepare.tokenizer", "bytes,chars", "--seed=1")
+    assert made("--data.text", str(tmp_path / "text.txt"), *words) == 2
+    told = capfd.readouterr().err
+    assert "was prepared with other settings (tokenizer: bytes, requested chars)" in told
 
 
 def test_the_first_combination_is_the_baseline(small_run: Callable[..., list[str]]) -> None:

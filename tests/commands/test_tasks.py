@@ -49,12 +49,12 @@ def test_the_command_prints_the_metrics_of_tasks(
     options = ["--train.max_steps", "4", "--sample.every", "0", "--train.micro_batch_size", "2"]
     assert launch(small_run(*options, "--model.block_size", "128")) == 0
     run = tmp_path / "run"
-    command = ["evaluate", str(run), "--tasks_path", str(tasks), "--json", "--tasks"]
+    command = ["evaluate", str(run), "--json", "--tasks"]
     before = records(run)
     capfd.readouterr()
-    names = "[local_piqa, local_lambada, local_answers, local_hellaswag]"
+    files = [f"{tasks}/local_{name}.yaml" for name in ("piqa", "lambada", "answers", "hellaswag")]
     ours = ["--hellaswag", str(tasks / "local_hellaswag.jsonl")]
-    assert run_here(cli.dispatch, [*command, names, *ours]) == 0
+    assert run_here(cli.dispatch, [*command, json.dumps(files), *ours]) == 0
     printed = json.loads(capfd.readouterr().out)  # nothing else on standard output
     metrics = printed["metrics"]
     for name in ("acc", "acc_norm"):
@@ -68,12 +68,12 @@ def test_the_command_prints_the_metrics_of_tasks(
     others = {"piqa_acc", "piqa_acc_norm", "lambada_acc", "lambada_perplexity"}
     others |= {"answers_exact_match"}
     assert new == {f"eval/local_{name}{end}" for name in others for end in ("", "_stderr")}
-    assert run_here(cli.dispatch, [*command, "local_piqa", "--limit", "3"]) == 0
+    assert run_here(cli.dispatch, [*command, files[0], "--limit", "3"]) == 0
     accuracy = json.loads(capfd.readouterr().out)["metrics"]["eval/local_piqa_acc"]
     assert accuracy * 3 == pytest.approx(round(accuracy * 3))
     assert records(run) == before
-    assert run_here(cli.dispatch, [*command, "local_piga"]) == 2
-    assert "error: unknown task 'local_piga'; did you mean local_piqa" in capfd.readouterr().err
+    assert run_here(cli.dispatch, [*command, "helaswag"]) == 2
+    assert "error: unknown task 'helaswag'; did you mean hellaswag" in capfd.readouterr().err
 
 
 def test_names_of_metrics() -> None:

@@ -93,7 +93,7 @@ def test_options_that_name_files_are_declared_as_paths() -> None:
             is_text = str in (kinds.get(key), *get_args(kinds.get(key)))
             if is_text and not described.path and names_a_file.search(described.description):
                 missing.add(key.rpartition(".")[2])
-    assert missing <= {"separator", "license"}  # these are about a file
+    assert missing <= {"license"}  # this is about a file
 
 
 def test_words_of_yaml_and_of_a_flag(config_file: str, tmp_path: Path) -> None:

@@ -123,8 +123,6 @@ def test_the_arithmetic_of_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     assert disk["data_read_gb"] == 19_074 * 512 * 1025 * 2 / 1e9
     assert disk["checkpoint_gb"] == 12 * report["parameters"]["total"] / 1e9
     assert disk["checkpoints_kept"] == 3
-    measured = plan(capsys, GPT2, "--tokens_per_second", 1000)["time"]
-    assert measured["device_hours"] == pytest.approx((length["tokens"] + evaluated) / 3.6e6)
 
 
 def held(capsys: pytest.CaptureFixture[str], *words: Any, precision: str = "no") -> dict[str, int]:
@@ -199,7 +197,7 @@ def test_a_budget_is_filled_at_the_expected_speed(
     path.write_text(f"data: {{train: {corpus}}}\ntrain: {{tokens_per_step: 4096}}\n")
     often = ("--eval.every", 1, "--eval.tokens", 1024)
     words = (path, "--model.block_size", 64, *often, "--train.budget", "1m")
-    found = plan(capsys, *words, "--tokens_per_second", 100_000)
+    found = plan(capsys, *words, "--gpu", "h100")
     assert 56 < 3600 * found["time"]["hours"] <= 57  # 0.95 of the budget, less than a step
     assert found["length"]["budget"] == "1m"
 

@@ -79,24 +79,6 @@ def test_what_the_tokens_do_not_hold_is_told(
         assert re.search(f"{expected}$", line)
 
 
-# --------------------------------------------------------------------------- separators
-
-STORIES = [f"Story {i}.\n\nIt ends " + "so " * (i % 9) for i in range(60)]
-
-
-def config_of(tmp_path: Path, kind: str, line_end: str) -> PrepareConfig:
-    """Return the config of a text file, or of rows of ten stories each."""
-    between = f"{line_end}{EOT}{line_end}"
-    stories = [story.replace("\n", line_end) for story in STORIES]
-    path = tmp_path / f"stories.{kind}"
-    if kind == "txt":
-        path.write_bytes((between.join(stories) + between).encode())
-    else:
-        rows = [between.join(stories[i : i + 10]) for i in range(0, 60, 10)]
-        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return PrepareConfig(source=str(path), tokenizer="bytes")
-
-
 def open_text(folder: Path, name: str) -> str:
     """Return the text of a split."""
     split = open_split(folder, name)
@@ -114,35 +96,21 @@ def documents_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "line_end"), [("txt", "\r\n"), ("jsonl", "\n")])
-def test_a_separator_that_the_text_spells_is_told_and_can_end_documents(
-    kind: str,
-    line_end: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_an_end_of_text_that_the_text_spells_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("accel_gpt.prepare.text_files.CHUNK_BYTES", 7)
-    config = config_of(tmp_path, kind, line_end)
-    prepare(config, tmp_path / "letters")
+    (tmp_path / "a.txt").write_text(f"one\n{EOT}\ntwo\n{EOT}\n" + "three\n" * 9)
+    prepare(PrepareConfig(source=str(tmp_path / "a.txt"), tokenizer="bytes"), tmp_path / "out")
     told = capsys.readouterr().err
-    count = 60 if kind == "txt" else 54
-    assert f"the text spells {EOT} {count} times as letters" in told
-    assert f"--separator '{EOT}' ends documents there" in told
-    prepare(replace(config, separator=EOT), tmp_path / "split")
-    assert "WARNING" not in capsys.readouterr().err
-    assert sorted(documents_of(tmp_path / "split")) == sorted(STORIES)
-    with pytest.raises(UserError, match="chars tokenizer has no end-of-text token to put there"):
-        replace(config, separator=EOT, tokenizer="chars")
-    assert open_split(tmp_path / "split", "val").shards[0].documents in range(1, 20)
+    assert f"the text spells {EOT} 2 times as letters, which ends no document" in told
 
 
 # --------------------------------------------------------------------------- rows and duplicates
 
 
-def run_prepare(source: Path, out: Path, capsys: pytest.CaptureFixture[str], **more: str) -> str:
+def run_prepare(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Prepare with bytes; return what is told."""
-    prepare(PrepareConfig(source=str(source), tokenizer="bytes", **more), out)  # type: ignore[arg-type]
+    prepare(PrepareConfig(source=str(source), tokenizer="bytes"), out)
     return capsys.readouterr().err
 
 
@@ -185,18 +153,14 @@ def test_files_that_are_not_utf8_are_read_as_detected_and_told_in_one_line(
         (source / name).write_bytes(text.encode(encoding))
     (source / "packed.txt.gz").write_bytes(gzip.compress(FRENCH.encode("latin-1")))
     (source / "plain.txt").write_text("naïve")
+    (source / "cut.txt").write_bytes("cut".encode("utf-16")[:-1])
     texts = [text for text, _ in ENCODED.values()]
     told = run_prepare(source, tmp_path / "out", capsys)
     assert sorted(documents_of(tmp_path / "out")) == sorted([*texts, FRENCH, "naïve"])
-    (line,) = [line for line in told.splitlines() if "UTF-8" in line]
+    line, left_out = [line for line in told.splitlines() if "UTF-8" in line]
+    assert left_out == "WARNING: 1 file not in UTF-8, left out: cut.txt"
     assert line.startswith("WARNING: 6 files not in UTF-8, read as detected: ")
     assert all(name in line for name in [*ENCODED, "packed.txt.gz"])
-    told = run_prepare(source, tmp_path / "other", capsys, encoding="utf-8")
-    assert "WARNING: 6 files not in UTF-8, left out: de.txt, fr.txt" in told
-    held = "".join(
-        open_text(tmp_path / "other", name).replace(EOT, "") for name in ("train", "val")
-    )
-    assert held == "naïve"
 
 
 def test_a_few_invalid_bytes_leave_a_text_utf8(

@@ -152,13 +152,12 @@ def test_files_may_differ_in_what_is_not_read(without_rows: str, tmp_path: Path)
 def make(folder: Path, kind: str, count: int) -> PrepareConfig:
     """Write files of a kind: long documents in several pieces, short and empty documents."""
     folder.mkdir()
-    separator = "<s>" if folder.name == "separated" else None
     for unit in range(count):
         rows = ["", *("\n".join(f"{w}é {i}" for i in range(w)) for w in (unit, 9, 1, 30)), "x" * 9]
         path = folder / f"{unit}"
         if kind == "text":
             mark = "\ufeff" if unit % 2 else ""
-            path.with_suffix(".txt").write_text(mark + (separator or "\r\n").join(rows))
+            path.with_suffix(".txt").write_text(mark + "\r\n".join(rows))
         elif kind == "jsonl":
             path.with_suffix(".jsonl").write_text(
                 "".join(json.dumps({"text": row}) + "\n\n" for row in rows)
@@ -166,7 +165,7 @@ def make(folder: Path, kind: str, count: int) -> PrepareConfig:
         else:
             columns = pa.table({"text": rows, "n": list(range(6))})
             pq.write_table(columns, f"{path}.parquet", row_group_size=2)
-    return PrepareConfig(source=str(folder), val_fraction=0.3, separator=separator)
+    return PrepareConfig(source=str(folder), val_fraction=0.3)
 
 
 def read_from(config: PrepareConfig, start: Position) -> list[tuple[Any, ...]]:
@@ -191,7 +190,6 @@ def check_resume(config: PrepareConfig) -> list[Piece]:
     [
         ("long", "text", 3, 10),
         ("whole", "text", 3, 10**6),
-        ("separated", "text", 2, 10),
         ("lines", "jsonl", 2, 0),
         ("columns", "parquet", 2, 0),
     ],

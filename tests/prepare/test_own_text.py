@@ -39,11 +39,11 @@ def test_a_text_takes_the_place_of_the_data_of_the_config(tmp_path: Path) -> Non
 
 def test_another_path_is_read_as_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    prepare = "{source: a.jsonl, subset: x, text_field: body, separator: END}"
+    prepare = "{source: a.jsonl, subset: x, text_field: body}"
     path.write_text(f"data: {{train: data/y, prepare: {prepare}}}")
     found = load_config([str(path), "--data.prepare.source", "b.jsonl"], "test").data.prepare
     assert (found.source, found.subset) == ("b.jsonl", None)
-    assert (found.text_field, found.separator) == ("body", "END")
+    assert found.text_field == "body"
 
 
 @pytest.mark.parametrize("train", ["mine", "[{path: a}, {path: b}]"])

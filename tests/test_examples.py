@@ -550,7 +550,8 @@ def test_a_run_ends_for_good_once_its_loss_has_risen_twice(
 
     def evaluate(**_: Any) -> dict[str, float]:
         calls.append(1)
-        return {"eval/val_loss": LOSSES[len(calls) - 1]}
+        loss = LOSSES[len(calls) - 1]
+        return {"eval/train_loss": loss, "eval/val_loss": loss}
 
     monkeypatch.setattr(train, "evaluate", evaluate)
     own = example_run("early_stop.py", "--eval.every", "2", "--sample.every", "0")

@@ -281,7 +281,7 @@ MEASURED = (
     rf"({NUMBER})(?: to ({NUMBER}))? \[?bits per byte",
     rf"({NUMBER}) tokens/s",
     rf"({NUMBER}) times nanoGPT's rate",
-    rf"({NUMBER}) of its memory",
+    rf"({NUMBER}) times its memory",
     rf"({NUMBER})% \[?MFU",
 )
 
@@ -316,7 +316,7 @@ def is_among(figure: str, results: list[float], pattern: str) -> bool:
 
 def test_the_sizes_in_the_readme_are_those_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    row = r"\| (.*), (\d+) (hours|minutes) \| `fast_124m --model.depth (\d+)` \| (\d+)M param"
+    row = r"\| (.*), (\d+) (hours|minutes) \| `fast_124m` at depth (\d+) \| (\d+)M param"
     found = re.findall(row, text)
     assert found
     assert dispatch(["plan", "--json"]) == 0

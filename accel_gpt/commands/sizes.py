@@ -86,8 +86,8 @@ def text_of(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> str:
         "accel-gpt train fast_124m --model.depth DEPTH --train.max_tokens null \\\n"
         "    --train.micro_batch_size auto --data.train DATA\n\n"
         + table([head, *([*cells_of(row)] for row in rows)], *">" * len(head), gap=1)
-        + f"\ntext: enough if it is read {USEFUL_EPOCHS} times. bits/byte: of English web text, at "
-        "most.\n-: does not fit. All values are computed, times for an MFU of 40%.\n"
+        + f"\ntext: enough if it is read {USEFUL_EPOCHS} times. bits/byte: on English web text, "
+        "or lower.\n-: does not fit. All values are computed, times for an MFU of 40%.\n"
         "On a CPU, train quickstart (minutes) or laptop (hours).\n"
     )
 

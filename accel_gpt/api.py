@@ -149,7 +149,7 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     code = run_command(["train", *arguments], processes)
     if code == PREEMPTED and not any(trained.path.glob("checkpoints/step_*")):
         raise KeyboardInterrupt  # before the first step
-    if "ipykernel.zmqshell" in sys.modules:
+    if in_notebook():
         from IPython.display import display
 
         display(trained)
@@ -165,7 +165,9 @@ def run_command(
     interrupt reaches the command, which saves and stops. `output`: takes its standard output.
     Raises the error of the command, and `KeyboardInterrupt` if an interrupt ended it.
     """
-    copied = sys.stdout is not sys.__stdout__  # by a notebook, which shows what is written to it
+    # a notebook shows what is written to its streams, and standard error in red
+    shown = sys.stdout if in_notebook() else sys.stderr
+    copied = in_notebook() or sys.stderr is not sys.__stderr__
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "error.json")
         environment = {FAILURE_FILE: str(report), "PYTHONUNBUFFERED": "1"}
@@ -187,9 +189,7 @@ def run_command(
         ) as child:
             printed = child.stderr or child.stdout
             # writes the lines as they come
-            reader = threading.Thread(
-                target=sys.stdout.writelines, args=(printed or (),), daemon=True
-            )
+            reader = threading.Thread(target=shown.writelines, args=(printed or (),), daemon=True)
             reader.start()
             code = wait_for(child, forward=processes == 1)
             reader.join(LAST_LINES_SECONDS)
@@ -202,6 +202,11 @@ def run_command(
             told = f"accel-gpt {arguments[0]} ended with exit code {code}; see its error above"
             raise PeerError(told) from None
         raise kind(failure["message"].removeprefix("error: "))
+
+
+def in_notebook() -> bool:
+    """Return whether a notebook runs this process."""
+    return "ipykernel.zmqshell" in sys.modules
 
 
 def wait_for(child: subprocess.Popen[str], forward: bool) -> int:

@@ -22,7 +22,7 @@ from accel_gpt.launcher import SAFE_PATH, is_main, stop_signals
 from accel_gpt.own_code import place_in_own_code
 
 # in a folded line: the space between a number and its word, and a command to copy
-UNBROKEN = re.compile(r"(?<=\S) (?=\d)|(?<=\d) (?=[^\W\d])|(?:accel-gpt|pip) .*")
+UNBROKEN = re.compile(r"(?<=\S) (?=\d)|(?<=\d) (?=[^\W\d])|\b(?:accel-gpt|pip) [^;,`]*")
 NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"  # `textwrap` breaks no line there
 LABEL = re.compile(r"\w+ {2,}")  # of a line such as `plan     4,096 tokens`
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
@@ -98,7 +98,7 @@ def fold(text: str, width: int) -> str:
     """Break lines longer than `width` between words; indent the other parts of a labelled line."""
     if "\n" in text:
         return "\n".join(fold(line, width) for line in text.split("\n"))
-    if len(text) <= width:
+    if len(text) <= width or width < 1:
         return text
     label = LABEL.match(text)
     folded = textwrap.fill(
@@ -107,6 +107,7 @@ def fold(text: str, width: int) -> str:
         subsequent_indent=" " * label.end() if label else "",
         break_long_words=False,
         break_on_hyphens=False,
+        expand_tabs=False,
     )
     return folded.replace(NO_BREAK_SPACE, " ")
 

@@ -96,7 +96,6 @@ class Training:
     ranks: RankClock
     compute_loss: ComputeLoss
     batch: Batch | None = None  # the last micro-batch of this rank
-    gap_told: bool = False  # that the val loss lies far above the train loss
     finish_why: str = ""  # set on this rank by a function of --code
 
     @property
@@ -550,8 +549,8 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
     is_best = state.note_evaluation(record, run.config.eval.yardstick)
     run.reporter.publish(state, record)
     train_loss, val_loss = record["eval/train_loss"], record["eval/val_loss"]
-    if val_loss > (1 + FAR) * train_loss and not run.gap_told:
-        run.gap_told = True
+    if val_loss > (1 + FAR) * train_loss > 0 and not state.gap_told:
+        state.gap_told = True
         run.reporter.log(
             f"val loss {val_loss:.4f} lies far above train loss {train_loss:.4f}: the train text "
             "repeats itself or is learned by heart, or the held-out files are of another kind"

@@ -191,9 +191,11 @@ def launch(folder: Path, budget: str, kill_every: float) -> dict[str, Any]:
         )
         try:
             exit_code = process.wait(kill_every)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # also if this script is interrupted
             os.killpg(process.pid, signal.SIGKILL)
             exit_code = process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
     if exit_code not in (0, -signal.SIGKILL):
         sys.exit(f"the run ended with code {exit_code}: see {folder}/terminal.txt")
     metrics = folder / RUN / "metrics.jsonl"
@@ -235,15 +237,15 @@ def publish(run: Path, report: dict[str, Any], docs: Path) -> None:
     shutil.copy(run / "report.html", docs / "explanation/run-of-hours-report.html")
     compared = next(line for line in report["doctor"]["lines"] if line["name"] == "counting")
     others = dict(re.findall(r"(5-gram|lzma) ([\d.]+)", compared["compared"]))
-    moved = [one["folder"] for one in report["launches"]].index("second")
+    moved = max(one["checkpoint"] for one in report["launches"] if one["folder"] == "first")
     draw_schemes(docs / "images/hours.png", lambda: draw(run, others, moved))
 
 
 def draw(run: Path, others: dict[str, str], moved: int) -> Any:
     """Draw bits per byte over hours, with the kills, and return the figure.
 
-    `others`: bits per byte of what the model is compared with. `moved`: the first launch in the
-    other folder, from 0.
+    `others`: bits per byte of what the model is compared with. `moved`: the step at which the
+    run went on in the other folder.
     """
     from matplotlib import pyplot
 
@@ -266,8 +268,8 @@ def draw(run: Path, others: dict[str, str], moved: int) -> Any:
     steps = [one["step"] for one in records]
     times = [one["time"] / 3600 for one in records]
     labels = {"killed, resumed": ("C3", "--"), "moved, too": ("C4", "-")}
-    for number, one in enumerate(launches[1:], 1):
-        label = "moved, too" if number == moved else "killed, resumed"
+    for one in launches[1:]:
+        label = "moved, too" if one["step"] == moved else "killed, resumed"
         color, style = labels[label]
         seen = label in axes.get_legend_handles_labels()[1]
         axes.axvline(

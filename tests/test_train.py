@@ -232,8 +232,9 @@ def test_a_val_loss_far_above_the_train_loss_is_told_once(
     monkeypatch.setattr(
         train, "evaluate", lambda **_: {"eval/train_loss": 1.0, "eval/val_loss": next(losses)}
     )
-    options = ["--eval.every", "1", "--train.max_steps", "4", "--train.stop_at", "4"]
-    assert launch(small_run("--sample.every", "0", *options)) == 0
+    options = ["--eval.every", "1", "--train.max_steps", "4", "--sample.every", "0"]
+    assert launch(small_run(*options, "--train.stop_at", "3")) == 0
+    assert launch(small_run(*options)) == 0
     written = capfd.readouterr().err
     assert written.count("lies far above train loss") == 1
     assert "val loss 1.3000 lies far above train loss 1.0000" in written

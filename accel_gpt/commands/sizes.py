@@ -17,6 +17,7 @@ from accel_gpt.config.plan import USEFUL_EPOCHS, make_plan, with_size
 from accel_gpt.console import table, write_out
 from accel_gpt.cost.forecast import expected_speed, run_hours, vocabulary_size
 from accel_gpt.cost.memory import largest_size
+from accel_gpt.errors import require
 from accel_gpt.files import strict_json
 from accel_gpt.model.sizes import flops_per_token, parameter_counts
 
@@ -29,9 +30,12 @@ LARGEST_MICRO_BATCH = 32  # a larger one gains little on the GPUs that were meas
 
 def run(options: PlanCommand) -> int:
     """Print the table, or its rows as JSON."""
+    require(
+        options.gpu is not None or options.price is None, "--price needs --gpu, whose price it is"
+    )
     gpus = [options.gpu] if options.gpu else list(GPUS)
     rows = [row_of(options, depth, gpus) for depth in DEPTHS]
-    write_out(strict_json(rows, indent=1) + "\n" if options.json else text_of(rows, gpus))
+    write_out(strict_json(rows, indent=1) + "\n" if options.json else text_of(rows, options.gpus))
     return 0
 
 
@@ -55,6 +59,7 @@ def row_of(options: PlanCommand, depth: int, gpus: Sequence[str]) -> dict[str, A
 def on_gpu(options: PlanCommand, config: Config, vocab_size: int) -> dict[str, Any] | None:
     """Compute micro-batch, hours and cost on the devices of `options`; None if it does not fit."""
     machine = make_machine(options, config)
+    make_plan(with_size(config, 1), machine.devices)  # raises if they cannot share the batch
     size = largest_size(config, vocab_size, machine)
     if size is None:
         return None
@@ -79,15 +84,18 @@ def bits_per_byte(parameters: int, tokens: int) -> float:
     return nats / log(2) / BYTES_PER_TOKEN
 
 
-def text_of(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> str:
-    """Format the table; it fits into 80 columns."""
-    head = ["depth", "size", "tokens", "text", "bits/byte", *gpus]
+def text_of(rows: Sequence[dict[str, Any]], devices: int) -> str:
+    """Format the table for a number of GPUs; it fits into 80 columns."""
+    command = "accel-gpt train"
+    if devices > 1:
+        command = f"accelerate launch --num_processes {devices} accel_gpt/train.py"
+    head = ["depth", "size", "tokens", "text", "bits/byte", *rows[0]["gpus"]]
     return (
-        "accel-gpt train fast_124m --model.depth DEPTH --train.max_tokens null \\\n"
+        f"{command} \\\n    fast_124m --model.depth DEPTH --train.max_tokens null \\\n"
         "    --train.micro_batch_size auto --data.train DATA\n\n"
         + table([head, *([*cells_of(row)] for row in rows)], *">" * len(head), gap=1)
-        + f"\ntext: enough if it is read {USEFUL_EPOCHS} times. bits/byte: on English web text, "
-        "or lower.\n-: does not fit. All values are computed, times for an MFU of 40%.\n"
+        + f"\nGPUs: {devices}. text: enough if it is read {USEFUL_EPOCHS} times. bits/byte: on "
+        "English web text,\nor lower. -: does not fit. Computed, times for an MFU of 40%.\n"
         "On a CPU, train quickstart (minutes) or laptop (hours).\n"
     )
 

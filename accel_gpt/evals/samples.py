@@ -112,7 +112,9 @@ def write_text(
                 ids.append(token)
         if on_token is not None:
             on_token()
-    return [prompt + prompt_end + continuation(tokenizer, start, ids) for ids in texts]
+    if prompt:
+        prompt += prompt_end
+    return [prompt + continuation(tokenizer, start, ids) for ids in texts]
 
 
 def sample(

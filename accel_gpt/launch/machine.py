@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import platform
 import resource
 import subprocess
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 
 from accel_gpt.config.compare import option_of
 from accel_gpt.launch.devices import cpu_info
-from accel_gpt.launcher import launcher_precision
+from accel_gpt.launcher import launcher_precision, local_world_size
 
 PACKAGES = ("accel-gpt", "torch", "accelerate", "transformers", "tokenizers", "tiktoken", "numpy")
 
@@ -65,8 +64,7 @@ def idle_gpus(accelerator: Accelerator) -> int:
     """Count the GPUs of this machine that no process of the run uses."""
     if accelerator.device.type != "cuda":
         return 0
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine, from the launcher
-    return max(0, torch.cuda.device_count() - processes)
+    return max(0, torch.cuda.device_count() - local_world_size())
 
 
 def rank_identity(options: Mapping[str, Any], own_code: str = "") -> dict[str, Any]:

@@ -89,7 +89,7 @@ def find_checkpoint(path: Path, which: str | None = None) -> Path:
         raise UserError(f"{path} holds no checkpoint")
     newest = str(max(found))
     if which is None:
-        which = run.best if run.best in map(str, found) else newest
+        which = run.best or newest
     named = {"last": newest, "best": run.best}.get(which, which)
     for step, folder in found.items():
         if named == str(step):
@@ -100,7 +100,8 @@ def find_checkpoint(path: Path, which: str | None = None) -> Path:
 
 def require_no_choice(path: str | Path, which: str | None) -> None:
     """Raise `UserError` if a checkpoint is chosen in a model that is not a run."""
-    require(which is None, f"--checkpoint is {which}, but {path} is a single model, not a run")
+    single = which in (None, "last")
+    require(single, f"--checkpoint is {which}, but {path} is a single model, not a run")
 
 
 # --------------------------------------------------------------------------- verify

@@ -61,6 +61,7 @@ class TrainState:
     val_loss: float | None = None  # of the last evaluation, in nats per token
     best_value: float | None = None  # of eval.best
     best_step: Count | None = None
+    gap_told: bool = False  # that the val loss lies far above the train loss
     world_size: Size = 1
     # of the corpus
     data_fingerprint: str = ""

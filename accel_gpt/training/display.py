@@ -48,7 +48,7 @@ FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
     }
 )
 VAL_SET = "eval/val_loss/"  # begin of the keys of named val sets
-PANEL_ROWS = (  # a record has the first key of a row if it has any
+PANEL_ROWS = (  # a record changes the rows whose first key it has
     ("train/loss", "train/lr", "train/grad_norm", "train/skipped"),
     ("eval/val_loss", "eval/val_bits_per_byte"),
     ("perf/tokens_per_second", "perf/mfu", "perf/memory_gb", "perf/step_ms", "tokens"),

@@ -206,7 +206,8 @@ def test_a_budget_is_filled_at_the_expected_speed(
 def test_the_table_of_sizes_holds_what_plan_says_of_each_size(
     depth: int, gpu: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(dispatch, ["plan", "--gpus", "2", "--price", "3", "--json"]) == 0
+    words = ["--gpu", gpu, "--gpus", "2", "--price", "3", "--json"]
+    assert run_main(dispatch, ["plan", *words]) == 0
     row = next(row for row in json.loads(capsys.readouterr().out) if row["depth"] == depth)
     found = row["gpus"][gpu]
     words = ["fast_124m", "--model.depth", depth, "--train.max_tokens", "null"]
@@ -228,6 +229,8 @@ def test_the_table_of_sizes_fits_into_80_columns(capsys: pytest.CaptureFixture[s
     assert next(line for line in lines if line.startswith("   32")).split()[-6:-2] == ["-"] * 4
     assert run_main(dispatch, ["plan", "--gpu", "t4", "--memory_gb", "2"]) == 0
     assert capsys.readouterr().out.count(" -\n") == 9  # no size fits into 2 GB
+    assert "multiple of" in mistake(capsys, "--gpus", 3)
+    assert "--price needs --gpu" in mistake(capsys, "--price", 1)
     assert "needs CONFIG" in mistake(capsys, "--model.depth", 3)
     assert "not in the table of devices" in mistake(capsys, "--gpu", "rtx 9")
 

@@ -253,10 +253,10 @@ def test_the_results_of_an_evaluation_are_all_of_the_best_one(tmp_path: Path) ->
 
 def test_the_prompt_of_a_sample_is_bold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    text = f"--- sample 1\na <b{PROMPT_END}c{PROMPT_END}\n\n--- sample 2\n{PROMPT_END}d\n"
+    text = f"--- sample 1\na <b{PROMPT_END}c{PROMPT_END}\n\n--- sample 2\nd\n"
     (run / "samples" / "step_00000040.txt").write_text(text, encoding="utf-8")
     found = re.findall("<pre>(.*?)</pre>", section(page(run), "samples"))
-    assert found[2:] == [f"<b>a &lt;b</b>c{PROMPT_END}", "<b></b>d"]
+    assert found[2:] == [f"<b>a &lt;b</b>c{PROMPT_END}", "d"]
 
 
 def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     )  # the save of step 9 failed
     assert checkpoint_steps(root) == [2, 7]
     assert (tmp_path / "best").read_text() == "2\n"
+    (tmp_path / "best").write_text("3\n")
+    with pytest.raises(UserError, match="no checkpoint '3'; expected one of last, best, 2, 7"):
+        find_checkpoint(tmp_path)  # no other one is taken in silence
     (tmp_path / "best").unlink()
     with pytest.raises(UserError, match="no checkpoint 'best'; expected one of last, best, 2, 7"):
         find_checkpoint(tmp_path, "best")

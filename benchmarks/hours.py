@@ -267,9 +267,9 @@ def draw(run: Path, others: dict[str, str], moved: int) -> Any:
     launches = json.loads((run / "run.json").read_text())["launches"]
     steps = [one["step"] for one in records]
     times = [one["time"] / 3600 for one in records]
-    labels = {"killed, resumed": ("C3", "--"), "moved, too": ("C4", "-")}
+    labels = {"killed, resumed": ("C3", "--"), "killed, moved, resumed": ("C4", "-")}
     for one in launches[1:]:
-        label = "moved, too" if one["step"] == moved else "killed, resumed"
+        label = "killed, moved, resumed" if one["step"] == moved else "killed, resumed"
         color, style = labels[label]
         seen = label in axes.get_legend_handles_labels()[1]
         axes.axvline(

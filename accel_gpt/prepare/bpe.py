@@ -12,9 +12,9 @@ Text is not normalized, so decoding returns the same bytes.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 
+from accel_gpt.console import write_err
 from accel_gpt.data.tokenizer import (
     BPETokenizer,
     CharsTokenizer,
@@ -83,9 +83,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     learned = tokenizer.get_vocab()
     reached = len(learned) + 1
     if reached < vocab_size:
-        sys.stderr.write(
+        write_err(
             f"WARNING: the text is too small for data.prepare.vocab_size {vocab_size:,}; the bpe "
-            f"has {reached:,} tokens\n"
+            f"has {reached:,} tokens"
         )
     vocabulary = [*BYTE_CHARS, *sorted(learned, key=learned.__getitem__)[256:]]
     return BPETokenizer("bpe", bpe_content(vocabulary), PATTERN)

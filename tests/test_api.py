@@ -77,7 +77,7 @@ def test_a_run_from_start_to_export(
     accel_gpt.run(path, SHORT | {"train.max_steps": 2, "train.mixed_precision": "bf16"})
     more = {"checkpoint.allow_change": ["train.max_steps", "train.mixed_precision"]}
     run = accel_gpt.run(path, SHORT | more)  # another precision in the same process
-    assert "resuming" in capsys.readouterr().out
+    assert "resuming" in capsys.readouterr().err
     assert run.path == tmp_path / "run"
     assert list(run.metrics.index) == [1, 2, 3]
     assert run.metrics["train/loss"].notna().all()
@@ -125,7 +125,7 @@ def test_an_interrupt_saves_and_returns(
     options = SHORT | {"train.max_steps": 100_000, "code": code}
     call = partial(accel_gpt.run, *small_run(), options)
     run = in_thread(call) if own_thread else call()
-    assert "SIGINT: saved at step" in capsys.readouterr().out
+    assert "SIGINT: saved at step" in capsys.readouterr().err
     assert any((run.path / "checkpoints").glob("step_*"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -136,7 +136,7 @@ def test_two_processes_train_beside_one(
 ) -> None:
     options = SHORT | {"train.micro_batch_size": 4}
     run = accel_gpt.run(*small_run(), options, processes=2)
-    assert "2 processes" in capfd.readouterr().out
+    assert "2 processes" in capfd.readouterr().err
     assert list(run.metrics.index) == [1, 2, 3]
     with pytest.raises(UserError, match="tokens_per_step"):
         accel_gpt.run(*small_run(), options | {"train.micro_batch_size": 5}, processes=2)

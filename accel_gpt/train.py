@@ -70,7 +70,7 @@ from accel_gpt.training.reporter import Reporter, summarize_run
 from accel_gpt.training.updates import UpdateSizes
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
-FAR = 0.25  # (val loss - train loss) / train loss that is told once; assumption
+FAR = 0.25  # (val loss - train loss) / train loss; a larger one is told once; assumption
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
 
 

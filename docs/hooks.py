@@ -1,6 +1,6 @@
 """Add benchmarks/ to the site, results and notes as pages, scripts as files; mark words of code.
 
-The links in docs/ and benchmarks/ are those of the repository; docs/ is the top folder of the site.
+The links in docs/ and benchmarks/ fit the repository. On the site, docs/ is the top folder.
 """
 
 import re
@@ -24,7 +24,7 @@ def on_files(files: Files, *, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Change the links between docs/ and benchmarks/ to those of the site."""
+    """Rewrite the links between docs/ and benchmarks/ for the site."""
     if page.file.src_uri.startswith("benchmarks/"):
         return re.sub(r'([("](?:\.\./)+)docs/', r"\1", markdown)
     return re.sub(r"\(\.\./((?:\.\./)*benchmarks/)", r"(\1", markdown)

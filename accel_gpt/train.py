@@ -30,12 +30,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Finish, Plan
+from accel_gpt.config.stages import stage_configs
 from accel_gpt.data.altered import DataFiles
 from accel_gpt.data.corpus import Corpus, open_corpus
 from accel_gpt.data.loader import Loader
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError
-from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations
+from accel_gpt.evals.evaluation import Evaluation, evaluate, open_evaluations, open_losses
 from accel_gpt.evals.own_check import check_own_code
 from accel_gpt.evals.samples import prompt_ids, sample, samples_due
 from accel_gpt.evals.validation import describe_targets
@@ -136,8 +137,9 @@ class Training:
         with (
             Watchdog(self.config.train.step_timeout) as watchdog,
             contextlib.closing(self.writer),
-            contextlib.closing(self.loader),
+            contextlib.ExitStack() as at_end,
         ):
+            at_end.callback(lambda: self.loader.close())  # another one, if the length has changed
             self.reporter.watchdog = watchdog
             yield
 
@@ -244,12 +246,6 @@ def set_up(
         check_folder=context.check_folder,
     )
     corpus.load_state_dict(vars(state))
-    loader = corpus.loader(
-        plan=context.plan,
-        rank=accelerator.process_index,
-        device=accelerator.device,
-        position=state.sequences,
-    )
     guard = StepGuard(accelerator.device)
     guard.load_state_dict(vars(state))
     configure(optimizer, config.optim)  # overrides the options from a checkpoint
@@ -266,18 +262,39 @@ def set_up(
         writer=writer,
         evaluated=EvaluatedWeights(context, gpt, optimizer),
         evaluations=evaluations,
-        loader=loader,
+        loader=open_loader(context, corpus, state),
         guard=guard,
         updates=UpdateSizes(gpt, optimizer, accelerator),
         ranks=RankClock(accelerator),
         compute_loss=make_loss(context),
     )
+    enter_stage(run)
     with all_ranks():
         reporter.start(run.corpus, state)
     if config.own.targets is not None:
         log(describe_targets(corpus, config.model.block_size))
     model.train()  # evaluation and sampling restore this mode
     return run
+
+
+def open_loader(context: Context, corpus: Corpus, state: TrainState) -> Loader:
+    """Return the micro-batches of this rank from `state` on."""
+    return corpus.loader(
+        plan=context.plan,
+        rank=context.accelerator.process_index,
+        device=context.accelerator.device,
+        position=state.sequences,
+    )
+
+
+def enter_stage(run: Training) -> None:
+    """Set the batch and the evaluation of the stage that makes the next step."""
+    plan = run.plan.at(run.state.step)
+    run.accelerator.gradient_accumulation_steps = plan.accumulation_steps
+    run.accelerator.step = 0  # Accelerate counts micro-steps, and a step begins with a whole number
+    if run.plan.begins_stage(run.state.step):
+        run.guard.forget_losses()
+        forget_compiled()  # so that a launch that resumes here compiles the same
 
 
 # --------------------------------------------------------------------------- the step
@@ -288,7 +305,11 @@ def make_step(run: Training, stop: StopSignal) -> bool:
     fault_point("step")
     if run.corpus.cache is not None and wait_for_data(run, stop):
         return True
-    look_at_length(run.context, run.state, run.reporter, run.corpus)
+    if look_at_length(run.context, run.state, run.reporter, run.corpus) and run.plan.stages:
+        run.loader.close()  # it has read ahead, maybe beyond the end of a stage
+        run.loader = open_loader(run.context, run.corpus, run.state)
+    if run.plan.begins_stage(run.state.step):
+        enter_stage(run)
     stop.saves = True
     update(run)
     return after_step(run, stop)
@@ -307,7 +328,7 @@ def wait_for_data(run: Training, stop: StopSignal) -> bool:
     nothing_to_save = run.state.step == 0
     while True:
         with saving_on_error(run, nothing_to_save), all_ranks(stop.group):
-            ready = run.loader.fetch(run.plan.accumulation_steps)
+            ready = run.loader.fetch(run.plan.at(run.state.step).accumulation_steps)
         stopping, waiting = stop.agree_to_stop(not ready)
         if stopping and not nothing_to_save:
             save(run, must_succeed=True)
@@ -328,8 +349,8 @@ def update(run: Training) -> None:
     The optimizer skips the update if the loss or gradient is not finite, or if there is no target.
     """
     accelerator = run.accelerator
-    plan = run.plan
     state = run.state
+    plan = run.plan.at(state.step)
     config = run.config
     logging = is_logged(run, state.step + 1)
     if logging:
@@ -357,13 +378,16 @@ def update(run: Training) -> None:
     run.updates.end()
     run.optimizer.zero_grad()
     state.step += 1
-    state.sequences += plan.sequences_per_step
+    state.sequences += plan.whole_sequences_per_step
     state.tokens += plan.tokens_per_step
 
 
 def is_logged(run: Training, step: int) -> bool:
     """Return whether the metrics of a completed step are logged."""
-    return step == run.plan.last_step or step == 1 or step % run.config.log.every == 0
+    plan = run.plan
+    return (
+        step in (1, plan.last_step) or step % run.config.log.every == 0 or plan.begins_stage(step)
+    )
 
 
 def after_step(run: Training, stop: StopSignal) -> bool:
@@ -380,7 +404,8 @@ def after_step(run: Training, stop: StopSignal) -> bool:
     stopping = stopping and not last  # the last step is saved anyway; a signal ends its evaluation
     logging = is_logged(run, state.step)
     evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
-    save_is_due = state.save_is_due(config.checkpoint, run.plan.tokens_per_step)
+    plan = run.plan.at(state.step - 1)
+    save_is_due = state.save_is_due(config.checkpoint, plan.tokens_per_step)
     saving = last or stopping or must_save or save_is_due
     sampling = samples_due(config.sample, state.step, last)
     record: Record = {}
@@ -388,10 +413,13 @@ def after_step(run: Training, stop: StopSignal) -> bool:
         metrics = run.guard.flush(reporter.log) | run.corpus.epoch_metrics(state.sequences)
         if run.guard.too_many_skipped:  # before the step is saved
             run.writer.wait()
-            raise run.guard.error(run.plan.sequences_per_step, describe_newest(run.writer.out_dir))
+            newest = describe_newest(run.writer.out_dir)
+            raise run.guard.error(plan.whole_sequences_per_step, newest)
         if logging:
             record |= metrics
             peak = logged_peak(run.optimizer, config.optim)
+            if run.plan.stages:
+                record["data/stage"] = run.plan.stage_of(state.step - 1) + 1
             record["train/lr"] = peak * fraction_at(state.step - 1, config, run.plan)
             record |= reporter.step_metrics(state.step, run.loader.take_wait())
             record |= run.updates.metrics() | run.ranks.metrics()
@@ -448,7 +476,7 @@ def is_finished(run: Training) -> bool:
     own = run.config.own
     finish = Finish(step=run.state.step, why=whys[0], file=own.name, sha256=own.sha256)
     plan = replace(run.plan, finish=finish)
-    return set_length(run.context, run.reporter, run.corpus, run.config, plan)
+    return set_length(run.context, run.state, run.reporter, run.corpus, run.config, plan)
 
 
 @contextlib.contextmanager
@@ -537,7 +565,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
         record[key] = math.nan if value is None else value
     with run.reporter.stopwatch.spend("evaluation"), run.evaluated.used(state):
         record |= evaluate(
-            evaluations=run.evaluations,
+            evaluations=evaluations_of_stage(run),
             model=run.gpt,
             accelerator=run.accelerator,
             on_progress=on_progress,
@@ -546,7 +574,7 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
         if run.config.own.after_evaluation is not None:
             run.config.own.after_evaluation(run=run, record=record, **run.clock())
             is_finished(run)
-    is_best = state.note_evaluation(record, run.config.eval.yardstick)
+    is_best = state.note_evaluation(record, run.config.eval.yardstick, since=stage_began(run))
     run.reporter.publish(state, record)
     train_loss, val_loss = record["eval/train_loss"], record["eval/val_loss"]
     if val_loss > (1 + FAR) * train_loss > 0 and not state.gap_told:
@@ -556,6 +584,20 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
             "repeats itself or is learned by heart, or the held-out files are of another kind"
         )
     return is_best
+
+
+def evaluations_of_stage(run: Training) -> list[Evaluation]:
+    """Return the evaluations, with the sequences of the stage that made the completed step."""
+    if not run.plan.stages:
+        return run.evaluations
+    number = run.plan.stage_of(run.state.step - 1)
+    return [open_losses(stage_configs(run.config)[number], run.corpus), *run.evaluations[1:]]
+
+
+def stage_began(run: Training) -> int:
+    """Return the steps that were complete when the stage of the completed step began."""
+    plan = run.plan
+    return plan.stages[plan.stage_of(run.state.step - 1)].first_step if plan.stages else 0
 
 
 def write_samples(run: Training, check: Callable[[], None]) -> None:

@@ -263,7 +263,7 @@ def test_the_ids_that_are_trained_on_are_those_of_the_files(
     corpus = open_corpus(config)
     files = sorted(own_ids.glob("train_*.bin"))
     assert len(files) == 2
-    (source,) = corpus.train.sources
+    (source,) = corpus.sources
     arrays = source.split.arrays
     for file, array in zip(files, arrays, strict=True):
         assert isinstance(array, np.memmap)

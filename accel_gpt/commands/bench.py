@@ -140,7 +140,7 @@ def measure(options: BenchCommand, run: Training) -> Report:
         "step_ms": 1000 * median,
         "steps": options.steps,
         "first_step_seconds": first,
-        "mfu": speed.metrics(median).get("perf/mfu"),
+        "mfu": speed.metrics(median, 1).get("perf/mfu"),
         "flops_per_token": speed.flops_per_token,
         "peak_flops": speed.peak,
         "dtype": speed.dtype,

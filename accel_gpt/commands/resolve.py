@@ -11,6 +11,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.model import PRESETS
 from accel_gpt.config.options import all_options
 from accel_gpt.config.parse import read_given
+from accel_gpt.config.stages import with_longest
 from accel_gpt.config.values import build
 from accel_gpt.console import print_line
 from accel_gpt.errors import require
@@ -47,7 +48,7 @@ def complete(given: Mapping[str, Any]) -> Config:
         values |= depth_defaults(values)
     preset = PRESETS[values.get("model.preset", "gpt2")]
     config = build(Config, {f"model.{key}": preset[key] for key in preset} | values)
-    return with_code(config, load_code(config.code))
+    return with_code(with_longest(config), load_code(config.code))
 
 
 def load_code(path: str | None) -> OwnCode:

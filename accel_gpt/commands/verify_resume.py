@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 
 from accel_gpt.children import launch_child
 from accel_gpt.commands.options import VerifyResumeCommand
-from accel_gpt.config.plan import make_plan, plural, shared_micro_batch, shorten, with_size
+from accel_gpt.config.plan import make_plan, plural, shared_micro_batch, shorten, with_sizes
+from accel_gpt.config.stages import stage_configs
 from accel_gpt.config.values import to_yaml
 from accel_gpt.console import install_exit_handlers, write_err
 from accel_gpt.errors import AccelGPTError, require
@@ -53,7 +54,8 @@ def run(options: VerifyResumeCommand) -> int:
     )
     for world_size in options.processes:
         # one size for all numbers of processes: the bits of a reproducible run depend on it
-        config = with_size(config, shared_micro_batch(config, world_size))
+        stages = stage_configs(config)
+        config = with_sizes(config, [shared_micro_batch(one, world_size) for one in stages])
         make_plan(config, world_size)
     ensure_data(config)
     folder = Path(tempfile.mkdtemp(prefix="accel_gpt_verify_"))

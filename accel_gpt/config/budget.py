@@ -15,7 +15,15 @@ from dataclasses import replace
 from accel_gpt.config.depth import at_length
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import WSD_DECAY_SHARE, Budget, Costs, Plan, reference_steps
+from accel_gpt.config.plan import (
+    WSD_DECAY_SHARE,
+    Budget,
+    Costs,
+    Plan,
+    reference_steps,
+    with_edges,
+)
+from accel_gpt.config.stages import first_steps
 from accel_gpt.config.values import of_section, to_flat
 from accel_gpt.errors import require
 
@@ -56,8 +64,8 @@ def with_length(config: Config, steps: int, thin: int = 1) -> Config:
 def with_intervals(config: Config, steps: int, thin: int) -> Config:
     """Return `config` with `steps` steps and what is scaled with them: warm-up and intervals.
 
-    They are scaled from the length that they are meant for, see `reference_steps`. Evaluations,
-    samples and saves are `thin` times as rare.
+    They are scaled from the length that they are meant for, see `reference_steps`, and so are the
+    edges of stages. Evaluations, samples and saves are `thin` times as rare.
     """
     reference = reference_steps(config)
 
@@ -68,6 +76,7 @@ def with_intervals(config: Config, steps: int, thin: int) -> Config:
     every_tokens = config.checkpoint.every_tokens
     return replace(
         config,
+        stages=with_edges(config, steps),
         train=replace(config.train, max_steps=steps, max_tokens=None, budget=None),
         optim=replace(config.optim, muon_momentum_warmup=scaled(config.optim.muon_momentum_warmup)),
         schedule=replace(config.schedule, warmup_steps=warmup),
@@ -123,7 +132,9 @@ def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
         run = with_intervals(config, steps, thin)
         return costs.total(run, steps) > seconds
 
-    most = math.floor(seconds / costs.step) + 1  # the quotient of two floats may be too small
+    most = (
+        math.floor(seconds / (costs.step * costs.mean)) + 1
+    )  # the quotient of two floats may be too small
     return 1 + bisect_left(range(2, most + 1), True, key=is_too_long)
 
 
@@ -149,7 +160,8 @@ def fit_again(
     steps = plan.max_steps
     if rate_is_constant(config, plan, step):
         fewest = 2 * max(step, plan.warmup_steps)
-        most = step + math.floor(max(seconds_left, 0.0) / step_seconds)
+        fastest = step_seconds * min(costs.mean, 1.0)
+        most = step + math.floor(max(seconds_left, 0.0) / fastest)
 
         def is_too_long(steps: int) -> bool:
             run = with_other_length(config, step, steps)
@@ -170,14 +182,15 @@ def rate_is_constant(config: Config, plan: Plan, step: int) -> bool:
 
 def seconds_ahead(config: Config, costs: Costs, step: int, steps: int) -> float:
     """Return what a run takes from `step` to its end."""
-    return (steps - step) * costs.step + costs.pauses(config, steps, after=step)
+    training = (steps * costs.mean - step) * costs.step  # until then, steps as in the first stage
+    return training + costs.pauses(config, steps, after=step)
 
 
 def with_other_length(config: Config, step: int, steps: int) -> Config:
     """Return `config` with `steps` steps; up to `step`, the run stays as it is.
 
     An interval is scaled if nothing was due by `step`, and nothing becomes due by then. The warm-up
-    stays. The decay begins after `step`.
+    stays. The decay begins after `step`. So does each stage that has not begun.
     """
     before = config.train.max_steps
     if before is None or before == steps:
@@ -189,6 +202,15 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
             return interval
         return max(round(interval * steps / before), step * unit + 1)
 
+    stages = []
+    firsts = first_steps(config, before)
+    firsts = firsts[len(firsts) - len(config.stages) :]
+    for stage, first in zip(config.stages, firsts, strict=True):
+        if first < step:
+            stage = replace(stage, from_=first)
+        elif isinstance(stage.from_, int) or round(stage.from_ * steps) < step:
+            stage = replace(stage, from_=max(round(first * steps / before), step))
+        stages.append(stage)
     schedule = config.schedule
     if schedule.name == "wsd":
         most = steps - max(step, schedule.warmup_steps)
@@ -197,6 +219,7 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
     every_tokens = config.checkpoint.every_tokens
     return replace(
         config,
+        stages=tuple(stages),
         train=replace(config.train, max_steps=steps),
         schedule=schedule,
         eval=replace(config.eval, every=scaled(config.eval.every)),

@@ -4,8 +4,9 @@
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from accel_gpt.config.data import DataConfig
 from accel_gpt.config.model import ModelConfig
@@ -415,6 +416,25 @@ class HubConfig(Section, prefix="hub.", resume="free"):
             check_repo("hub.repo_id", self.repo_id)
 
 
+# what a stage may change: what is read, the length of a sequence, and the batch
+STAGE_KEYS = (
+    "data.train",
+    "model.block_size",
+    "train.micro_batch_size",
+    "train.tokens_per_step",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Options that change while a run trains."""
+
+    from_: int | float
+    """The first step of the stage: a share of all steps below 1, or a number of completed steps."""
+    options: Mapping[str, Any]
+    """Dotted keys of `STAGE_KEYS`. They stay in force in later stages."""
+
+
 @dataclass(frozen=True)
 class Config(Section):
     """Train a GPT as CONFIG says: a YAML file, or the name of a shipped config such as quickstart.
@@ -452,6 +472,15 @@ class Config(Section):
         per_machine=True,
         command_line_only=True,
         path=True,
+    )
+    stages: tuple[Stage, ...] = option(
+        (),
+        "Stages of the run, a list of {from, key: value, ...}. from: a share of all steps below 1, "
+        "such as 0.9, or a step. From there on, a stage sets data.train, model.block_size (the "
+        "length of a sequence), train.micro_batch_size or train.tokens_per_step "
+        "(docs/how-to/stages.md).",
+        resume="free",
+        per_machine=True,
     )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -4,10 +4,13 @@
 """
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from accel_gpt.config.experiment import Config, LogConfig
+from accel_gpt.config.experiment import Config, LogConfig, Stage
+from accel_gpt.config.stages import Span, begins_at_once, spans, stage_configs, total_tokens
 from accel_gpt.errors import UserError, require
 
 LENGTH_KEYS = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
@@ -27,10 +30,12 @@ class Costs:
     evaluation: float = 0.0  # all evaluations of one step
     samples: float = 0.0  # all samples of one step
     save: float = 0.0  # one checkpoint
+    mean: float = 1.0  # mean time of a step over all stages, as a multiple of the first stage's
 
     def total(self, config: Config, steps: int) -> float:
         """Return the seconds of a run of `steps` steps."""
-        return self.set_up + self.start + steps * self.step + self.pauses(config, steps)
+        seconds = steps * self.step * self.mean
+        return self.set_up + self.start + seconds + self.pauses(config, steps)
 
     def pauses(self, config: Config, steps: int, after: int = -1) -> float:
         """Return the seconds of the evaluations, samples and saves that are due after a step.
@@ -40,8 +45,7 @@ class Costs:
         evaluated = due_steps(config.eval.every, steps)
         saved = due_steps(config.checkpoint.every, steps)
         if config.checkpoint.every_tokens:
-            interval = max(config.checkpoint.every_tokens / config.train.tokens_per_step, 1)
-            saved |= {math.ceil(i * interval) for i in range(1, int(steps / interval) + 1)}
+            saved |= token_steps(config, steps, config.checkpoint.every_tokens)
         if config.checkpoint.keep_best:
             saved |= evaluated  # at most: each evaluation is better than those before
         if config.model.init_from != "scratch":
@@ -63,6 +67,7 @@ class Costs:
             evaluation=times * self.evaluation,
             samples=times * self.samples,
             save=times * self.save,
+            mean=self.mean,
         )
 
     def describe(self) -> str:
@@ -95,6 +100,21 @@ def due_steps(every: int, steps: int) -> set[int]:
     return {*(range(every, steps + 1, every) if every else ()), steps}
 
 
+def token_steps(config: Config, steps: int, every: int) -> set[int]:
+    """Return the steps at which something is due every `every` tokens, at most once a step."""
+    found = set()
+    stages = spans(config, steps)
+    for stage, end in zip(stages, [*(one.first_step for one in stages[1:]), steps], strict=True):
+        size = stage.config.train.tokens_per_step
+        last = stage.tokens + (end - stage.first_step) * size
+        if every <= size:
+            found |= set(range(stage.first_step + 1, end + 1))
+            continue
+        for tokens in range((stage.tokens // every + 1) * every, last + 1, every):
+            found.add(stage.first_step - (stage.tokens - tokens) // size)  # rounded up
+    return found
+
+
 def count_after(step: int, due: set[int]) -> int:
     """Count the steps in `due` after `step`."""
     return sum(one > step for one in due)
@@ -119,8 +139,18 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class StageBatch:
+    """The batch of a stage."""
+
+    first_step: int  # steps that are complete when it begins
+    block_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Hold the batch and length of a run."""
+    """Hold the batch and length of a run. If it has stages, `at` returns the batch of a step."""
 
     world_size: int
     micro_batch_size: int  # sequences; see `micro_batch`
@@ -132,6 +162,51 @@ class Plan:
     stop_at: int | None = None  # step after which this launch stops
     budget: Budget | None = None  # None: the config sets the length
     finish: Finish | None = None
+    pieces: int = 1  # sequences of `block_size` in one of the longest stage
+    stages: tuple[StageBatch, ...] = ()  # empty if the config has none
+
+    def stage_of(self, step: int) -> int:
+        """Return the number of the stage that makes the update after `step` updates, from 0."""
+        firsts = [stage.first_step for stage in self.stages]
+        return max(bisect_right(firsts, step) - 1, 0)
+
+    def stage(self, number: int) -> "Plan":
+        """Return the plan with the batch of a stage."""
+        if not self.stages:
+            return self
+        longest = self.pieces * self.block_size
+        stage = self.stages[number]
+        return replace(
+            self,
+            micro_batch_size=stage.micro_batch_size,
+            block_size=stage.block_size,
+            accumulation_steps=stage.accumulation_steps,
+            pieces=longest // stage.block_size,
+        )
+
+    def at(self, step: int) -> "Plan":
+        """Return the plan with the batch of the update after `step` updates."""
+        return self.stage(self.stage_of(step))
+
+    def begins_stage(self, step: int) -> bool:
+        """Return whether the update after `step` updates is the first of a later stage."""
+        return any(stage.first_step == step > 0 for stage in self.stages)
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of the whole run."""
+        total = 0
+        end = self.max_steps
+        for number in reversed(range(max(len(self.stages), 1))):
+            first = self.stages[number].first_step if self.stages else 0
+            total += (end - first) * self.stage(number).tokens_per_step
+            end = first
+        return total
+
+    @property
+    def total_sequences(self) -> int:
+        """Return the position in the data at the end of the run."""
+        return self.total_tokens // (self.pieces * self.block_size)
 
     @property
     def end(self) -> int:
@@ -153,13 +228,18 @@ class Plan:
         """Return the tokens of one optimizer update, over all processes."""
         return self.sequences_per_step * self.block_size
 
+    @property
+    def whole_sequences_per_step(self) -> int:
+        """Return by how much an update moves the position in the data: see config/stages.py."""
+        return self.sequences_per_step // self.pieces
+
     def micro_step_starts(self, rank: int, position: int) -> range:
         """Return the number of the first sequence in each micro-step of `rank`.
 
-        `position` is the number of the first sequence of the step.
+        `position` is the position of the step in the data. Numbers count sequences of `block_size`.
         """
-        start = position + rank * self.micro_batch_size
-        end = position + self.sequences_per_step
+        start = position * self.pieces + rank * self.micro_batch_size
+        end = position * self.pieces + self.sequences_per_step
         return range(start, end, self.micro_batch_size * self.world_size)
 
     def describe(self, asked_warmup_steps: int) -> str:
@@ -176,8 +256,19 @@ class Plan:
         return (
             f"{self.tokens_per_step:,} tokens per step = {batch} x {self.block_size:,} tokens "
             f"x {micro} x {processes}\n"
-            f"{self.max_steps * self.tokens_per_step:,} tokens in total = "
+            f"{self.total_tokens:,} tokens in total = "
             f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up{cut}"
+            + "".join(self.stage(n).describe_stage(n) for n in range(1, len(self.stages)))
+        )
+
+    def describe_stage(self, number: int) -> str:
+        """Format the batch of a stage as a further line of `describe`."""
+        return (
+            f"\nstage {number + 1} from step {self.stages[number].first_step:,}: "
+            f"{self.tokens_per_step:,} tokens per step = "
+            f"{plural(self.micro_batch_size, 'sequence')} x {self.block_size:,} tokens x "
+            f"{plural(self.accumulation_steps, 'micro-step')} x "
+            f"{plural(self.world_size, 'process', 'processes')}"
         )
 
 
@@ -198,15 +289,28 @@ def make_plan(config: Config, world_size: int) -> Plan:
     warmup = min(schedule.warmup_steps, longest_warmup)
     share = schedule.decay_share or (WSD_DECAY_SHARE if schedule.name == "wsd" else 1)
     decay = min(math.ceil(share * max_steps), max(1, max_steps - warmup))
+    stages = [stage_batch(span, world_size) for span in spans(config, max_steps)]
     return Plan(
         world_size=world_size,
-        micro_batch_size=micro_batch(config, world_size),
-        block_size=config.model.block_size,
-        accumulation_steps=accumulation(config, world_size),
+        micro_batch_size=stages[0].micro_batch_size,
+        block_size=stages[0].block_size,
+        accumulation_steps=stages[0].accumulation_steps,
         max_steps=max_steps,
         warmup_steps=warmup,
         decay_steps=decay,
         stop_at=train.stop_at,
+        pieces=config.model.block_size // stages[0].block_size,
+        stages=tuple(stages) if config.stages else (),
+    )
+
+
+def stage_batch(span: Span, world_size: int) -> StageBatch:
+    """Return the batch of a stage; raises `UserError` if the processes cannot share it."""
+    return StageBatch(
+        first_step=span.first_step,
+        block_size=span.config.model.block_size,
+        micro_batch_size=micro_batch(span.config, world_size),
+        accumulation_steps=accumulation(span.config, world_size),
     )
 
 
@@ -218,8 +322,12 @@ def reference_steps(config: Config) -> int:
     large that each interval is due at least once.
     """
     train = config.train
-    if train.max_steps or train.max_tokens:
-        return train.max_steps or in_steps(train.max_tokens, train.tokens_per_step)
+    if train.max_steps:
+        return train.max_steps
+    if train.max_tokens:
+        sizes = [stage.train.tokens_per_step for stage in stage_configs(config)]
+        possible = range(in_steps(train.max_tokens, min(sizes)) + 1)
+        return bisect_left(possible, train.max_tokens, key=lambda n: total_tokens(config, n))
     require(
         train.budget is not None,
         "the length of the run is not set; set train.max_steps, train.max_tokens or train.budget",
@@ -230,6 +338,18 @@ def reference_steps(config: Config) -> int:
         config.checkpoint.every,
         config.sample.every,
         config.log.every,
+        *(stage.from_ + 1 for stage in config.stages if isinstance(stage.from_, int)),
+    )
+
+
+def with_edges(config: Config, steps: int) -> tuple[Stage, ...]:
+    """Return the stages of `config` for a run of `steps` steps: steps become as much later."""
+    reference = reference_steps(config)
+    return tuple(
+        stage
+        if isinstance(stage.from_, float) or not stage.from_
+        else replace(stage, from_=max(1, round(stage.from_ * steps / reference)))
+        for stage in config.stages
     )
 
 
@@ -240,6 +360,7 @@ def shorten(config: Config, steps: int) -> Config:
     """
     return replace(
         config,
+        stages=with_edges(config, steps),
         train=replace(config.train, max_steps=steps, max_tokens=None, budget=None, stop_at=None),
         sample=replace(config.sample, every=0),
         log=LogConfig(every=1, trackers=()),
@@ -316,3 +437,13 @@ def fitting_sizes(config: Config, devices: int) -> list[int]:
 def with_size(config: Config, size: int | Literal["auto"]) -> Config:
     """Return `config` with another train.micro_batch_size."""
     return replace(config, train=replace(config.train, micro_batch_size=size))
+
+
+def with_sizes(config: Config, sizes: Sequence[int]) -> Config:
+    """Return `config` with the train.micro_batch_size of each stage."""
+    later = sizes if begins_at_once(config) else sizes[1:]
+    stages = []
+    for stage, size in zip(config.stages, later, strict=True):
+        options = {**stage.options, "train.micro_batch_size": size}
+        stages.append(replace(stage, options=options))
+    return replace(with_size(config, sizes[0]), stages=tuple(stages))

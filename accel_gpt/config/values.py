@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 import yaml
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import STAGE_KEYS, Config, Stage
 from accel_gpt.config.model import PRESETS, Scalar
 from accel_gpt.config.options import all_options, field_types
 from accel_gpt.errors import UserError, did_you_mean, require
@@ -105,6 +105,8 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 def plain_value(value: Any) -> Any:
     """Convert the value of an option: dataclasses to mappings, tuples to lists."""
+    if isinstance(value, Stage):
+        return {"from": value.from_, **plain_value(value.options)}
     if is_section(type(value)):
         return to_plain(value)
     if isinstance(value, list | tuple):
@@ -278,9 +280,11 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         not is_null or may_be_word,
         f"{key} is {value}, but it cannot be null; expected {describe_type(hint)}",
     )
-    if isinstance(value, list) and value and section_in(hint):
+    if isinstance(value, list) and section_in(hint) and (value or section_in(hint) is Stage):
         if not all(isinstance(one, Mapping) for one in value):
             raise mismatch(key, value, hint)
+        if section_in(hint) is Stage:
+            return tuple(stage_from(one, f"in {key}") for one in value)
         return tuple(from_mapping(section_in(hint), one, f"in {key}") for one in value)
     try:
         found = msgspec.convert(prepared(value, hint), hint, strict=False)
@@ -294,6 +298,31 @@ def convert(key: str, value: Any, hint: Any) -> Any:
             f"{key} is {value!r:.60}; expected a finite number up to {LARGEST_NUMBER:,}",
         )
     return found
+
+
+def stage_from(values: Mapping[str, Any], where: str) -> Stage:
+    """Build a stage from its mapping; raises `UserError` for invalid keys and values."""
+    first = values.get("from")
+    is_share = isinstance(first, float) and 0 <= first < 1
+    is_step = type(first) is int and 0 <= first <= LARGEST_NUMBER
+    require(
+        is_share or is_step,
+        f"from {where} is {'missing' if first is None else repr(first)}; expected a share of the "
+        "run from 0 to below 1, or a step",
+    )
+    options = {
+        key: value
+        for key, value in flatten(Config, {k: v for k, v in values.items() if k != "from"}, where)
+        if value is not None
+    }
+    for key in options:
+        require(
+            key in STAGE_KEYS,
+            f"{key} {where} cannot change while a run trains; expected {', '.join(STAGE_KEYS)}",
+        )
+    require(bool(options), f"from {first} {where} sets nothing; expected {', '.join(STAGE_KEYS)}")
+    assert first is not None
+    return Stage(first, options)
 
 
 def scalar(key: str, value: Any) -> Any:
@@ -403,6 +432,8 @@ def describe_type(hint: Any) -> str:
         if item is str:
             return "text, or a list of texts"
         return "a list, or numbers separated by commas"
+    if hint is Stage:
+        return f"{{from, {', '.join(STAGE_KEYS)}}}"
     if is_section(hint):
         return f"{{{', '.join(leaves(hint))}}}"
     if get_origin(hint) is Mapping:
@@ -433,6 +464,8 @@ def relocate(config: Mapping[str, Any], out_dir: str) -> dict[str, Any]:
         moved["data"] = dict(data)
         moved["data"]["train"] = relocated(data.get("train", ""), before, out_dir)
         moved["data"]["val"] = relocated(data.get("val"), before, out_dir)
+    if "stages" in config:
+        moved["stages"] = relocated(config["stages"], before, out_dir)
     return moved
 
 

@@ -1,6 +1,8 @@
 """Open the data of a run: training sources, evaluation splits, and the position to resume from."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,16 +12,20 @@ import torch
 
 from accel_gpt.config.data import DataConfig, Weighted
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import USEFUL_EPOCHS, Plan
+from accel_gpt.config.plan import USEFUL_EPOCHS, Plan, reference_steps
+from accel_gpt.config.stages import spans, stage_configs, total_tokens
 from accel_gpt.data.downloads import Cache
-from accel_gpt.data.loader import Loader, read_sequences
-from accel_gpt.data.mixture import Mixture, Pattern
+from accel_gpt.data.loader import Loader, Sequences, read_sequences
+from accel_gpt.data.mixture import Mixture, same_data, sequences_given
 from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import (
+    DataRead,
     Source,
     TrainedSource,
+    all_train_paths,
     open_sources,
+    source_names,
     train_paths,
     val_names,
     val_paths,
@@ -45,20 +51,47 @@ class EvalSplit:
 
 @dataclass(kw_only=True)
 class Corpus:
-    """The training sources, the splits to evaluate, and their tokenizer."""
+    """The training sources, the splits to evaluate, and their tokenizer.
 
-    train: Mixture
+    Positions count whole sequences: see config/stages.py.
+    """
+
+    mixtures: tuple[Mixture, ...]  # of each stage
+    starts: tuple[int, ...]  # position at which each stage begins
+    end: int  # position after the last step; 0 without stages
     tokenizer: Tokenizer
     evaluated: Mapping[str, tuple[EvalSplit, ...]]  # keys: train and val
     vocab_size: int  # the model's vocabulary, at least as large as documents need
     target_mask: TargetMask  # the targets that do not count, in training and evaluation
     commits: Mapping[str, str]  # URL of a Hub repository -> commit
     cache: Cache | None  # of remote shards; None if all data are local
+    reads: tuple[DataRead, ...] = ()  # of the whole run, what was read before included
+
+    def __post_init__(self) -> None:
+        self.follow((), 0)
 
     @property
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex) of the training sources and their shares."""
-        return self.train.fingerprint
+        """Return a SHA-256 (hex) of the training sources of all stages and their shares."""
+        prints = list(dict.fromkeys(mixture.fingerprint for mixture in self.mixtures))
+        if len(prints) == 1:
+            return prints[0]
+        return hashlib.sha256("/".join(prints).encode()).hexdigest()
+
+    @property
+    def sources(self) -> list[Source]:
+        """Return the training sources of all stages, each once.
+
+        If there are stages with other data, the weights are the sequences that each source gives.
+        """
+        found: dict[str, Source] = {}
+        for mixture in self.mixtures:
+            for source in mixture.sources:
+                found.setdefault(source.split.fingerprint, source)
+        if len(self.mixtures) == 1:
+            return list(found.values())
+        given = sequences_given(self.reads, self.end)
+        return [replace(one, weight=given.get(key, 0)) for key, one in found.items()]
 
     def identity(self) -> dict[str, str]:
         """Return the fingerprints that must be the same on all ranks, by description."""
@@ -74,52 +107,73 @@ class Corpus:
 
         They do not include the position, `TrainState.sequences`.
         """
-        return {
-            "data_fingerprint": self.fingerprint,
-            "data_sources": [
-                TrainedSource(source.name, source.weight, source.split.fingerprint)
-                for source in self.train.sources
-            ],
-            "data_origin": self.train.origin,
-            "data_given": dict(self.train.given),
-            "data_commits": dict(self.commits),
-        }
+        return {"data_read": list(self.reads), "data_commits": dict(self.commits)}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Resume from the fields of a `TrainState`.
 
-        If the sources or weights have changed, a new pattern begins at the current sequence. Each
+        If the sources or weights have changed, a new pattern begins at the current position. Each
         source continues after the sequences that were already read from it.
         """
-        if state["data_fingerprint"] == self.fingerprint:
-            origin = state["data_origin"]
-            given = state["data_given"]
-        else:
-            origin = state["sequences"]
-            given = sequences_given(state)
-        self.train = replace(self.train, origin=origin, given=given)
+        self.follow(state["data_read"], state["sequences"])
+
+    def follow(self, reads: Sequence[DataRead], position: int) -> None:
+        """Lay out what is read from a position on, after the part of `reads` before it."""
+        done = [read for read in reads if read.first < position]
+        mixtures = list(self.mixtures)
+        present = self.stage_of(max(position - 1, 0))  # of the last sequence that was read
+        for number in range(present, len(mixtures)):
+            trained = mixtures[number].trained
+            if not done:
+                done.append(DataRead(0, trained))
+            elif not same_data(done[-1].sources, trained):
+                done.append(DataRead(max(self.starts[number], position), trained))
+            mixtures[number] = replace(
+                mixtures[number],
+                origin=done[-1].first,
+                given=sequences_given(done[:-1], done[-1].first),
+            )
+        self.mixtures = tuple(mixtures)
+        self.reads = tuple(done)
+
+    def stage_of(self, position: int) -> int:
+        """Return the number of the stage that reads the sequence at a position."""
+        return bisect_right(self.starts, position) - 1
+
+    def set_length(self, config: Config, position: int) -> None:
+        """Move the stages after a position to their places in a run of another length."""
+        self.starts, self.end = positions(config)
+        self.follow(self.reads, position)
 
     def loader(self, plan: Plan, rank: int, device: torch.device, position: int) -> Loader:
-        """Return the micro-batches of one rank, starting at sequence `position` of the run."""
-        chunks = read_sequences(
-            mixture=self.train,
-            plan=plan,
-            vocab_size=self.vocab_size,
-            rank=rank,
-            position=position,
-        )
-        return Loader(chunks, plan.micro_batch_size, device)
+        """Return the micro-batches of one rank, starting at a position of the run."""
+        return Loader(self.micro_batches(plan, rank, position), device)
+
+    def micro_batches(self, plan: Plan, rank: int, position: int) -> Iterator[Sequences]:
+        """Yield the micro-batches of one rank (n, B, T + 1), stage by stage, without end."""
+        first = self.stage_of(position)
+        ends: list[int | None] = [*self.starts[first + 1 :], None]
+        for number, end in enumerate(ends, start=first):
+            yield from read_sequences(
+                mixture=self.mixtures[number],
+                plan=plan.stage(number),
+                vocab_size=self.vocab_size,
+                rank=rank,
+                position=position,
+                end=end,
+            )
+            position = end or position
 
     @property
     def waits_for(self) -> str:
         """Return the remote shards that reading waits for, and why; "" if it waits for none."""
-        remotes = [source.split.remote for source in self.train.sources]
+        remotes = [source.split.remote for source in self.sources]
         return "; ".join(remote.waits_for for remote in remotes if remote and remote.waits_for)
 
     def splits(self) -> list[Split]:
         """Return all splits that are evaluated or trained on."""
         evaluated = [part.split for parts in self.evaluated.values() for part in parts]
-        return evaluated + [source.split for source in self.train.sources]
+        return evaluated + [source.split for source in self.sources]
 
     def remove_cache(self) -> None:
         """Remove the remote shards that the run has kept on this machine."""
@@ -127,19 +181,30 @@ class Corpus:
             self.cache.remove()
 
     def epoch_metrics(self, sequences: int) -> dict[str, float]:
-        """Return metrics: the epochs of each source read after `sequences` of the run."""
-        epochs = self.train.epochs(sequences)
+        """Return metrics: the epochs of each source read before a position."""
+        epochs = self.epochs(sequences)
         if len(epochs) == 1:
             return {"data/epochs": epochs[0]}
-        each = zip(self.train.sources, epochs, strict=True)
+        each = zip(self.sources, epochs, strict=True)
         return {f"data/epochs/{source.name}": count for source, count in each}
+
+    def epochs(self, position: int) -> list[float]:
+        """Return the epochs of each source that are read before a position."""
+        given = sequences_given(self.reads, position)
+        sizes = {}
+        for mixture in self.mixtures:
+            for source, order in zip(mixture.sources, mixture.orders, strict=True):
+                sizes[source.split.fingerprint] = order.sequences_per_epoch
+        return [given.get(key, 0) / size for key, size in sizes.items()]
 
     def lines(self, plan: Plan) -> list[str]:
         """Return the first log lines of a run: its sources, with the tokens and epochs of each."""
-        epochs = self.train.epochs(plan.max_steps * plan.sequences_per_step)
+        sources = self.sources
+        epochs = self.epochs(plan.total_sequences)
+        staged = len(self.mixtures) > 1
         lines = []
-        for source, count in zip(self.train.sources, epochs, strict=True):
-            weight = f", weight {source.weight:g}" if len(epochs) > 1 else ""
+        for source, count in zip(sources, epochs, strict=True):
+            weight = f", weight {source.weight:g}" if len(epochs) > 1 and not staged else ""
             remote = source.split.remote
             where = remote.store.url if remote else source.split.folder
             lines.append(
@@ -166,31 +231,20 @@ def open_corpus(config: Config) -> Corpus:
     """
     data = config.data
     cache = None
-    if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
+    if any(is_url(source.path) for source in [*all_train_paths(config), *val_paths(data)]):
         cache = Cache(data.cache_gb, config.out_dir, config.train.timeout_seconds)
-    sources = open_sources(train_paths(data), "train", data, cache=cache)
-    sources.sort(key=lambda source: source.split.fingerprint)  # independent of the listed order
-    for before, source in pairwise(sources):
-        require(
-            source.split.fingerprint != before.split.fingerprint,
-            f"data.train lists the tokens of {source.path} twice; list them once, with a weight",
-        )
-    train = Mixture(
-        sources=tuple(sources),
-        block_size=config.model.block_size,
-        shuffle=data.shuffle,
-        group=GROUP_SHARDS,
-        seed=config.seed,
-    )
+    mixtures, sources = open_mixtures(config, cache)
+    check_cache(sources, data)
+    began = len(mixtures[0].sources)  # sources of the first stage; the others are only followed
+    followed = 0 if val_paths(data) else len(sources) - began
     val = open_sources(
         val_paths(data) or [Weighted(source.path, source.weight) for source in sources],
         "val",
         data,
-        names=val_names(data),
+        names=val_names(data) or ([] if val_paths(data) else [source.name for source in sources]),
         known=sources,
         cache=cache,
     )
-    check_cache(sources, data)
     first = sources[0]
     for source in [*sources[1:], *val]:
         source.tokenizer.require_same(
@@ -198,18 +252,79 @@ def open_corpus(config: Config) -> Corpus:
         )
     if data.tokenizer:
         check_named_tokenizer(data.tokenizer, first)
+    starts, end = positions(config)
     return Corpus(
-        train=train,
+        mixtures=mixtures,
+        starts=starts,
+        end=end,
         tokenizer=first.tokenizer,
         evaluated={
-            "train": eval_splits(sources, config.eval.train_tokens),
-            "val": eval_splits(val, config.eval.tokens, named=bool(val_names(data))),
+            "train": eval_splits(mixtures[0].sources, config.eval.train_tokens),
+            "val": eval_splits(
+                val, config.eval.tokens, named=bool(val_names(data)), followed=followed
+            ),
         },
         vocab_size=model_vocabulary(config, first.tokenizer, first.path),
         target_mask=TargetMask(document_end(data, [*sources, *val]), config),
         commits=data.commits or {},
         cache=cache,
     )
+
+
+def open_mixtures(config: Config, cache: Cache | None) -> tuple[tuple[Mixture, ...], list[Source]]:
+    """Open the training sources; return the mixture of each stage, and all sources, each once.
+
+    The sources of the first stage come first.
+    """
+    stages = stage_configs(config)
+    paths = dict.fromkeys(one.path for stage in stages for one in train_paths(stage.data))
+    names = dict(zip(paths, source_names(list(paths)), strict=True))
+    mixtures: list[Mixture] = []
+    opened: dict[str, Source] = {}  # by fingerprint
+    for before, stage in pairwise([None, *stages]):
+        assert stage is not None
+        listed = train_paths(stage.data)
+        if before and listed == train_paths(before.data):
+            mixtures.append(mixtures[-1])
+            continue
+        sources = open_sources(
+            listed,
+            "train",
+            stage.data,
+            names=[names[source.path] for source in listed],
+            known=list(opened.values()),
+            cache=cache,
+        )
+        sources.sort(key=lambda source: source.split.fingerprint)  # independent of the listed order
+        for one, source in pairwise(sources):
+            require(
+                source.split.fingerprint != one.split.fingerprint,
+                f"data.train lists the tokens of {source.path} twice; list them once, with a "
+                "weight",
+            )
+        mixture = Mixture(
+            sources=tuple(sources),
+            block_size=config.model.block_size,
+            shuffle=stage.data.shuffle,
+            group=GROUP_SHARDS,
+            seed=config.seed,
+        )
+        mixtures.append(mixture)
+        for source in sources:
+            opened.setdefault(source.split.fingerprint, source)
+    return tuple(mixtures), list(opened.values())
+
+
+def positions(config: Config) -> tuple[tuple[int, ...], int]:
+    """Return the positions at which the stages of a run begin, and the one after its last step.
+
+    Without stages, the end is not needed and 0: evaluations need no length.
+    """
+    if not config.stages:
+        return (0,), 0
+    steps = reference_steps(config)
+    starts = tuple(span.sequences for span in spans(config, steps))
+    return starts, total_tokens(config, steps) // config.model.block_size
 
 
 def vocabulary_of(config: Config) -> int:
@@ -219,20 +334,22 @@ def vocabulary_of(config: Config) -> int:
 
 
 def eval_splits(
-    sources: Sequence[Source], tokens: int | None, named: bool = False
+    sources: Sequence[Source], tokens: int | None, named: bool = False, followed: int = 0
 ) -> tuple[EvalSplit, ...]:
     """Return one split to evaluate for each source.
 
-    The sources divide `tokens` by weight; if `named`, each source evaluates all `tokens`. Remote
-    tokens are read into memory. Raises `UserError` if a source is remote and `tokens` is None.
+    The sources divide `tokens` by weight; if `named`, each source evaluates all `tokens`. So do the
+    last ones that are only `followed`: they do not count in the mean. Remote tokens are read into
+    memory. Raises `UserError` if a source is remote and `tokens` is None.
     """
-    total = sum(source.weight for source in sources)
+    counted = sources[: len(sources) - followed]
+    total = sum(source.weight for source in counted)
     found = []
     for source in sources:
         split = source.split
-        share = source.weight / total
+        share = source.weight / total if source in counted else 0.0
         budget = tokens
-        if tokens is not None and not named:
+        if tokens is not None and share and not named:
             budget = max(1, round(tokens * share))
         if split.remote is not None:
             if budget is None:
@@ -340,25 +457,24 @@ def check_cache(sources: Sequence[Source], data: DataConfig) -> None:
 # --------------------------------------------------------------------------- changes of sources
 
 
-def sequences_given(state: StateDict) -> dict[str, int]:
-    """Count the sequences read so far from each source, by fingerprint."""
-    sources = state["data_sources"]
-    given = dict(state["data_given"])
-    pattern = Pattern(tuple(source.weight for source in sources))
-    counts = pattern.counts(state["sequences"] - state["data_origin"])
-    for source, count in zip(sources, counts, strict=True):
-        given[source.fingerprint] = given.get(source.fingerprint, 0) + count
-    return given
-
-
 def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[str, str]]:
-    """Return what differs between the sources of two states: key -> (before, now)."""
-    if before["data_fingerprint"] == now["data_fingerprint"]:
+    """Return what differs between the present sources of two states: key -> (before, now).
+
+    `before`: of a checkpoint. `now`: of a run that begins.
+    """
+    position = before["sequences"]
+    was = read_before(before["data_read"], position)
+    new = read_before(now["data_read"], position)
+    if same_data(was, new):
         return {}
-    return {"data.train": (describe_sources(before), describe_sources(now))}
+    return {"data.train": (describe_sources(was), describe_sources(new))}
 
 
-def describe_sources(state: StateDict) -> str:
+def read_before(reads: Sequence[DataRead], position: int) -> list[TrainedSource]:
+    """Return the sources of the last sequence before a position."""
+    return [read for read in reads if read.first < max(position, 1)][-1].sources
+
+
+def describe_sources(sources: Sequence[TrainedSource]) -> str:
     """Describe each source by name, weight and fingerprint: `web, weight 2 (1a2b3c4d5e6f)`."""
-    sources = state["data_sources"]
     return "; ".join(f"{s.name}, weight {s.weight:g} ({s.fingerprint[:12]})" for s in sources)

@@ -6,7 +6,6 @@ broadcast. Each rank computes its own sequences from the position, which is the 
 Legend: B micro-batch, T block_size.
 """
 
-import itertools
 import queue
 import threading
 import time
@@ -34,13 +33,12 @@ CLOSE_SECONDS = 2.0  # assumption: a stopping run has 30 s in total
 class Loader:
     """Iterate over `(tokens, targets)` pairs without end, each (B, T) int64 on `device`.
 
-    `chunks`: arrays (n B, T + 1) of whole micro-batches. `next` raises the errors of the
-    prefetching thread, such as `DataError`.
+    `chunks`: arrays (n, B, T + 1) of n micro-batches. `next` raises the errors of the prefetching
+    thread, such as `DataError`.
     """
 
-    def __init__(self, chunks: Iterator[Sequences], batch_size: int, device: torch.device) -> None:
+    def __init__(self, chunks: Iterator[Sequences], device: torch.device) -> None:
         self.chunks = chunks
-        self.batch_size = batch_size
         self.device = device
         # on other devices the copy must finish before the chunk is freed
         self.overlaps = device.type == "cuda"
@@ -83,7 +81,7 @@ class Loader:
         """Split a chunk from the queue into batches, or raise the error of the thread."""
         if isinstance(ready, Exception):
             raise ready
-        self.batches.extend(torch.split(ready, self.batch_size))
+        self.batches.extend(ready)
 
     def close(self) -> None:
         """Stop the thread. If it waits for the network, it ends with the process."""
@@ -112,25 +110,39 @@ class Loader:
 
 
 def read_sequences(
-    mixture: Mixture, plan: Plan, vocab_size: int, rank: int, position: int
+    mixture: Mixture,
+    plan: Plan,
+    vocab_size: int,
+    rank: int,
+    position: int,
+    end: int | None = None,
 ) -> Iterator[Sequences]:
-    """Yield chunks (n B, T + 1) of one rank, starting at `position`, in the type of the shards.
+    """Yield micro-batches (n, B, T + 1) of one rank, in the type of the shards.
 
-    Sequence b of micro-step m has the number `position + (m * world_size + rank) * B + b`. A step
+    They begin at `position`, and end at the position `end`; None: never. A position counts whole
+    sequences of the mixture, and each of them holds `plan.pieces` sequences of T tokens.
+
+    Sequence b of micro-step m has the number `first + (m * world_size + rank) * B + b`. A step
     therefore reads the same sequences at any world size.
     """
-    size = plan.micro_batch_size
-    length = plan.block_size + 1
-    per_micro_step = plan.world_size * size  # sequences of all ranks
-    micro_steps = max(1, CHUNK_BYTES // (size * length * mixture.dtype.itemsize))
-    chunk = np.arange(micro_steps)[:, None] * per_micro_step + np.arange(size)
-    for first in itertools.count(position + rank * size, micro_steps * per_micro_step):
-        numbers = (first + chunk).reshape(-1)
-        located = mixture.locate(numbers)
-        mixture.prefetch(located, int(numbers[-1]))
-        tokens = mixture.read(located, length)
+    B = plan.micro_batch_size
+    T = plan.block_size
+    per_micro_step = plan.world_size * B  # sequences of all ranks
+    most = max(1, CHUNK_BYTES // (B * (T + 1) * mixture.dtype.itemsize))  # micro-steps
+    first = position * plan.pieces
+    while end is None or first < end * plan.pieces:
+        n = most
+        if end is not None:
+            n = min(most, (end * plan.pieces - first) // per_micro_step)
+        micro_steps = np.arange(n)[:, None] * per_micro_step
+        numbers = (first + rank * B + micro_steps + np.arange(B)).reshape(-1)
+        located = mixture.locate(numbers // plan.pieces)
+        located.first[:] += numbers % plan.pieces * T
+        mixture.prefetch(located, int(numbers[-1]) // plan.pieces)
+        tokens = mixture.read(located, T + 1)
         check_tokens(tokens, vocab_size, partial(mixture.file_of, located))
-        yield tokens
+        yield tokens.reshape(n, B, T + 1)
+        first += n * per_micro_step
 
 
 def check_tokens(

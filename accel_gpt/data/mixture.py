@@ -7,6 +7,7 @@ After any number of sequences, each source is less than one sequence from its ex
 Legend: M sources, D length of the pattern.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 
 from accel_gpt.data.order import Order, Shuffle
 from accel_gpt.data.shards import Ints, Tokens
-from accel_gpt.data.sources import Source
+from accel_gpt.data.sources import DataRead, Source, TrainedSource
 from accel_gpt.errors import UserError
 
 LONGEST_PATTERN = 100_000  # sequences; the table takes 0.1 s and 1 MB per source
@@ -76,6 +77,12 @@ class Pattern:
         return [pattern * share + int(n) for share, n in zip(self.shares, rest, strict=True)]
 
 
+@functools.cache
+def pattern_of(weights: tuple[float, ...]) -> Pattern:
+    """Return the pattern for relative weights (M,), with its tables computed once."""
+    return Pattern(weights)
+
+
 def assign(shares: Sequence[int]) -> Iterator[int]:
     """Yield the source of each sequence of one pattern, by Tijdeman's algorithm.
 
@@ -106,8 +113,8 @@ class Located(NamedTuple):
 class Mixture:
     """The sequences of a run, from one source or from several by weight.
 
-    `origin`: the sequence of the run at which this pattern starts, above 0 if a run resumed with
-    other sources or weights. `given`: the sequences that each source gave before `origin`, by
+    `origin`: the position at which this pattern starts, above 0 in a later stage, or if a run
+    resumed with other sources. `given`: the sequences that each source gave before `origin`, by
     fingerprint; each source continues after them.
     """
 
@@ -125,7 +132,7 @@ class Mixture:
     @cached_property
     def pattern(self) -> Pattern:
         """Return the pattern of the sources."""
-        return Pattern(tuple(source.weight for source in self.sources))
+        return pattern_of(tuple(source.weight for source in self.sources))
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
@@ -146,6 +153,11 @@ class Mixture:
     def start(self) -> list[int]:
         """Return the sequences that each source gave before `origin`, (M,)."""
         return [self.given.get(source.split.fingerprint, 0) for source in self.sources]
+
+    @property
+    def trained(self) -> list[TrainedSource]:
+        """Return the sources as a checkpoint stores them."""
+        return [TrainedSource(s.name, s.weight, s.split.fingerprint) for s in self.sources]
 
     @property
     def fingerprint(self) -> str:
@@ -202,3 +214,26 @@ class Mixture:
                 now = list(dict.fromkeys(located.shard[here].tolist()))
                 then = self.orders[number].upcoming(self.counts(k)[number], PREFETCH_SHARDS)
                 source.split.prefetch(now, then)
+
+
+# --------------------------------------------------------------------------- what a run reads
+
+
+def same_data(some: Sequence[TrainedSource], others: Sequence[TrainedSource]) -> bool:
+    """Return whether two lists have the same tokens with the same shares; names do not count."""
+    if [one.fingerprint for one in some] != [one.fingerprint for one in others]:
+        return False
+    shares = [pattern_of(tuple(one.weight for one in each)).shares for each in (some, others)]
+    return shares[0] == shares[1]
+
+
+def sequences_given(reads: Sequence[DataRead], position: int) -> dict[str, int]:
+    """Count the sequences that each source gives before a position, by fingerprint."""
+    given: dict[str, int] = {}
+    edges = [*(read.first for read in reads), position]
+    for read, end in zip(reads, edges[1:], strict=True):
+        pattern = pattern_of(tuple(source.weight for source in read.sources))
+        counts = pattern.counts(max(min(end, position) - read.first, 0))
+        for source, count in zip(read.sources, counts, strict=True):
+            given[source.fingerprint] = given.get(source.fingerprint, 0) + count
+    return given

@@ -9,7 +9,8 @@ from typing import Annotated
 import msgspec
 
 from accel_gpt.config.data import DataConfig, Weighted
-from accel_gpt.config.experiment import TrainConfig
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.stages import stage_configs
 from accel_gpt.data.downloads import Cache, RemoteFolder
 from accel_gpt.data.foreign import TOKENIZER, DataFolder, open_foreign, open_own_shards
 from accel_gpt.data.index import INDEX
@@ -19,6 +20,7 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import CONFIG
 from accel_gpt.errors import DataError, require
 from accel_gpt.hub import newest_commit, parse_url
+from accel_gpt.json_files import Count
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class TrainedSource:
     fingerprint: str  # of its tokens
 
 
+@dataclass(frozen=True)
+class DataRead:
+    """The sources that a run reads from a position on, as a checkpoint stores them."""
+
+    first: Count  # position in the data: see config/stages.py
+    sources: list[TrainedSource]
+
+
 def open_sources(
     listed: Sequence[Weighted],
     split: str,
@@ -53,14 +63,11 @@ def open_sources(
 ) -> list[Source]:
     """Open a split of each path.
 
-    `names` default to the last parts of the paths, or to the paths if two are equal. `known`:
+    `names` default to `source_names`. `known`:
     opened sources; their folder is reused for the same path. Raises `UserError` if a path does not
     exist, `DataError` if its data is not usable.
     """
-    if not names:
-        names = [Path(source.path).name for source in listed]
-        if len(set(names)) < len(names):
-            names = [source.path for source in listed]
+    names = names or source_names([source.path for source in listed])
     folders = {source.path: source.folder for source in known}
     found = []
     for name, source in zip(names, listed, strict=True):
@@ -68,6 +75,12 @@ def open_sources(
         opened, tokenizer = open_data(source.path, split, data, folder)
         found.append(Source(name, source.path, source.weight, opened, tokenizer, folder))
     return found
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """Return the last parts of paths, or the paths if two parts are equal."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else list(paths)
 
 
 def open_folder(path: str, data: DataConfig, cache: Cache | None = None) -> DataFolder:
@@ -126,6 +139,12 @@ def train_paths(data: DataConfig) -> list[Weighted]:
         "data.train is empty; set it to a folder of token shards, or to the folder to prepare",
     )
     return [Weighted(data.train)] if isinstance(data.train, str) else list(data.train)
+
+
+def all_train_paths(config: Config) -> list[Weighted]:
+    """Return the folders or URLs that any stage of a run trains on, each once."""
+    found = {one.path: one for stage in stage_configs(config) for one in train_paths(stage.data)}
+    return list(found.values())
 
 
 def val_paths(data: DataConfig) -> list[Weighted]:

@@ -7,6 +7,7 @@ from functools import partial
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
+from accel_gpt.config.stages import stage_configs
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.evals.hellaswag import read_questions, score_questions
@@ -39,11 +40,13 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
     Raises `UserError` or `DataError` if their data cannot be evaluated.
     """
     check_yardstick(config, corpus)
-    evaluations = [open_losses(config, corpus)]
+    stages = stage_configs(config)
+    evaluations = [open_losses(stages[0], corpus)]
     if config.eval.hellaswag is not None:
         block_size = config.model.block_size
+        longest = next(one for one in stages if one.model.block_size == block_size)
         evaluations.append(
-            open_hellaswag(config, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
+            open_hellaswag(longest, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
         )
     return [*evaluations, *open_own_evaluations(config, corpus.tokenizer, corpus)]
 
@@ -105,10 +108,11 @@ def open_own_evaluations(
 
 
 def open_losses(config: Config, corpus: Corpus) -> Evaluation:
-    """Return the evaluation that computes the losses of both splits."""
-    check_evaluated(corpus, config.model.block_size)
+    """Return the evaluation that computes the losses of both splits, for the config of a stage."""
+    block_size = config.model.block_size
+    check_evaluated(corpus, block_size)
     batch_size = config.train.micro_batch_sequences
-    return partial(score_splits, corpus=corpus, batch_size=batch_size)
+    return partial(score_splits, corpus=corpus, batch_size=batch_size, block_size=block_size)
 
 
 def open_hellaswag(

@@ -81,13 +81,14 @@ def score_splits(
     corpus: Corpus,
     accelerator: Accelerator,
     batch_size: int,
+    block_size: int,
     on_progress: OnProgress = ignore_progress,
 ) -> dict[str, float]:
     """Compute the eval/ metrics of all splits in `corpus.evaluated`; a collective.
 
     If a split has several sources, its metrics are means weighted by the shares of the sources.
     `eval/val_loss/NAME` is the loss of one source. `batch_size`: sequences per rank and forward
-    pass.
+    pass. `block_size`: their length.
     """
     metrics: dict[str, float] = {}
     named: dict[str, float] = {}
@@ -99,6 +100,7 @@ def score_splits(
                 source=source,
                 accelerator=accelerator,
                 batch_size=batch_size,
+                block_size=block_size,
                 tokenizer=corpus.tokenizer,
                 target_mask=corpus.target_mask,
                 on_progress=on_progress,
@@ -134,13 +136,13 @@ def score_source(
     source: EvalSplit,
     accelerator: Accelerator,
     batch_size: int,
+    block_size: int,
     tokenizer: Tokenizer,
     target_mask: TargetMask,
     on_progress: OnProgress = ignore_progress,
 ) -> Score:
-    """Score a model on one source, in sequences of the model's block_size; a collective."""
+    """Score a model on one source, in sequences of `block_size`; a collective."""
     split = source.split
-    block_size = model.config.block_size
     token_bytes = np.zeros(model.vocab_size)
     sizes = tokenizer.bytes_within(split)[: model.vocab_size]
     token_bytes[: len(sizes)] = sizes

@@ -13,7 +13,7 @@ import numpy as np
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import train_paths, val_paths
+from accel_gpt.data.sources import all_train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, first_line
 from accel_gpt.health.text import TextStatistics, text_statistics
 from accel_gpt.report.curves import Floats, Metrics
@@ -94,7 +94,9 @@ class Case:
             raise Unknown("shards() of --code makes the data")
         data = self.config.data
         try:
-            if any(is_url(source.path) for source in [*train_paths(data), *val_paths(data)]):
+            if any(
+                is_url(source.path) for source in [*all_train_paths(self.config), *val_paths(data)]
+            ):
                 raise Unknown("the data are remote")
             return text_statistics(self.config, self.run.path)
         except (AccelGPTError, OSError) as error:

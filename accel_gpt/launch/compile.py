@@ -35,12 +35,13 @@ def check_compile(train: TrainConfig, plan: Plan) -> None:
     DistributedDataParallel and FSDP2 have not been tried with CUDA graphs.
     """
     device = PartialState().device.type
-    one_pass = device == "cuda" and plan.world_size == plan.accumulation_steps == 1
+    micro_steps = [one.accumulation_steps for one in plan.stages or (plan,)]
+    one_pass = device == "cuda" and plan.world_size == max(micro_steps) == 1
     require(
         one_pass or train.compile != "graphs",
         "train.compile graphs needs one GPU and no gradient accumulation; this run has "
         f"{plural(plan.world_size, 'process', 'processes')} on {device} and "
-        f"{plural(plan.accumulation_steps, 'micro-step')}; set train.compile to true",
+        f"{plural(max(micro_steps), 'micro-step')}; set train.compile to true",
     )
     error = compiler_error_on_any_machine() if train.compiled else None
     require(

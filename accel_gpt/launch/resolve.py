@@ -22,11 +22,12 @@ from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Budget, Costs, Finish, Plan, make_plan, plural, with_size
+from accel_gpt.config.plan import Budget, Costs, Finish, Plan, make_plan, plural, with_sizes
+from accel_gpt.config.stages import stage_configs
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import print_line
 from accel_gpt.data.remote import is_repository
-from accel_gpt.data.sources import train_paths, val_paths
+from accel_gpt.data.sources import all_train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, UserError
 from accel_gpt.hub import newest_commit
 from accel_gpt.launch.accelerator import make_accelerator
@@ -166,7 +167,7 @@ def with_commits(config: Config, done: Done) -> Config:
 
     A URL that the run has not read yet gets the newest commit.
     """
-    urls = [source.path for source in [*train_paths(config.data), *val_paths(config.data)]]
+    urls = [source.path for source in [*all_train_paths(config), *val_paths(config.data)]]
     urls = [url for url in urls if is_repository(url)]
     if not urls:
         return config
@@ -184,13 +185,30 @@ def with_micro_batch_size(
 
     A run keeps its number if it still divides the step and fits in memory.
     """
-    if config.train.micro_batch_size != "auto":
+    if all(stage.train.micro_batch_size != "auto" for stage in stage_configs(config)):
         return config
-    earlier = done.config.get("train.micro_batch_size")
-    size = choose_micro_batch_size(config, accelerator, earlier)
-    reason = f"as in {done.file}" if size == earlier else "the largest size that fits"
-    log(f"auto     {plural(size, 'sequence')} per process and micro-step: {reason}")
-    return with_size(config, size)
+    earlier = sizes_of(done.config)
+    sizes: list[int] = []
+    for number, stage in enumerate(stage_configs(config)):
+        if stage.train.micro_batch_size != "auto":
+            sizes.append(stage.train.micro_batch_size)
+            continue
+        before = earlier[number] if number < len(earlier) else None
+        size = choose_micro_batch_size(stage, accelerator, before)
+        reason = f"as in {done.file}" if size == before else "the largest size that fits"
+        of = f", stage {number + 1}" if config.stages else ""
+        log(f"auto     {plural(size, 'sequence')} per process and micro-step{of}: {reason}")
+        sizes.append(size)
+    return with_sizes(config, sizes)
+
+
+def sizes_of(done: Mapping[str, Any]) -> list[Any]:
+    """Return the train.micro_batch_size of each stage in the dotted keys of a run."""
+    sizes = [done.get("train.micro_batch_size")]
+    for stage in done.get("stages") or ():
+        size = stage.get("train.micro_batch_size", sizes[-1])
+        sizes = [*sizes, size] if stage["from"] else [size]
+    return sizes
 
 
 def with_compile(config: Config, plan: Plan, done: Done, log: Callable[[str], None]) -> Config:

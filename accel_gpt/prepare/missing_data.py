@@ -12,13 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from accel_gpt.children import launch_child
-from accel_gpt.config.data import DataConfig
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
 from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, check_folder
 from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import train_paths
+from accel_gpt.data.sources import all_train_paths
 from accel_gpt.errors import require
 from accel_gpt.launch.ranks import (
     all_gather,
@@ -43,7 +42,7 @@ def ensure_data(config: Config) -> None:
     """
     folder = Path(str(config.data.folder))
     with all_ranks():
-        missing = is_missing(config.data)
+        missing = is_missing(config)
     missing_on_ranks = all_gather(missing)
     if not any(missing_on_ranks):
         return
@@ -67,19 +66,21 @@ def ensure_data(config: Config) -> None:
         wait_for_file(folder / INDEX)
 
 
-def is_missing(data: DataConfig) -> bool:
+def is_missing(config: Config) -> bool:
     """Return whether the data folder must be prepared.
 
     Raises `UserError` if an existing folder does not match the config.
     """
+    data = config.data
     if data.own_shards is not None and data.prepare.source is None:
         return False
     folder = Path(str(data.folder))
     is_remote = is_url(str(data.folder))
+    prepared = data.folder if data.prepare.source is not None else None
+    for source in all_train_paths(config):
+        if source.path != prepared and not is_url(source.path):
+            check_folder(Path(source.path))
     if data.prepare.source is None:
-        for source in train_paths(data):
-            if not is_url(source.path):
-                check_folder(Path(source.path))
         return False
     require(
         not is_remote,

@@ -3,10 +3,10 @@
 Each option says whether it may change between launches: see `Option.resume`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_gpt.config.compare import (
     UNKNOWN,
@@ -16,9 +16,11 @@ from accel_gpt.config.compare import (
     resume_kind,
 )
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import LENGTH_KEYS, Budget, make_plan
-from accel_gpt.config.values import relocated, to_flat
-from accel_gpt.data.corpus import source_changes
+from accel_gpt.config.plan import LENGTH_KEYS, Budget, make_plan, reference_steps
+from accel_gpt.config.stages import spans
+from accel_gpt.config.values import build, relocated, stage_from, to_flat
+from accel_gpt.data.corpus import read_before, source_changes
+from accel_gpt.data.mixture import same_data
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.json_files import unknown_key_message
 from accel_gpt.launcher import world_size
@@ -39,11 +41,13 @@ def check_same_run(
     """
     check_known_options(path / "trainer_state.json", saved.config, "config.")
     changes = run_changes(saved, now)
-    kinds = {"code": "ask", "tokenizer": "refuse"}
+    asked = ("code", "stages")
     refused = [
         key
         for key in changes
-        if (kinds.get(key) or resume_kind(key, saved.config, now.config)) == "refuse"
+        if key == "tokenizer"
+        or key.startswith("stages ")
+        or (key not in asked and resume_kind(key, saved.config, now.config) == "refuse")
     ]
     rejected = {
         key: change
@@ -61,11 +65,79 @@ def check_same_run(
 def run_changes(saved: TrainState, now: TrainState) -> Differences:
     """Return what differs between a checkpoint and a run: options, data, code and tokenizer."""
     changes = config_changes(saved.config, now.config) | source_changes(vars(saved), vars(now))
+    changes |= stage_changes(saved, now)
     if getattr(saved.code, "sha256", "") != getattr(now.code, "sha256", ""):
         changes["code"] = (saved.code, now.code)
     if saved.tokenizer_fingerprint != now.tokenizer_fingerprint:
         changes["tokenizer"] = (saved.tokenizer_fingerprint[:12], now.tokenizer_fingerprint[:12])
     return changes
+
+
+def stage_changes(saved: TrainState, now: TrainState) -> Differences:
+    """Return how stages differ: those that have made steps, or else `stages`, those ahead.
+
+    A stage is its first step, batch, length and data. The data of the present stage may change with
+    permission, see `source_changes`, and its micro-batch at any time.
+    """
+    if not (saved.config.get("stages") or now.config.get("stages")):
+        return {}
+    before, after = (run_stages(state.config) for state in (saved, now))
+    was, new = ([one for one in each if one.first_step < saved.step] for each in (before, after))
+    if was != new or not same_reads(saved, now):
+        key = f"stages before step {saved.step:,}"
+        return {key: (describe_stages(was), describe_stages(new))}
+    ahead = [[(one.asked, one.batch) for one in each[len(was) :]] for each in (before, after)]
+    later = [[read for read in s.data_read if read.first >= saved.sequences] for s in (saved, now)]
+    same = len(later[0]) == len(later[1]) and all(
+        same_data(one.sources, other.sources) for one, other in zip(*later, strict=True)
+    )
+    if ahead[0] != ahead[1] or not same:
+        return {"stages": (describe_stages(before), describe_stages(after))}
+    return {}
+
+
+class RunStage(NamedTuple):
+    """A stage as a checkpoint tells it."""
+
+    first_step: int
+    batch: tuple[int, int, int]  # train.tokens_per_step, model.block_size, and that of the longest
+    asked: float | None  # `from`; None: the start of the run
+
+
+def run_stages(values: Mapping[str, Any]) -> list[RunStage]:
+    """Return the stages of a run from its dotted keys."""
+    keys = (*LENGTH_KEYS, "train.tokens_per_step", "model.block_size")
+    asked = {key: values[key] for key in keys}
+    stages = tuple(stage_from(stage, "in stages") for stage in values.get("stages") or ())
+    config = build(Config, {**asked, "stages": stages})
+    found = []
+    for number, span in enumerate(reversed(spans(config, reference_steps(config))), start=1):
+        train, model = span.config.train, span.config.model
+        batch = (train.tokens_per_step, model.block_size, config.model.block_size)
+        first = stages[-number].from_ if number <= len(stages) else None
+        found.append(RunStage(span.first_step, batch, first))
+    return found[::-1]
+
+
+def describe_stages(stages: Sequence[RunStage]) -> str:
+    """Describe the first step and batch of stages; their data have names in `data.train`."""
+    return "; ".join(
+        f"step {stage.first_step:,}: train.tokens_per_step {stage.batch[0]:,}, model.block_size "
+        f"{stage.batch[1]:,} of {stage.batch[2]:,}"
+        for stage in stages
+    )
+
+
+def same_reads(saved: TrainState, now: TrainState) -> bool:
+    """Return whether each data set that a run has finished is the one that the checkpoint read."""
+    read = saved.sequences
+    began = {one.first for one in saved.data_read}
+    edges = [one.first for one in now.data_read if 0 < one.first < read]
+    return all(
+        edge in began
+        and same_data(read_before(saved.data_read, edge), read_before(now.data_read, edge))
+        for edge in edges
+    )
 
 
 def is_allowed(key: str, allowed: tuple[str, ...]) -> bool:
@@ -170,4 +242,4 @@ def budget_keys(budget: Budget | None, step: int) -> tuple[str, ...]:
     """Return the options that a second look at the budget may have changed after `step`."""
     if budget is None or (budget.looked_at or 0) < step:
         return ()
-    return (*LENGTH_KEYS, "schedule.decay_share")
+    return (*LENGTH_KEYS, "schedule.decay_share", "stages")

@@ -13,7 +13,7 @@ import msgspec
 from accel_gpt.config.experiment import CheckpointConfig
 from accel_gpt.config.plan import Budget
 from accel_gpt.config.yardstick import Yardstick
-from accel_gpt.data.sources import TrainedSource
+from accel_gpt.data.sources import DataRead
 from accel_gpt.json_files import Count, Size
 from accel_gpt.own_code import OwnCode
 
@@ -55,7 +55,7 @@ class TrainState:
     """The state of a run after `step` optimizer updates, the same on every rank."""
 
     step: Count = 0  # completed steps, skipped updates included
-    sequences: Count = 0  # sequences read so far: the position in the data
+    sequences: Count = 0  # whole sequences read so far: the position in the data
     tokens: Count = 0
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of training in all launches
     val_loss: float | None = None  # of the last evaluation, in nats per token
@@ -63,11 +63,8 @@ class TrainState:
     best_step: Count | None = None
     world_size: Size = 1
     # of the corpus
-    data_fingerprint: str = ""
-    data_origin: Count = 0  # sequence at which the present mixture of sources began
-    # sequences read before `data_origin`, by fingerprint of the source
-    data_given: dict[str, Count] = field(default_factory=dict)
-    data_sources: list[TrainedSource] = field(default_factory=list)
+    # what is read from which position on; what lies before `sequences` was read
+    data_read: list[DataRead] = field(default_factory=list)
     data_commits: dict[str, str] = field(default_factory=dict)  # of repositories, by URL
     # of the step guard
     skipped: Count = 0  # skipped updates: not finite, or a spike
@@ -102,15 +99,19 @@ class TrainState:
         """
         return self.step if self.pending_record is None else self.step - 1
 
-    def note_evaluation(self, record: Mapping[str, float], yardstick: Yardstick) -> bool:
-        """Set the val loss of this step; return whether the step is the best so far.
+    def note_evaluation(
+        self, record: Mapping[str, float], yardstick: Yardstick, since: int = 0
+    ) -> bool:
+        """Set the val loss of this step; return whether the step is the best after step `since`.
 
+        The first evaluation of a stage is its best one: another length or data change the loss.
         Step 0 does not count: it has no checkpoint.
         """
         value = yardstick.value(record)
         self.pending_record = None
         self.val_loss = record["eval/val_loss"]
-        is_best = self.step > 0 and yardstick.is_better(value, self.best_value)
+        before = self.best_value if (self.best_step or 0) > since else None
+        is_best = self.step > 0 and yardstick.is_better(value, before)
         if is_best:
             self.best_value = value
             self.best_step = self.step

@@ -105,6 +105,10 @@ class StepGuard:
             "train/spikes": self.spikes,
         }
 
+    def forget_losses(self) -> None:
+        """Empty the window, since other data or another length change the loss."""
+        self.window.fill_(math.nan)
+
     @property
     def too_many_skipped(self) -> bool:
         """Return whether `MOST_SKIPPED` updates in a row were skipped."""

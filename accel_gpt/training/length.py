@@ -21,17 +21,20 @@ from accel_gpt.runs.state import TrainState
 from accel_gpt.training.reporter import Reporter
 
 
-def look_at_length(context: Context, state: TrainState, reporter: Reporter, corpus: Corpus) -> None:
-    """Look at the length again if it is due before the step that follows `state`; a collective."""
+def look_at_length(context: Context, state: TrainState, reporter: Reporter, corpus: Corpus) -> bool:
+    """Look at the length again if it is due before the step that follows `state`; a collective.
+
+    Returns whether the run has another length now.
+    """
     budget = context.plan.budget
     if budget is None or budget.looked_at is not None:
-        return
+        return False
     step = state.step
     first_step = reporter.stopwatch.first_step
     if step == first_step + 1:
         reporter.lap(step)  # the first step of a launch is slow: do not count it
     if step != look_step(budget, first_step):
-        return
+        return False
     reporter.lap(step)
     speeds = all_gather((reporter.stopwatch.elapsed(), reporter.stopwatch.step_seconds))
     spent, step_seconds = map(max, zip(*speeds, strict=True))  # of the slowest ranks
@@ -43,8 +46,10 @@ def look_at_length(context: Context, state: TrainState, reporter: Reporter, corp
         seconds_left=budget.seconds - spent,
     )
     text = describe_look(context.plan, looked)
-    if change_length(context, state, reporter, corpus, looked) and text:
+    changed = change_length(context, state, reporter, corpus, looked)
+    if changed and text:
         reporter.log(text)
+    return changed
 
 
 def describe_look(plan: Plan, looked: Budget) -> str | None:
@@ -71,7 +76,7 @@ def change_length(
         make_plan(config, context.plan.world_size), budget=budget, finish=context.plan.finish
     )
     before = to_flat(context.config)
-    if not set_length(context, reporter, corpus, config, plan):
+    if not set_length(context, state, reporter, corpus, config, plan):
         return False
     for key, value in to_flat(config).items():
         if value != before[key]:
@@ -81,13 +86,20 @@ def change_length(
 
 
 def set_length(
-    context: Context, reporter: Reporter, corpus: Corpus, config: Config, plan: Plan
+    context: Context,
+    state: TrainState,
+    reporter: Reporter,
+    corpus: Corpus,
+    config: Config,
+    plan: Plan,
 ) -> bool:
     """Record another length of the run, then give it to all parts of the run; a collective.
 
     Returns False, and changes nothing, if the disk takes no record.
     """
+    corpus.set_length(config, state.sequences)
     if not on_main(lambda: reporter.record_length(config, plan, corpus)):
+        corpus.set_length(context.config, state.sequences)
         return False
     context.set_length(config, plan)
     return True

@@ -64,6 +64,9 @@ class OwnLoss:
         step: int,
     ) -> Tensor:
         """Return the loss (); raise `UserError` unless it is a scalar that has a gradient."""
+        plan = self.context.plan.at(step)
+        if self.parts.maxlen != plan.accumulation_steps:  # another stage
+            self.parts = deque(maxlen=plan.accumulation_steps)
         returned = self.function(
             model=Called(model),
             tokens=tokens,
@@ -71,7 +74,7 @@ class OwnLoss:
             documents=documents,
             step=step,
             config=self.context.config,
-            plan=self.context.plan,
+            plan=plan,
         )
         pair = isinstance(returned, tuple) and len(returned) == 2
         loss, parts = returned if pair else (returned, {})

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,15 +25,16 @@ from accel_gpt.files import append_all_or_nothing, strict_json, sync, write_file
 from accel_gpt.launch.devices import peak_flops
 from accel_gpt.launch.machine import device_name, memory_gb
 from accel_gpt.launch.unsupported import REPLICATED
+from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import is_sharded
-from accel_gpt.model.sizes import mfu
+from accel_gpt.model.sizes import mfu, training_flops
 from accel_gpt.runs.folder import RunFolder, is_number
 
 # Columns of metrics.csv. `progress` is in percent of the run. All columns except progress,
-# tokens_this_launch and train/perplexity are also keys of metrics.jsonl. metrics.jsonl also has
-# data/epochs/NAME and eval/val_loss/NAME for mixtures, train/update_ratio/PART, and the results of
-# benchmarks.
+# tokens_this_launch and train/perplexity are also keys of metrics.jsonl. data/stage counts from 1;
+# only runs with stages have it. metrics.jsonl also has data/epochs/NAME and eval/val_loss/NAME for
+# mixtures, train/update_ratio/PART, and the results of benchmarks.
 COLUMNS = (
     "step",
     "progress",
@@ -46,6 +48,7 @@ COLUMNS = (
     "train/skipped",
     "train/spikes",
     "data/epochs",
+    "data/stage",
     "perf/tokens_per_second",
     "perf/step_ms",
     "perf/mfu",
@@ -153,6 +156,7 @@ class Speed:
     def __init__(self, gpt: LanguageModel, plan: Plan, accelerator: Accelerator) -> None:
         self.plan = plan
         self.device = accelerator.device
+        self.gpt = gpt
         self.flops_per_token = gpt.flops_per_token()
         self.dtype = accelerator.mixed_precision
         if self.dtype == "no":
@@ -160,17 +164,29 @@ class Speed:
             self.dtype = "tf32" if tf32 else "fp32"
         self.peak = peak_flops(device_name(self.device), self.dtype)
 
-    def metrics(self, seconds_per_step: float) -> Record:
-        """Return the perf/ keys of a record. MFU is a fraction of the peak of all devices."""
-        rate = self.plan.tokens_per_step / seconds_per_step
+    def metrics(self, seconds_per_step: float, step: int) -> Record:
+        """Return the perf/ keys of a record at a completed `step`, whose stage has all its steps.
+
+        MFU is a fraction of the peak of all devices.
+        """
+        plan = self.plan.at(step - 1)
+        rate = plan.tokens_per_step / seconds_per_step
         metrics = {
             "perf/tokens_per_second": rate,
             "perf/step_ms": 1000 * seconds_per_step,
             "perf/memory_gb": memory_gb(self.device),
         }
         if self.peak:
-            metrics["perf/mfu"] = mfu(rate, self.flops_per_token, self.peak, self.plan.world_size)
+            metrics["perf/mfu"] = mfu(rate, self.flops_at(plan), self.peak, plan.world_size)
         return metrics
+
+    def flops_at(self, plan: Plan) -> int:
+        """Return the FLOPs per token of a stage; an own module has one number for all lengths."""
+        config = self.gpt.config
+        if plan.pieces == 1 or not isinstance(self.gpt, GPT):
+            return self.flops_per_token
+        shorter = replace(config, block_size=plan.block_size)
+        return self.flops_per_token - training_flops(config, 0) + training_flops(shorter, 0)
 
 
 class Stopwatch:

@@ -204,7 +204,7 @@ class Reporter:
     def step_metrics(self, step: int, waited: float) -> Record:
         """Return the speed since the last call; `waited`: seconds of all these steps, for data."""
         steps = max(1, step - self.stopwatch.step)
-        record = self.speed.metrics(self.lap(step))
+        record = self.speed.metrics(self.lap(step), step)
         record["perf/data_wait_ms"] = 1000 * waited / steps
         return record
 

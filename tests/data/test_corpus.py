@@ -14,8 +14,9 @@ from tokenizers.models import WordLevel
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.data import DataConfig, PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.data.corpus import open_corpus, sequences_given
-from accel_gpt.data.sources import TrainedSource
+from accel_gpt.data.corpus import open_corpus
+from accel_gpt.data.mixture import sequences_given
+from accel_gpt.data.sources import DataRead, TrainedSource
 from accel_gpt.errors import UserError
 from accel_gpt.prepare.prepare import prepare
 from tests.conftest import launch, text_of
@@ -106,8 +107,8 @@ def test_another_mixture_is_refused_with_what_differs_or_accepted_and_logged(
     assert re.search(r"from step 3 on data\.train is .*corpus, weight 4", capsys.readouterr().err)
     # 24 sequences of 12 each, then 24 by 3 : 1 : 4
     state = json.loads((tmp_path / "run/checkpoints/step_00000006/trainer_state.json").read_text())
-    assert (state["data_origin"], state["sequences"]) == (24, 48)
-    assert sorted(state["data_given"].values()) == [12, 12]
+    assert ([read["first"] for read in state["data_read"]], state["sequences"]) == ([0, 24], 48)
+    assert [len(read["sources"]) for read in state["data_read"]] == [2, 3]
     # the change stays in effect, without being allowed again
     assert launch(small_run(*other, "--train.max_steps", "7")) == 2
     longer = ["--train.max_steps", "7", "--checkpoint.allow_change", "train.max_steps"]
@@ -127,27 +128,30 @@ def test_a_changed_mixture_goes_on_where_each_source_was(
     both = opened(small_run(*mixture((two[0], 1), (two[1], 1))))
     alone = opened(small_run("--data.train", str(two[0])))
     alone.load_state_dict(both.state_dict() | {"sequences": 48})
-    number = [source.path for source in both.train.sources].index(str(two[0]))
-    expected = both.train.orders[number].locate(np.arange(24, 40))
-    assert np.array_equal(alone.train.locate(np.arange(48, 64))[1:], expected)
+    number = [source.path for source in both.sources].index(str(two[0]))
+    expected = both.mixtures[0].orders[number].locate(np.arange(24, 40))
+    assert np.array_equal(alone.mixtures[0].locate(np.arange(48, 64))[1:], expected)
     scaled = opened(small_run(*mixture((two[1], 10), (two[0], 10))))  # also in another order
-    assert np.array_equal(scaled.train.locate(np.arange(64)), both.train.locate(np.arange(64)))
+    assert np.array_equal(
+        scaled.mixtures[0].locate(np.arange(64)), both.mixtures[0].locate(np.arange(64))
+    )
 
 
 def test_sources_come_and_go_and_each_goes_on_where_it_was() -> None:
     """A + B for 100 windows, A alone for 50, then both again."""
-    state: dict[str, Any] = {"data_fingerprint": "x", "data_origin": 0, "data_given": {}}
+    reads: list[DataRead] = []
     steps: list[tuple[dict[str, float], int, dict[str, int]]] = [
         ({"a": 1, "b": 1}, 100, {"a": 50, "b": 50}),
         ({"a": 1}, 150, {"a": 100, "b": 50}),
         ({"a": 3, "b": 1}, 154, {"a": 103, "b": 51}),
     ]
+    first = 0
     for weights_, end, expected in steps:
         sources = [TrainedSource(name, weight, name) for name, weight in weights_.items()]
-        state |= {"data_sources": sources, "sequences": end}
-        state["data_given"] = sequences_given(state)
-        assert state["data_given"] == expected
-        state["data_origin"] = end
+        reads.append(DataRead(first, sources))
+        assert sequences_given(reads, end) == expected
+        first = end
+    assert sequences_given(reads, 120) == {"a": 70, "b": 50}  # what comes later does not count
 
 
 # --------------------------------------------------------------------------- documents

@@ -34,7 +34,7 @@ def start(corpus: Path) -> Start:
         source = Source("corpus", str(corpus), 1.0, split, load_tokenizer(corpus), folder)
         mixture = Mixture((source,), 32, "global", 1, 1)
         plan = Plan(world, micro, 32, 1, 9, 0, 9)
-        return Loader(read_sequences(mixture, plan, vocab, rank, position), micro, CPU)
+        return Loader(read_sequences(mixture, plan, vocab, rank, position), CPU)
 
     return loader
 
@@ -84,11 +84,11 @@ def test_a_chunk_is_read_before_it_is_asked_for() -> None:
     ahead = threading.Event()
 
     def chunks() -> Iterator[np.ndarray[Any, Any]]:
-        yield np.zeros((1, 3), np.uint16)
+        yield np.zeros((1, 1, 3), np.uint16)
         ahead.set()
-        yield np.zeros((1, 3), np.uint16)
+        yield np.zeros((1, 1, 3), np.uint16)
 
-    loader = Loader(chunks(), 1, CPU)
+    loader = Loader(chunks(), CPU)
     assert ahead.wait(60)
     loader.close()
 
@@ -99,9 +99,9 @@ def test_the_wait_for_a_batch_is_counted() -> None:
     def chunks() -> Iterator[Any]:
         may_read.wait(5)
         while True:
-            yield np.zeros((4, 9), np.uint16)
+            yield np.zeros((1, 4, 9), np.uint16)
 
-    loader = Loader(chunks(), batch_size=4, device=torch.device("cpu"))
+    loader = Loader(chunks(), CPU)
     threading.Timer(0.02, may_read.set).start()
     next(loader)
     assert loader.waited > 0
@@ -125,7 +125,7 @@ def test_batches_reach_a_gpu_from_pinned_memory_without_waiting(
         waits.append(not how.get("non_blocking"))
         return plain(rows, *to, **how)
 
-    loader = Loader(iter([np.arange(6, dtype=np.uint16).reshape(2, 3)]), 1, torch.device("cuda"))
+    loader = Loader(iter([np.arange(6, dtype=np.uint16).reshape(2, 1, 3)]), torch.device("cuda"))
     monkeypatch.setattr(Tensor, "to", copy)
     for first in (0, 3):
         tokens, targets = next(loader)

@@ -266,7 +266,7 @@ def test_a_run_says_once_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> N
     said: list[str] = []
     run: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
-        plan=SimpleNamespace(accumulation_steps=1),
+        plan=Plan(1, 1, 8, 1, 9, 0, 9),
         loader=SimpleNamespace(fetch=lambda count: next(ready), waited=0.0),
         corpus=SimpleNamespace(waits_for="s3://bucket/a.npy (503)"),
         reporter=SimpleNamespace(log=said.append, heartbeat=lambda: None),
@@ -505,11 +505,11 @@ def test_a_cache_of_two_groups_reads_each_shard_once(
     monkeypatch.setattr(loader, "CHUNK_BYTES", 2000)  # bytes; a group has 8,000
     found, requests = {}, Counter()
     for name, url in (("remote", server.url), ("local", str(server.root))):
-        mixture = open_corpus(many("groups", 16, url)).train
+        mixture = open_corpus(many("groups", 16, url)).mixtures[0]
         server.requests.clear()  # requests of the evaluation
         chunks = read_sequences(mixture, Plan(1, 4, 32, 1, 9, 0, 9), 257, 0, 0)
         epoch = mixture.orders[0].sequences_per_epoch
-        found[name] = np.concatenate([next(chunks)[0] for _ in range(epoch // 28)])
+        found[name] = np.concatenate([next(chunks)[0, 0] for _ in range(epoch // 28)])
         requests = requests or server.requests.copy()
         assert len(found[name]) >= epoch - 28
     assert (found["remote"] == found["local"]).all()

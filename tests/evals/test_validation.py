@@ -47,7 +47,9 @@ def score(
     model: GPT, split: Split, accelerator: Any = None, batch: int = 8, **options: Any
 ) -> Score:
     accelerator, part = accelerator or Accelerator(cpu=True), EvalSplit(None, 1.0, split, None)
-    return score_source(model, part, accelerator, batch, BytesTokenizer(), TargetMask(), **options)
+    return score_source(
+        model, part, accelerator, batch, 32, BytesTokenizer(), TargetMask(), **options
+    )
 
 
 @pytest.fixture
@@ -181,7 +183,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
     documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot_id) + 1)[:-1]
     of_text = sum(len(encoded[tuple(document[:-1].tolist())].encode()) for document in documents)
     part = EvalSplit(None, 1.0, split, None)
-    found = score_source(model, part, Accelerator(cpu=True), 8, tokenizer, TargetMask())
+    found = score_source(model, part, Accelerator(cpu=True), 8, 32, tokenizer, TargetMask())
     assert found.bytes == pytest.approx(of_text, rel=0.002)  # all but the first token
     assert found.bits_per_byte == pytest.approx(found.loss_sum / math.log(2) / of_text, rel=0.002)
 
@@ -227,7 +229,7 @@ def test_every_figure_has_the_same_bits_on_1_2_and_3_processes(
 
     def work(member: Any) -> dict[str, float]:
         own = copies[member.num_processes * (member.num_processes - 1) // 2 + member.process_index]
-        return score_splits(own, shards, member, 16)
+        return score_splits(own, shards, member, 16, 32)
 
     answers = [figures for world in (1, 2, 3) for figures in together(world, work)]
     assert all(figures == answers[0] for figures in answers)

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.plan import Plan
 from accel_gpt.errors import UserError
 from accel_gpt.launch import compile as compilation
 from accel_gpt.launch import devices, precision, resolve
@@ -177,7 +178,7 @@ def test_cuda_graphs_need_one_gpu_and_one_micro_step(
     state = SimpleNamespace(device=torch.device(device))
     monkeypatch.setattr(compilation, "PartialState", lambda: state)
     monkeypatch.setattr(compilation, "compiler_error_on_any_machine", lambda: None)
-    plan: Any = SimpleNamespace(world_size=world_size, accumulation_steps=accumulation_steps)
+    plan = Plan(world_size, 1, 8, accumulation_steps, 9, 0, 9)
     compilation.check_compile(TrainConfig(compile=True), plan)
     with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs one GPU"):
         compilation.check_compile(TrainConfig(compile="graphs"), plan)

@@ -234,7 +234,7 @@ def test_private_paths_and_names_planted_in_a_run_are_not_pushed(
         if hint in (str, str | None):
             state["config"][key] = url
     state["versions"] |= {url: "1"}
-    state["data_sources"][0]["name"] = url
+    state["data_read"][0]["sources"][0]["name"] = url
     text = json.dumps(state).encode()
     (checkpoint / "trainer_state.json").write_bytes(text)
     manifest = json.loads((checkpoint / "manifest.json").read_text())

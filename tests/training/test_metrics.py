@@ -58,7 +58,7 @@ def test_mfu_is_a_share_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPat
     plan = make_plan(Config(model=gpt.config, train=TrainConfig(65536, max_steps=9)), 8)
     speed = Speed(gpt, plan, accelerator)
     work = 65536 * flops_per_token(gpt.config, 100)
-    assert speed.metrics(0.5)["perf/mfu"] == pytest.approx(work / 0.5 / 8e12)
+    assert speed.metrics(0.5, 1)["perf/mfu"] == pytest.approx(work / 0.5 / 8e12)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -19,6 +19,7 @@ from accelerate import Accelerator, PartialState
 
 from accel_gpt import train
 from accel_gpt.config.experiment import TrainConfig
+from accel_gpt.config.plan import Plan
 from accel_gpt.errors import BusyError, DataError
 from accel_gpt.launch.process import join_ranks
 from accel_gpt.launch.ranks import RankError, all_ranks, explain_lost_rank, on_main
@@ -157,7 +158,7 @@ def wait_for_data_on_two_ranks(rank: int, folder: Path) -> None:
 
     run: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
-        plan=SimpleNamespace(accumulation_steps=1),
+        plan=Plan(1, 1, 8, 1, 9, 0, 9),
         loader=SimpleNamespace(fetch=fetch),
         accelerator=SimpleNamespace(num_processes=2),
         writer=SimpleNamespace(seconds=0.0),

@@ -41,8 +41,11 @@ def main(argv):
     while state.step < plan.last_step:
         rate = pieces.fraction_at(state.step, config, plan)  # a share of the peak
         pieces.set_rates(optimizer, config.optim, rate, state.step)
-        firsts = plan.micro_step_starts(accelerator.process_index, state.sequences)
-        batches = pieces.micro_batches(loader, accelerator, plan, corpus.target_mask)
+        batch = plan.at(state.step)  # of the present stage
+        accelerator.gradient_accumulation_steps = batch.accumulation_steps
+        accelerator.step = 0  # counts micro-steps
+        firsts = batch.micro_step_starts(accelerator.process_index, state.sequences)
+        batches = pieces.micro_batches(loader, accelerator, batch, corpus.target_mask)
         for first, (*inputs, weight) in zip(firsts, batches, strict=True):
             with gradients.micro_step(first):
                 gradients.backward(compute_loss(model, *inputs, state.step) * weight)
@@ -52,11 +55,11 @@ def main(argv):
         optimizer.step()
         optimizer.zero_grad()
         state.step += 1
-        state.sequences += plan.sequences_per_step
-        state.tokens += plan.tokens_per_step
+        state.sequences += batch.whole_sequences_per_step
+        state.tokens += batch.tokens_per_step
         last = state.step == plan.last_step
         evaluating = last or bool(config.eval.every and state.step % config.eval.every == 0)
-        saving = last or state.save_is_due(config.checkpoint, plan.tokens_per_step)
+        saving = last or state.save_is_due(config.checkpoint, batch.tokens_per_step)
         if evaluating or saving or state.step % config.log.every == 0:
             record = {"step": state.step, "tokens": state.tokens} | guard.flush(accelerator.print)
             if evaluating:

@@ -1,7 +1,7 @@
 """`accel-gpt bench CONFIG`: measure tokens/s, MFU and memory of a config, and the hours of its run.
 
 Runs `train.update` on random tokens in a temporary folder, without evaluations, samples,
-checkpoints or trackers.
+checkpoints or trackers. If the config has stages, it measures the one with the longest sequences.
 """
 
 import math
@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from accel_gpt.commands.clock import discarded, set_up_unseen, time_steps
+from accel_gpt.commands.clock import discarded, set_up_unseen, stage_alone, time_steps
 from accel_gpt.commands.options import BenchCommand
 from accel_gpt.commands.printing import write_report
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import make_plan
+from accel_gpt.config.plan import Plan, make_plan
+from accel_gpt.config.stages import stage_configs
 from accel_gpt.cost.forecast import run_hours, vocabulary_size, with_expected_length
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
+from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, memory_gb
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import explain_lost_rank
@@ -70,7 +72,8 @@ def bench(options: BenchCommand) -> Report | None:
             join_same_ranks(measured)
         context = resolve(measured)
         accelerator = context.accelerator
-        training = set_up_unseen(context.config, context.plan, accelerator)
+        measured, plan = longest_stage(context)
+        training = set_up_unseen(measured, plan, accelerator)
         with training.watched():
             report = measure(options, training)
         speed = report["tokens_per_second"]
@@ -86,6 +89,13 @@ def bench(options: BenchCommand) -> Report | None:
         report["vocabulary"] = {"tokens": vocab_size, "source": source}
         accelerator.end_training()
     return report if is_main() else None
+
+
+def longest_stage(context: Context) -> tuple[Config, Plan]:
+    """Return config and plan of the stage with the longest sequences, as a run of its own."""
+    config = context.config
+    lengths = [stage.model.block_size for stage in stage_configs(config)]
+    return stage_alone(config, context.plan, lengths.index(config.model.block_size))
 
 
 def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
@@ -122,7 +132,11 @@ def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:
         own_shards=None,
     )
     model = replace(config.model, vocab_size=vocab_size, init_from="scratch", new_weights=())
-    return replace(config, data=data, model=model)
+    stages = []
+    for stage in config.stages:
+        options = {key: stage.options[key] for key in stage.options if key != "data.train"}
+        stages.append(replace(stage, options=options))
+    return replace(config, data=data, model=model, stages=tuple(stages))
 
 
 def measure(options: BenchCommand, run: Training) -> Report:

@@ -22,7 +22,8 @@ from accelerate.utils.memory import clear_device_cache
 
 from accel_gpt import train
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Costs, Plan
+from accel_gpt.config.plan import Costs, Plan, mean_step
+from accel_gpt.config.stages import spans, stage_configs
 from accel_gpt.evals.evaluation import Evaluation, evaluate
 from accel_gpt.launch.context import Context, Initialize
 from accel_gpt.launch.machine import synchronize
@@ -122,37 +123,54 @@ def rehearse(
 ) -> Costs:
     """Measure the parts of a run with a `train.budget` of `seconds`, on this rank; a collective.
 
-    Makes a few steps, an evaluation, the samples and a save. Leaves no trace in the run that
-    follows.
+    Makes a few steps of each stage, and in the longest an evaluation, the samples and a save.
+    Leaves no trace in the run that follows.
     """
     folder = Path(config.out_dir, REHEARSAL)
     scale = accelerator.scaler.state_dict() if accelerator.scaler else None
-    start = time.monotonic()
-    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
-    on_main(lambda: folder.mkdir())
-    try:
-        run = set_up_unseen(discarded(config, str(folder)), plan, accelerator, initialize)
-        run.writer.is_stopping = lambda: True  # a save that fails is not tried again
-        set_up_seconds = time.monotonic() - start
+    lengths = [one.config.model.block_size for one in spans(config, plan.max_steps)]
+    longest = lengths.index(config.model.block_size)
+    measured: list[Costs] = []
+    for number in range(len(lengths)):
+        start = time.monotonic()
+        on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
+        on_main(lambda: folder.mkdir())
         try:
-            with run.watched():
-                costs = measure_costs(run, seconds)
+            alone, batch = stage_alone(config, plan, number)
+            run = set_up_unseen(discarded(alone, str(folder)), batch, accelerator, initialize)
+            run.writer.is_stopping = lambda: True  # a save that fails is not tried again
+            set_up_seconds = time.monotonic() - start
+            try:
+                with run.watched():
+                    costs = measure_costs(run, seconds, only_steps=number != longest)
+            finally:
+                run.corpus.remove_cache()
         finally:
-            run.corpus.remove_cache()
-    finally:
-        if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
-    del run
-    accelerator.free_memory()
-    gc.unfreeze()  # `build_model` froze the objects of the rehearsal
-    clear_device_cache(garbage_collection=True)
-    if accelerator.scaler and scale:
-        accelerator.scaler.load_state_dict(scale)
-    return replace(costs, set_up=set_up_seconds)
+            if accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+        del run
+        accelerator.free_memory()
+        gc.unfreeze()  # `build_model` froze the objects of the rehearsal
+        clear_device_cache(garbage_collection=True)
+        if accelerator.scaler and scale:
+            accelerator.scaler.load_state_dict(scale)
+        measured.append(replace(costs, set_up=set_up_seconds))
+    return replace(
+        measured[longest],
+        step=measured[0].step,
+        start=sum(costs.start for costs in measured),
+        mean=mean_step([costs.step for costs in measured], config, plan.max_steps),
+    )
 
 
-def measure_costs(run: Training, seconds: float) -> Costs:
-    """Time the parts of a run on this rank; a collective. `seconds`: of the budget."""
+def stage_alone(config: Config, plan: Plan, number: int) -> tuple[Config, Plan]:
+    """Return config and plan of a run that is one stage of another run, with its whole model."""
+    alone = replace(stage_configs(config)[number], model=config.model)
+    return alone, replace(plan.stage(number), stages=())
+
+
+def measure_costs(run: Training, seconds: float, only_steps: bool = False) -> Costs:
+    """Time the parts of a run, or its steps, on this rank; a collective. `seconds`: the budget."""
     device = run.accelerator.device
     aim = min(MEASURED_SHARE * seconds, MOST_SECONDS)
 
@@ -169,6 +187,9 @@ def measure_costs(run: Training, seconds: float) -> Costs:
 
     first, steps = time_steps(run, number)
     step = undisturbed(steps)
+    start = max(first - step, 0.0)
+    if only_steps:
+        return Costs(step=step, start=start)
     evaluation = 0.0
     for one in run.evaluations:
         evaluation += shorter(partial(measure_evaluation, run, one, aim))
@@ -178,7 +199,7 @@ def measure_costs(run: Training, seconds: float) -> Costs:
         samples = shorter(lambda: timed(write_samples, device))
     return Costs(
         step=step,
-        start=max(first - step, 0.0),
+        start=start,
         evaluation=evaluation,
         samples=samples,
         save=timed(lambda: train.save(run, must_succeed=True), device),

@@ -28,6 +28,7 @@ from accel_gpt.commands.sweep_settings import Grid, Setting
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
+from accel_gpt.config.stages import total_tokens
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import table, write_out
 from accel_gpt.data.corpus import open_corpus
@@ -154,7 +155,7 @@ class Sweep:
         if setting.name not in self.steps or self.baseline.name not in self.steps:
             return None
         mine, others = (
-            statistics.median(self.steps[one.name]) * one.config.train.tokens_per_step
+            total_tokens(one.config, int(statistics.median(self.steps[one.name])))
             for one in (setting, self.baseline)
         )
         return mine / others

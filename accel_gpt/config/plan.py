@@ -7,10 +7,18 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from accel_gpt.config.experiment import Config, LogConfig, Stage
-from accel_gpt.config.stages import Span, begins_at_once, spans, stage_configs, total_tokens
+from accel_gpt.config.stages import (
+    Span,
+    begins_at_once,
+    first_steps,
+    spans,
+    stage_configs,
+    total_tokens,
+)
 from accel_gpt.errors import UserError, require
 
 LENGTH_KEYS = ("train.max_steps", "train.max_tokens")  # keys that set the length of a run
@@ -98,6 +106,14 @@ class Budget:
 def due_steps(every: int, steps: int) -> set[int]:
     """Return the steps at which something is due every `every` steps (0: never), and the last."""
     return {*(range(every, steps + 1, every) if every else ()), steps}
+
+
+def mean_step(seconds: Sequence[float], config: Config, steps: int) -> float:
+    """Return the mean of what a step takes in each stage, as a multiple of the first stage's."""
+    edges = [*first_steps(config, steps), steps]
+    each = zip(seconds, pairwise(edges), strict=True)
+    total = sum(one * (end - first) for one, (first, end) in each)
+    return total / (steps * seconds[0])
 
 
 def token_steps(config: Config, steps: int, every: int) -> set[int]:

@@ -285,7 +285,22 @@ def final_loss(run: SeriesRun, metric: str) -> float | None:
 
 
 def seconds_per_step(run: SeriesRun) -> float:
-    """Return the median seconds of a step of a run: no evaluations, no saves."""
+    """Return the seconds of a step of a run, without evaluations and saves.
+
+    This is the median, and with stages the mean of their medians, weighted by their steps.
+    """
     metrics = read_metrics(RunFolder(run.folder).records())
-    times: list[float] = metrics.curve("perf/step_ms")[1].tolist()
-    return statistics.median(times[1:] or times) / 1000  # the first step warms up
+    steps, times = metrics.curve("perf/step_ms")
+    _, stages = metrics.curve("data/stage")
+    if len(times) > 1:  # the first step warms up
+        steps, times, stages = steps[1:], times[1:], stages[1:]
+    if not len(stages):
+        return statistics.median(times.tolist()) / 1000
+    first = 0.0
+    total = 0.0
+    for stage in sorted(set(stages.tolist())):
+        of_stage = stages == stage
+        last = float(steps[of_stage][-1])
+        total += (last - first) * statistics.median(times[of_stage].tolist())
+        first = last
+    return total / first / 1000

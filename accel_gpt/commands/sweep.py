@@ -303,4 +303,5 @@ def seconds_per_step(run: SeriesRun) -> float:
         last = float(steps[of_stage][-1])
         total += (last - first) * statistics.median(times[of_stage].tolist())
         first = last
-    return total / first / 1000
+    seconds: float = total / first / 1000
+    return seconds

@@ -1,6 +1,6 @@
 """Compare stages with runs that have none, at equal tokens, over paired seeds.
 
-    python benchmarks/stages.py [--out runs/stages] [--seeds 1,2,3,4,5] [--steps 800]
+    python benchmarks/stages.py [--out runs/stages] [--seeds 1,2,3,4,5] [--steps 300]
 
 Text: `code` is the source of Python's standard library, `docs` the documentation of the installed
 packages, as in hours.py. They share one tokenizer. Two sweeps (`accel-gpt sweep`):
@@ -51,7 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/stages"))
     parser.add_argument("--seeds", default="1,2,3,4,5")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     report = start_report()
     prepare(args.out)

@@ -295,7 +295,8 @@ def seconds_per_step(run: SeriesRun) -> float:
     if len(times) > 1:  # the first step warms up
         steps, times, stages = steps[1:], times[1:], stages[1:]
     if not len(stages):
-        return statistics.median(times.tolist()) / 1000
+        median: float = statistics.median(times.tolist())
+        return median / 1000
     first = 0.0
     total = 0.0
     for stage in sorted(set(stages.tolist())):
@@ -303,5 +304,4 @@ def seconds_per_step(run: SeriesRun) -> float:
         last = float(steps[of_stage][-1])
         total += (last - first) * statistics.median(times[of_stage].tolist())
         first = last
-    seconds: float = total / first / 1000
-    return seconds
+    return total / first / 1000

@@ -480,7 +480,6 @@ class Config(Section):
         "length of a sequence), train.micro_batch_size or train.tokens_per_step "
         "(docs/how-to/stages.md).",
         resume="free",
-        per_machine=True,
     )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -5,6 +5,7 @@ Each option says whether it may change between launches: see `Option.resume`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import LENGTH_KEYS, Budget, make_plan, reference_steps
 from accel_gpt.config.stages import spans
 from accel_gpt.config.values import build, relocated, stage_from, to_flat
-from accel_gpt.data.corpus import read_before, source_changes
+from accel_gpt.data.corpus import describe_sources, read_before, source_changes
 from accel_gpt.data.mixture import same_data
+from accel_gpt.data.sources import DataRead
 from accel_gpt.errors import CheckpointError, NewerFormatError, UserError, require
 from accel_gpt.json_files import unknown_key_message
 from accel_gpt.launcher import world_size
@@ -83,61 +85,71 @@ def stage_changes(saved: TrainState, now: TrainState) -> Differences:
         return {}
     before, after = (run_stages(state.config) for state in (saved, now))
     was, new = ([one for one in each if one.first_step < saved.step] for each in (before, after))
-    if was != new or not same_reads(saved, now):
-        key = f"stages before step {saved.step:,}"
-        return {key: (describe_stages(was), describe_stages(new))}
-    ahead = [[(one.asked, one.batch) for one in each[len(was) :]] for each in (before, after)]
+    past = f"stages before step {saved.step:,}"
+    done = [[one._replace(from_=None) for one in each] for each in (was, new)]
+    if done[0] != done[1]:
+        return {past: first_difference(*done)}
+    for edge in [read.first for read in now.data_read if 0 < read.first < saved.sequences]:
+        sources = [read_before(state.data_read, edge) for state in (saved, now)]
+        began = edge in [read.first for read in saved.data_read]
+        if not began or not same_data(*sources):
+            return {past: (describe_sources(sources[0]), describe_sources(sources[1]))}
+    ahead = [[one.asked for one in each[len(was) :]] for each in (before, after)]
+    if ahead[0] != ahead[1]:
+        return {"stages": first_difference(before[len(was) :], after[len(was) :])}
     later = [[read for read in s.data_read if read.first >= saved.sequences] for s in (saved, now)]
-    same = len(later[0]) == len(later[1]) and all(
-        same_data(one.sources, other.sources) for one, other in zip(*later, strict=True)
-    )
-    if ahead[0] != ahead[1] or not same:
-        return {"stages": (describe_stages(before), describe_stages(after))}
+    for one, other in zip_longest(*later, fillvalue=DataRead(0, [])):
+        if not same_data(one.sources, other.sources):
+            return {"stages": (describe_sources(one.sources), describe_sources(other.sources))}
     return {}
 
 
 class RunStage(NamedTuple):
-    """A stage as a checkpoint tells it."""
+    """A stage as the config of a checkpoint tells it."""
 
     first_step: int
-    batch: tuple[int, int, int]  # train.tokens_per_step, model.block_size, and that of the longest
-    asked: float | None  # `from`; None: the start of the run
+    tokens_per_step: int
+    block_size: int
+    longest: int  # block_size of all stages
+    from_: float | None  # None: the start of the run
+
+    @property
+    def asked(self) -> tuple[float | None, ...]:
+        """Return what the config says; the first step also depends on the length of the run."""
+        return (self.from_, self.tokens_per_step, self.block_size)
+
+    def __str__(self) -> str:
+        return (
+            f"from step {self.first_step:,} train.tokens_per_step {self.tokens_per_step:,} and "
+            f"model.block_size {self.block_size:,} of {self.longest:,}"
+        )
 
 
 def run_stages(values: Mapping[str, Any]) -> list[RunStage]:
     """Return the stages of a run from its dotted keys."""
     keys = (*LENGTH_KEYS, "train.tokens_per_step", "model.block_size")
-    asked = {key: values[key] for key in keys}
     stages = tuple(stage_from(stage, "in stages") for stage in values.get("stages") or ())
-    config = build(Config, {**asked, "stages": stages})
+    config = build(Config, {**{key: values[key] for key in keys}, "stages": stages})
     found = []
     for number, span in enumerate(reversed(spans(config, reference_steps(config))), start=1):
-        train, model = span.config.train, span.config.model
-        batch = (train.tokens_per_step, model.block_size, config.model.block_size)
-        first = stages[-number].from_ if number <= len(stages) else None
-        found.append(RunStage(span.first_step, batch, first))
+        found.append(
+            RunStage(
+                first_step=span.first_step,
+                tokens_per_step=span.config.train.tokens_per_step,
+                block_size=span.config.model.block_size,
+                longest=config.model.block_size,
+                from_=stages[-number].from_ if number <= len(stages) else None,
+            )
+        )
     return found[::-1]
 
 
-def describe_stages(stages: Sequence[RunStage]) -> str:
-    """Describe the first step and batch of stages; their data have names in `data.train`."""
-    return "; ".join(
-        f"step {stage.first_step:,}: train.tokens_per_step {stage.batch[0]:,}, model.block_size "
-        f"{stage.batch[1]:,} of {stage.batch[2]:,}"
-        for stage in stages
-    )
-
-
-def same_reads(saved: TrainState, now: TrainState) -> bool:
-    """Return whether each data set that a run has finished is the one that the checkpoint read."""
-    read = saved.sequences
-    began = {one.first for one in saved.data_read}
-    edges = [one.first for one in now.data_read if 0 < one.first < read]
-    return all(
-        edge in began
-        and same_data(read_before(saved.data_read, edge), read_before(now.data_read, edge))
-        for edge in edges
-    )
+def first_difference(was: Sequence[RunStage], new: Sequence[RunStage]) -> tuple[str, str]:
+    """Describe the first stage that differs between two runs."""
+    for one, other in zip_longest(was, new):
+        if one != other:
+            return str(one or "none"), str(other or "none")
+    raise AssertionError
 
 
 def is_allowed(key: str, allowed: tuple[str, ...]) -> bool:

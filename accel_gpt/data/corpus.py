@@ -477,4 +477,5 @@ def read_before(reads: Sequence[DataRead], position: int) -> list[TrainedSource]
 
 def describe_sources(sources: Sequence[TrainedSource]) -> str:
     """Describe each source by name, weight and fingerprint: `web, weight 2 (1a2b3c4d5e6f)`."""
-    return "; ".join(f"{s.name}, weight {s.weight:g} ({s.fingerprint[:12]})" for s in sources)
+    each = (f"{s.name}, weight {s.weight:g} ({s.fingerprint[:12]})" for s in sources)
+    return "; ".join(each) or "none"

@@ -4,23 +4,26 @@ Reads the config, and the index of its data if it exists; needs no torch. `cost/
 arithmetic; docs/explanation/cost.md derives it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
 from accel_gpt.commands.printing import write_report
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan, with_size
+from accel_gpt.config.plan import Plan, make_plan, with_sizes
+from accel_gpt.config.stages import stage_configs
 from accel_gpt.cost.forecast import (
+    StageWork,
     assumed_mfu,
     expected_speed,
     run_hours,
     split_tokens,
+    stage_work,
     vocabulary_size,
     with_expected_length,
 )
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
-from accel_gpt.data.sources import train_paths
+from accel_gpt.data.sources import all_train_paths, source_names, train_paths
 from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.launch.devices import (
     DEVICES,
@@ -47,26 +50,42 @@ def forecast(options: PlanCommand) -> dict[str, Any]:
     machine = make_machine(options, config)
     vocab_size, source = vocabulary_size(config)
     parameters = parameter_counts(config.model, vocab_size)
-    flops = flops_per_token(config.model, vocab_size)
-    if config.train.micro_batch_size == "auto":
-        config = with_size(config, largest_size(config, vocab_size, machine) or 1)
-    speed = expected_speed(config, flops, machine)
+    flops = flops_per_token(stage_configs(config)[0].model, vocab_size)
+    config = with_sizes(config, micro_batch_sizes(config, vocab_size, machine))
+    speed = expected_speed(config, flops, machine)  # of the first stage
     config = with_expected_length(config, speed)
     plan = make_plan(config, machine.devices)
-    config = with_size(config, plan.micro_batch_size)
-    return {
+    batches = [plan.stage(number) for number in range(len(plan.stages) or 1)]
+    config = with_sizes(config, [batch.micro_batch_size for batch in batches])
+    work = stage_work(config, plan.max_steps, vocab_size)
+    report = {
         "config": options.config,
         "machine": str(machine),
         "vocabulary": {"tokens": vocab_size, "source": source},
         "parameters": dict(parameters),
         "length": {
             "budget": options.loaded.train.budget,
-            **plan_length(config, parameters, flops, plan),
+            **plan_length(config, parameters, work, plan),
         },
         "memory": plan_memory(config, vocab_size, machine),
-        "time": speed and plan_time(options, config, flops, machine, plan, speed),
+        "time": speed and plan_time(options, config, work, machine, plan, speed),
         "disk": plan_disk(config, vocab_size, plan),
     }
+    if config.stages:
+        report["stages"] = {
+            str(number): plan_stage(config, one, batch, speed and speed * flops)
+            for number, (one, batch) in enumerate(zip(work, batches, strict=True), start=1)
+        }
+    return report
+
+
+def micro_batch_sizes(config: Config, vocab_size: int, machine: Machine) -> list[Any]:
+    """Return train.micro_batch_size of each stage: in place of `auto`, the largest that fits."""
+    sizes = []
+    for stage in stage_configs(config):
+        size = stage.train.micro_batch_size
+        sizes.append(largest_size(stage, vocab_size, machine) or 1 if size == "auto" else size)
+    return sizes
 
 
 # --------------------------------------------------------------------------- the machine
@@ -89,11 +108,12 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
 
 
 def plan_length(
-    config: Config, parameters: Mapping[str, int], flops: int, plan: Plan
+    config: Config, parameters: Mapping[str, int], work: Sequence[StageWork], plan: Plan
 ) -> dict[str, Any]:
-    """Return the steps, tokens, epochs and FLOPs of a run; `flops`: per token."""
-    tokens = plan.max_steps * plan.tokens_per_step
-    prepared = split_tokens([source.path for source in train_paths(config.data)], "train", None)
+    """Return the steps, tokens, epochs and FLOPs of a run; the batch is that of the first stage."""
+    tokens = plan.total_tokens
+    flops = sum(stage.flops for stage in work)
+    prepared = split_tokens([source.path for source in all_train_paths(config)], "train", None)
     return {
         "steps": plan.max_steps,
         "warmup_steps": plan.warmup_steps,
@@ -105,39 +125,73 @@ def plan_length(
         "tokens": tokens,
         "epochs": tokens / prepared if prepared else None,
         "tokens_per_parameter": tokens / parameters["total_unpadded"],
-        "flops_per_token": flops,
-        "flops": flops * tokens,
+        "flops_per_token": flops // tokens,
+        "flops": flops,
+    }
+
+
+def plan_stage(
+    config: Config, stage: StageWork, batch: Plan, flops_per_second: float | None
+) -> dict[str, Any]:
+    """Return the steps, the batch, the epochs of each source, and the hours of a stage."""
+    sources = train_paths(stage.config.data)
+    paths = [source.path for source in all_train_paths(config)]
+    names = dict(zip(paths, source_names(paths), strict=True))
+    weights = sum(source.weight for source in sources)
+    epochs = {}
+    for source in sources:
+        prepared = split_tokens([source.path], "train", None)
+        read = stage.tokens * source.weight / weights
+        epochs[names[source.path]] = read / prepared if prepared else None
+    return {
+        "first_step": stage.first_step,
+        "steps": stage.steps,
+        "tokens": stage.tokens,
+        "epochs": epochs,
+        "tokens_per_step": batch.tokens_per_step,
+        "micro_batch_size": batch.micro_batch_size,
+        "block_size": batch.block_size,
+        "accumulation_steps": batch.accumulation_steps,
+        "sequences": stage.steps * batch.sequences_per_step,
+        "flops_per_token": stage.flops_per_token,
+        "hours": flops_per_second and stage.flops / flops_per_second / 3600,
     }
 
 
 def plan_memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, Any]:
-    """Return the memory of one device, and whether the run fits."""
-    needed = footprint(config, vocab_size, machine)
+    """Return the memory of one device in the most demanding stage, and whether the run fits."""
+    stages = stage_configs(config)
+    needs = [footprint(stage, vocab_size, machine) for stage in stages]
+    number = max(range(len(stages)), key=lambda n: needs[n].total)
+    needed = needs[number]
     device = machine.device_bytes
     return {
+        **({"stage": number + 1} if config.stages else {}),
         "moment": needed.moment,
         "parts_gb": {part: size / 1e9 for part, size in needed.parts.items()},
         "total_gb": needed.total / 1e9,
         "device_gb": device and device / 1e9,
         "fits": machine.holds(needed.total),
-        "largest_micro_batch_size": largest_size(config, vocab_size, machine),
+        "largest_micro_batch_size": largest_size(stages[number], vocab_size, machine),
     }
 
 
 def plan_time(
     options: PlanCommand,
     config: Config,
-    flops: int,
+    work: Sequence[StageWork],
     machine: Machine,
     plan: Plan,
     speed: float,
 ) -> dict[str, Any]:
-    """Return hours and cost of a run at a speed, the tokens per second of all devices."""
+    """Return hours and cost of a run; `speed`: tokens per second of all devices in stage 1."""
+    flops = work[0].flops_per_token
+    mean_flops = sum(stage.flops for stage in work) // plan.total_tokens  # per token
     hours, evaluation_hours = run_hours(config, plan.max_steps, speed)
     device_hours = hours * machine.devices
     peak = machine.peak(config.train.matmul_precision)
     return {
-        "tokens_per_second": speed,
+        "tokens_per_second": expected_speed(config, mean_flops, machine),
         "source": f"an assumed MFU of {assumed_mfu(config):.0%}",
         "mfu": peak and mfu(speed, flops, peak, machine.devices),
         "hours": hours,
@@ -149,12 +203,12 @@ def plan_time(
 
 def plan_disk(config: Config, vocab_size: int, plan: Plan) -> dict[str, Any]:
     """Return the data that a run reads, and the checkpoints that it keeps."""
-    sequences = plan.max_steps * plan.sequences_per_step
+    sequences = plan.total_sequences
     token_bytes = 2 if vocab_size <= 65_536 else 4  # of a token in a shard, as in data/shards.py
     checkpoint_gb = checkpoint_bytes(config, vocab_size) / 1e9
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     return {
-        "data_read_gb": sequences * (plan.block_size + 1) * token_bytes / 1e9,
+        "data_read_gb": sequences * (config.model.block_size + 1) * token_bytes / 1e9,
         "checkpoint_gb": checkpoint_gb,
         "checkpoints_kept": kept,
         "checkpoints_gb": checkpoint_gb * kept,

@@ -4,19 +4,23 @@ docs/explanation/cost.md derives the formulas.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
 from accel_gpt.config.depth import tokenizer_vocab_size
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Costs
+from accel_gpt.config.plan import Costs, reference_steps
+from accel_gpt.config.stages import spans, stage_configs
 from accel_gpt.cost.memory import Machine
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
-from accel_gpt.data.sources import open_data, train_paths, val_paths
+from accel_gpt.data.sources import all_train_paths, open_data, train_paths, val_paths
 from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.model.sizes import flops_per_token
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step
 ASSUMED_MFU = 0.4  # assumption: llm.c and nanoGPT report 0.4 to 0.5 for GPT-2 on A100 and H100
@@ -68,9 +72,15 @@ def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
 
 
 def evaluated_tokens(config: Config) -> int | None:
-    """Count the tokens that an evaluation reads; None if a whole split is not prepared yet."""
-    train = [source.path for source in train_paths(config.data)]
-    val_sets = [[source.path] for source in val_paths(config.data)] or [train]
+    """Count the tokens that an evaluation reads; None if a whole split is not prepared yet.
+
+    The sources of the first stage share the tokens; those of later stages are followed, each alone.
+    """
+    train = [source.path for source in train_paths(stage_configs(config)[0].data)]
+    val_sets = [[source.path] for source in val_paths(config.data)]
+    if not val_sets:
+        later = [one.path for one in all_train_paths(config) if one.path not in train]
+        val_sets = [train, *([path] for path in later)]
     splits = [split_tokens(train, "train", config.eval.train_tokens)]
     splits += [split_tokens(folders, "val", config.eval.tokens) for folders in val_sets]
     known = [tokens for tokens in splits if tokens is not None]
@@ -97,6 +107,46 @@ def split_tokens(folders: Sequence[str], split: str, limit: int | None) -> int |
 # --------------------------------------------------------------------------- speed and hours
 
 
+class StageWork(NamedTuple):
+    """What a stage of a run computes."""
+
+    config: Config  # of the stage
+    first_step: int  # steps that are complete when it begins
+    steps: int
+    flops_per_token: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that the stage trains on."""
+        return self.steps * self.config.train.tokens_per_step
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of the stage."""
+        return self.tokens * self.flops_per_token
+
+
+def stage_work(config: Config, steps: int, vocab_size: int) -> list[StageWork]:
+    """Return what each stage of a run of `steps` steps computes; one if there are no stages."""
+    stages = spans(config, steps)
+    edges = [*(stage.first_step for stage in stages), steps]
+    found = []
+    for stage, (first, end) in zip(stages, pairwise(edges), strict=True):
+        flops = flops_per_token(stage.config.model, vocab_size)
+        found.append(StageWork(stage.config, first, end - first, flops))
+    return found
+
+
+def mean_step(config: Config) -> float:
+    """Return the mean FLOPs of a step, as a multiple of those of a step of the first stage."""
+    if not config.stages:
+        return 1.0
+    steps = reference_steps(config)
+    stages = stage_work(config, steps, vocabulary_size(config)[0])
+    first = stages[0].config.train.tokens_per_step * stages[0].flops_per_token
+    return sum(stage.flops for stage in stages) / steps / first
+
+
 def assumed_mfu(config: Config) -> float:
     """Return the MFU that the forecasts assume."""
     if config.train.activation_checkpointing == "blocks":
@@ -113,13 +163,16 @@ def expected_speed(config: Config, flops_per_token: int, machine: Machine) -> fl
 
 
 def expected_costs(config: Config, tokens_per_second: float) -> Costs:
-    """Return the seconds of a step and of the evaluations at a speed.
+    """Return the seconds of a step and of the evaluations at the speed of the first stage.
 
     Leaves out the start, saves, samples and HellaSwag, and evaluations whose length is unknown.
+    Steps of later stages take as much longer as they have more FLOPs.
     """
+    first = stage_configs(config)[0]
     return Costs(
-        step=config.train.tokens_per_step / tokens_per_second,
+        step=first.train.tokens_per_step / tokens_per_second,
         evaluation=FORWARD_SHARE * (evaluated_tokens(config) or 0) / tokens_per_second,
+        mean=mean_step(config),
     )
 
 

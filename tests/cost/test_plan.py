@@ -271,4 +271,73 @@ def test_every_split_that_is_evaluated_counts(corpus: Path, tmp_path: Path) -> N
     assert tokens(*sets, "--eval.tokens", "null") == train + 2 * val
     away = ("--data.val", str(tmp_path / "away"))
     assert tokens(*away) == 512 + 512
+    added = ("--stages", "[{from: 0.5, data.train: data/added}]")  # followed from the start
+    assert tokens(*added) == 512 + 2 * 512
+    assert tokens(*added, *sets) == 512 + 2 * 512
     assert tokens(*away, "--eval.tokens", "null") is None
+
+
+# --------------------------------------------------------------------------- stages
+
+STAGED = """
+data: {{train: {data}}}
+model: {{n_layer: 2, n_head: 2, n_embd: 64, block_size: 32, position: rope}}
+train: {{max_steps: 40, tokens_per_step: 1024, micro_batch_size: 4}}
+eval: {{every: 40, tokens: 512}}
+stages:
+  - {{from: 10, train.tokens_per_step: 4096}}
+  - {{from: 0.5, model.block_size: 128, data.train: [{{path: {data}, weight: 3}}, {{path: away}}]}}
+"""
+
+
+@pytest.fixture
+def staged(corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "staged.yaml"
+    path.write_text(STAGED.format(data=corpus))
+    return path
+
+
+def test_each_stage_has_a_part_and_the_run_is_their_sum(
+    staged: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = plan(capsys, staged, "--gpu", "h100")
+    stages = [*report["stages"].values()]
+    assert [stage["first_step"] for stage in stages] == [0, 10, 20]
+    assert [stage["steps"] for stage in stages] == [10, 10, 20]
+    assert [stage["tokens"] for stage in stages] == [10 * 1024, 10 * 4096, 20 * 4096]
+    assert [stage["sequences"] for stage in stages] == [10 * 32, 10 * 128, 20 * 32]
+    train = open_split(corpus, "train").tokens
+    assert stages[2]["epochs"] == {corpus.name: 20 * 4096 * 3 / 4 / train, "away": None}
+    # 12 L H D more FLOPs for each token further
+    assert stages[2]["flops_per_token"] == stages[0]["flops_per_token"] + 12 * 2 * 64 * 96
+    length = report["length"]
+    assert length["tokens"] == sum(stage["tokens"] for stage in stages)
+    assert length["flops"] == sum(one["tokens"] * one["flops_per_token"] for one in stages)
+    hours = report["time"]["hours"] - report["time"]["evaluation_hours"]
+    assert hours == pytest.approx(sum(stage["hours"] for stage in stages))
+    assert report["time"]["tokens_per_second"] == pytest.approx(
+        length["tokens"] / 3600 / hours, rel=1e-5
+    )
+    assert report["disk"]["data_read_gb"] == length["tokens"] // 128 * 129 * 2 / 1e9
+    assert "stages" not in plan(capsys, staged, "--stages", "[]")
+
+
+def test_memory_is_that_of_the_most_demanding_stage(
+    staged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, staged, "--gpu", "h100")
+    alone = plan(capsys, staged, "--gpu", "h100", "--stages", "[]", "--model.block_size", "128")
+    assert found["memory"]["stage"] == 3
+    assert found["memory"]["total_gb"] == pytest.approx(alone["memory"]["total_gb"], rel=1e-2)
+    first = "[{from: 0.5, train.micro_batch_size: 1}]"
+    assert plan(capsys, staged, "--gpu", "h100", "--stages", first)["memory"]["stage"] == 1
+    auto = plan(capsys, staged, "--gpu", "h100", "--train.micro_batch_size", "auto")
+    sizes = [stage["micro_batch_size"] for stage in auto["stages"].values()]
+    assert sizes == [32, 128, 32]  # each step is one micro-step
+
+
+def test_a_budget_is_spent_on_all_stages(staged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = ("--train.max_steps", "null", "--train.budget", "10m")
+    report = plan(capsys, staged, "--gpu", "t4", *budget)
+    steps = sum(stage["hours"] for stage in report["stages"].values())
+    assert 0.9 * 600 < 3600 * (steps + report["time"]["evaluation_hours"]) <= 600

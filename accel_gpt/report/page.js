@@ -64,14 +64,11 @@ function smoothed(values, share) {
 /** The values of the chosen clock of a run at some steps; null if it is unknown. */
 function clockOf(owner, steps) {
   if (view.clock === "step") return steps;
-  const values = owner.clock[view.clock === "flops" ? "tokens" : view.clock];
-  const factor = view.clock === "flops" ? owner.flops_per_token : 1;
-  if (!values || !factor) return null;
-  return steps.map((step) => interpolate(step, owner.clock.step, values) * factor);
+  const values = owner.clock[view.clock];
+  return values ? steps.map((step) => interpolate(step, owner.clock.step, values)) : null;
 }
 
-const hasClock = (name) => data.runs.some((run) =>
-  name === "step" || (run.clock[name === "flops" ? "tokens" : name] && (name !== "flops" || run.flops_per_token)));
+const hasClock = (name) => data.runs.some((run) => name === "step" || run.clock[name]);
 
 // ---------------------------------------------------------------- scales
 
@@ -207,7 +204,8 @@ function draw(plot) {
   const log = view.range === "log" || panel.log;
   const shown = lines(panel, log);
   const range = domain(), { low, high, above } = extent(panel, shown, range, log);
-  const probe = scale(low, high, height - 26, 10, log), yTicks = probe.ticks(height / 46).filter((t) => t >= low && t <= high);
+  const top = !many && data.runs[0].stages.length ? 24 : 10; // the names of stages take a row
+  const probe = scale(low, high, height - 26, top, log), yTicks = probe.ticks(height / 46).filter((t) => t >= low && t <= high);
   const left = 12 + 7 * Math.max(2, ...formatTicks(yTicks).map((text) => text.length));
   const x = scale(range[0], range[1], left, width - 14, view.logX), y = probe;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: "0", role: "img", "aria-label": `${panel.title}, ${shown.length} curves` });
@@ -215,6 +213,7 @@ function draw(plot) {
   make("rect", { x: left, y: 4, width: width - 8 - left, height: height - 30 }, make("clipPath", { id: clip }, svg));
   axes(svg, x, y, yTicks, { left, width, height, range, wide });
   const inside = make("g", { "clip-path": `url(#${clip})` }, svg);
+  stages(inside, x, range, { left, right: width - 14, bottom: height - 26 });
   marks(inside, panel, x, range, height);
   for (const line of shown) {
     const d = line.xs.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(line.ys[i]).toFixed(1)}`).join("");
@@ -247,6 +246,33 @@ function axes(svg, x, y, yTicks, { left, width, height, range, wide }) {
     make("text", { x: middle, y: height - 8, "text-anchor": "middle" }, axis, text);
     free = middle + half + 8;
   }
+}
+
+/** Bands with labels at the stages of one run, or a line at the begin of each later stage of several. */
+function stages(inside, x, range, { left, right, bottom }) {
+  data.runs.forEach((run, number) => {
+    const at = clockOf(run, run.stages.map((stage) => stage.step));
+    if (!at || hidden.has(`run/${number}`)) return;
+    const edge = (i) => (i < at.length && at[i] < range[1] ? (i && at[i] > range[0] ? x(at[i]) : left) : right);
+    run.stages.forEach((stage, i) => {
+      const from = edge(i), to = edge(i + 1), middle = (from + to) / 2;
+      if (to <= from) return;
+      if (many) {
+        if (from > left)
+          make("title", {}, make("line", { class: `mark edge c${number % 8}`, x1: from, x2: from, y1: 4, y2: bottom }, inside), `${run.name}: ${stage.text}`);
+        return;
+      }
+      if (i % 2) make("rect", { class: "band", x: from, width: to - from, y: 4, height: bottom - 4 }, inside);
+      const label = [stage.label, String(i + 1)].find((text) => 6.5 * text.length + 6 < to - from);
+      if (label) make("text", { class: "stage", x: middle, y: 16, "text-anchor": "middle" }, inside, label);
+    });
+  });
+}
+
+/** What the stage of one run sets, whose band lies at a value of the clock. */
+function stageAt(at) {
+  const run = data.runs[0], edges = many ? null : clockOf(run, run.stages.map((stage) => stage.step));
+  return run.stages[edges ? edges.filter((edge, i) => !i || edge < at).length - 1 : -1]?.text;
 }
 
 function marks(inside, panel, x, range, height) {
@@ -318,6 +344,7 @@ function tip(plot, at) {
   const box = plot.tip = make("div", { class: "tip" }, plot.canvas);
   const rows = plot.shown.filter((line) => !line.quiet);
   make("div", { class: "when" }, box, when(at));
+  if (stageAt(at)) make("div", { class: "when" }, box, stageAt(at));
   for (const line of rows) {
     const i = nearest(line.xs, at);
     if (plot.x(line.xs[i]) < plot.left - 1 || at < line.xs[0] || at > line.xs[line.xs.length - 1] * 1.02) continue;

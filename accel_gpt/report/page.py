@@ -95,6 +95,10 @@ def explain_curves(runs: Sequence[NamedRun]) -> list[str]:
             "Dashed vertical lines: resumes. Red triangles: skipped updates. Orange triangles: "
             "loss spikes."
         )
+    if len(runs) == 1 and runs[0].stages:
+        notes.append(f"Bands: {'; '.join(stage.text for stage in runs[0].stages)}.")
+    elif any(run.stages for run in runs):
+        notes.append("Dotted vertical lines in the color of a run: its stages.")
     if not same_tokenizer(runs):
         notes.append(
             "The runs have different tokenizers. Compare their bits per byte, not their losses in "
@@ -127,8 +131,9 @@ def final_results(run: NamedRun) -> list[Result]:
     metrics = run.metrics
     results: list[Result] = []
     steps, losses = metrics.curve("eval/val_loss")
-    losses = losses[steps > 0]  # without the loss that the run began with
-    steps = steps[steps > 0]
+    counted = run.in_last_stage(steps) & (steps > 0)  # without the loss that the run began with
+    losses = losses[counted]
+    steps = steps[counted]
     if len(losses):
         i = int(losses.argmin())
         best = int(steps[i])

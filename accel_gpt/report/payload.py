@@ -1,6 +1,7 @@
 """Convert the metrics of runs to the JSON data that `page.js` draws.
 
-    runs        [{name, clock {step, tokens, seconds}, flops_per_token, marks [{step, kind, text}]}]
+    runs        [{name, clock {step, tokens, flops, seconds}, marks [{step, kind, text}],
+                  stages [{step, label, text}]}]
     panels      [{name, title, unit, log, smooth, low, zero,
                   curves [{run, key, name, label, color, style, s, v, ms, m}]}]
 
@@ -89,9 +90,12 @@ def payload(runs: Sequence[NamedRun]) -> dict[str, Any]:
         "runs": [
             {
                 "name": run.name,
-                "clock": clock_entry(run.metrics),
-                "flops_per_token": run.flops_per_token,
+                "clock": clock_entry(run),
                 "marks": all_marks(run)[:MOST_MARKS],
+                "stages": [
+                    {"step": stage.first_step, "label": stage.label, "text": stage.text}
+                    for stage in run.stages
+                ],
             }
             for run in runs
         ],
@@ -119,11 +123,19 @@ def further_plots(runs: Sequence[NamedRun]) -> list[Plot]:
     return plots
 
 
-def clock_entry(metrics: Metrics) -> dict[str, Any]:
-    """Return the known clocks (step, tokens, seconds) at up to `MOST_POINTS` records."""
+def clock_entry(run: NamedRun) -> dict[str, Any]:
+    """Return the known clocks (step, tokens, FLOPs, seconds) at up to `MOST_POINTS` records."""
+    metrics = run.metrics
+    rates = np.array(run.stage_flops())[run.stage_of(metrics.steps)]
+    flops = np.cumsum(np.diff(metrics.tokens, prepend=0) * rates)
     last = max(len(metrics.steps) - 1, 0)
     kept = np.unique(np.linspace(0, last, MOST_POINTS).astype(int))
-    clocks = {"step": metrics.steps, "tokens": metrics.tokens, "seconds": metrics.seconds}
+    clocks = {
+        "step": metrics.steps,
+        "tokens": metrics.tokens,
+        "flops": flops,
+        "seconds": metrics.seconds,
+    }
     entry = {}
     for name, values in clocks.items():
         if len(values) and np.isfinite(values).all():

@@ -28,6 +28,10 @@ def loss_curves(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     axes = figure.add_subplot()
     style_axes(axes, "loss, nats per token")
     axes.set_xlabel("tokens", fontsize=14, color=INK)
+    steps, stages = metrics.curve("data/stage")
+    for step in steps[:-1][np.diff(stages) != 0]:  # the last one of each stage but the last
+        edge = float(np.interp(step, metrics.steps, metrics.tokens))
+        axes.axvline(edge, color="#b0b0b0", linewidth=1, linestyle=":")
     late: list[Floats] = []  # values after the first drop
     steps, losses = metrics.curve("train/loss")
     if len(losses):

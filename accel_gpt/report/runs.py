@@ -1,14 +1,33 @@
 """Open the runs of a report, each with its name, state and resumes."""
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from accel_gpt.errors import UserError
-from accel_gpt.report.curves import Metrics, read_metrics
-from accel_gpt.runs.folder import RunFolder, is_number
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from accel_gpt.config.experiment import Config
+from accel_gpt.config.plan import StageBatch
+from accel_gpt.config.values import build
+from accel_gpt.errors import AccelGPTError, UserError
+from accel_gpt.model.sizes import training_flops
+from accel_gpt.report.curves import Floats, Metrics, read_metrics
+from accel_gpt.runs.folder import RunFolder, is_number, number
+
+
+class RunStage(NamedTuple):
+    """A stage of a run."""
+
+    first_step: int  # steps that are complete when it begins
+    block_size: int
+    label: str  # `2: best`, with the first source that it sets; else `stage 2`
+    text: str  # `stage 2 from step 900: model.block_size 4096`
 
 
 class NamedRun(RunFolder):
@@ -52,6 +71,43 @@ class NamedRun(RunFolder):
         flops = self.last_launch("model", "flops_per_token")
         return float(flops) if is_number(flops) and flops > 0 else None
 
+    @cached_property
+    def stages(self) -> Sequence[RunStage]:
+        """Return the stages of the last launch, ascending; none if the config has none."""
+        try:
+            batches = msgspec.convert(self.last_launch("plan", "stages"), list[StageBatch])
+            settings = msgspec.convert(self.config.get("stages"), list[dict[str, Any]])
+        except msgspec.ValidationError:  # there are none, or a file was edited by hand
+            return ()
+        if len(batches) == len(settings) + 1:
+            settings.insert(0, {})  # the config's own values begin the run
+        each = enumerate(zip(batches, settings, strict=False), start=1)
+        return [describe_stage(n, batch, options) for n, (batch, options) in each]
+
+    def stage_of(self, steps: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return the index in `stages` of the stage that made each of `steps`; 0 without stages."""
+        firsts = [stage.first_step for stage in self.stages]
+        return np.maximum(np.searchsorted(firsts, steps) - 1, 0)
+
+    def in_last_stage(self, steps: Floats) -> npt.NDArray[np.bool_]:
+        """Return which steps the stage of the last of `steps` made: losses compare only there."""
+        return np.equal(self.stage_of(steps), self.stage_of(steps[-1:]))
+
+    def stage_flops(self) -> list[float]:
+        """Return the FLOPs per token of each stage, as `Speed.flops_at`; one without stages."""
+        whole = self.flops_per_token or math.nan
+        functions = self.last_launch("code", "functions")
+        if not self.stages or (isinstance(functions, list) and "model" in functions):
+            return [whole] * max(len(self.stages), 1)
+        given = {key: value for key, value in self.config.items() if key.startswith("model.")}
+        try:
+            model = build(Config, given).model
+        except AccelGPTError:  # a file was edited by hand
+            return [whole] * len(self.stages)
+        longest = training_flops(model, 0)
+        shorter = [replace(model, block_size=stage.block_size) for stage in self.stages]
+        return [whole - longest + training_flops(one, 0) for one in shorter]
+
     def resumes(self) -> list[int]:
         """Return the steps at which the run was resumed, ascending.
 
@@ -85,3 +141,29 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
+
+
+def describe_stage(n: int, batch: StageBatch, options: Mapping[str, Any]) -> RunStage:
+    """Return stage `n` of a run; `options`: its entry in the config."""
+    label = f"stage {n}"
+    texts = []
+    for key, value in options.items():
+        shown = value
+        if key == "data.train":
+            sources = by_weight(value)
+            label = f"{n}: {next(iter(sources), '')}"
+            shown = " + ".join(f"{name} {weight}".strip() for name, weight in sources.items())
+        if key != "from":
+            texts.append(f"{key} {shown}")
+    text = f"stage {n} from step {batch.first_step:,}"
+    text += f": {', '.join(texts)}" if texts else ""
+    return RunStage(batch.first_step, batch.block_size, label, text)
+
+
+def by_weight(train: object) -> dict[str, object]:
+    """Return the weights of the sources of data.train by name, the largest first."""
+    if not isinstance(train, list):
+        return {Path(str(train)).name: ""}
+    sources = [one for one in train if isinstance(one, Mapping)]
+    sources.sort(key=lambda one: number(one.get("weight", 1)), reverse=True)
+    return {Path(str(one.get("path"))).name: one.get("weight", 1) for one in sources}

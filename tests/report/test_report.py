@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_gpt import cli
-from accel_gpt.config.experiment import OptimConfig
+from accel_gpt.config.experiment import OptimConfig, Stage
 from accel_gpt.console import run_main
 from accel_gpt.files import locked_file
 from accel_gpt.report.curves import read_metrics
+from accel_gpt.report.page import final_results
 from accel_gpt.report.payload import MOST_POINTS, all_marks, thin
+from accel_gpt.report.plots import loss_curves
 from accel_gpt.report.runs import open_runs
 from accel_gpt.runs.folder import PROMPT_END, RunFolder
 from tests.helpers.runs import LAUNCH, make_run, record
@@ -78,7 +80,7 @@ def test_the_page_shows_what_ran_and_how_far_it_got(tmp_path: Path) -> None:
     curves = data["panels"][0]["curves"]
     assert [curve["key"] for curve in curves] == ["train/loss", "eval/train_loss", "eval/val_loss"]
     assert data["runs"][0]["clock"]["tokens"][-1] == 40 * 256
-    assert data["runs"][0]["flops_per_token"] == 200_000
+    assert data["runs"][0]["clock"]["flops"][-1] == 40 * 256 * 200_000
 
 
 def test_nothing_is_fetched_and_only_our_script_runs(tmp_path: Path) -> None:
@@ -279,3 +281,74 @@ def test_losses_of_different_tokenizers_are_not_ranked(tmp_path: Path) -> None:
     longer = run("bpe_longer", "b" * 64, loss=4.5, bits=1.95)
     assert marked(chars, bpe) == {"2.16"}
     assert marked(bpe, longer) == {"4.5000"}
+
+
+# --------------------------------------------------------------------------- stages
+
+BEST = [{"path": "data/web", "weight": 0.3}, {"path": "data/best", "weight": 0.7}]
+STAGES = (
+    Stage(10, {"train.tokens_per_step": 512}),
+    Stage(0.75, {"data.train": BEST, "model.block_size": 8}),
+)
+
+
+def staged(folder: Path, **plan: Any) -> Path:
+    """Write a run of 40 steps with three stages."""
+    batches = [{"first_step": first, "block_size": 32} for first in (0, 10)]
+    batches.append({"first_step": 30, "block_size": 8})
+    planned = [{**batch, "micro_batch_size": 4, "accumulation_steps": 1} for batch in batches]
+    launch = {**LAUNCH, "plan": {**LAUNCH["plan"], "stages": planned, **plan}}
+    return make_run(folder, launches=[launch], stages=STAGES)
+
+
+def test_stages_are_bands_of_one_run_and_lines_of_several(tmp_path: Path) -> None:
+    run = staged(tmp_path / "run")
+    text = page(run)
+    assert drawn(text)["runs"][0]["stages"] == [
+        {"step": 0, "label": "stage 1", "text": "stage 1 from step 0"},
+        {
+            "step": 10,
+            "label": "stage 2",
+            "text": "stage 2 from step 10: train.tokens_per_step 512",
+        },
+        {
+            "step": 30,
+            "label": "3: best",
+            "text": "stage 3 from step 30: data.train best 0.7 + web 0.3, model.block_size 8",
+        },
+    ]
+    assert "Bands: stage 1 from step 0; stage 2 from step 10: train.tokens_per_step 512;" in text
+    plain = make_run(tmp_path / "plain")
+    assert report(run, plain, "--out", tmp_path / "both.html") == 0
+    both = (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "Dotted vertical lines in the color of a run: its stages." in both
+    assert [len(one["stages"]) for one in drawn(both)["runs"]] == [3, 0]
+    assert "Bands: " not in page(plain)
+
+
+@pytest.mark.parametrize("stages", [None, "x", [1], [{"first_step": "x"}]])
+def test_stages_of_an_edited_run_are_left_out(tmp_path: Path, stages: Any) -> None:
+    assert drawn(page(staged(tmp_path / "run", stages=stages)))["runs"][0]["stages"] == []
+
+
+def test_flops_and_best_losses_are_those_of_the_stage(tmp_path: Path) -> None:
+    run = staged(tmp_path / "run")
+    flops = drawn(page(run))["runs"][0]["clock"]["flops"]
+    shorter = 200_000 - 12 * 2 * 32 * 24  # 12 L H D for each of 24 tokens
+    assert flops[-1] == 256 * (30 * 200_000 + 10 * shorter)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[19]["eval/val_loss"] = 0.5  # of step 20: another length, so no better loss
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    [opened] = open_runs([str(run)])
+    assert final_results(opened)[0].step == 40
+
+
+def test_the_picture_has_a_line_at_the_end_of_a_stage(tmp_path: Path) -> None:
+    pictures = []
+    for edge in (None, 99, 20):  # step after which the second stage begins
+        records = [record(step) for step in range(1, 41)]
+        for one in records if edge else ():
+            one["data/stage"] = 1 + (one["step"] > (edge or 0))
+        loss_curves(records, tmp_path / "loss.png")
+        pictures.append((tmp_path / "loss.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]

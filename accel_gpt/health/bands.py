@@ -30,6 +30,7 @@ SAME = (
     "train.max_steps",
     "train.max_tokens",
     "train.budget",
+    "stages",
 )
 
 

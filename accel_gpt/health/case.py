@@ -117,6 +117,15 @@ class Case:
         steps, values = self.metrics.curve(key)
         return steps[steps > 0], values[steps > 0]
 
+    def in_last_stage(self, key: str) -> tuple[Floats, Floats]:
+        """Return steps and values of a metric after step 0, of the stage of the last value.
+
+        Another length, batch or mixture changes losses and updates by itself.
+        """
+        steps, values = self.after_start(key)
+        here = self.run.in_last_stage(steps)
+        return steps[here], values[here]
+
     def recorded(self, *keys: str) -> float:
         """Return a number in the last launch of run.json; NaN if there is none."""
         return number(self.run.last_launch(*keys))

@@ -49,11 +49,11 @@ class EvaluatedTokens:
 
 
 def evaluated_tokens(corpus: Corpus, block_size: int) -> EvaluatedTokens:
-    """Read the sequences of the validation splits of a run."""
+    """Read the sequences whose mean loss is eval/val_loss, not those that are only followed."""
     rows: list[npt.NDArray[np.int64]] = []
     weights: list[Floats] = []
     sizes: list[Floats] = []
-    sources = corpus.evaluated["val"]
+    sources = [source for source in corpus.evaluated["val"] if source.share]
     total_share = sum(source.share for source in sources)
     for source in sources:
         positions = eval_sequences(source.split, block_size, source.tokens).tolist()

@@ -11,6 +11,7 @@ import numpy as np
 
 from accel_gpt.config.depth import BATCH_EXPONENT, REFERENCE_BATCH, REFERENCE_STEPS
 from accel_gpt.config.plan import plural
+from accel_gpt.config.stages import stage_configs, total_tokens
 from accel_gpt.health.bands import compare_with_band
 from accel_gpt.health.case import Above, Below, Case, Line, Unknown
 from accel_gpt.model.sizes import parameter_counts
@@ -105,7 +106,7 @@ def leak(case: Case, line: Line) -> None:
 
 def fit(case: Case, line: Line) -> None:
     """Compare val and train loss, and the text with the size of the model."""
-    steps, val = case.after_start("eval/val_loss")
+    steps, val = case.in_last_stage("eval/val_loss")
     train = case.last("eval/train_loss")
     parameters = case.recorded("model", "parameters")
     tokens = float(case.metrics.tokens[-1]) if len(case.metrics.tokens) else math.nan
@@ -121,7 +122,8 @@ def fit(case: Case, line: Line) -> None:
     spread = "" if error is None else f" ± {error:.3f}"
     line.figure = f"val {val[-1]:.3f}{spread}, train {train:.3f}"
     best = int(val.argmin())
-    facts.insert(0, f"lowest val {val[best]:.3f} at step {steps[best]:,.0f}")
+    of_stage = " of the stage" if case.run.stages else ""
+    facts.insert(0, f"lowest val{of_stage} {val[best]:.3f} at step {steps[best]:,.0f}")
     line.compared = "; ".join(facts)
     risen = val[-1] / val[best] - 1
     line.judge(
@@ -131,12 +133,16 @@ def fit(case: Case, line: Line) -> None:
         "fewer epochs",
     )
     _, trained = case.after_start("eval/train_loss")
+    _, val = case.after_start("eval/val_loss")
     if len(trained) == len(val) and risen <= VAL_RISEN.look:
         gaps = (val - trained) / trained
         todo = "the train text is learned by heart: use more text or dropout"
         line.judge(float(gaps[-1] - gaps[0]), GAP, todo)
     _, losses = case.after_start("train/loss")
-    if case.config.model.dropout > 0 and len(losses) and train > 0:
+    stages = stage_configs(case.config)
+    present = stages[: int(case.run.stage_of(case.run.last_step)) + 1][-1]
+    same_data = present.data == stages[0].data  # eval/train_loss is of the first stage's data
+    if case.config.model.dropout > 0 and len(losses) and train > 0 and same_data:
         cost = float(losses[-LEAST_LOSSES:].mean()) / train - 1
         line.judge(cost, DROPOUT_COST, f"dropout costs {cost:.0%} of the loss: lower it")
     judge_embeddings(case, line)
@@ -204,14 +210,15 @@ def judge_schedule(case: Case, line: Line) -> None:
 def judge_fall(case: Case, line: Line, end: float) -> None:
     """Judge how far and how fast the train loss falls to `end`."""
     steps, losses = case.metrics.curve("train/loss")
-    exponent = fall_exponent(steps, losses, 2 * case.warmup_steps)
+    first = case.run.stage_of(steps) == 0  # a later stage may change the loss at once
+    exponent = fall_exponent(steps[first], losses[first], 2 * case.warmup_steps)
     if exponent is not None:
         line.figure += f", as step^{-exponent:.2f}"
         line.judge(exponent, FAST, "no text is learned this fast: check targets")
-    rise, step = rise_of(steps, losses)
+    rise, step = rise_of(*case.in_last_stage("train/loss"))
     if rise > TRAIN_RISEN.look:
         todo = "lower optim.lr"
-        _, evaluated = case.after_start("eval/train_loss")
+        _, evaluated = case.in_last_stage("eval/train_loss")
         if len(evaluated) and evaluated[-1] < (1 + TRAIN_RISEN.look) * evaluated.min():
             todo = "its evaluation does not, so the two losses differ: check loss() of --code"
         line.judge(rise, TRAIN_RISEN, f"it has risen by {rise:.0%} since step {step:,.0f}: {todo}")
@@ -259,7 +266,8 @@ def jump_at(case: Case, step: int) -> float:
         steps, sizes = case.metrics.curve(key)
         rates = np.interp(steps, *schedule)
         sizes = np.divide(sizes, rates, out=np.zeros_like(sizes), where=rates > 0)
-        before = sizes[steps <= step][-LEAST_LOSSES:]
+        stages = case.run.stage_of(steps)
+        before = sizes[(steps <= step) & (stages == case.run.stage_of(step + 1))][-LEAST_LOSSES:]
         after = sizes[steps > step][:1]
         if key != LEAST and len(before) == LEAST_LOSSES and len(after) and before.min() > 0:
             # of two references the kinder: updates shrink by themselves in the first steps
@@ -323,7 +331,10 @@ def judge_batch(case: Case, line: Line) -> None:
     """Compare the batch with the best one for the length of the run, as `model.depth` does."""
     sizes = ("world_size", "micro_batch_size", "block_size", "accumulation_steps")
     batch = math.prod(case.recorded("plan", size) for size in sizes)
-    tokens = batch * case.recorded("plan", "max_steps")
+    steps = case.run.max_steps or 0
+    if case.run.stages and steps:
+        batch = total_tokens(case.config, steps) / steps  # the mean over all stages
+    tokens = batch * steps
     if not tokens > 0:
         return
     best = REFERENCE_BATCH * (tokens / (REFERENCE_BATCH * REFERENCE_STEPS)) ** BATCH_EXPONENT

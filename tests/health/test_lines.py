@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel_gpt.config.experiment import CheckpointConfig, Config, OptimConfig
+from accel_gpt.config.experiment import CheckpointConfig, Config, OptimConfig, Stage, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.health import bands
 from accel_gpt.health.case import Case, Line
@@ -305,6 +305,72 @@ def test_a_batch_far_below_the_best_is_looked_at(tmp_path: Path) -> None:
     line = examine(tmp_path, launches=[launch(plan=plan)])["rates"]
     assert line.verdict == "look"
     assert line.compared.startswith("32 tokens a step, 0.6% of the best")
+
+
+STAGES = (Stage(200, {"train.tokens_per_step": 12288}), Stage(0.75, {"data.train": "harder"}))
+
+
+def staged() -> Launch:
+    """Return a launch of a run with `STAGES`."""
+    batch = {"block_size": 128, "micro_batch_size": 32, "accumulation_steps": 1}
+    larger = {**batch, "accumulation_steps": 3}
+    stages = [{"first_step": 0, **batch}]
+    stages += [{"first_step": first, **larger} for first in (200, 300)]
+    return launch(plan={**launch()["plan"], "stages": stages})
+
+
+def test_what_a_stage_changes_at_once_is_no_fault(tmp_path: Path) -> None:
+    """Losses and updates jump at the edges, and a resume at an edge is no lost optimizer."""
+    rows = records()
+    for row in rows:
+        if row["step"] > 200:
+            row["train/update_ratio/wte"] *= 2
+            row["train/update_ratio/blocks.mlp"] *= 2
+        for key in ("train/loss", "eval/train_loss", "eval/val_loss"):
+            if key in row and row["step"] > 300:
+                row[key] += 0.3
+    launches = [launch(), {**launch(), "step": 200}]
+    assert set(flagged(examine(tmp_path / "without", rows=rows, launches=launches))) >= {
+        *("fit", "curve")
+    }
+    config = {"stages": STAGES, "train": TrainConfig(tokens_per_step=4096, max_steps=STEPS)}
+    launches = [launch(), {**staged(), "step": 200}]
+    lines = examine(tmp_path / "with", rows=rows, launches=launches, **config)
+    assert flagged(lines) == {}
+    assert "lowest val of the stage" in lines["fit"].compared
+    assert "8,192 tokens a step" in lines["rates"].compared  # the mean of 4,096 and 12,288
+
+
+def test_a_loss_that_falls_at_an_edge_tells_no_exponent(tmp_path: Path) -> None:
+    rows = changed("train/loss", lambda step, loss: loss * (0.4 if step > 200 else 1))
+    assert flagged(examine(tmp_path / "without", rows=rows))["curve"] == "look"
+    lines = examine(tmp_path / "with", rows=rows, launches=[staged()], stages=STAGES)
+    assert lines["curve"].verdict == "fine"
+
+
+def test_dropout_is_not_judged_by_the_loss_of_other_data(tmp_path: Path) -> None:
+    rows = changed("train/loss", lambda step, loss: loss + (step > 300))
+    model = ModelConfig(**SHAPE, dropout=0.1)
+    verdicts = []
+    for number, last in enumerate(({"data.train": "harder"}, {"train.micro_batch_size": 1})):
+        stages = (STAGES[0], Stage(0.75, last))
+        folder = tmp_path / str(number)
+        lines = examine(folder, rows=rows, launches=[staged()], stages=stages, model=model)
+        verdicts.append(lines["fit"].verdict)
+    assert verdicts == ["fine", "look"]
+
+
+def test_a_fault_within_a_stage_is_one(tmp_path: Path) -> None:
+    def risen(step: int, loss: float) -> float:
+        return loss + max(0, step - 320) / 200
+
+    rows = changed("train/loss", risen)
+    for row in rows:
+        if "eval/val_loss" in row:
+            row["eval/val_loss"] = risen(row["step"], row["eval/val_loss"])
+    config = {"stages": STAGES, "train": TrainConfig(tokens_per_step=4096, max_steps=STEPS)}
+    found = flagged(examine(tmp_path, rows=rows, launches=[staged()], **config))
+    assert {*found} == {"fit", "curve"}
 
 
 def test_a_run_that_stopped_early_is_told(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from accel_gpt.config.data import DataConfig, PrepareConfig, Weighted
-from accel_gpt.config.experiment import Config, EvalConfig
+from accel_gpt.config.experiment import Config, EvalConfig, Stage, TrainConfig
 from accel_gpt.config.model import ModelConfig
 from accel_gpt.data.corpus import open_corpus
 from accel_gpt.health import text, windows
@@ -197,3 +197,24 @@ def test_shapes_of_windows_follow_the_bytes_of_a_token(corpus: Path) -> None:
     assert text.window_length(val, 1024) == pytest.approx(200, abs=3)
     assert text.window_length(replace(val, bytes=4 * val.bytes), 1024) == 50
     assert text.window_length(replace(val, bytes=np.full(len(val.bytes), np.nan)), 1024) == 50
+
+
+def test_the_text_of_the_val_loss_is_counted_not_what_is_followed(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """All stages count in the train text; eval/val_loss is that of the config's own data.train."""
+    added = data_folder(tmp_path, documents(40), documents(8, first=1))
+    own = config_of(DataConfig(train=str(corpus)))
+    train = TrainConfig(max_steps=40, tokens_per_step=1024, micro_batch_size=1)
+    stages = (Stage(0.75, {"data.train": added}),)
+    both = replace(own, train=train, stages=stages)
+    alone, followed = (text.evaluated_tokens(open_corpus(one), 64) for one in (own, both))
+    assert (followed.tokens == alone.tokens).all()
+    assert followed.weight[followed.targets].sum() == pytest.approx(1)
+    # counted by what the run reads of each: three quarters and one
+    found = [text_statistics(one, tmp_path) for one in (own, both)]
+    sources = open_corpus(both).sources
+    assert found[1].train_tokens == sum(source.split.tokens for source in sources)
+    assert [source.weight for source in sources] == [30 * 16, 10 * 16]
+    assert found[1].most_frequent_share != found[0].most_frequent_share
+    assert found[1].compressed == found[0].compressed

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from accel_gpt.config.depth import at_length
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, Stage
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import (
     WSD_DECAY_SHARE,
@@ -23,7 +23,7 @@ from accel_gpt.config.plan import (
     reference_steps,
     with_edges,
 )
-from accel_gpt.config.stages import first_steps
+from accel_gpt.config.stages import begins_at_once, first_steps
 from accel_gpt.config.values import of_section, to_flat
 from accel_gpt.errors import require
 
@@ -132,9 +132,8 @@ def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
         run = with_intervals(config, steps, thin)
         return costs.total(run, steps) > seconds
 
-    most = (
-        math.floor(seconds / (costs.step * costs.mean)) + 1
-    )  # the quotient of two floats may be too small
+    step = costs.step * costs.mean
+    most = math.floor(seconds / step) + 1  # the quotient of two floats may be too small
     return 1 + bisect_left(range(2, most + 1), True, key=is_too_long)
 
 
@@ -202,15 +201,6 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
             return interval
         return max(round(interval * steps / before), step * unit + 1)
 
-    stages = []
-    firsts = first_steps(config, before)
-    firsts = firsts[len(firsts) - len(config.stages) :]
-    for stage, first in zip(config.stages, firsts, strict=True):
-        if first < step:
-            stage = replace(stage, from_=first)
-        elif isinstance(stage.from_, int) or round(stage.from_ * steps) < step:
-            stage = replace(stage, from_=max(round(first * steps / before), step))
-        stages.append(stage)
     schedule = config.schedule
     if schedule.name == "wsd":
         most = steps - max(step, schedule.warmup_steps)
@@ -219,7 +209,7 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
     every_tokens = config.checkpoint.every_tokens
     return replace(
         config,
-        stages=tuple(stages),
+        stages=with_other_edges(config, step, steps),
         train=replace(config.train, max_steps=steps),
         schedule=schedule,
         eval=replace(config.eval, every=scaled(config.eval.every)),
@@ -231,3 +221,23 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
         ),
         log=replace(config.log, every=scaled(config.log.every)),
     )
+
+
+def with_other_edges(config: Config, step: int, steps: int) -> tuple[Stage, ...]:
+    """Return the stages of `config` for another length, decided after `step`, of `steps` steps.
+
+    A stage that has begun keeps its first step. The others begin after `step`.
+    """
+    before = config.train.max_steps
+    assert before is not None
+    earliest = step
+    stages = []
+    firsts = first_steps(config, before)[0 if begins_at_once(config) else 1 :]
+    for stage, first in zip(config.stages, firsts, strict=True):
+        moved = first
+        if first >= step:
+            moved = max(round(first * steps / before), earliest)
+            earliest = moved + 1
+        is_share = isinstance(stage.from_, float) and round(stage.from_ * steps) == moved
+        stages.append(stage if is_share else replace(stage, from_=moved))
+    return tuple(stages)

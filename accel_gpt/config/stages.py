@@ -64,14 +64,14 @@ def spans(config: Config, steps: int) -> list[Span]:
     Raises `UserError` unless each has a step, and reads whole sequences.
     """
     firsts = first_steps(config, steps)
-    texts = [f"stages from {stage.from_}" for stage in config.stages]
+    texts = [f"the stage from {stage.from_}" for stage in config.stages]
     if not begins_at_once(config):
         texts.insert(0, "the start of the run")
     for number, (before, first) in enumerate(pairwise(firsts), start=1):
         require(
             before < first,
             f"{texts[number]} begins at step {first:,}, but {texts[number - 1]} at step "
-            f"{before:,}; each stage must begin after the one before it",
+            f"{before:,}; each must begin after the one before it",
         )
     require(
         firsts[-1] < steps,

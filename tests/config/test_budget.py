@@ -20,8 +20,16 @@ from accel_gpt.config.budget import (
     with_length,
     with_other_length,
 )
-from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Costs, make_plan
+from accel_gpt.config.experiment import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    ScheduleConfig,
+    Stage,
+    TrainConfig,
+)
+from accel_gpt.config.plan import Costs, make_plan, mean_step, reference_steps, token_steps
+from accel_gpt.config.stages import first_steps, spans
 from accel_gpt.config.values import build, to_flat
 from accel_gpt.errors import UserError
 from accel_gpt.evals.samples import samples_due
@@ -263,3 +271,69 @@ def test_a_refusal_says_how_long_the_shortest_run_takes() -> None:
     enough = config_with(train__budget="112s", checkpoint__keep_best=False)
     spent = 0.95 * 60 - 46.5  # by the measurement
     assert fit(enough, Costs(step=9.0, evaluation=4, save=1), 0.95 * 112 - spent).steps == 10
+
+
+# --------------------------------------------------------------------------- stages
+
+
+def staged(*edges: float) -> Config:
+    """Return a config of 1,000 steps with a stage from each edge, each with a larger batch."""
+    stages = [
+        Stage(edge, {"train.tokens_per_step": 1024 * (number + 2)})
+        for number, edge in enumerate(edges)
+    ]
+    train = TrainConfig(tokens_per_step=1024, micro_batch_size=1, max_steps=1000)
+    return Config(
+        model=ModelConfig(block_size=64, n_embd=32, n_head=2),
+        train=train,
+        schedule=ScheduleConfig(name="constant"),
+        stages=tuple(stages),
+    )
+
+
+def test_edges_are_scaled_with_the_length() -> None:
+    run = with_length(staged(0.25, 600), 500)
+    assert [stage.from_ for stage in run.stages] == [0.25, 300]
+    assert first_steps(run, 500) == [0, 125, 300]
+
+
+@pytest.mark.parametrize("steps", [210, 400, 1000, 1700])
+@pytest.mark.parametrize("edges", [(0.05, 0.5), (50, 500), (0.0999, 0.11, 0.12), (0, 0.1, 0.9)])
+def test_a_second_look_moves_no_stage_that_has_begun(edges: tuple[float, ...], steps: int) -> None:
+    before = staged(*edges)
+    after = with_other_length(before, 100, steps)
+    was, new = first_steps(before, 1000), first_steps(after, steps)
+    for first, other in zip(was, new, strict=True):
+        assert first == other if first < 100 else other >= 100
+        expected = round(first * steps / 1000)
+        assert first < 100 or expected < 102 or other == expected
+    assert [span.first_step for span in spans(after, steps)] == new  # each has a step
+
+
+def test_a_step_of_a_larger_batch_counts_as_what_it_takes() -> None:
+    config = staged(0.5)
+    assert mean_step([1.0, 2.0], config, 1000) == 1.5
+    costs = Costs(step=1.0, mean=1.5)
+    budget = fit(replace(config, train=replace(config.train, budget="1h")), costs, 3000.0)
+    assert budget.steps == 2000
+    run = with_budget(config, budget)
+    assert costs.total(run, budget.steps) == 3000.0
+
+
+def test_checkpoints_by_tokens_follow_the_batch_of_each_stage() -> None:
+    config = staged(0.5)
+    state = TrainState()
+    due = set()
+    for step in range(1, 1001):
+        size = 1024 if step <= 500 else 2048
+        state.step = step
+        state.tokens += size
+        if state.save_is_due(CheckpointConfig(every=0, every_tokens=10_000), size):
+            due.add(step)
+    assert token_steps(config, 1000, 10_000) == due
+    assert (
+        reference_steps(
+            replace(config, train=replace(config.train, max_steps=None, max_tokens=state.tokens))
+        )
+        == 1000
+    )

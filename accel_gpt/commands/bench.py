@@ -34,6 +34,7 @@ from accel_gpt.launch.stopping import (
     exiting_on_signals,
 )
 from accel_gpt.launcher import is_main, world_size
+from accel_gpt.model.sizes import flops_per_token
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training
 
@@ -77,6 +78,10 @@ def bench(options: BenchCommand) -> Report | None:
         with training.watched():
             report = measure(options, training)
         speed = report["tokens_per_second"]
+        if config.stages:  # the forecast takes the speed of the first stage
+            first = stage_configs(config)[0].model
+            ratio = flops_per_token(config.model, vocab_size) / flops_per_token(first, vocab_size)
+            speed *= ratio
         expected = with_expected_length(config, speed)
         run_steps = make_plan(expected, world_size()).max_steps
         hours, evaluation_hours = run_hours(expected, run_steps, speed)

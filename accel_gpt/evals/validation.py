@@ -114,10 +114,10 @@ def score_splits(
 
 
 def weighted_mean(scores: Sequence[Score], shares: Sequence[float]) -> Score:
-    """Return the score of an average token, with sources weighted by `shares`."""
-    if len(scores) == 1:
-        return scores[0]
-    each = list(zip(scores, shares, strict=True))
+    """Return the score of an average token, with sources weighted by `shares`; 0: left out."""
+    each = [(score, share) for score, share in zip(scores, shares, strict=True) if share]
+    if len(each) == 1:
+        return each[0][0]
     bytes_per_token = sum(share * score.bytes / score.tokens for score, share in each)
     loss = sum(share * score.loss for score, share in each)
     # ignore the error of bytes per token, which vary little within a source

@@ -95,7 +95,7 @@ def test_with_a_document_mask_each_document_is_evaluated_by_itself(
         np.save(tmp_path / f"x_{name}_000000.npy", documents.flatten().numpy().astype(np.uint16))
     words = ["--data.train", str(tmp_path), "--data.tokenizer", "bytes", "--data.document_mask"]
     shards = open_corpus(load_config(small_run(*words, "--eval.tokens", "null"), "test"))
-    found = score_splits(model, shards, Accelerator(cpu=True), 8)
+    found = score_splits(model, shards, Accelerator(cpu=True), 8, 32)
     logits = model.eval()(documents[:, :-1])
     expected = F.cross_entropy(logits.flatten(0, 1), documents[:, 1:].flatten())
     assert found["eval/val_loss"] == pytest.approx(expected.item(), rel=1e-5)
@@ -194,7 +194,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer_does_to_it(
         held = open_split(folder, name)
         held.read(0, 0, held.tokens).tofile(foreign / f"{name}.bin")
     unknown = open_corpus(load_config(small_run("--data.train", str(foreign)), "test"))
-    metrics = score_splits(model, unknown, Accelerator(cpu=True), 8)
+    metrics = score_splits(model, unknown, Accelerator(cpu=True), 8, 32)
     assert "eval/val_loss" in metrics
     assert not any("bits_per_byte" in key for key in metrics)
 

@@ -16,7 +16,7 @@ from accel_gpt.config.compare import (
     option_of,
     resume_kind,
 )
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import Config, Stage
 from accel_gpt.config.plan import LENGTH_KEYS, Budget, make_plan, reference_steps
 from accel_gpt.config.stages import spans
 from accel_gpt.config.values import build, relocated, stage_from, to_flat
@@ -86,13 +86,14 @@ def stage_changes(saved: TrainState, now: TrainState) -> Differences:
     before, after = (run_stages(state.config) for state in (saved, now))
     was, new = ([one for one in each if one.first_step < saved.step] for each in (before, after))
     past = f"stages before step {saved.step:,}"
-    done = [[one._replace(from_=None) for one in each] for each in (was, new)]
+    done = [[one._replace(from_=None, data_from=0) for one in each] for each in (was, new)]
     if done[0] != done[1]:
         return {past: first_difference(*done)}
-    for edge in [read.first for read in now.data_read if 0 < read.first < saved.sequences]:
+    # at each edge of the data, what was read before it; the data of the present stage may change
+    edges = [*(one.data_from for one in was), *(read.first for read in now.data_read)]
+    for edge in [edge for edge in edges if 0 < edge < saved.sequences]:
         sources = [read_before(state.data_read, edge) for state in (saved, now)]
-        began = edge in [read.first for read in saved.data_read]
-        if not began or not same_data(*sources):
+        if not same_data(*sources):
             return {past: (describe_sources(sources[0]), describe_sources(sources[1]))}
     ahead = [[one.asked for one in each[len(was) :]] for each in (before, after)]
     if ahead[0] != ahead[1]:
@@ -112,6 +113,7 @@ class RunStage(NamedTuple):
     block_size: int
     longest: int  # block_size of all stages
     from_: float | None  # None: the start of the run
+    data_from: int  # position from which its data.train is read; 0: it sets none
 
     @property
     def asked(self) -> tuple[float | None, ...]:
@@ -132,6 +134,7 @@ def run_stages(values: Mapping[str, Any]) -> list[RunStage]:
     config = build(Config, {**{key: values[key] for key in keys}, "stages": stages})
     found = []
     for number, span in enumerate(reversed(spans(config, reference_steps(config))), start=1):
+        declared = stages[-number] if number <= len(stages) else Stage(0, {})
         found.append(
             RunStage(
                 first_step=span.first_step,
@@ -139,6 +142,7 @@ def run_stages(values: Mapping[str, Any]) -> list[RunStage]:
                 block_size=span.config.model.block_size,
                 longest=config.model.block_size,
                 from_=stages[-number].from_ if number <= len(stages) else None,
+                data_from=span.sequences if "data.train" in declared.options else 0,
             )
         )
     return found[::-1]

@@ -227,7 +227,7 @@ def test_a_stage_that_has_made_steps_may_not_change(
     for options in ((), accepted):
         assert launch(staged(*options, stages=other)) == 4
         (line,) = errors(capsys.readouterr().err)
-        assert "stages before step 8 was step 0: " in line
+        assert "stages before step 8 was " in line
     assert launch(staged()) == 0
 
 
@@ -253,15 +253,103 @@ def test_a_stage_ahead_changes_with_permission_and_leaves_what_was_read(
     capsys.readouterr()
     assert launch(staged(stages=other)) == 2
     (line,) = errors(capsys.readouterr().err)
-    assert re.search(r"made with another config: stages was step 0: .*, is step 0: ", line)
+    assert re.search(r"made with another config: stages was from step 6 .*, is from step 7 ", line)
     assert line.endswith("or accept it with --checkpoint.allow_change stages")
     assert launch(staged("--checkpoint.allow_change", "stages", stages=other)) == 0
-    assert "from step 5 on stages is step 0: " in capsys.readouterr().err
+    assert "from step 5 on stages is from step 7 " in capsys.readouterr().err
     run = tmp_path / "run"
     assert read_of(run)[: len(before)] == before
     assert len(read_of(run)) == 3
     assert records(run) == records(tmp_path / "always")
     assert_same_weights(weights(run), weights(tmp_path / "always"))
+
+
+def test_changed_data_of_another_stage_are_named(
+    staged: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of one that has made steps, and of one ahead."""
+    back = f"[{{from: 3, data.train: {tmp_path / 'other'}}}, {{from: 6, data.train: HERE}}]"
+    back = back.replace("HERE", str(tmp_path / "corpus"))
+    mixed = f"[{{path: {tmp_path / 'corpus'}, weight: 3}}, {{path: {tmp_path / 'other'}}}]"
+    other = back.replace(f"data.train: {tmp_path / 'other'}", f"data.train: {mixed}")
+    for step, code, key in ((2, 2, "stages"), (8, 4, "stages before step 8")):
+        stopped(staged(stages=back), step, monkeypatch)
+        capsys.readouterr()
+        assert launch(staged(stages=other)) == code
+        (line,) = errors(capsys.readouterr().err)
+        was, _, new = line.partition(f" config: {key} was ")[2].partition(", is ")
+        assert was.startswith("other, weight 1 (")
+        assert "corpus, weight 3 (" in new
+        assert "other, weight 1 (" in new
+    # so that all stages have the same data
+    never = back.replace(str(tmp_path / "other"), str(tmp_path / "corpus"))
+    assert launch(staged("--checkpoint.allow_change", "data.train", stages=never)) == 4
+    assert "stages before step 8 was other, weight 1 (" in capsys.readouterr().err
+
+
+def test_a_longer_run_moves_the_edges_ahead_but_none_that_was_passed(
+    staged: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Edges at steps 3, 6 and 9 of 12; of 16 steps, they are at 4, 8 and 12."""
+    shares = three(tmp_path, (0.25, 0.5, 0.75))
+    constant = ("--schedule.name", "constant")
+    longer = staged(*constant, "--train.max_steps", "16", stages=shares)
+    stopped(staged(*constant, stages=shares), 2, monkeypatch)
+    assert launch(longer) == 0
+    stages = [one["data/stage"] for one in records(tmp_path / "run")]
+    assert stages == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    shutil.rmtree(tmp_path / "run")
+    stopped(staged(*constant, stages=shares), 4, monkeypatch)
+    capsys.readouterr()
+    assert launch(longer) == 4
+    (line,) = errors(capsys.readouterr().err)
+    assert "stages before step 4 was from step 3 " in line
+    steps = three(tmp_path, (3, 0.5, 0.75))  # the same edge as a step
+    assert launch(staged(*constant, "--train.max_steps", "16", stages=steps)) == 0
+    stages = [one["data/stage"] for one in records(tmp_path / "run")]
+    assert stages == [1] * 3 + [2] * 5 + [3] * 4 + [4] * 4
+
+
+@pytest.mark.parametrize("place", ["in its stage", "in the config"])
+@pytest.mark.parametrize("step", [3, 4])
+def test_the_data_of_the_present_stage_change_with_permission(
+    place: str,
+    step: int,
+    staged: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also of a stage that had none of its own. The change is allowed once."""
+    plain = "[{from: 2, train.micro_batch_size: 4}, {from: 6, model.block_size: 64}]"
+    other = staged("--data.train", str(tmp_path / "other"), stages=plain)
+    if place == "in its stage":
+        data = f"data.train: {tmp_path / 'other'}, train.micro"
+        other = staged(stages=plain.replace("train.micro", data))
+    stopped(staged(stages=plain), step, monkeypatch)
+    capsys.readouterr()
+    assert launch(other) == 2
+    (line,) = errors(capsys.readouterr().err)
+    assert re.search(
+        r"config: data\.train was corpus, weight 1 \(\w+\), is other, weight 1 \(", line
+    )
+    assert line.endswith("or accept it with --checkpoint.allow_change data.train")
+    stopped([*other, "--checkpoint.allow_change", "data.train"], step + 1, monkeypatch)
+    assert f"from step {step} on data.train is other" in capsys.readouterr().err
+    stopped(other, 7, monkeypatch)
+    assert launch(other) == 0
+    # 8 sequences of 32 tokens a step, in whole sequences of 64
+    read = read_of(tmp_path / "run")
+    assert [(one["first"], one["sources"][0]["name"]) for one in read] == [
+        (0, "corpus"),
+        (4 * step, "other"),
+    ]
 
 
 # --------------------------------------------------------------------------- evaluations

@@ -26,15 +26,15 @@ MISTAKES = [
     (2, "from in stages is nan", "[{from: .nan, model.block_size: 16}]"),
     (
         2,
-        "stages from 4 begins at step 4, but stages from 6 at step 6",
+        "the stage from 4 begins at step 4, but the stage from 6 at step 6",
         "[{from: 6, model.block_size: 16}, {from: 4, model.block_size: 8}]",
     ),
     (
         2,
-        "stages from 6 begins at step 6, but stages from 0.5 at step 6",
+        "the stage from 6 begins at step 6, but the stage from 0.5 at step 6",
         "[{from: 0.5, model.block_size: 16}, {from: 6, model.block_size: 8}]",
     ),
-    (2, "stages from 0.01 begins at step 0", "[{from: 0.01, model.block_size: 16}]"),
+    (2, "the stage from 0.01 begins at step 0", "[{from: 0.01, model.block_size: 16}]"),
     (2, "optim.lr in stages cannot change while a run trains", "[{from: 6, optim.lr: 1.0}]"),
     (
         2,
@@ -44,12 +44,12 @@ MISTAKES = [
     (2, "stages set model.block_size to 64", "[{from: 6, model.block_size: 64}]"),
     (
         2,
-        "stages from 6: model.block_size is 12, but must divide the longest, 32",
+        "the stage from 6: model.block_size is 12, but must divide the longest, 32",
         "[{from: 6, model.block_size: 12}]",
     ),
     (
         2,
-        "stages from 6: train.tokens_per_step is 240, but must be a multiple of the longest",
+        "the stage from 6: train.tokens_per_step is 240, but must be a multiple of the longest",
         "[{from: 6, model.block_size: 16, train.tokens_per_step: 240}]",
     ),
     (
@@ -57,9 +57,9 @@ MISTAKES = [
         "train.tokens_per_step (320) must be a multiple of 8 sequences x 32 tokens",
         "[{from: 6, train.tokens_per_step: 320}]",
     ),
-    (2, "stages from 12 begins at step 12, but", "[{from: 12, model.block_size: 16}]"),
-    (2, "stages from 99 begins at step 99, but", "[{from: 99, model.block_size: 16}]"),
-    (2, "stages from 0.99 begins at step 12, but", "[{from: 0.99, model.block_size: 16}]"),
+    (2, "the stage from 12 begins at step 12, but", "[{from: 12, model.block_size: 16}]"),
+    (2, "the stage from 99 begins at step 99, but", "[{from: 99, model.block_size: 16}]"),
+    (2, "the stage from 0.99 begins at step 12, but", "[{from: 0.99, model.block_size: 16}]"),
     (2, "from 6 in stages sets nothing", "[{from: 6}]"),
     (2, "model.block_size is None", "[{from: 6, model.block_size: null}]"),
     (2, "stages is ", "5"),

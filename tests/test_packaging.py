@@ -120,7 +120,6 @@ def test_a_shipped_config_is_known_by_its_name(
     for word in ("quickstart", "quickstart.yaml"):
         assert resolve_config(word) == ROOT / "configs/quickstart.yaml"
         assert load_config([word], "") == load_config([str(ROOT / "configs/quickstart.yaml")], "")
-    assert resolve_config("openwebtext", "data") == ROOT / "configs/data/openwebtext.yaml"
     Path("quickstart").mkdir()  # a folder is not a config
     assert resolve_config("quickstart").parent == ROOT / "configs"
     Path("gpt2_124m").write_text("seed: 8")  # a path goes before a name

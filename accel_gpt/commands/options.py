@@ -5,11 +5,8 @@
 `internal` hold results of `parse`.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from glob import has_magic
-from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal, Self
 
@@ -25,14 +22,11 @@ from accel_gpt.config.options import (
     same_option,
 )
 from accel_gpt.config.parse import (
-    YAML,
     parse_command,
     parse_with_keys,
     read_options,
-    read_values,
-    resolve_config,
 )
-from accel_gpt.config.values import build, check_utf8
+from accel_gpt.config.values import build
 from accel_gpt.config.yardstick import parse_yardstick
 from accel_gpt.errors import require
 
@@ -98,8 +92,7 @@ class TrainCommand(Command):
 class PrepareCommand(PrepareConfig, Command, prefix="--"):
     """Turn text into token shards; if it is stopped, the same command resumes.
 
-    SOURCE is short for --source. RECIPE is a YAML file with these options as `key: value`, or the
-    name of a shipped recipe. Options on the command line override it. Examples:
+    Examples:
       accel-gpt prepare 'notes/**/*.md' --tokenizer bpe --out data/notes
       accel-gpt prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/edu
       accel-gpt prepare train.jsonl --val val.jsonl --tokenizer gpt2 --out data/crawl
@@ -112,6 +105,7 @@ class PrepareCommand(PrepareConfig, Command, prefix="--"):
         "stdlib",
         "Text to prepare: a file, folder, glob or http(s) URL, a data set of the Hub (user/name), "
         "or stdlib, the source code of Python's standard library.",
+        positional=True,
         path=True,
     )
     out: str = option(
@@ -123,28 +117,6 @@ class PrepareCommand(PrepareConfig, Command, prefix="--"):
     def _check(self) -> None:
         super()._check()
         require(bool(self.source), "the source is empty; give a text")
-
-    @classmethod
-    def parse(cls, argv: Sequence[str]) -> Self:
-        """Parse `[SOURCE|RECIPE] --key value ...`; a recipe and the options may set any option."""
-        words = list(argv)
-        named = bool(words) and not words[0].startswith("-")
-        argument = os.path.expanduser(words.pop(0)) if named else None
-        if argument is None or {"-h", "--help"} & set(words):
-            return parse_command(cls, words, "accel-gpt prepare [SOURCE|RECIPE]")
-        check_utf8("SOURCE", argument)
-        if is_source(argument):
-            return parse_command(cls, ["--source", argument, *words], "accel-gpt prepare SOURCE")
-        path = str(resolve_config(argument, "data"))
-        return build(cls, read_values(cls, path, words))
-
-
-def is_source(argument: str) -> bool:
-    """Return whether an argument names text instead of a recipe."""
-    if argument.endswith(YAML):
-        return False
-    is_stdlib = argument == PrepareCommand.source
-    return is_stdlib or "/" in argument or Path(argument).exists() or has_magic(argument)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`accel-gpt prepare [SOURCE|RECIPE]`: convert text to a folder of token shards."""
+"""`accel-gpt prepare [SOURCE]`: convert text to a folder of token shards."""
 
 from dataclasses import fields
 from glob import has_magic

@@ -313,24 +313,23 @@ def shown(cls: type, key: str) -> str:
 
 
 def shipped_folder() -> Path:
-    """Return the folder of the shipped configs and recipes (`data/`)."""
+    """Return the folder of the shipped configs."""
     return (Path(__file__).parents[1] / "configs").resolve()
 
 
-def shipped_configs(folder: str = "") -> Mapping[str, Path]:
-    """Map the name of each shipped config to its file, for a folder inside the shipped folder."""
-    files = sorted((shipped_folder() / folder).glob("*.yaml"))
-    return {path.stem: path for path in files}
+def shipped_configs() -> Mapping[str, Path]:
+    """Map the name of each shipped config to its file."""
+    return {path.stem: path for path in sorted(shipped_folder().glob("*.yaml"))}
 
 
-def resolve_config(word: str, folder: str = "") -> Path:
+def resolve_config(word: str) -> Path:
     """Return the config file at the path `word`, or else the shipped config with that name.
 
-    `folder` is a folder inside the shipped folder. Raises `UserError` with similar names if there
-    is no such config. A leading ~ is the home folder.
+    Raises `UserError` with similar names if there is no such config. A leading ~ is the home
+    folder.
     """
     path = Path(word).expanduser()
-    shipped = shipped_configs(folder)
+    shipped = shipped_configs()
     name = word.removesuffix(".yaml")
     if path.exists() and not (path.is_dir() and name in shipped):
         return path

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
 SCHEME = "hf://"
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes of a temporary failure
-
-
-class UnreachableError(UserError):
-    """The connection failed or the Hub is busy; a retry may succeed."""
 
 
 def is_repo(name: str) -> bool:
@@ -118,11 +113,10 @@ def hub_errors(repo: str, action: str) -> Iterator[None]:
             ) from None
         if isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code
-            kind = UnreachableError if status in BUSY else UserError
             said = one_line(error.server_message or str(error))
-            raise kind(f"{failed}: the Hub answered with status {status}: {said}") from None
+            raise UserError(f"{failed}: the Hub answered with status {status}: {said}") from None
         if isinstance(error, OSError) and error.strerror and error.filename:  # a local file
             raise UserError(f"{failed}: {error.strerror}: {error.filename}") from None
         if isinstance(error, lasting):
             raise UserError(f"{failed}: {one_line(error)}") from None
-        raise UnreachableError(f"{failed}: the Hub cannot be reached: {one_line(error)}") from None
+        raise UserError(f"{failed}: the Hub cannot be reached: {one_line(error)}") from None

@@ -7,14 +7,10 @@ commit with a tag step-N.
 """
 
 import tempfile
-import time
-from collections.abc import Callable
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from accel_gpt.hub import UnreachableError, hub_errors
+from accel_gpt.hub import hub_errors
 from accel_gpt.own_code import OwnCode
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import public_records
@@ -26,15 +22,12 @@ from accel_gpt.transformers_io.exportable import check_exportable, load_exportab
 from accel_gpt.transformers_io.load import NO_CODE
 from accel_gpt.transformers_io.pretrained import Pretrained
 
-T = TypeVar("T")
-
 # files of an earlier push that a later push removes, unless it writes them itself
 REPLACED = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
 )
-PAUSES_SECONDS = (2.0, 4.0, 8.0)  # before each further attempt; assumption
 
 
 def push(
@@ -62,11 +55,11 @@ def push(
     check_exportable(pretrained, own)
     step = read_state(path).step
     api = HfApi()
-    # the Hub may reject it, before the export takes minutes
-    with_retries(partial(api.create_repo, repo, private=private, exist_ok=True), repo)
     address = f"{api.endpoint}/{repo}/tree/{tag_of(step)}"
-    if if_missing and tag_of(step) in with_retries(partial(tags_of, repo), repo):
-        return step, address
+    with hub_errors(repo, "written"):  # it may reject the push before the export takes minutes
+        api.create_repo(repo, private=private, exist_ok=True)
+        if if_missing and tag_of(step) in tags_of(repo):
+            return step, address
     with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
         folder = Path(temporary) / "upload"
         folder.mkdir()
@@ -83,20 +76,9 @@ def push(
             license=license,
         )
         (folder / "metrics.jsonl").write_bytes(as_jsonl(public_records(run_folder)))
-        with_retries(partial(upload, folder, repo, step), repo)
+        with hub_errors(repo, "written"):
+            upload(folder, repo, step)
     return step, address
-
-
-def with_retries(call: Callable[[], T], repo: str) -> T:
-    """Call `call`, and retry if the connection breaks; raise other errors at once."""
-    for pause in PAUSES_SECONDS:
-        try:
-            with hub_errors(repo, "written"):
-                return call()
-        except UnreachableError:
-            time.sleep(pause)
-    with hub_errors(repo, "written"):
-        return call()
 
 
 def tag_of(step: int) -> str:

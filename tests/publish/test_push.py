@@ -19,7 +19,6 @@ import accel_gpt
 from accel_gpt import cli
 from accel_gpt.config.experiment import CheckpointConfig, Config, HubConfig
 from accel_gpt.config.values import leaves
-from accel_gpt.publish import push as pushing
 from accel_gpt.publish import uploader
 from accel_gpt.transformers_io.load import load_pretrained
 from tests.conftest import launch, run_here, thorough
@@ -33,11 +32,10 @@ REPO = "tester/tiny"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A Hub for this process and its children, without pauses in this process."""
+    """A Hub for this process and its children."""
     with HubServer() as server:
         point_at(monkeypatch, server, tmp_path / "home")
         no_waiting(monkeypatch)
-        monkeypatch.setattr(pushing, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
         yield server
 
 
@@ -113,16 +111,6 @@ def test_each_push_has_the_tag_of_its_step(run: Path, hub: HubServer) -> None:
     for place, expected in ((f"{REPO}@step-4", four), (REPO, eight)):
         found = load_pretrained(f"hf://{place}")[0].state_dict()
         assert_same_weights(found, expected)
-
-
-@pytest.mark.usefixtures("compared")
-def test_a_broken_connection_and_a_busy_hub_are_tried_again(run: Path, hub: HubServer) -> None:
-    hub.drop_next_upload(after_bytes=1000, times=8)  # more often than the client retries
-    hub.fail_next(503, 2, "/commit/")
-    hub.fail_next(0, 1, "/repos/create")  # done, but the answer is lost
-    assert push(run) == 0
-    assert hub.commits(REPO) == ["step 8", "initial commit"]
-    assert "model.safetensors" in hub.files(REPO)
 
 
 def test_a_damaged_checkpoint_is_not_pushed(run: Path, hub: HubServer) -> None:

@@ -79,10 +79,12 @@ def write_card(
 
 
 def data_paths(config: Mapping[str, Any]) -> list[str]:
-    """Return the folders and URLs of `data.train`."""
-    train = config.get("data.train")
-    paths = [source.get("path") for source in train] if isinstance(train, list) else [train]
-    return [str(path or "") for path in paths]
+    """Return the folders and URLs of `data.train`, of all stages."""
+    paths: list[Any] = []
+    for values in (config, *config.get("stages", ())):
+        train = values.get("data.train")
+        paths += [source.get("path") for source in train] if isinstance(train, list) else [train]
+    return list(dict.fromkeys(str(path) for path in paths if path))
 
 
 def hub_datasets(config: Mapping[str, Any]) -> list[str]:

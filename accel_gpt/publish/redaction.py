@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from accel_gpt.config.experiment import Config
+from accel_gpt.config.experiment import STAGE_KEYS, Config
 from accel_gpt.config.options import all_options
 from accel_gpt.runs.folder import RunFolder
 
 # options, and sections of options: numbers as they are, texts as `public_name` returns them
-CONFIG = ("seed", "data", "model", "train", "optim", "schedule", "eval")
+CONFIG = ("seed", "stages", "data", "model", "train", "optim", "schedule", "eval")
 # keys of metrics.jsonl whose numbers are public; a source may stand behind the last slash
 METRIC = re.compile(r"(step|tokens|time|(train|data|perf|eval)/\w+)(/[\w.-]+)?")
 BEST = re.compile(rf"((min|max) )?{METRIC.pattern}")
@@ -42,13 +42,17 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def public_value(value: Any) -> Any:
-    """Return a number or switch as it is, and names in place of paths; of a source, no more."""
+    """Return a number or switch as it is, and names in place of paths.
+
+    Of a source or a stage, return what they may hold, and no more.
+    """
     if isinstance(value, str):
         return public_name(value)
     if isinstance(value, list):
         return [public_value(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: public_value(value[key]) for key in ("path", "weight") if key in value}
+        known = ("path", "weight", "from", *STAGE_KEYS)
+        return {key: public_value(value[key]) for key in known if key in value}
     return value
 
 

@@ -13,7 +13,6 @@ from huggingface_hub import ModelCard
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.values import leaves, to_flat
-from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import BytesTokenizer
 from accel_gpt.publish import model_card
 from accel_gpt.publish.model_card import write_card
@@ -56,8 +55,7 @@ def make(tmp_path: Path, corpus: Path) -> Make:
         path = tmp_path / "config.yaml"
         path.write_text(CONFIG.replace("DATA", str(corpus)))
         flat = to_flat(load_config([str(path)], "test")) | (settings or {})
-        print_ = open_split(corpus, "train").fingerprint
-        state = TrainState(30, 480, 7680, 7200.0, 3.1, 3.0, 25, 4, print_, config=flat)
+        state = TrainState(30, 480, 7680, 7200.0, 3.1, 3.0, 25, 4, config=flat)
         state.initial_weights = initial
         run = tmp_path / "run"
         checkpoint = run / "checkpoints" / "step_00000030"
@@ -125,15 +123,17 @@ def test_shows_what_was_reached_at_the_checkpoint(make: Make, tmp_path: Path) ->
 
 def test_config_in_the_card_is_one_that_can_be_trained(make: Make, tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
-    settings = {"model.bias": False, "log.every": 7}  # the second is not published
+    settings: dict[str, Any] = {"model.bias": False, "log.every": 7}  # the second is not published
+    settings["stages"] = [{"from": 0.5, "data.train": "data/best", "train.micro_batch_size": 4}]
     again.write_text(config_in(write(make(settings), tmp_path / "card")))
     assert set(yaml.safe_load(again.read_text())["model"]) >= {"n_layer", "bias"}
     first, second = (
         to_flat(load_config([str(p)], "test")) for p in (tmp_path / "config.yaml", again)
     )
     different = {key for key in first if first[key] != second[key]}
-    assert different == {"out_dir", "data.train", "model.bias"}
+    assert different == {"out_dir", "data.train", "model.bias", "stages"}
     assert second["data.train"] == "corpus"
+    assert second["stages"] == [{**settings["stages"][0], "data.train": "best"}]
 
 
 # values of options that can hold a path; only the last part may be shown
@@ -168,6 +168,8 @@ def test_no_option_shows_a_path_person_or_machine(make: Make, tmp_path: Path, va
     settings |= {"sample.prompts": [value], "checkpoint.allow_change": [value]}
     if value in PRIVATE[::2]:
         settings["data.train"] = [{"path": value, "weight": 1, "key": "s3cr3t"}]
+    source = {"path": value, "weight": 1, "key": "s3cr3t"}
+    settings["stages"] = [{"from": 0.5, "data.train": [source], "key": "s3cr3t"}]
     checkpoint = make(settings, InitialWeights(value, 7, "0a" * 32))
     with (checkpoint.parents[1] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(record(30) | {f"data/epochs/{value}": 1}) + "\n")

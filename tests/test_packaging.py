@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.parse import copy_shipped, resolve_config, shipped_folder
-from accel_gpt.errors import UserError
+from accel_gpt.config.parse import resolve_config, shipped_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -126,20 +125,6 @@ def test_a_shipped_config_is_known_by_its_name(
     assert load_config(["gpt2_124m"], "").seed == 8
 
 
-def test_a_run_by_name_keeps_the_config_as_shipped(tmp_path: Path) -> None:
-    copy_shipped("quickstart", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["quickstart.yaml"]
-    shipped = (ROOT / "configs/quickstart.yaml").read_bytes()
-    assert (tmp_path / "quickstart.yaml").read_bytes() == shipped
-    own = tmp_path / "own.yaml"
-    own.write_text("seed: 7")
-    (tmp_path / "run").mkdir()
-    copy_shipped(str(own), tmp_path / "run")
-    assert not list((tmp_path / "run").iterdir())
-    with pytest.raises(UserError):
-        copy_shipped("quikstart", tmp_path)
-
-
 # --------------------------------------------------------------------------- the wheel
 
 
@@ -206,6 +191,5 @@ def test_the_wheel_alone_trains_by_name_and_reports(wheel: Path, tmp_path: Path)
     shown("train", "quickstart", *few_steps)
     run = folder / "runs/quickstart"
     assert (run / "checkpoints/step_00000003").is_dir()
-    assert (run / "quickstart.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
     shown("report", "runs/quickstart")
     assert (run / "report.html").exists()

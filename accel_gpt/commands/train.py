@@ -14,7 +14,7 @@ from accel_gpt.commands.clock import rehearse
 from accel_gpt.commands.options import TrainCommand
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import copy_shipped, read_yaml
+from accel_gpt.config.parse import read_yaml
 from accel_gpt.config.values import is_config_of_run
 from accel_gpt.console import print_line, write_err
 from accel_gpt.errors import first_line, require
@@ -111,11 +111,10 @@ def make_uploader(config: Config, launch: Launch) -> Uploader | None:
 
 
 def note_source(config: Config, source: str) -> None:
-    """Copy a shipped config into the run's folder; print a line if a moved run's config is used.
+    """Print a line if the config of a moved run is used.
 
     Raises `UserError` if a run's own config, which has its length, is launched with a budget.
     """
-    copy_shipped(source, Path(config.out_dir))
     path = Path(source)
     if not is_config_of_run(path) or Path(config.out_dir).resolve() != path.parent.resolve():
         return

@@ -38,7 +38,7 @@ from accel_gpt.config.values import (
 )
 from accel_gpt.console import write_out
 from accel_gpt.errors import UserError, did_you_mean, require
-from accel_gpt.files import load_yaml, write_file
+from accel_gpt.files import load_yaml
 
 T = TypeVar("T")
 Layer = Mapping[str, Any]
@@ -339,13 +339,6 @@ def resolve_config(word: str) -> Path:
     expected = f"expected a file or {', '.join(shipped)}"
     near = did_you_mean(word, [*shipped, *nearby], expected)
     raise UserError(f"there is no file {word}; {near}")
-
-
-def copy_shipped(word: str, folder: Path) -> None:
-    """Copy the config that `word` names into the folder of a run if it is a shipped config."""
-    path = resolve_config(word)
-    if path in shipped_configs().values():
-        write_file(folder / path.name, [path.read_bytes()])
 
 
 # --------------------------------------------------------------------------- help

@@ -1,6 +1,6 @@
 """Set up a run: join the ranks, lock the folder, check the data, make the first state.
 
-Writes the lock file into the folder of the run, and copies a shipped config into it.
+Writes the lock file into the folder of the run.
 """
 
 import contextlib

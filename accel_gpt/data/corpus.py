@@ -472,7 +472,8 @@ def source_changes(before: StateDict, now: StateDict) -> dict[str, tuple[str, st
 
 def read_before(reads: Sequence[DataRead], position: int) -> list[TrainedSource]:
     """Return the sources of the last sequence before a position."""
-    return [read for read in reads if read.first < max(position, 1)][-1].sources
+    before = [read.sources for read in reads if read.first < max(position, 1)]
+    return before[-1] if before else []
 
 
 def describe_sources(sources: Sequence[TrainedSource]) -> str:

@@ -477,7 +477,8 @@ class Config(Section):
         (),
         "Stages of the run, a list of {from, key: value, ...}. from: a share of all steps below 1, "
         "such as 0.9, or a step. From there on, a stage sets data.train, model.block_size (the "
-        "length of a sequence), train.micro_batch_size or train.tokens_per_step "
+        "length of a sequence), train.micro_batch_size or train.tokens_per_step. At a resume, the "
+        "stages that have made steps must be the same; others need checkpoint.allow_change "
         "(docs/how-to/stages.md).",
         resume="free",
     )

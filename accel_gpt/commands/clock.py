@@ -22,8 +22,9 @@ from accelerate.utils.memory import clear_device_cache
 
 from accel_gpt import train
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Costs, Plan, mean_step
+from accel_gpt.config.plan import Costs, Plan
 from accel_gpt.config.stages import spans, stage_configs
+from accel_gpt.cost.forecast import evaluated_tokens
 from accel_gpt.evals.evaluation import Evaluation, evaluate
 from accel_gpt.launch.context import Context, Initialize
 from accel_gpt.launch.machine import synchronize
@@ -155,11 +156,16 @@ def rehearse(
         if accelerator.scaler and scale:
             accelerator.scaler.load_state_dict(scale)
         measured.append(replace(costs, set_up=set_up_seconds))
+    costs = measured[longest]
+    alone = replace(config, stages=())  # whose sources were evaluated
+    read, of_all = (evaluated_tokens(one) for one in (alone, config))
+    if read and of_all:
+        costs = replace(costs, evaluation=costs.evaluation * of_all / read)
     return replace(
-        measured[longest],
+        costs,
         step=measured[0].step,
         start=sum(costs.start for costs in measured),
-        mean=mean_step([costs.step for costs in measured], config, plan.max_steps),
+        relative=tuple(costs.step / measured[0].step for costs in measured),
     )
 
 

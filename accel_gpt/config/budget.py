@@ -23,7 +23,7 @@ from accel_gpt.config.plan import (
     reference_steps,
     with_edges,
 )
-from accel_gpt.config.stages import begins_at_once, first_steps
+from accel_gpt.config.stages import begins_at_once, first_steps, total_tokens
 from accel_gpt.config.values import of_section, to_flat
 from accel_gpt.errors import require
 
@@ -132,7 +132,7 @@ def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
         run = with_intervals(config, steps, thin)
         return costs.total(run, steps) > seconds
 
-    step = costs.step * costs.mean
+    step = costs.step * min(costs.relative)
     most = math.floor(seconds / step) + 1  # the quotient of two floats may be too small
     return 1 + bisect_left(range(2, most + 1), True, key=is_too_long)
 
@@ -150,8 +150,9 @@ def fit_again(
 ) -> Budget:
     """Return the budget of a run at `step`, with the length that fits the seconds that are left.
 
-    `step_seconds`: what a step takes in this run. The length stays if the rate is not constant up
-    to `step`. A run gets at least as many further steps as it has made, so that it can decay.
+    `step_seconds`: what a step of the first stage takes in this run. The length stays if the rate
+    is not constant up to `step`. A run gets at least as many further steps as it has made, so that
+    it can decay.
     """
     budget = plan.budget
     assert budget is not None
@@ -159,7 +160,7 @@ def fit_again(
     steps = plan.max_steps
     if rate_is_constant(config, plan, step):
         fewest = 2 * max(step, plan.warmup_steps)
-        fastest = step_seconds * min(costs.mean, 1.0)
+        fastest = step_seconds * min(costs.relative)
         most = step + math.floor(max(seconds_left, 0.0) / fastest)
 
         def is_too_long(steps: int) -> bool:
@@ -181,7 +182,7 @@ def rate_is_constant(config: Config, plan: Plan, step: int) -> bool:
 
 def seconds_ahead(config: Config, costs: Costs, step: int, steps: int) -> float:
     """Return what a run takes from `step` to its end."""
-    training = (steps * costs.mean - step) * costs.step  # until then, steps as in the first stage
+    training = costs.training(config, steps, first=step)
     return training + costs.pauses(config, steps, after=step)
 
 
@@ -194,12 +195,12 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
     before = config.train.max_steps
     if before is None or before == steps:
         return config
-    tokens = config.train.tokens_per_step
+    tokens = total_tokens(config, before, last=step)
 
-    def scaled(interval: int, unit: int = 1) -> int:
-        if interval <= step * unit:
+    def scaled(interval: int, done: int = step) -> int:
+        if interval <= done:
             return interval
-        return max(round(interval * steps / before), step * unit + 1)
+        return max(round(interval * steps / before), done + 1)
 
     schedule = config.schedule
     if schedule.name == "wsd":
@@ -226,17 +227,18 @@ def with_other_length(config: Config, step: int, steps: int) -> Config:
 def with_other_edges(config: Config, step: int, steps: int) -> tuple[Stage, ...]:
     """Return the stages of `config` for another length, decided after `step`, of `steps` steps.
 
-    A stage that has begun keeps its first step. The others begin after `step`.
+    A stage that has begun keeps its first step. The others begin after `step`, and each has a step.
     """
     before = config.train.max_steps
     assert before is not None
     earliest = step
-    stages = []
+    stages: list[Stage] = []
     firsts = first_steps(config, before)[0 if begins_at_once(config) else 1 :]
     for stage, first in zip(config.stages, firsts, strict=True):
         moved = first
         if first >= step:
-            moved = max(round(first * steps / before), earliest)
+            latest = steps - (len(config.stages) - len(stages))
+            moved = max(min(round(first * steps / before), latest), earliest)
             earliest = moved + 1
         is_share = isinstance(stage.from_, float) and round(stage.from_ * steps) == moved
         stages.append(stage if is_share else replace(stage, from_=moved))

@@ -7,16 +7,15 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from accel_gpt.config.experiment import Config, LogConfig, Stage
 from accel_gpt.config.stages import (
     Span,
     begins_at_once,
-    first_steps,
     spans,
     stage_configs,
+    steps_of_stages,
     total_tokens,
 )
 from accel_gpt.errors import UserError, require
@@ -38,12 +37,23 @@ class Costs:
     evaluation: float = 0.0  # all evaluations of one step
     samples: float = 0.0  # all samples of one step
     save: float = 0.0  # one checkpoint
-    mean: float = 1.0  # mean time of a step over all stages, as a multiple of the first stage's
+    relative: tuple[float, ...] = (1.0,)  # time of a step in each stage, over the first stage's
 
     def total(self, config: Config, steps: int) -> float:
         """Return the seconds of a run of `steps` steps."""
-        seconds = steps * self.step * self.mean
-        return self.set_up + self.start + seconds + self.pauses(config, steps)
+        training = self.training(config, steps)
+        return self.set_up + self.start + training + self.pauses(config, steps)
+
+    def training(
+        self, config: Config, steps: int, first: int = 0, last: int | None = None
+    ) -> float:
+        """Return the seconds of the steps of a run of `steps` steps, from `first` to before `last`.
+
+        The first stage takes `self.step` a step.
+        """
+        counts = steps_of_stages(config, steps, first, last)
+        each = zip(counts, self.relative, strict=True)
+        return self.step * sum(count * relative for count, relative in each)
 
     def pauses(self, config: Config, steps: int, after: int = -1) -> float:
         """Return the seconds of the evaluations, samples and saves that are due after a step.
@@ -75,7 +85,7 @@ class Costs:
             evaluation=times * self.evaluation,
             samples=times * self.samples,
             save=times * self.save,
-            mean=self.mean,
+            relative=self.relative,
         )
 
     def describe(self) -> str:
@@ -108,26 +118,21 @@ def due_steps(every: int, steps: int) -> set[int]:
     return {*(range(every, steps + 1, every) if every else ()), steps}
 
 
-def mean_step(seconds: Sequence[float], config: Config, steps: int) -> float:
-    """Return the mean of what a step takes in each stage, as a multiple of the first stage's."""
-    edges = [*first_steps(config, steps), steps]
-    each = zip(seconds, pairwise(edges), strict=True)
-    total = sum(one * (end - first) for one, (first, end) in each)
-    return total / (steps * seconds[0])
-
-
 def token_steps(config: Config, steps: int, every: int) -> set[int]:
     """Return the steps at which something is due every `every` tokens, at most once a step."""
-    found = set()
-    stages = spans(config, steps)
-    for stage, end in zip(stages, [*(one.first_step for one in stages[1:]), steps], strict=True):
-        size = stage.config.train.tokens_per_step
-        last = stage.tokens + (end - stage.first_step) * size
+    found: set[int] = set()
+    first = 0
+    tokens = 0
+    for count, stage in zip(steps_of_stages(config, steps), stage_configs(config), strict=True):
+        size = stage.train.tokens_per_step
+        end = tokens + count * size
         if every <= size:
-            found |= set(range(stage.first_step + 1, end + 1))
-            continue
-        for tokens in range((stage.tokens // every + 1) * every, last + 1, every):
-            found.add(stage.first_step - (stage.tokens - tokens) // size)  # rounded up
+            found |= set(range(first + 1, first + count + 1))
+        else:
+            for due in range((tokens // every + 1) * every, end + 1, every):
+                found.add(first - (tokens - due) // size)  # rounded up
+        first += count
+        tokens = end
     return found
 
 

@@ -61,20 +61,23 @@ def first_steps(config: Config, steps: int) -> list[int]:
 def spans(config: Config, steps: int) -> list[Span]:
     """Return the stages of a run of `steps` steps.
 
-    Raises `UserError` unless each has a step, and reads whole sequences.
+    Raises `UserError` unless each has a step, and reads whole sequences. Before a `train.budget`
+    is resolved, `steps` are not those of the run, and each may have none.
     """
     firsts = first_steps(config, steps)
+    is_known = config.train.budget is None
     texts = [f"the stage from {stage.from_}" for stage in config.stages]
-    if not begins_at_once(config):
-        texts.insert(0, "the start of the run")
+    if begins_at_once(config):
+        texts.pop(0)
+    texts.insert(0, "the start of the run")
     for number, (before, first) in enumerate(pairwise(firsts), start=1):
         require(
-            before < first,
+            before < first or not is_known,
             f"{texts[number]} begins at step {first:,}, but {texts[number - 1]} at step "
             f"{before:,}; each must begin after the one before it",
         )
     require(
-        firsts[-1] < steps,
+        firsts[-1] < steps or not is_known,
         f"{texts[-1]} begins at step {firsts[-1]:,}, but the run has {steps:,} steps",
     )
     longest = config.model.block_size
@@ -128,11 +131,20 @@ def span_at(config: Config, steps: int, step: int) -> Span:
     return [one for one in spans(config, steps) if one.first_step <= step][-1]
 
 
-def total_tokens(config: Config, steps: int) -> int:
-    """Return the tokens of a run of `steps` steps."""
-    edges = [*(min(first, steps) for first in first_steps(config, steps)), steps]
+def steps_of_stages(
+    config: Config, steps: int, first: int = 0, last: int | None = None
+) -> list[int]:
+    """Count the steps of each stage in a run of `steps` steps, from `first` to before `last`.
+
+    Takes any length: a stage that would begin too late has none.
+    """
+    last = steps if last is None else last
+    edges = [min(max(edge, first), last) for edge in (*first_steps(config, steps), steps)]
+    return [max(end - start, 0) for start, end in pairwise(edges)]
+
+
+def total_tokens(config: Config, steps: int, last: int | None = None) -> int:
+    """Return the tokens of a run of `steps` steps, or of its steps before `last`."""
     sizes = [one.train.tokens_per_step for one in stage_configs(config)]
-    return sum(
-        max(0, end - first) * size
-        for (first, end), size in zip(pairwise(edges), sizes, strict=True)
-    )
+    counts = steps_of_stages(config, steps, last=last)
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))

@@ -12,7 +12,7 @@ from accel_gpt.config.budget import PLANNED_SHARE, fit, with_budget
 from accel_gpt.config.depth import tokenizer_vocab_size
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
-from accel_gpt.config.plan import Costs, reference_steps
+from accel_gpt.config.plan import Costs
 from accel_gpt.config.stages import spans, stage_configs
 from accel_gpt.cost.memory import Machine
 from accel_gpt.data.index import INDEX, read_index
@@ -137,14 +137,16 @@ def stage_work(config: Config, steps: int, vocab_size: int) -> list[StageWork]:
     return found
 
 
-def mean_step(config: Config) -> float:
-    """Return the mean FLOPs of a step, as a multiple of those of a step of the first stage."""
+def relative_steps(config: Config) -> tuple[float, ...]:
+    """Return the FLOPs of a step in each stage, as multiples of those in the first stage."""
     if not config.stages:
-        return 1.0
-    steps = reference_steps(config)
-    stages = stage_work(config, steps, vocabulary_size(config)[0])
-    first = stages[0].config.train.tokens_per_step * stages[0].flops_per_token
-    return sum(stage.flops for stage in stages) / steps / first
+        return (1.0,)
+    vocab_size = vocabulary_size(config)[0]
+    flops = [
+        stage.train.tokens_per_step * flops_per_token(stage.model, vocab_size)
+        for stage in stage_configs(config)
+    ]
+    return tuple(one / flops[0] for one in flops)
 
 
 def assumed_mfu(config: Config) -> float:
@@ -172,7 +174,7 @@ def expected_costs(config: Config, tokens_per_second: float) -> Costs:
     return Costs(
         step=first.train.tokens_per_step / tokens_per_second,
         evaluation=FORWARD_SHARE * (evaluated_tokens(config) or 0) / tokens_per_second,
-        mean=mean_step(config),
+        relative=relative_steps(config),
     )
 
 

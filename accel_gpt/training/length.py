@@ -38,6 +38,9 @@ def look_at_length(context: Context, state: TrainState, reporter: Reporter, corp
     reporter.lap(step)
     speeds = all_gather((reporter.stopwatch.elapsed(), reporter.stopwatch.step_seconds))
     spent, step_seconds = map(max, zip(*speeds, strict=True))  # of the slowest ranks
+    timed = step - first_step - 1
+    expected = budget.costs.training(context.config, context.plan.max_steps, first_step + 1, step)
+    step_seconds *= timed * budget.costs.step / expected  # of a step of the first stage
     looked = fit_again(
         config=context.config,
         plan=context.plan,

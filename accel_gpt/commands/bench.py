@@ -73,7 +73,7 @@ def bench(options: BenchCommand) -> Report | None:
             join_same_ranks(measured)
         context = resolve(measured)
         accelerator = context.accelerator
-        measured, plan = longest_stage(context)
+        measured, plan = measured_stage(context)
         training = set_up_unseen(measured, plan, accelerator)
         with training.watched():
             report = measure(options, training)
@@ -96,7 +96,7 @@ def bench(options: BenchCommand) -> Report | None:
     return report if is_main() else None
 
 
-def longest_stage(context: Context) -> tuple[Config, Plan]:
+def measured_stage(context: Context) -> tuple[Config, Plan]:
     """Return config and plan of the stage with the longest sequences, as a run of its own."""
     config = context.config
     lengths = [stage.model.block_size for stage in stage_configs(config)]

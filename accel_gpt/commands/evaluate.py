@@ -19,7 +19,7 @@ from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import reference_steps
-from accel_gpt.config.stages import span_at
+from accel_gpt.config.stages import longest_stage, span_at
 from accel_gpt.console import print_line
 from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
@@ -90,8 +90,10 @@ def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
         with Watchdog(config.train.step_timeout, "has not opened the model"):
             model, tokenizer = load_found(source, accelerator.device, config.own)
         tasks = open_tasks_of(options, model, tokenizer)
-        block_size = trained_length(config, source) if run else model.config.block_size
-        metrics = evaluate_model(options, config, model, tokenizer, accelerator, block_size)
+        stage = replace(config, model=model.config)
+        if run:
+            stage = trained_stage(config, source)
+        metrics = evaluate_model(options, config, model, tokenizer, accelerator, stage)
         if tasks:
             with tempfile.TemporaryDirectory() as folder:
                 exported = Path(folder, "model")
@@ -158,11 +160,11 @@ def evaluated_config(options: EvaluateCommand, source: Pretrained, run: Path | N
     return with_code(config, load_code(options.code))
 
 
-def trained_length(config: Config, source: Pretrained) -> int:
-    """Return the length of the sequences that made the step of a checkpoint of a run."""
+def trained_stage(config: Config, source: Pretrained) -> Config:
+    """Return the config of the stage that made the step of a checkpoint of a run."""
     steps = reference_steps(config)
     step = min(read_state(source.folder).step, steps)
-    return span_at(config, steps, max(step - 1, 0)).config.model.block_size
+    return span_at(config, steps, max(step - 1, 0)).config
 
 
 def open_tasks_of(
@@ -219,13 +221,13 @@ def evaluate_model(
     model: LanguageModel,
     tokenizer: Tokenizer,
     accelerator: Accelerator,
-    block_size: int,
+    stage: Config,
 ) -> dict[str, float]:
-    """Compute the losses, in sequences of `block_size`, and the benchmark scores; a collective."""
+    """Compute the losses, in sequences of a stage, and the benchmark scores; a collective."""
     model.bf16_residual = True  # as in the run
     with Watchdog(config.train.step_timeout, "has not opened data and model"):
         model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-        evaluations = open_all(options, config, model, tokenizer, block_size)
+        evaluations = open_all(options, config, model, tokenizer, stage)
     with (
         Watchdog(config.train.step_timeout) as watchdog,
         Progress("evaluating", "batches", active=accelerator.is_main_process) as progress,
@@ -243,11 +245,11 @@ def open_all(
     config: Config,
     model: LanguageModel,
     tokenizer: Tokenizer,
-    block_size: int,
+    stage: Config,
 ) -> list[Evaluation]:
     """Open all evaluations except tasks; raises `DataError` if the data has another tokenizer.
 
-    `block_size`: the length of the sequences for losses.
+    `stage`: has the micro-batch and the length of the sequences for losses.
     """
     evaluations: list[Evaluation] = []
     corpus: Corpus | None = None
@@ -264,8 +266,8 @@ def open_all(
                 model=model,
                 source=split,
                 accelerator=accelerator,
-                batch_size=config.train.micro_batch_sequences,
-                block_size=block_size,
+                batch_size=stage.train.micro_batch_sequences,
+                block_size=stage.model.block_size,
                 tokenizer=tokenizer,
                 target_mask=target_mask,
                 on_progress=on_progress,
@@ -277,11 +279,11 @@ def open_all(
         done = on_main(lambda: read_done(config.out_dir, config.checkpoint.resume))
         corpus = open_corpus(with_commits(config, done))
         corpus.tokenizer.require_same(tokenizer, "the data", options.run)
-        trained = replace(config, model=replace(config.model, block_size=block_size))
-        evaluations.append(open_losses(trained, corpus))
+        evaluations.append(open_losses(stage, corpus))
     if config.eval.hellaswag is not None:
         context = model.config.block_size
+        whole = longest_stage(config)
         evaluations.append(
-            open_hellaswag(config, tokenizer, context, model.vocab_size, limit=options.limit)
+            open_hellaswag(whole, tokenizer, context, model.vocab_size, limit=options.limit)
         )
     return [*evaluations, *open_own_evaluations(config, tokenizer, corpus)]

@@ -28,7 +28,7 @@ from accel_gpt.commands.sweep_settings import Grid, Setting
 from accel_gpt.config.compare import differences
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import plural
-from accel_gpt.config.stages import total_tokens
+from accel_gpt.config.stages import stage_configs, total_tokens
 from accel_gpt.config.values import to_flat
 from accel_gpt.console import table, write_out
 from accel_gpt.data.corpus import open_corpus
@@ -181,6 +181,9 @@ class Sweep:
         rows = [columns, *map(self.row, ranked)]
         for keys, effect in NOTES:
             changed = self.changed(keys, *self.others)
+            lengths = {last_length(setting) for setting in (self.baseline, *self.others)}
+            if keys == EVALUATED and len(lengths) > 1 and not changed:
+                changed = ["stages"]
             if changed:
                 self.lines.append(f"{', '.join(changed)} differ: {effect}")
         self.lines += dict.fromkeys(map(self.verdict, ranked[1:]))
@@ -264,6 +267,11 @@ class Sweep:
             f"{limit_of_more:.1f} with {more}: then at most {WRONG:.0%} of sweeps of equal "
             "settings find one"
         ]
+
+
+def last_length(setting: Setting) -> int:
+    """Return the length of the sequences of the last evaluation of a run."""
+    return stage_configs(setting.config)[-1].model.block_size
 
 
 def final_loss(run: SeriesRun, metric: str) -> float | None:

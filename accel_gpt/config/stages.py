@@ -36,6 +36,11 @@ def stage_configs(config: Config) -> list[Config]:
     return found
 
 
+def longest_stage(config: Config) -> Config:
+    """Return the config of the first stage with the longest sequences."""
+    return max(stage_configs(config), key=lambda stage: stage.model.block_size)
+
+
 def begins_at_once(config: Config) -> bool:
     """Return whether the first of the stages begins the run."""
     return bool(config.stages) and config.stages[0].from_ == 0

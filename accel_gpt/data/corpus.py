@@ -88,7 +88,7 @@ class Corpus:
         for mixture in self.mixtures:
             for source in mixture.sources:
                 found.setdefault(source.split.fingerprint, source)
-        if len(self.mixtures) == 1:
+        if len({mixture.fingerprint for mixture in self.mixtures}) == 1:
             return list(found.values())
         given = sequences_given(self.reads, self.end)
         return [replace(one, weight=given.get(key, 0)) for key, one in found.items()]
@@ -201,7 +201,7 @@ class Corpus:
         """Return the first log lines of a run: its sources, with the tokens and epochs of each."""
         sources = self.sources
         epochs = self.epochs(plan.total_sequences)
-        staged = len(self.mixtures) > 1
+        staged = len({mixture.fingerprint for mixture in self.mixtures}) > 1
         lines = []
         for source, count in zip(sources, epochs, strict=True):
             weight = f", weight {source.weight:g}" if len(epochs) > 1 and not staged else ""

@@ -63,9 +63,8 @@ def open_sources(
 ) -> list[Source]:
     """Open a split of each path.
 
-    `names` default to `source_names`. `known`:
-    opened sources; their folder is reused for the same path. Raises `UserError` if a path does not
-    exist, `DataError` if its data is not usable.
+    `names` default to `source_names`. `known`: opened sources; their folder is reused for the same
+    path. Raises `UserError` if a path does not exist, `DataError` if its data is not usable.
     """
     names = names or source_names([source.path for source in listed])
     folders = {source.path: source.folder for source in known}

@@ -7,7 +7,7 @@ from functools import partial
 from accelerate import Accelerator
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.stages import stage_configs
+from accel_gpt.config.stages import longest_stage, stage_configs
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.evals.hellaswag import read_questions, score_questions
@@ -40,13 +40,12 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
     Raises `UserError` or `DataError` if their data cannot be evaluated.
     """
     check_yardstick(config, corpus)
-    stages = stage_configs(config)
-    evaluations = [open_losses(stages[0], corpus)]
+    evaluations = [open_losses(stage_configs(config)[0], corpus)]
     if config.eval.hellaswag is not None:
         block_size = config.model.block_size
-        longest = next(one for one in stages if one.model.block_size == block_size)
+        whole = longest_stage(config)
         evaluations.append(
-            open_hellaswag(longest, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
+            open_hellaswag(whole, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
         )
     return [*evaluations, *open_own_evaluations(config, corpus.tokenizer, corpus)]
 

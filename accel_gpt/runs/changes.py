@@ -91,7 +91,7 @@ def stage_changes(saved: TrainState, now: TrainState) -> Differences:
         return {past: first_difference(*done)}
     # at each edge of the data, what was read before it; the data of the present stage may change
     edges = [*(one.data_from for one in was), *(read.first for read in now.data_read)]
-    for edge in [edge for edge in edges if 0 < edge < saved.sequences]:
+    for edge in [edge for edge in edges if 0 < edge <= saved.sequences]:
         sources = [read_before(state.data_read, edge) for state in (saved, now)]
         if not same_data(*sources):
             return {past: (describe_sources(sources[0]), describe_sources(sources[1]))}
@@ -243,7 +243,9 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     )
     steps = saved.config.get("train.max_steps")
     tokens = saved.config.get("train.max_tokens")
-    before = replace(config, train=replace(config.train, max_steps=steps, max_tokens=tokens))
+    stages = tuple(stage_from(one, "in stages") for one in saved.config.get("stages") or ())
+    train = replace(config.train, max_steps=steps, max_tokens=tokens)
+    before = replace(config, train=train, stages=stages)
     try:
         plan_before = make_plan(before, world_size())
     except UserError:  # the old length is unknown

@@ -404,3 +404,32 @@ def test_the_window_of_spikes_begins_again_with_a_stage(staged: Arguments, tmp_p
         state = json.loads((tmp_path / "run/checkpoints" / name / "trainer_state.json").read_text())
         counts.append(len(state["losses"]))
     assert counts == [1, 2, 3] * 4
+
+
+def test_at_an_edge_the_stage_before_is_finished(
+    small_run: Arguments,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = add_other(tmp_path)
+    stages = ["--stages", f"[{{from: 3, data.train: {other}}}]"]
+    stopped(small_run("--data.train", str(corpus), *stages), 3, monkeypatch)
+    changed = small_run("--data.train", f"[{{path: {corpus}}}, {{path: {other}}}]", *stages)
+    capsys.readouterr()
+    assert launch([*changed, "--checkpoint.allow_change", "data.train"]) == 4
+    assert "stages before step 3 was corpus" in capsys.readouterr().err
+
+
+def test_a_longer_run_may_get_a_stage_beyond_its_earlier_end(
+    small_run: Arguments, corpus: Path, tmp_path: Path
+) -> None:
+    """Its rate is constant, so only the stages need permission."""
+    options = ["--data.train", str(corpus), "--schedule.name", "constant", "--train.max_steps"]
+    assert launch(small_run(*options, "3")) == 0
+    beyond = ["--stages", f"[{{from: 4, data.train: {add_other(tmp_path)}}}]"]
+    assert launch(small_run(*options, "5", *beyond)) == 2
+    allowed = ["--checkpoint.allow_change", "stages"]
+    assert launch(small_run(*options, "5", *beyond, *allowed)) == 0
+    assert [read["sources"][0]["name"] for read in read_of(tmp_path / "run")] == ["corpus", "other"]

@@ -25,6 +25,7 @@ from accel_gpt.config.experiment import (
     Config,
     EvalConfig,
     ModelConfig,
+    SampleConfig,
     ScheduleConfig,
     Stage,
     TrainConfig,
@@ -362,8 +363,9 @@ def test_a_budget_finds_a_length_for_stages_near_the_end() -> None:
     config = replace(
         config,
         train=replace(config.train, budget="1h", max_steps=None),
-        checkpoint=CheckpointConfig(every_tokens=10_000),
+        checkpoint=CheckpointConfig(every=0, every_tokens=10_000),
         eval=EvalConfig(every=10),
+        sample=SampleConfig(every=0),
     )
     assert make_plan(config, 1).max_steps  # of the rehearsal
     budget = fit(config, Costs(step=1.0, relative=(1.0, 2.0, 3.0)), 3000.0)

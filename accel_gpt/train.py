@@ -71,7 +71,7 @@ from accel_gpt.training.reporter import Reporter, summarize_run
 from accel_gpt.training.updates import UpdateSizes
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
-FAR = 0.25  # (val loss - train loss) / train loss; a larger one is told once; assumption
+FAR = 0.25  # a larger (val loss - train loss) / train loss is logged, once; assumption
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
 
 
@@ -288,7 +288,7 @@ def open_loader(context: Context, corpus: Corpus, state: TrainState) -> Loader:
 
 
 def enter_stage(run: Training) -> None:
-    """Set the batch and the evaluation of the stage that makes the next step."""
+    """Set the number of micro-steps of the stage that makes the next step."""
     plan = run.plan.at(run.state.step)
     run.accelerator.gradient_accumulation_steps = plan.accumulation_steps
     run.accelerator.step = 0  # Accelerate counts micro-steps, and a step begins with a whole number

@@ -18,12 +18,11 @@ from accel_gpt.commands.options import BenchCommand
 from accel_gpt.commands.printing import write_report
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.plan import Plan, make_plan
-from accel_gpt.config.stages import stage_configs
+from accel_gpt.config.plan import make_plan
+from accel_gpt.config.stages import longest_stage, stage_configs
 from accel_gpt.cost.forecast import run_hours, vocabulary_size, with_expected_length
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer
-from accel_gpt.launch.context import Context
 from accel_gpt.launch.machine import describe_machine, memory_gb
 from accel_gpt.launch.process import keep_freed_memory
 from accel_gpt.launch.ranks import explain_lost_rank
@@ -73,7 +72,8 @@ def bench(options: BenchCommand) -> Report | None:
             join_same_ranks(measured)
         context = resolve(measured)
         accelerator = context.accelerator
-        measured, plan = measured_stage(context)
+        longest = longest_stage(context.config)
+        measured, plan = stage_alone(context.config, context.plan, longest)
         training = set_up_unseen(measured, plan, accelerator)
         with training.watched():
             report = measure(options, training)
@@ -94,13 +94,6 @@ def bench(options: BenchCommand) -> Report | None:
         report["vocabulary"] = {"tokens": vocab_size, "source": source}
         accelerator.end_training()
     return report if is_main() else None
-
-
-def measured_stage(context: Context) -> tuple[Config, Plan]:
-    """Return config and plan of the stage with the longest sequences, as a run of its own."""
-    config = context.config
-    lengths = [stage.model.block_size for stage in stage_configs(config)]
-    return stage_alone(config, context.plan, lengths.index(config.model.block_size))
 
 
 def with_random_tokens(config: Config, vocab_size: int, folder: Path) -> Config:

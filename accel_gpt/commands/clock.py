@@ -23,7 +23,7 @@ from accelerate.utils.memory import clear_device_cache
 from accel_gpt import train
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Costs, Plan
-from accel_gpt.config.stages import spans, stage_configs
+from accel_gpt.config.stages import longest_stage, stage_configs
 from accel_gpt.cost.forecast import evaluated_tokens
 from accel_gpt.evals.evaluation import Evaluation, evaluate
 from accel_gpt.launch.context import Context, Initialize
@@ -127,46 +127,60 @@ def rehearse(
     Makes a few steps of each stage, and in the longest an evaluation, the samples and a save.
     Leaves no trace in the run that follows.
     """
-    folder = Path(config.out_dir, REHEARSAL)
-    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
-    lengths = [one.config.model.block_size for one in spans(config, plan.max_steps)]
-    longest = lengths.index(config.model.block_size)
-    measured: list[Costs] = []
-    for number in range(len(lengths)):
-        start = time.monotonic()
-        on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
-        on_main(lambda: folder.mkdir())
-        try:
-            alone, batch = stage_alone(config, plan, number)
-            run = set_up_unseen(discarded(alone, str(folder)), batch, accelerator, initialize)
-            run.writer.is_stopping = lambda: True  # a save that fails is not tried again
-            set_up_seconds = time.monotonic() - start
-            try:
-                with run.watched():
-                    costs = measure_costs(run, seconds, only_steps=number != longest)
-            finally:
-                run.corpus.remove_cache()
-        finally:
-            if accelerator.is_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
-        del run
-        accelerator.free_memory()
-        gc.unfreeze()  # `build_model` froze the objects of the rehearsal
-        clear_device_cache(garbage_collection=True)
-        if accelerator.scaler and scale:
-            accelerator.scaler.load_state_dict(scale)
-        measured.append(replace(costs, set_up=set_up_seconds))
+    longest = longest_stage(config)
+    measured = [
+        rehearse_stage(
+            *stage_alone(config, plan, number),
+            accelerator,
+            initialize,
+            partial(measure_costs, seconds=seconds, only_steps=number != longest),
+        )
+        for number in range(len(stage_configs(config)))
+    ]
     costs = measured[longest]
-    alone = replace(config, stages=())  # whose sources were evaluated
-    read, of_all = (evaluated_tokens(one) for one in (alone, config))
-    if read and of_all:
+    read, of_all = (evaluated_tokens(one) for one in (replace(config, stages=()), config))
+    if read and of_all:  # the sources of other stages are evaluated, too
         costs = replace(costs, evaluation=costs.evaluation * of_all / read)
     return replace(
         costs,
         step=measured[0].step,
-        start=sum(costs.start for costs in measured),
-        relative=tuple(costs.step / measured[0].step for costs in measured),
+        start=sum(one.start for one in measured),
+        relative=tuple(one.step / measured[0].step for one in measured),
     )
+
+
+def rehearse_stage(
+    config: Config,
+    plan: Plan,
+    accelerator: Accelerator,
+    initialize: Initialize,
+    measure: Callable[[Training], Costs],
+) -> Costs:
+    """Set up a run, `measure` its parts, and discard it; a collective."""
+    folder = Path(config.out_dir, REHEARSAL)
+    scale = accelerator.scaler.state_dict() if accelerator.scaler else None
+    start = time.monotonic()
+    on_main(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a launch that was killed
+    on_main(lambda: folder.mkdir())
+    try:
+        run = set_up_unseen(discarded(config, str(folder)), plan, accelerator, initialize)
+        run.writer.is_stopping = lambda: True  # a save that fails is not tried again
+        set_up_seconds = time.monotonic() - start
+        try:
+            with run.watched():
+                costs = measure(run)
+        finally:
+            run.corpus.remove_cache()
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+    del run
+    accelerator.free_memory()
+    gc.unfreeze()  # `build_model` froze the objects of the rehearsal
+    clear_device_cache(garbage_collection=True)
+    if accelerator.scaler and scale:
+        accelerator.scaler.load_state_dict(scale)
+    return replace(costs, set_up=set_up_seconds)
 
 
 def stage_alone(config: Config, plan: Plan, number: int) -> tuple[Config, Plan]:

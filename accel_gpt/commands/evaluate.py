@@ -19,7 +19,7 @@ from accel_gpt.commands.tasks import open_tasks, score_tasks
 from accel_gpt.config.data import Weighted
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import reference_steps
-from accel_gpt.config.stages import longest_stage, span_at
+from accel_gpt.config.stages import longest_stage, span_at, stage_configs
 from accel_gpt.console import print_line
 from accel_gpt.data.corpus import Corpus, document_end, eval_splits, open_corpus
 from accel_gpt.data.sources import open_sources
@@ -90,9 +90,7 @@ def evaluate_named(options: EvaluateCommand) -> dict[str, Any]:
         with Watchdog(config.train.step_timeout, "has not opened the model"):
             model, tokenizer = load_found(source, accelerator.device, config.own)
         tasks = open_tasks_of(options, model, tokenizer)
-        stage = replace(config, model=model.config)
-        if run:
-            stage = trained_stage(config, source)
+        stage = trained_stage(config, source) if run else replace(config, model=model.config)
         metrics = evaluate_model(options, config, model, tokenizer, accelerator, stage)
         if tasks:
             with tempfile.TemporaryDirectory() as folder:
@@ -282,7 +280,7 @@ def open_all(
         evaluations.append(open_losses(stage, corpus))
     if config.eval.hellaswag is not None:
         context = model.config.block_size
-        whole = longest_stage(config)
+        whole = stage_configs(config)[longest_stage(config)]
         evaluations.append(
             open_hellaswag(whole, tokenizer, context, model.vocab_size, limit=options.limit)
         )

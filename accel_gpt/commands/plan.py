@@ -23,7 +23,7 @@ from accel_gpt.cost.forecast import (
     with_expected_length,
 )
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
-from accel_gpt.data.sources import all_train_paths, source_names, train_paths
+from accel_gpt.data.sources import all_train_paths, train_names, train_paths
 from accel_gpt.errors import UserError, did_you_mean, require
 from accel_gpt.launch.devices import (
     DEVICES,
@@ -110,7 +110,7 @@ def make_machine(options: PlanCommand, config: Config) -> Machine:
 def plan_length(
     config: Config, parameters: Mapping[str, int], work: Sequence[StageWork], plan: Plan
 ) -> dict[str, Any]:
-    """Return the steps, tokens, epochs and FLOPs of a run; the batch is that of the first stage."""
+    """Return the steps, tokens, epochs and FLOPs of a run, and the batch of its first stage."""
     tokens = plan.total_tokens
     flops = sum(stage.flops for stage in work)
     prepared = split_tokens([source.path for source in all_train_paths(config)], "train", None)
@@ -135,8 +135,7 @@ def plan_stage(
 ) -> dict[str, Any]:
     """Return the steps, the batch, the epochs of each source, and the hours of a stage."""
     sources = train_paths(stage.config.data)
-    paths = [source.path for source in all_train_paths(config)]
-    names = dict(zip(paths, source_names(paths), strict=True))
+    names = train_names(config)
     weights = sum(source.weight for source in sources)
     epochs = {}
     for source in sources:

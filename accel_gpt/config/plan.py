@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from accel_gpt.config.experiment import Config, LogConfig, Stage
@@ -216,13 +217,11 @@ class Plan:
     @property
     def total_tokens(self) -> int:
         """Return the tokens of the whole run."""
-        total = 0
-        end = self.max_steps
-        for number in reversed(range(max(len(self.stages), 1))):
-            first = self.stages[number].first_step if self.stages else 0
-            total += (end - first) * self.stage(number).tokens_per_step
-            end = first
-        return total
+        if not self.stages:
+            return self.max_steps * self.tokens_per_step
+        edges = [*(stage.first_step for stage in self.stages), self.max_steps]
+        counts = [end - first for first, end in pairwise(edges)]
+        return sum(n * self.stage(i).tokens_per_step for i, n in enumerate(counts))
 
     @property
     def total_sequences(self) -> int:
@@ -268,24 +267,22 @@ class Plan:
 
         `asked_warmup_steps`: see `schedule.warmup_steps`; told if the run is too short for them.
         """
-        batch = plural(self.micro_batch_size, "sequence")
-        micro = plural(self.accumulation_steps, "micro-step")
-        processes = plural(self.world_size, "process", "processes")
         cut = ""
         if self.warmup_steps < asked_warmup_steps:
             cut = f" (schedule.warmup_steps is {asked_warmup_steps:,})"
         return (
-            f"{self.tokens_per_step:,} tokens per step = {batch} x {self.block_size:,} tokens "
-            f"x {micro} x {processes}\n"
-            f"{self.total_tokens:,} tokens in total = "
+            f"{self.describe_batch()}\n{self.total_tokens:,} tokens in total = "
             f"{plural(self.max_steps, 'step')}, {self.warmup_steps:,} of them warm-up{cut}"
-            + "".join(self.stage(n).describe_stage(n) for n in range(1, len(self.stages)))
+            + "".join(
+                f"\nstage {number} from step {stage.first_step:,}: "
+                f"{self.at(stage.first_step).describe_batch()}"
+                for number, stage in enumerate(self.stages[1:], start=2)
+            )
         )
 
-    def describe_stage(self, number: int) -> str:
-        """Format the batch of a stage as a further line of `describe`."""
+    def describe_batch(self) -> str:
+        """Format the arithmetic of the batch."""
         return (
-            f"\nstage {number + 1} from step {self.stages[number].first_step:,}: "
             f"{self.tokens_per_step:,} tokens per step = "
             f"{plural(self.micro_batch_size, 'sequence')} x {self.block_size:,} tokens x "
             f"{plural(self.accumulation_steps, 'micro-step')} x "

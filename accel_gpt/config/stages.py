@@ -36,9 +36,10 @@ def stage_configs(config: Config) -> list[Config]:
     return found
 
 
-def longest_stage(config: Config) -> Config:
-    """Return the config of the first stage with the longest sequences."""
-    return max(stage_configs(config), key=lambda stage: stage.model.block_size)
+def longest_stage(config: Config) -> int:
+    """Return the number of the first stage with the longest sequences, from 0."""
+    lengths = [stage.model.block_size for stage in stage_configs(config)]
+    return lengths.index(max(lengths))
 
 
 def begins_at_once(config: Config) -> bool:
@@ -66,8 +67,8 @@ def first_steps(config: Config, steps: int) -> list[int]:
 def spans(config: Config, steps: int) -> list[Span]:
     """Return the stages of a run of `steps` steps.
 
-    Raises `UserError` unless each has a step, and reads whole sequences. Before a `train.budget`
-    is resolved, `steps` are not those of the run, and each may have none.
+    Raises `UserError` unless each has a step, and reads whole sequences. If the config has a
+    `train.budget`, the length of the run is not known yet, and a stage may have no step.
     """
     firsts = first_steps(config, steps)
     is_known = config.train.budget is None

@@ -4,7 +4,6 @@ docs/explanation/cost.md derives the formulas.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from accel_gpt.config.depth import tokenizer_vocab_size
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.options import duration
 from accel_gpt.config.plan import Costs
-from accel_gpt.config.stages import spans, stage_configs
+from accel_gpt.config.stages import spans, stage_configs, steps_of_stages
 from accel_gpt.cost.memory import Machine
 from accel_gpt.data.index import INDEX, read_index
 from accel_gpt.data.remote import is_url
@@ -74,7 +73,7 @@ def tokenizer_size(config: Config, name: str) -> tuple[int, str]:
 def evaluated_tokens(config: Config) -> int | None:
     """Count the tokens that an evaluation reads; None if a whole split is not prepared yet.
 
-    The sources of the first stage share the tokens; those of later stages are followed, each alone.
+    The sources of the first stage share the tokens. Each source of a later stage evaluates all.
     """
     train = [source.path for source in train_paths(stage_configs(config)[0].data)]
     val_sets = [[source.path] for source in val_paths(config.data)]
@@ -128,12 +127,10 @@ class StageWork(NamedTuple):
 
 def stage_work(config: Config, steps: int, vocab_size: int) -> list[StageWork]:
     """Return what each stage of a run of `steps` steps computes; one if there are no stages."""
-    stages = spans(config, steps)
-    edges = [*(stage.first_step for stage in stages), steps]
     found = []
-    for stage, (first, end) in zip(stages, pairwise(edges), strict=True):
+    for stage, count in zip(spans(config, steps), steps_of_stages(config, steps), strict=True):
         flops = flops_per_token(stage.config.model, vocab_size)
-        found.append(StageWork(stage.config, first, end - first, flops))
+        found.append(StageWork(stage.config, stage.first_step, count, flops))
     return found
 
 

@@ -25,7 +25,7 @@ from accel_gpt.data.sources import (
     TrainedSource,
     all_train_paths,
     open_sources,
-    source_names,
+    train_names,
     train_paths,
     val_names,
     val_paths,
@@ -57,6 +57,7 @@ class Corpus:
     """
 
     mixtures: tuple[Mixture, ...]  # of each stage
+    sources: list[Source]  # of all stages, each once
     starts: tuple[int, ...]  # position at which each stage begins
     end: int  # position after the last step; 0 without stages
     tokenizer: Tokenizer
@@ -79,19 +80,23 @@ class Corpus:
         return hashlib.sha256("/".join(prints).encode()).hexdigest()
 
     @property
-    def sources(self) -> list[Source]:
-        """Return the training sources of all stages, each once.
+    def weighted_sources(self) -> list[Source]:
+        """Return the sources, weighted as the run reads them; a source that it never reads is out.
 
-        If there are stages with other data, the weights are the sequences that each source gives.
+        If a stage reads other data, the weights are the sequences that each source gives.
         """
-        found: dict[str, Source] = {}
-        for mixture in self.mixtures:
-            for source in mixture.sources:
-                found.setdefault(source.split.fingerprint, source)
-        if len({mixture.fingerprint for mixture in self.mixtures}) == 1:
-            return list(found.values())
+        if not self.changes_data:
+            return self.sources
         given = sequences_given(self.reads, self.end)
-        return [replace(one, weight=given.get(key, 0)) for key, one in found.items()]
+        weighted = [
+            replace(one, weight=given.get(one.split.fingerprint, 0)) for one in self.sources
+        ]
+        return [source for source in weighted if source.weight]
+
+    @property
+    def changes_data(self) -> bool:
+        """Return whether a stage reads other data than another."""
+        return len({mixture.fingerprint for mixture in self.mixtures}) > 1
 
     def identity(self) -> dict[str, str]:
         """Return the fingerprints that must be the same on all ranks, by description."""
@@ -195,16 +200,16 @@ class Corpus:
         for mixture in self.mixtures:
             for source, order in zip(mixture.sources, mixture.orders, strict=True):
                 sizes[source.split.fingerprint] = order.sequences_per_epoch
-        return [given.get(key, 0) / size for key, size in sizes.items()]
+        prints = [source.split.fingerprint for source in self.sources]
+        return [given.get(key, 0) / sizes[key] for key in prints]
 
     def lines(self, plan: Plan) -> list[str]:
         """Return the first log lines of a run: its sources, with the tokens and epochs of each."""
-        sources = self.sources
         epochs = self.epochs(plan.total_sequences)
-        staged = len({mixture.fingerprint for mixture in self.mixtures}) > 1
         lines = []
-        for source, count in zip(sources, epochs, strict=True):
-            weight = f", weight {source.weight:g}" if len(epochs) > 1 and not staged else ""
+        for source, count in zip(self.sources, epochs, strict=True):
+            mixed = len(epochs) > 1 and not self.changes_data
+            weight = f", weight {source.weight:g}" if mixed else ""
             remote = source.split.remote
             where = remote.store.url if remote else source.split.folder
             lines.append(
@@ -255,6 +260,7 @@ def open_corpus(config: Config) -> Corpus:
     starts, end = positions(config)
     return Corpus(
         mixtures=mixtures,
+        sources=sources,
         starts=starts,
         end=end,
         tokenizer=first.tokenizer,
@@ -276,15 +282,14 @@ def open_mixtures(config: Config, cache: Cache | None) -> tuple[tuple[Mixture, .
 
     The sources of the first stage come first.
     """
-    stages = stage_configs(config)
-    paths = dict.fromkeys(one.path for stage in stages for one in train_paths(stage.data))
-    names = dict(zip(paths, source_names(list(paths)), strict=True))
+    names = train_names(config)
     mixtures: list[Mixture] = []
     opened: dict[str, Source] = {}  # by fingerprint
-    for before, stage in pairwise([None, *stages]):
-        assert stage is not None
+    listed: list[Weighted] = []
+    for stage in stage_configs(config):
+        before = listed
         listed = train_paths(stage.data)
-        if before and listed == train_paths(before.data):
+        if listed == before:
             mixtures.append(mixtures[-1])
             continue
         sources = open_sources(

@@ -146,6 +146,12 @@ def all_train_paths(config: Config) -> list[Weighted]:
     return list(found.values())
 
 
+def train_names(config: Config) -> dict[str, str]:
+    """Return the names of the folders or URLs that any stage trains on, by path."""
+    paths = [source.path for source in all_train_paths(config)]
+    return dict(zip(paths, source_names(paths), strict=True))
+
+
 def val_paths(data: DataConfig) -> list[Weighted]:
     """Return the folders or URLs of `data.val`, with equal weights; empty if it is not set."""
     if data.val is None or isinstance(data.val, str):

@@ -43,7 +43,7 @@ def open_evaluations(config: Config, corpus: Corpus) -> list[Evaluation]:
     evaluations = [open_losses(stage_configs(config)[0], corpus)]
     if config.eval.hellaswag is not None:
         block_size = config.model.block_size
-        whole = longest_stage(config)
+        whole = stage_configs(config)[longest_stage(config)]
         evaluations.append(
             open_hellaswag(whole, corpus.tokenizer, block_size, vocab_size=corpus.vocab_size)
         )

@@ -109,7 +109,7 @@ def text_statistics(config: Config, run: Path) -> TextStatistics:
     block_size = config.model.block_size
     key = statistics_key(corpus, block_size)
     places = [run / STATISTICS]
-    sources = corpus.sources
+    sources = corpus.weighted_sources
     if len(sources) == 1 and sources[0].split.arrays is None:
         places.insert(0, sources[0].split.folder / STATISTICS)
     stored: dict[Path, dict[str, TextStatistics]] = {}
@@ -129,7 +129,7 @@ def text_statistics(config: Config, run: Path) -> TextStatistics:
 def statistics_key(corpus: Corpus, block_size: int) -> str:
     """Return a name for the train tokens and the evaluated tokens of a run."""
     val = [(p.split.fingerprint, p.share, p.tokens) for p in corpus.evaluated["val"]]
-    train = [(source.split.fingerprint, source.weight) for source in corpus.sources]
+    train = [(source.split.fingerprint, source.weight) for source in corpus.weighted_sources]
     content = json.dumps([VERSION, train, val, block_size])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -146,9 +146,11 @@ def measure(corpus: Corpus, block_size: int) -> TextStatistics:
     mean_bytes = float((val.weight * val.bytes)[targets].sum() / val.weight[targets].sum())
     top = int(np.argmax(unigrams))
     documents, median, copied = count_documents(scans)
-    unreadable, read_back = read_again([source.split for source in corpus.sources], tokenizer)
+    unreadable, read_back = read_again(
+        [source.split for source in corpus.weighted_sources], tokenizer
+    )
     return TextStatistics(
-        train_tokens=sum(source.split.tokens for source in corpus.sources),
+        train_tokens=sum(source.split.tokens for source in corpus.weighted_sources),
         counted_tokens=sum(one.tokens for one in scans),
         bytes_per_token=mean_bytes if mean_bytes > 0 else None,
         losses=losses,
@@ -175,7 +177,7 @@ def count_tokens(
     Returns the losses of models that count, the share of each token, and the pass over each source.
     """
     sums, tables = ngram_tables(val, hasher)
-    sources = corpus.sources
+    sources = corpus.weighted_sources
     total = sum(source.weight for source in sources)
     counts: list[Floats] = [np.zeros(len(val.tokens))] * (len(tables) + 1)
     unigrams: Floats = np.zeros(corpus.vocab_size)
@@ -208,8 +210,8 @@ class Windows:
         self.val_keys = hasher.rows(rows)
         self.train_keys: list[Keys] = []
         self.shares = []
-        total = sum(source.weight for source in corpus.sources)
-        for source in corpus.sources:
+        total = sum(source.weight for source in corpus.weighted_sources)
+        for source in corpus.weighted_sources:
             share = source.weight / total
             most = int(MOST_TOKENS * share)
             self.train_keys.append(hasher.rows(sample(source.split, n, MOST_WINDOWS, most)))

@@ -3,6 +3,8 @@
 Legend: D head size, H query heads, L layers, T block size.
 """
 
+from dataclasses import replace
+
 from accel_gpt.config.model import ModelConfig
 
 VOCAB_MULTIPLE = 64
@@ -107,6 +109,15 @@ def training_flops(config: ModelConfig, matrix_parameters: int) -> int:
     """
     attention = config.n_layer * config.n_head * config.head_size * config.block_size
     return 6 * matrix_parameters + 12 * attention
+
+
+def flops_at_length(flops: float, config: ModelConfig, block_size: int) -> float:
+    """Return the FLOPs per token of a model at another length than `config.block_size`.
+
+    `flops`: per token at `config.block_size`. Only attention depends on the length.
+    """
+    other = replace(config, block_size=block_size)
+    return flops - training_flops(config, 0) + training_flops(other, 0)
 
 
 def flops_per_token(config: ModelConfig, vocab_size: int) -> int:

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import StageBatch
 from accel_gpt.config.values import build
 from accel_gpt.errors import AccelGPTError, UserError
-from accel_gpt.model.sizes import training_flops
+from accel_gpt.model.sizes import flops_at_length
 from accel_gpt.report.curves import Floats, Metrics, read_metrics
 from accel_gpt.runs.folder import RunFolder, is_number, number
 
@@ -104,9 +103,7 @@ class NamedRun(RunFolder):
             model = build(Config, given).model
         except AccelGPTError:  # a file was edited by hand
             return [whole] * len(self.stages)
-        longest = training_flops(model, 0)
-        shorter = [replace(model, block_size=stage.block_size) for stage in self.stages]
-        return [whole - longest + training_flops(one, 0) for one in shorter]
+        return [flops_at_length(whole, model, stage.block_size) for stage in self.stages]
 
     def resumes(self) -> list[int]:
         """Return the steps at which the run was resumed, ascending.

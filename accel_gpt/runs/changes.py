@@ -105,7 +105,7 @@ def stage_changes(saved: TrainState, now: TrainState) -> Differences:
     return {}
 
 
-class RunStage(NamedTuple):
+class TrainedStage(NamedTuple):
     """A stage as the config of a checkpoint tells it."""
 
     first_step: int
@@ -127,28 +127,35 @@ class RunStage(NamedTuple):
         )
 
 
-def run_stages(values: Mapping[str, Any]) -> list[RunStage]:
+def run_stages(values: Mapping[str, Any]) -> list[TrainedStage]:
     """Return the stages of a run from its dotted keys."""
     keys = (*LENGTH_KEYS, "train.tokens_per_step", "model.block_size")
     stages = tuple(stage_from(stage, "in stages") for stage in values.get("stages") or ())
     config = build(Config, {**{key: values[key] for key in keys}, "stages": stages})
+    laid = spans(config, reference_steps(config))
+    declared: list[Stage | None] = [None] * (len(laid) - len(stages)) + list(stages)
     found = []
-    for number, span in enumerate(reversed(spans(config, reference_steps(config))), start=1):
-        declared = stages[-number] if number <= len(stages) else Stage(0, {})
+    for span, stage in zip(laid, declared, strict=True):
+        reads = stage is not None and "data.train" in stage.options
         found.append(
-            RunStage(
+            TrainedStage(
                 first_step=span.first_step,
                 tokens_per_step=span.config.train.tokens_per_step,
                 block_size=span.config.model.block_size,
                 longest=config.model.block_size,
-                from_=stages[-number].from_ if number <= len(stages) else None,
-                data_from=span.sequences if "data.train" in declared.options else 0,
+                from_=None if stage is None else stage.from_,
+                data_from=span.sequences if reads else 0,
             )
         )
-    return found[::-1]
+    return found
 
 
-def first_difference(was: Sequence[RunStage], new: Sequence[RunStage]) -> tuple[str, str]:
+def declared_stages(values: Mapping[str, Any]) -> tuple[Stage, ...]:
+    """Return the option `stages` of a run from its dotted keys."""
+    return tuple(stage_from(stage, "in stages") for stage in values.get("stages") or ())
+
+
+def first_difference(was: Sequence[TrainedStage], new: Sequence[TrainedStage]) -> tuple[str, str]:
     """Describe the first stage that differs between two runs."""
     for one, other in zip_longest(was, new):
         if one != other:
@@ -243,9 +250,8 @@ def length_keys(config: Config, saved: TrainState) -> tuple[str, ...]:
     )
     steps = saved.config.get("train.max_steps")
     tokens = saved.config.get("train.max_tokens")
-    stages = tuple(stage_from(one, "in stages") for one in saved.config.get("stages") or ())
     train = replace(config.train, max_steps=steps, max_tokens=tokens)
-    before = replace(config, train=train, stages=stages)
+    before = replace(config, train=train, stages=declared_stages(saved.config))
     try:
         plan_before = make_plan(before, world_size())
     except UserError:  # the old length is unknown

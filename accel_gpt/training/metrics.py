@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from accel_gpt.launch.unsupported import REPLICATED
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.sharding import is_sharded
-from accel_gpt.model.sizes import mfu, training_flops
+from accel_gpt.model.sizes import flops_at_length, mfu
 from accel_gpt.runs.folder import RunFolder, is_number
 
 # Columns of metrics.csv. `progress` is in percent of the run. All columns except progress,
@@ -180,13 +179,11 @@ class Speed:
             metrics["perf/mfu"] = mfu(rate, self.flops_at(plan), self.peak, plan.world_size)
         return metrics
 
-    def flops_at(self, plan: Plan) -> int:
+    def flops_at(self, plan: Plan) -> float:
         """Return the FLOPs per token of a stage; an own module has one number for all lengths."""
-        config = self.gpt.config
-        if plan.pieces == 1 or not isinstance(self.gpt, GPT):
+        if not isinstance(self.gpt, GPT):
             return self.flops_per_token
-        shorter = replace(config, block_size=plan.block_size)
-        return self.flops_per_token - training_flops(config, 0) + training_flops(shorter, 0)
+        return flops_at_length(self.flops_per_token, self.gpt.config, plan.block_size)
 
 
 class Stopwatch:

@@ -213,7 +213,7 @@ def test_the_text_of_the_val_loss_is_counted_not_what_is_followed(
     assert followed.weight[followed.targets].sum() == pytest.approx(1)
     # counted by what the run reads of each: three quarters and one
     found = [text_statistics(one, tmp_path) for one in (own, both)]
-    sources = open_corpus(both).sources
+    sources = open_corpus(both).weighted_sources
     assert found[1].train_tokens == sum(source.split.tokens for source in sources)
     assert [source.weight for source in sources] == [30 * 16, 10 * 16]
     assert found[1].most_frequent_share != found[0].most_frequent_share

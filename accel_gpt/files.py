@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -181,6 +182,19 @@ def is_at(file: TextIO, path: Path) -> bool:
 
 
 # --------------------------------------------------------------------------- reading
+
+
+def is_url(path: str) -> bool:
+    """Return whether `path` is a URL (scheme://...) and not a folder of this machine."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+def read_url(url: str) -> bytes:
+    """Read a small file behind a URL of fsspec. Raises whatever its file system raises."""
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    return bytes(system.cat_file(path))
 
 
 def is_local(name: str) -> bool:

@@ -65,7 +65,7 @@ def train_config(config: Config, source: str) -> int:
                 rehearse=rehearse,
                 initialize=initialize,
                 log=launch.display.log,
-                check_folder=launch.check_folder,
+                check_folder=partial(check_owner, launch, uploader),
             )
             stopped = train(
                 context=context,
@@ -107,7 +107,15 @@ def make_uploader(config: Config, launch: Launch) -> Uploader | None:
         run=Path(config.out_dir),
         log=launch.display.log,
         code=config.code,
+        on_lost=launch.stop.request,
     )
+
+
+def check_owner(launch: Launch, uploader: Uploader | None) -> None:
+    """Raise `BusyError` on rank 0 if the run has lost its folder, or its copies to a launch."""
+    launch.check_folder()
+    if uploader:
+        uploader.check()
 
 
 def note_source(config: Config, source: str) -> None:

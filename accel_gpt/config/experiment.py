@@ -341,7 +341,9 @@ class CheckpointConfig(Section, prefix="checkpoint.", resume="free"):
         None,
         "Folder on another disk, or URL that fsspec writes to, such as s3://bucket/run or "
         "hf://user/name. Each new checkpoint is copied there while training continues. If out_dir "
-        "has no checkpoints, the run resumes from the newest copy.",
+        "has no checkpoints, or the run went on elsewhere, it resumes from the newest copy. One "
+        "launch at a time uses the folder. null: no copies, or the folder of CONFIG if that is a "
+        "URL.",
         path=True,
     )
     allow_change: tuple[str, ...] = option(
@@ -437,9 +439,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config(Section):
-    """Train a GPT as CONFIG says: a YAML file, or the name of a shipped config such as quickstart.
+    """Train a GPT as CONFIG says: a YAML file, its URL, or the name of a shipped config.
 
-    Each --section.key overrides a key of CONFIG. --help-all lists all keys.
+    Each --section.key overrides a key of CONFIG. --help-all lists all keys. If CONFIG is a URL,
+    such as s3://bucket/run/config.yaml, the run moves to any machine with it:
+    checkpoint.copy_to is s3://bucket/run by default (docs/how-to/move.md).
 
     Examples:
       accel-gpt train quickstart

@@ -37,8 +37,8 @@ from accel_gpt.config.values import (
     with_home,
 )
 from accel_gpt.console import write_out
-from accel_gpt.errors import UserError, did_you_mean, require
-from accel_gpt.files import load_yaml
+from accel_gpt.errors import UserError, did_you_mean, one_line, require
+from accel_gpt.files import is_url, load_yaml, read_url
 
 T = TypeVar("T")
 Layer = Mapping[str, Any]
@@ -55,8 +55,8 @@ def read_given(
 ) -> dict[str, Any]:
     """Read the dotted keys that `CONFIG --section.key value ...` sets.
 
-    CONFIG is a YAML file or the name of a shipped one. `tell`: see `merge`. Raises `UserError` for
-    a missing file, an unknown key, a wrong type or an invalid value.
+    CONFIG is a YAML file, its URL or the name of a shipped one. `tell`: see `merge`. Raises
+    `UserError` for a missing file, an unknown key, a wrong type or an invalid value.
     """
     words = list(argv)
     path = ""
@@ -68,14 +68,22 @@ def read_given(
         bool(path),
         "no config file given; expected a YAML file or a name such as quickstart as CONFIG",
     )
-    return read_values(Config, str(resolve_config(path)), words, tell)
+    return read_values(Config, path if is_url(path) else str(resolve_config(path)), words, tell)
 
 
 def read_values(
     cls: type, path: str, argv: Sequence[str], tell: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Read the keys that the YAML file at `path` and the options in `argv` set."""
-    layers = [read_layer(cls, path), read_options(cls, argv)]
+    """Read the keys that the YAML file at `path` and the options in `argv` set.
+
+    If `path` is a URL, the folder there is by default the place of the run: it has the copies, and
+    its name is the name of `out_dir`.
+    """
+    place: dict[str, Any] = {}
+    if is_url(path):
+        folder = path.partition("?")[0].rpartition("/")[0]
+        place = {"out_dir": f"runs/{folder.rpartition('/')[2]}", "checkpoint.copy_to": folder}
+    layers = [place, read_layer(cls, path), read_options(cls, argv)]
     return with_text_of_user(with_extra(merge(cls, layers, tell)))
 
 
@@ -200,9 +208,12 @@ def read_layer(cls: type, path: str) -> dict[str, Any]:
 def read_yaml(path: str) -> Any:
     """Read a YAML file; returns an empty mapping for an empty file."""
     try:
-        return load_yaml(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config file {path} cannot be read: {error}") from None
+        content = read_url(path) if is_url(path) else Path(path).read_bytes()
+        text = content.decode()
+    except Exception as error:  # OSError, and of a URL those of botocore, huggingface_hub, ...
+        raise UserError(f"config file {path} cannot be read: {one_line(error)}") from None
+    try:
+        return load_yaml(text) or {}
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
 

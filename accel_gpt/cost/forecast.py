@@ -15,10 +15,10 @@ from accel_gpt.config.plan import Costs
 from accel_gpt.config.stages import spans, stage_configs, steps_of_stages
 from accel_gpt.cost.memory import Machine
 from accel_gpt.data.index import INDEX, read_index
-from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import all_train_paths, open_data, train_paths, val_paths
 from accel_gpt.data.tokenizer import named_tokenizer
 from accel_gpt.errors import UserError
+from accel_gpt.files import is_url
 from accel_gpt.model.sizes import flops_per_token
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training step

@@ -17,7 +17,6 @@ from accel_gpt.config.stages import spans, stage_configs, total_tokens
 from accel_gpt.data.downloads import Cache
 from accel_gpt.data.loader import Loader, Sequences, read_sequences
 from accel_gpt.data.mixture import Mixture, same_data, sequences_given
-from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import Split, resident
 from accel_gpt.data.sources import (
     DataRead,
@@ -32,6 +31,7 @@ from accel_gpt.data.sources import (
 )
 from accel_gpt.data.tokenizer import Tokenizer, named_tokenizer
 from accel_gpt.errors import UserError, require
+from accel_gpt.files import is_url
 from accel_gpt.model.targets import TargetMask
 
 StateDict = Mapping[str, Any]

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,6 @@ TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses below 500
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec name them
 TIMES = ("mtime", "LastModified", "Last-Modified", "created")
-
-
-def is_url(path: str) -> bool:
-    """Return whether `path` is a URL (scheme://...) and not a folder of this machine."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def is_repository(url: str) -> bool:

@@ -14,11 +14,12 @@ from accel_gpt.config.stages import stage_configs
 from accel_gpt.data.downloads import Cache, RemoteFolder
 from accel_gpt.data.foreign import TOKENIZER, DataFolder, open_foreign, open_own_shards
 from accel_gpt.data.index import INDEX
-from accel_gpt.data.remote import Missing, is_repository, is_url
+from accel_gpt.data.remote import Missing, is_repository
 from accel_gpt.data.shards import Split, open_split
 from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.data.tokenizer_json import CONFIG
 from accel_gpt.errors import DataError, require
+from accel_gpt.files import is_url
 from accel_gpt.hub import newest_commit, parse_url
 from accel_gpt.json_files import Count
 

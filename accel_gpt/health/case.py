@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from accel_gpt.config.experiment import Config
-from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import all_train_paths, val_paths
 from accel_gpt.errors import AccelGPTError, first_line
+from accel_gpt.files import is_url
 from accel_gpt.health.text import TextStatistics, text_statistics
 from accel_gpt.report.curves import Floats, Metrics
 from accel_gpt.report.runs import NamedRun

@@ -186,6 +186,11 @@ class StopSignal:
             show_cursor()
             os._exit(PREEMPTED if self.saved else 128 + number)
 
+    def request(self) -> None:
+        """Stop after this step, without a line: an error follows, and says why."""
+        self.announced = True
+        self.received = self.received or signal.SIGTERM.name
+
     def acknowledge(self, name: str) -> None:
         """Print once, on rank 0, that the signal was received."""
         if self.announce is None or self.announced:

@@ -16,9 +16,9 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import own_text_folder
 from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, check_folder
-from accel_gpt.data.remote import is_url
 from accel_gpt.data.sources import all_train_paths
 from accel_gpt.errors import require
+from accel_gpt.files import is_url
 from accel_gpt.launch.ranks import (
     all_gather,
     all_ranks,

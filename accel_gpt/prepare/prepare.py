@@ -31,11 +31,10 @@ from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
 from accel_gpt.console import run_process, write_err
 from accel_gpt.data.index import INDEX, Index, read_index
-from accel_gpt.data.remote import is_url
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
 from accel_gpt.errors import AccelGPTError, DataError, UserError, require
-from accel_gpt.files import append_all_or_nothing, locked_file, read_json, sync, write_file
+from accel_gpt.files import append_all_or_nothing, is_url, locked_file, read_json, sync, write_file
 from accel_gpt.launcher import available_cores
 from accel_gpt.prepare.bpe import make_tokenizer
 from accel_gpt.prepare.counts import Counts, count_duplicates

@@ -20,9 +20,9 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.data.remote import Store, Unreachable, file_info, is_url, short_hash
+from accel_gpt.data.remote import Store, Unreachable, file_info, short_hash
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import cache_folder, is_local, sha256
+from accel_gpt.files import cache_folder, is_local, is_url, sha256
 from accel_gpt.hub import is_repo
 from accel_gpt.prepare.text_files import (
     LFS_POINTER,

@@ -68,15 +68,20 @@ class Uploader:
         run: Path,
         log: Callable[[str], None],
         code: str | None = None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the uploader of the run in `run`. `code`: the file of --code."""
+        """Make the uploader of the run in `run`.
+
+        `code`: the file of --code. `on_lost` is called in a thread when another launch owns the
+        copies.
+        """
         self.code = code
         self.checkpoint = checkpoint
         self.hub = hub
         self.run = run
         self.copies: Copies | None = None
         if checkpoint.copy_to:
-            self.copies = Copies(checkpoint.copy_to, run, checkpoint.resume, log)
+            self.copies = Copies(checkpoint.copy_to, run, checkpoint.resume, log, on_lost)
         self.log = log
         self.folder = run / ".uploading"
         self.targets: list[Target] = []
@@ -88,21 +93,23 @@ class Uploader:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
 
     def open(self) -> None:
-        """Restore the newest copy if the run has no checkpoint, see `Copies.open`."""
+        """Own the copies, and restore the newest one if it is ahead, see `Copies.open`."""
         if self.copies:
             self.copies.open()
 
-    def start(self) -> None:
-        """Claim the copies; upload the newest checkpoint if a target lacks it.
+    def check(self) -> None:
+        """Raise `BusyError` if another launch owns the copies."""
+        if self.copies:
+            self.copies.lease.check()
 
-        Raises the errors of `Copies.claim`.
-        """
+    def start(self) -> None:
+        """Upload the newest checkpoint if a target lacks it."""
         if self.copies:  # first, since copies save work
             url = self.copies.url
             copy = {
                 "url": url,
                 "keep_last": self.checkpoint.keep_last,
-                "run": self.copies.claim(),
+                "launch": self.copies.lease.launch,
             }
             self.targets.append(Target("copy", url, copy))
         if self.hub.push != "never":
@@ -155,7 +162,10 @@ class Uploader:
         return cut_short and bool(left)
 
     def close(self) -> None:
-        """Kill the upload in progress, which leaves no half copy; the next launch makes it."""
+        """Kill the upload in progress, which leaves no half copy, and let go of the copies.
+
+        The next launch makes the upload.
+        """
         self.stopped = True
         self.thread.shutdown(wait=False, cancel_futures=True)
         running = self.running  # the thread may set it to None
@@ -163,6 +173,8 @@ class Uploader:
             running[1].kill()
         self.thread.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self.copies:
+            self.copies.lease.release()
 
     def due(self) -> list[Target]:
         """Return the targets that lack the newest checkpoint and should get it now.
@@ -200,7 +212,8 @@ class Uploader:
 
     def is_wanted(self, target: Target) -> bool:
         """Return whether an upload is due in this launch."""
-        return not self.stopped and target in self.due()
+        lost = self.copies is not None and bool(self.copies.lease.lost)
+        return not self.stopped and not lost and target in self.due()
 
     def upload(self, target: Target, linked: Path, if_missing: bool) -> str | None:
         """Upload a checkpoint in a child process; return its error, or None."""
@@ -230,7 +243,7 @@ class Uploader:
             self.running = None
             output.seek(0)
             text = output.read().decode("utf-8", "replace")
-        if code == BusyError.exit_code:  # another run owns the copies: make no more
+        if code == BusyError.exit_code:  # another launch owns the copies: make no more
             self.targets.remove(target)
         return child_error(text, code) if code else None
 

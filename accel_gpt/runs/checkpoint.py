@@ -180,12 +180,12 @@ def read_manifest(path: Path) -> dict[str, SavedFile]:
     return listed
 
 
-def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint to `.corrupt_NAME_COUNT`, so that it is kept but never used."""
+def set_aside(path: Path, why: str = "corrupt") -> Path:
+    """Rename a checkpoint to `.WHY_NAME_COUNT`, so that it is kept but never used; return that."""
     count = 0
-    while path.with_name(f".corrupt_{path.name}_{count}").exists():
+    while path.with_name(f".{why}_{path.name}_{count}").exists():
         count += 1
-    path.rename(path.with_name(f".corrupt_{path.name}_{count}"))
+    return path.rename(path.with_name(f".{why}_{path.name}_{count}"))
 
 
 # --------------------------------------------------------------------------- read

@@ -11,6 +11,7 @@
     data_files.json     size and times of each local data file
     best                the step of the best checkpoint
     run_name            the name of the run in its trackers and copies, see `run_name`
+    .launch             the launch of this folder that owned `checkpoint.copy_to` last
     .lock               locked while a process works in the folder
 
 Skips files and records that are missing, incomplete or malformed. Needs no torch.
@@ -51,6 +52,7 @@ SAMPLES = re.compile(r"step_(\d{8,15})\.txt")
 PROMPT_END = "\N{BOX DRAWINGS HEAVY VERTICAL}"  # in the texts of `samples`, after the prompt
 CODE = "code.py"
 RUN_NAME = "run_name"
+LAST_LAUNCH = ".launch"
 END_BYTES = 2**16  # of metrics.jsonl that are read for its last record, which takes about 500
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_gpt.config.experiment import CheckpointConfig, HubConfig
-from accel_gpt.errors import BusyError, CheckpointError, UserError
+from accel_gpt.errors import CheckpointError, UserError
 from accel_gpt.files import sha256
-from accel_gpt.publish.copies import Copies, CopyStore, copy_checkpoint
+from accel_gpt.publish.copies import Copies, copy_checkpoint
+from accel_gpt.publish.copy_store import CopyStore
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.runs.checkpoint import read_manifest, verify_checkpoint
 from accel_gpt.runs.folder import RunFolder
@@ -52,10 +52,14 @@ def place(
 
 
 def steps(place: str) -> list[str]:
-    system, root = fsspec.url_to_fs(place)
-    system.invalidate_cache()
-    names = sorted(Path(name).name for name in system.ls(root, detail=False))
-    return [name for name in names if name.startswith("step_")]
+    """Return the names of all copies, the newest last."""
+    return [Path(copy.path).name for copy in CopyStore(place).all_copies()]
+
+
+def folder_of(place: Path, step: int) -> Path:
+    """Return the folder of a copy."""
+    (found,) = place.glob(f"launch_*/step_{step:08d}")
+    return found
 
 
 @pytest.mark.usefixtures("uploads_here")
@@ -106,11 +110,13 @@ def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
         assert hub.repos["tester/backup"].private
         commits = hub.commits("tester/backup")[::-1]
     steps = [f"step_000000{step}" for step in ("04", "08", "12")]
-    assert commits == ["initial commit", RunFolder(tmp_path / "run").stored_name, *steps]
-    folders = {"runs/a", *(f"runs/a/{name}" for name in steps[1:])}
+    launch = (tmp_path / "run" / ".launch").read_text().strip()
+    assert commits == ["initial commit", launch, *steps, launch]  # the lease first and last
+    folders = {f"runs/a/{launch}", *(f"runs/a/{launch}/{name}" for name in steps[1:])}
     assert {str(Path(name).parent) for name in files} == folders
     for name in read_manifest(checkpoint):
-        assert files[f"runs/a/step_00000012/{name}"] == (checkpoint / name).read_bytes()
+        stored = files[f"runs/a/{launch}/step_00000012/{name}"]
+        assert stored == (checkpoint / name).read_bytes()
 
 
 def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(
@@ -144,8 +150,8 @@ def test_a_copy_that_is_killed_is_no_copy(
     assert launch(own) == 0
     said = capsys.readouterr().err
     assert f"WARNING: upload of step 12 to {place} failed: exit code -9" in said
-    assert list(place.glob("step_*"))
-    assert not list(place.glob("*/manifest.json"))
+    assert list(place.glob("*/step_*"))
+    assert not list(place.glob("*/*/manifest.json"))
     assert not (tmp_path / "run" / ".uploading").exists()
 
 
@@ -154,18 +160,21 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
 ) -> None:
     place = tmp_path / "other"
     run = trained(*KEPT)
-    name = Copies(str(place), run, "auto", print).claim()
+    copies = Copies(str(place), run, "auto", print)
+    copies.open()
     for checkpoint in RunFolder(run).checkpoints.values():
-        copy_checkpoint(checkpoint, str(place), keep_last=3, run=name)
+        copy_checkpoint(checkpoint, str(place), keep_last=3, launch=copies.lease.launch)
+    copies.lease.release()
     assert steps(str(place)) == ["step_00000004", "step_00000008", "step_00000012"]
-    (place / "step_00000012" / "manifest.json").unlink()
-    file = place / "step_00000008" / "optimizer.bin"
+    (folder_of(place, 12) / "manifest.json").unlink()
+    file = folder_of(place, 8) / "optimizer.bin"
     file.write_bytes(file.read_bytes()[:-9])
     moved = tmp_path / "moved"  # as on another machine
     moved.mkdir()
     said: list[str] = []
     copies = Copies(str(place), moved, "auto", said.append)
     copies.open()
+    copies.lease.release()
     altered, downloaded = said
     assert altered.startswith(f"WARNING: checkpoint file {file} was altered: it has ")
     assert altered.endswith("; falling back to an earlier copy")
@@ -175,7 +184,7 @@ def test_a_copy_that_broke_off_or_is_damaged_is_passed_over(
     for name in ("metrics.jsonl", "metrics.csv", "run.json", "run_name"):
         assert (moved / name).read_bytes() == (run / name).read_bytes()
     shutil.rmtree(moved / "checkpoints")
-    file = place / "step_00000004" / "optimizer.bin"
+    file = folder_of(place, 4) / "optimizer.bin"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=f"all copies in checkpoint.copy_to {place} are dam"):
         Copies(str(place), moved, "auto", print).open()
@@ -206,8 +215,8 @@ def test_a_copy_on_s3_with_a_flipped_bit_is_passed_over(
     assert launch([*own, "--train.stop_at", "8"]) == 0  # the newest copies are of steps 8 and 12
     assert launch(own) == 0
     whole = weights(tmp_path / "run")
-    model = "run/step_00000012/model.safetensors"
     for fault, wanted in ((1, 12), (None, 8)):
+        (model,) = [name for name in bucket.names() if name.endswith("00012/model.safetensors")]
         bucket.fail("flip", model, "GET", times=fault)
         shutil.rmtree(tmp_path / "run")
         capsys.readouterr()
@@ -232,35 +241,26 @@ def test_a_copy_that_s3_refuses_now_is_not_passed_over(
     own = small_run(*EVERY[:2], *S3_COPIES)
     assert launch(own) == 0
     shutil.rmtree(tmp_path / "run")
-    bucket.fail("refuse", "run/step_00000012/optimizer.bin", "GET|HEAD", status=403)
+    (name,) = [name for name in bucket.names() if name.endswith("00012/optimizer.bin")]
+    bucket.fail("refuse", name, "GET|HEAD", status=403)
     assert launch(own) == 2
     said = capsys.readouterr().err
-    where = "s3://bucket/run/step_00000012/optimizer.bin"
-    assert f"error: {where} cannot be downloaded: AccessDenied of a test" in said
+    assert f"error: s3://bucket/{name} cannot be downloaded: AccessDenied of a test" in said
     assert not RunFolder(tmp_path / "run").checkpoints
 
 
 @pytest.mark.usefixtures("uploads_here")
 def test_a_second_run_with_the_same_copies_is_refused(
-    place: str, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, trained: Trained, tmp_path: Path
 ) -> None:
     """But the same run goes on from another folder, or restored into an empty one."""
-    begun = start_uploads(tmp_path / "begun", place)  # a run without copies makes room
+    start_uploads(tmp_path / "begun", place).close()  # a run without copies makes room
     first, second, third = trained(*KEPT), trained(*KEPT, to="second"), tmp_path / "third"
     third.mkdir()
     assert not start_uploads(first, place).finish(lambda: False)
     name = RunFolder(first).stored_name
-    told = f"checkpoint.copy_to {place} belongs to run {name}; set another"
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=f"copy_to {place} belongs to run {name}; set another"):
         start_uploads(second, place)
-    begun.on_checkpoint(saved(begun.run, 2))
-    begun.finish(lambda: False)
-    said = capsys.readouterr()
-    assert f"WARNING: upload of step 2 to {place} failed, no more follow: " in said.out
-    assert told in said.err
-    assert not begun.targets
-    with pytest.raises(BusyError, match=told):
-        CopyStore(place).claim("another")
     assert steps(place) == ["step_00000012"]
     first.rename(tmp_path / "moved")
     start_uploads(tmp_path / "moved", place).close()
@@ -269,18 +269,34 @@ def test_a_second_run_with_the_same_copies_is_refused(
     assert [record["step"] for record in records(third)] == list(range(1, 13))
 
 
-@pytest.mark.usefixtures("uploads_here")
-def test_a_newer_copy_is_not_replaced(place: str, trained: Trained, tmp_path: Path) -> None:
-    """The run went on elsewhere. Then it is launched where it is older."""
-    run, elsewhere = trained(*KEPT), trained(*KEPT, to="elsewhere")
-    for step in (8, 12):
-        shutil.rmtree(run / "checkpoints" / f"step_{step:08d}")
-    assert not start_uploads(run, place).finish(lambda: False)
-    shutil.copy(run / "run_name", elsewhere)
-    assert not start_uploads(elsewhere, place).finish(lambda: False)
-    with pytest.raises(UserError, match=r"holds step 12, but .*run has no checkpoint after step 4"):
-        start_uploads(run, place)
-    assert steps(place) == ["step_00000004", "step_00000012"]
+def test_a_run_that_went_on_elsewhere_follows(place: str, trained: Trained, tmp_path: Path) -> None:
+    """The folder's own later checkpoints are kept, but not used."""
+    run, elsewhere = trained(*KEPT), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    said: list[str] = []
+
+    def go_on(folder: Path, step: int | None = None) -> None:
+        copies = Copies(place, folder, "auto", said.append)
+        copies.open()
+        if step:
+            checkpoint = RunFolder(folder).checkpoints[step]
+            copy_checkpoint(checkpoint, place, keep_last=2, launch=copies.lease.launch)
+        copies.lease.release()
+
+    go_on(run, step=4)  # the later ones are not copied
+    go_on(elsewhere)  # no copy: the first folder is ahead
+    go_on(run)
+    assert sorted(RunFolder(run).checkpoints) == [4, 8, 12]
+    shutil.copytree(run / "checkpoints" / "step_00000008", elsewhere / "checkpoints/step_00000008")
+    go_on(elsewhere, step=8)
+    go_on(run)
+    assert sorted(RunFolder(run).checkpoints) == [4, 8]
+    assert RunFolder(run).stored_name == RunFolder(elsewhere).stored_name
+    aside = [run / "checkpoints" / f".superseded_step_000000{step}_0" for step in ("08", "12")]
+    for folder in aside:
+        verify_checkpoint(folder)
+        assert f"WARNING: the run went on elsewhere, so {folder} is set aside" in said
+    assert said[-1].startswith("downloaded step 8 from ")
 
 
 def start_uploads(run: Path, place: str) -> Uploader:
@@ -383,4 +399,4 @@ def test_a_launcher_does_not_end_the_rank_that_copies(small_run: Arguments, tmp_
         check=False,
     )
     assert "SIGUSR1: saved at step 6" in done.stderr
-    verify_checkpoint(tmp_path / "other" / "step_00000006")
+    verify_checkpoint(folder_of(tmp_path / "other", 6))

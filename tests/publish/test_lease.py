@@ -1,0 +1,296 @@
+"""One launch at a time owns the copies of a run."""
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from accel_gpt.errors import BusyError, UserError
+from accel_gpt.publish import lease as module
+from accel_gpt.publish.copies import copy_checkpoint
+from accel_gpt.publish.copy_store import CopyStore
+from accel_gpt.publish.lease import Lease
+from accel_gpt.runs.folder import RunFolder
+from tests.conftest import launch
+from tests.faults.launches import until
+from tests.helpers.s3 import S3Server, require_s3
+from tests.publish.test_copies import saved
+from tests.test_train import records
+
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sign often, so that a test need not wait."""
+    monkeypatch.setattr(module, "SIGN_SECONDS", 0.2)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    """A folder for copies."""
+    return str(tmp_path / "place")
+
+
+def new_lease(place: str, said: list[str] | None = None, lost: list[str] | None = None) -> Lease:
+    """Return a lease that is not taken yet. `lost` gets a word when it is lost."""
+    log = ([] if said is None else said).append
+    return Lease(CopyStore(place), log, on_lost=lambda: (lost or []).append("lost"))
+
+
+def owners(place: str) -> list[dict[str, Any]]:
+    """Return the leases in the store, the newest last."""
+    store = CopyStore(place)
+    return [json.loads(store.read(f"{one}/lease.json") or b"") for one in store.launches()]
+
+
+def freeze(one: Lease) -> None:
+    """Let a launch sign no more, as if its process were paused."""
+    one.ended.set()
+    one.thread.join()
+
+
+def test_a_launch_waits_for_the_end_of_the_one_before(place: str) -> None:
+    first, second = new_lease(place), new_lease(place)
+    first.take("run", last="")
+    with pytest.raises(BusyError, match=f"{place} is in use by process .*; wait for it, or set"):
+        second.take("run", last="")
+    assert len(owners(place)) == 1
+    first.release()
+    said: list[str] = []
+    third = new_lease(place, said)
+    third.take("run", last="")
+    assert said == []
+    third.check()
+    third.release()
+    assert [one["released"] for one in owners(place)] == [True, True]
+
+
+def test_a_silent_launch_has_ended_and_ends_when_it_returns(place: str) -> None:
+    """Only the clock of the machine that waits is used."""
+    lost: list[str] = []
+    first = new_lease(place, lost=lost)
+    lost.append("")
+    first.take("run", last="")
+    freeze(first)
+    first.looked -= 3600  # the pause
+    said: list[str] = []
+    second = new_lease(place, said)
+    second.take("run", last="")
+    assert len(said) == 1
+    assert said[0].endswith(f"used {place} last; waiting up to 1 s for a sign of it")
+    with pytest.raises(BusyError, match=f"went on elsewhere: {place}/launch_000002_.* owns"):
+        first.check()
+    first.ended.clear()
+    first.keep()
+    assert lost == ["", "lost"]
+    first.release()  # writes nothing
+    assert [one["released"] for one in owners(place)] == [False, False]
+    assert owners(place)[0]["signs"] < 100
+    second.check()
+    second.release()
+
+
+@pytest.mark.parametrize("date", ["1970-01-01T00:00:00+00:00", "2100-01-01T00:00:00+00:00"])
+def test_a_wrong_clock_changes_nothing(place: str, date: str) -> None:
+    first = new_lease(place)
+    first.take("run", last="")
+    stop = threading.Event()
+
+    def sign_with_wrong_time() -> None:
+        while not stop.wait(0.05):
+            sign = {**first.sign.__dict__, "time": date, "signs": first.sign.signs + 1}
+            first.sign = module.Sign(**sign)
+            first.store.write(f"{first.launch}/lease.json", json.dumps(sign).encode())
+
+    freeze(first)
+    thread = threading.Thread(target=sign_with_wrong_time)
+    thread.start()
+    try:
+        with pytest.raises(BusyError, match="is in use by"):
+            new_lease(place).take("run", last="")
+    finally:
+        stop.set()
+        thread.join()
+    second = new_lease(place)
+    second.take("run", last="")
+    second.release()
+
+
+def test_the_folder_of_the_last_owner_need_not_wait(place: str) -> None:
+    first = new_lease(place)
+    first.take("run", last="")
+    freeze(first)
+    said: list[str] = []
+    second = new_lease(place, said)
+    second.take("run", last=first.launch)
+    assert said == []
+    second.release()
+
+
+def test_two_launches_that_waited_together_leave_one(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saw no owner, so both have number 1."""
+    names = iter(["b" * 8, "a" * 8])
+    monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
+    monkeypatch.setattr(CopyStore, "launches", lambda _: [])
+    first, second = new_lease(place), new_lease(place)
+    first.take("run", last="")
+    second.take("run", last="")
+    monkeypatch.undo()
+    first.look()
+    first.check()
+    second.look()
+    with pytest.raises(BusyError, match="went on elsewhere"):
+        second.check()
+    first.release()
+    freeze(second)
+
+
+def test_a_launch_that_lost_the_copies_publishes_none(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the start of a copy, and not when the files of one are there already."""
+    first = new_lease(place)
+    first.take("run", last="")
+    checkpoint = saved(tmp_path / "run", 4)
+    (tmp_path / "run" / "run_name").write_text("run")
+    put_file = LocalFileSystem.put_file
+    second = new_lease(place)
+
+    def taken_over_now(system: LocalFileSystem, source: str, target: str) -> None:
+        put_file(system, source, target)
+        if not second.launch:
+            freeze(first)
+            second.take("run", last="")
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", taken_over_now)
+    for _ in range(2):
+        with pytest.raises(BusyError, match="went on elsewhere"):
+            copy_checkpoint(checkpoint, place, keep_last=1, launch=first.launch)
+    store = CopyStore(place)
+    assert store.copies() == []
+    copy_checkpoint(checkpoint, place, keep_last=1, launch=second.launch)
+    assert [copy.launch for copy in store.all_copies()] == [second.launch]
+    assert store.launches() == [second.launch]  # the folder of the first one is removed
+    second.release()
+
+
+def test_a_store_that_cannot_be_reached_ends_no_lease(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the network is down")
+
+    first = new_lease(place)
+    first.take("run", last="")
+    with monkeypatch.context() as down:
+        for name in ("ls", "pipe_file", "cat_file"):
+            down.setattr(LocalFileSystem, name, fail)
+        first.look(sign=True)
+        first.looked -= 3600
+        first.check()
+        with pytest.raises(UserError, match=f"copy_to {place} cannot be read: the network is do"):
+            new_lease(place).take("run", last="")
+    first.check()
+    first.release()
+
+
+def test_a_place_that_takes_no_file_is_told_before_the_run_starts(
+    place: str,
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", refuse)
+    assert launch(small_run("--checkpoint.copy_to", place)) == 2
+    said = capsys.readouterr().err
+    assert f"error: checkpoint.copy_to {place} cannot be written: Access Denied" in said
+    assert not RunFolder(tmp_path / "run").launches
+
+
+@pytest.mark.usefixtures("uploads_here")
+def test_a_run_that_lost_its_copies_stops_before_it_saves(
+    place: str,
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from accel_gpt import train
+
+    update = train.update
+    taken: list[str] = []
+
+    def taken_over(run: train.Training) -> None:
+        update(run)
+        if run.state.step == 6 and not taken:
+            (path,) = Path(place).glob("launch_*")
+            newer = Path(place, "launch_000002_00000000")
+            newer.mkdir()
+            taken.append(path.name)
+            lease = leases[0]
+            until(lambda: lease.lost)
+
+    leases: list[Lease] = []
+    take = Lease.take
+
+    def noted(lease: Lease, run: str, last: str) -> None:
+        leases.append(lease)
+        take(lease, run, last)
+
+    monkeypatch.setattr(Lease, "take", noted)
+    monkeypatch.setattr(train, "update", taken_over)
+    own = small_run("--checkpoint.every", "4", "--checkpoint.copy_to", place)
+    assert launch(own) == 6
+    said = capsys.readouterr().err
+    assert f"went on elsewhere: {place}/launch_000002_00000000 owns checkpoint.copy_to" in said
+    assert list(RunFolder(tmp_path / "run").checkpoints) == [4]
+    assert [record["step"] for record in records(tmp_path / "run")][-1] <= 6
+    assert not list(Path(place, "launch_000002_00000000").iterdir())
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """An S3 server with an empty bucket."""
+    require_s3()
+    with S3Server() as s3:
+        s3.point_at(monkeypatch)
+        yield s3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uploads_here")
+def test_a_config_in_a_bucket_is_all_that_a_machine_needs(
+    bucket: S3Server,
+    small_run: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, *_ = small_run()
+    text = Path(config).read_text().replace("out_dir", "# out_dir")
+    bucket.put("runs/mine/config.yaml", text.encode())
+    url = "s3://bucket/runs/mine/config.yaml"
+    for name, steps in (("a", 6), ("b", 12)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert launch([url, "--train.stop_at", str(steps)]) == 0
+        run = RunFolder(tmp_path / name / "runs" / "mine")
+        assert [record["step"] for record in run.records()] == list(range(1, steps + 1))
+    assert "downloaded step 6 from s3://bucket/runs/mine" in capsys.readouterr().err
+    bucket.fail("refuse", "config.yaml", "GET", status=403)
+    assert launch([url]) == 2
+    said = capsys.readouterr().err
+    assert f"error: config file {url} cannot be read: AccessDenied of a test" in said

@@ -110,7 +110,8 @@ class PrepareCommand(PrepareConfig, Command, prefix="--"):
     )
     out: str = option(
         "",
-        "Folder to create. empty: data/NAME_TOKENIZER, where NAME is the last part of the source.",
+        "Folder to create, or its URL, such as s3://bucket/notes. empty: data/NAME_TOKENIZER, "
+        "where NAME is the last part of the source.",
         path=True,
     )
 

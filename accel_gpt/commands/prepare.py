@@ -7,15 +7,15 @@ from pathlib import Path
 from accel_gpt.commands.options import PrepareCommand
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.console import write_out
-from accel_gpt.prepare.prepare import prepare
+from accel_gpt.prepare.upload import prepare_at
 
 
 def run(options: PrepareCommand) -> int:
-    """Create a data folder."""
+    """Create a data folder, or upload one."""
     values = {field.name: getattr(options, field.name) for field in fields(PrepareConfig)}
     config = PrepareConfig(**values)
-    out = Path(options.out or default_folder(config))
-    if not prepare(config, out):
+    out = options.out or default_folder(config)
+    if not prepare_at(config, out):
         write_out(f"already prepared: {out}\n")
     return 0
 

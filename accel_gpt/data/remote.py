@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_gpt.errors import DataError, MachineError, UserError, one_line
+from accel_gpt.errors import AccelGPTError, DataError, MachineError, UserError, one_line
 from accel_gpt.hub import SCHEME
 
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
@@ -21,6 +21,17 @@ TIMES = ("mtime", "LastModified", "Last-Modified", "created")
 def is_repository(url: str) -> bool:
     """Return whether `url` is in a repository of the Hub; a bucket has no commits and is not."""
     return url.startswith(SCHEME) and not url.startswith(f"{SCHEME}buckets/")
+
+
+@contextlib.contextmanager
+def store_errors(problem: str) -> Iterator[None]:
+    """Raise any error of a store in the block as a `UserError` that begins with `problem`."""
+    try:
+        yield
+    except AccelGPTError:
+        raise
+    except Exception as error:  # of botocore, huggingface_hub, OSError, ...
+        raise UserError(f"{problem}: {one_line(error)}") from None
 
 
 class FileInfo(NamedTuple):

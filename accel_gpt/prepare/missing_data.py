@@ -28,8 +28,8 @@ from accel_gpt.launch.ranks import (
 )
 from accel_gpt.launch.stopping import exiting_on_signals
 from accel_gpt.launcher import PREEMPTED, is_main, local_rank, rank
-from accel_gpt.prepare.prepare import CHILD_SETTINGS, prepare
 from accel_gpt.prepare.sources import KEY, select
+from accel_gpt.prepare.upload import CHILD_SETTINGS, has_index, prepare_at
 
 
 def ensure_data(config: Config) -> None:
@@ -40,15 +40,17 @@ def ensure_data(config: Config) -> None:
     Raises `UserError` if an existing folder was prepared with other settings, or if the text is
     missing.
     """
-    folder = Path(str(config.data.folder))
+    out = str(config.data.folder)
     with all_ranks():
         missing = is_missing(config)
     missing_on_ranks = all_gather(missing)
     if not any(missing_on_ranks):
         return
     prepares = missing and local_rank() == 0
-    if missing_on_ranks[0]:  # rank 0 prepares for all ranks that share its folder
-        shared = shared_with_ranks(folder.parent)
+    if is_url(out):
+        prepares = missing and is_main()
+    elif missing_on_ranks[0]:  # rank 0 prepares for all ranks that share its folder
+        shared = shared_with_ranks(Path(out).parent)
         prepares = prepares and (is_main() or not shared[rank()])
     settings: dict[str, object] | None = None
     with all_ranks():
@@ -57,13 +59,11 @@ def ensure_data(config: Config) -> None:
             if not is_url(str(prepare_config.source)):
                 is_own = config.data.train == own_text_folder(config.out_dir)
                 select(prepare_config, key="data.text" if is_own else KEY)  # raises without a text
-            write_err(
-                f"data     {folder} does not exist: preparing it from {prepare_config.source}"
-            )
-            settings = {"out": str(folder), **asdict(prepare_config)}
+            write_err(f"data     {out} does not exist: preparing it from {prepare_config.source}")
+            settings = {"out": out, **asdict(prepare_config)}
     run_prepare(settings)
-    if missing:
-        wait_for_file(folder / INDEX)
+    if missing and not is_url(out):
+        wait_for_file(Path(out, INDEX))
 
 
 def is_missing(config: Config) -> bool:
@@ -74,8 +74,6 @@ def is_missing(config: Config) -> bool:
     data = config.data
     if data.own_shards is not None and data.prepare.source is None:
         return False
-    folder = Path(str(data.folder))
-    is_remote = is_url(str(data.folder))
     prepared = data.folder if data.prepare.source is not None else None
     for source in all_train_paths(config):
         if source.path != prepared and not is_url(source.path):
@@ -83,20 +81,15 @@ def is_missing(config: Config) -> bool:
     if data.prepare.source is None:
         return False
     require(
-        not is_remote,
-        f"data.train is {data.folder}, but data.prepare would prepare a local folder; to train on "
-        "the shards at the URL, remove data.prepare, or give --data.train on the command line",
-    )
-    require(
         bool(data.folder),
         f"data.prepare makes one folder, but data.train is {data.train or 'empty'}; set data.train "
         "to a folder, or prepare each folder of a mixture with accel-gpt prepare",
     )
-    if not (folder / INDEX).exists():
+    if not has_index(str(data.folder)):
         return True
     if local_rank() == 0:
         # the folder is complete, so this only compares the settings
-        prepare(data.prepare, folder, keep_changed=True)
+        prepare_at(data.prepare, str(data.folder), keep_changed=True)
     return False
 
 
@@ -113,7 +106,7 @@ def run_prepare(settings: dict[str, object] | None) -> None:
                 environment["TORCHELASTIC_ERROR_FILE"] = os.environ["TORCHELASTIC_ERROR_FILE"]
             process = launch_child(
                 [],
-                module="accel_gpt.prepare.prepare",
+                module="accel_gpt.prepare.upload",
                 environment=environment,
                 own_group=True,  # only this process receives Ctrl-C
             )

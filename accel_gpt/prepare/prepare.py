@@ -13,13 +13,12 @@ A bpe is trained before, on at most `BPE_BYTES`; its memory depends on them.
 """
 
 import json
-import os
 import shutil
 import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -29,7 +28,7 @@ from typing import Any
 
 from accel_gpt.config.data import PrepareConfig
 from accel_gpt.config.plan import plural
-from accel_gpt.console import run_process, write_err
+from accel_gpt.console import write_err
 from accel_gpt.data.index import INDEX, Index, read_index
 from accel_gpt.data.shards import token_dtype
 from accel_gpt.data.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +51,6 @@ from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.prepare.sources import TextSource, select, source_fingerprint
 from accel_gpt.training.display import Progress
 
-CHILD_SETTINGS = "ACCEL_GPT_PREPARE"  # environment variable, see `main`
 JOURNAL = "progress.json"
 HASHES = "hashes.bin"  # of the documents, until the end
 FINGERPRINT = "source_fingerprint"
@@ -401,23 +399,3 @@ def chat_writer(name: str, folder: Path, tokenizer: Tokenizer | None) -> WriteCh
         return str(load().apply_chat_template(turns, tokenize=False))
 
     return write
-
-
-# --------------------------------------------------------------------------- child of a run
-
-
-def main(_: Sequence[str]) -> int:
-    """Prepare the folder that the environment names; see `missing_data.py`.
-
-        ACCEL_GPT_PREPARE='{"out": "data/x", "source": "text", ...}' python -m ...
-
-    The settings are not on the command line, because every user of a machine can read it.
-    """
-    values = json.loads(os.environ.pop(CHILD_SETTINGS))
-    out = Path(values.pop("out"))
-    prepare(PrepareConfig(**values), out, keep_changed=True)
-    return 0
-
-
-if __name__ == "__main__":
-    run_process(main)

@@ -7,9 +7,10 @@ checkpoint, or went on elsewhere, it resumes from the newest intact copy, with t
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accel_gpt.data.remote import store_errors
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.files import write_file
-from accel_gpt.publish.copy_store import Copy, CopyStore, explained
+from accel_gpt.publish.copy_store import Copy, CopyStore
 from accel_gpt.publish.lease import Lease, require_owner
 from accel_gpt.runs.folder import LAST_LAUNCH, RUN_NAME, RunFolder, run_name
 
@@ -23,7 +24,7 @@ def copy_checkpoint(
     later one has a complete copy. Raises `UserError` if the store cannot be written, `BusyError` if
     another launch owns the copies.
     """
-    with explained("it cannot be written"):
+    with store_errors("it cannot be written"):
         store = CopyStore(url)
         require_owner(store, launch)
         copy = Copy(launch, int(checkpoint.name.removeprefix("step_")))
@@ -74,7 +75,7 @@ class Copies:
             f"checkpoint.copy_to {url} lies in out_dir {self.out_dir}; set a folder elsewhere",
         )
         run = RunFolder(self.out_dir)
-        with explained(f"checkpoint.copy_to {url} cannot be read"):
+        with store_errors(f"checkpoint.copy_to {url} cannot be read"):
             owner = self.lease.owner_run()
             has_copies = bool(self.store.copies())
         is_other = owner not in ("", run.stored_name)
@@ -91,7 +92,7 @@ class Copies:
             write_file(self.out_dir / RUN_NAME, [f"{owner}\n".encode()])
         last = run.word(LAST_LAUNCH)
         self.lease.take(run_name(self.out_dir), last)
-        with explained(f"checkpoint.copy_to {url} cannot be read"):
+        with store_errors(f"checkpoint.copy_to {url} cannot be read"):
             copies = self.store.copies()  # the launch before may have finished another one
         if copies and is_ahead(copies[-1], last, max(run.checkpoints, default=0)):
             self.restore_newest(copies)

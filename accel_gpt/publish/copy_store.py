@@ -16,15 +16,15 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_gpt.damage import Expected, find_damage
-from accel_gpt.data.remote import Store
-from accel_gpt.errors import AccelGPTError, CheckpointError, UserError, one_line
+from accel_gpt.data.remote import Store, store_errors
+from accel_gpt.errors import CheckpointError
 from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.hub import SCHEME, parse_url
 from accel_gpt.runs.checkpoint import (
@@ -55,17 +55,6 @@ class Copy(NamedTuple):
     def path(self) -> str:
         """Return its path in the store."""
         return f"{self.launch}/{step_name(self.step)}"
-
-
-@contextlib.contextmanager
-def explained(problem: str) -> Iterator[None]:
-    """Raise any error of a store in the block as a `UserError` that begins with `problem`."""
-    try:
-        yield
-    except AccelGPTError:
-        raise
-    except Exception as error:  # from botocore, huggingface_hub, OSError, ...
-        raise UserError(f"{problem}: {one_line(error)}") from None
 
 
 class CopyStore:
@@ -222,7 +211,7 @@ class CopyStore:
     def download_file(self, copy: Copy, file: Path) -> None:
         """Download an object of a copy if it exists; raise `UserError` if it cannot be read now."""
         name = f"{copy.path}/{file.name}"
-        with explained(f"{self.url}/{name} cannot be downloaded"):
+        with store_errors(f"{self.url}/{name} cannot be downloaded"):
             try:
                 self.system.get_file(f"{self.root}/{name}", str(file))
                 sync(file)

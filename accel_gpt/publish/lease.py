@@ -23,8 +23,9 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from accel_gpt.data.remote import store_errors
 from accel_gpt.errors import BusyError
-from accel_gpt.publish.copy_store import CopyStore, explained
+from accel_gpt.publish.copy_store import CopyStore
 
 LEASE = "lease.json"
 SIGN_SECONDS = 10.0  # between two signs of life; assumption
@@ -84,7 +85,7 @@ class Lease:
         the store cannot be read or written.
         """
         store = self.store
-        with explained(f"checkpoint.copy_to {store.url} cannot be read"):
+        with store_errors(f"checkpoint.copy_to {store.url} cannot be read"):
             launches = store.launches()
             if launches and launches[-1] != last:
                 self.wait_for_end(launches[-1])
@@ -92,7 +93,7 @@ class Lease:
         self.launch = f"launch_{number:06d}_{secrets.token_hex(4)}"
         machine = f"process {os.getpid()} on {os.uname().nodename}"
         self.sign = Sign(run=run, machine=machine)
-        with explained(f"checkpoint.copy_to {store.url} cannot be written"):
+        with store_errors(f"checkpoint.copy_to {store.url} cannot be written"):
             self.write()
         self.look()  # two launches may have waited for the same one
         self.check()

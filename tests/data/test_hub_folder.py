@@ -89,7 +89,7 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(
     own = small_run("--data.train", URL, *QUIET, *short)
     prepares = ["--data.prepare.source", "user/text"]
     assert run_here(command.main, [*own, *prepares]) == 2
-    assert "give --data.train on the command line" in capsys.readouterr().err
+    assert f"data folder {URL} was prepared with other settings" in capsys.readouterr().err
     assert run_here(command.main, [*own, "--train.stop_at", "2"]) == 0
     caches = tmp_path / "cache" / "accel_gpt" / "shards"
     assert len(list(caches.iterdir())) == 1

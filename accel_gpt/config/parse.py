@@ -210,6 +210,8 @@ def read_yaml(path: str) -> Any:
     try:
         content = read_url(path) if is_url(path) else Path(path).read_bytes()
         text = content.decode()
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist") from None
     except Exception as error:  # OSError, and of a URL those of botocore, huggingface_hub, ...
         raise UserError(f"config file {path} cannot be read: {one_line(error)}") from None
     try:

@@ -83,7 +83,7 @@ def is_prepared(config: PrepareConfig, url: str, keep_changed: bool) -> bool:
         names = list_names(url)
         require(
             not names or MARK in names,
-            f"{url} has no {INDEX} but {names[0] if names else 'files'}, so it is not a data folder",
+            f"{url} has no {INDEX} but {''.join(names[:1])}, so it is not a data folder",
         )
         return False
     with tempfile.TemporaryDirectory() as folder:

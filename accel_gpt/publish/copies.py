@@ -32,9 +32,11 @@ def copy_checkpoint(
         if if_missing and any(other.step >= copy.step for other in complete):
             return
         kept = [*(other for other in complete if other.step < copy.step), copy][-keep_last:]
-        obsolete = [other.path for other in store.all_copies() if other not in kept]
-        used = {launch, *(other.launch for other in kept)}
-        obsolete += [other for other in store.launches() if other not in used]
+        # another launch may take over now: what it writes is not obsolete
+        own = [other for other in store.all_copies() if other.launch <= launch]
+        obsolete = [other.path for other in own if other not in kept]
+        used = {other.launch for other in kept}
+        obsolete += [other for other in store.launches() if other < launch and other not in used]
         store.add(checkpoint, copy, obsolete, check=lambda: require_owner(store, launch))
 
 

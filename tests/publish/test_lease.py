@@ -183,6 +183,27 @@ def test_a_launch_that_lost_the_copies_publishes_none(
     second.release()
 
 
+def test_a_launch_removes_nothing_of_a_newer_one(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes over after the last look."""
+    leases = [new_lease(place), new_lease(place)]
+    for one in leases:
+        one.take("run", last="")
+        one.release()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run_name").write_text("run")
+    monkeypatch.setattr("accel_gpt.publish.copies.require_owner", lambda *_: None)
+    for one, step in zip(reversed(leases), (4, 6), strict=True):
+        checkpoint = saved(tmp_path / "run", step)
+        copy_checkpoint(checkpoint, place, keep_last=1, launch=one.launch)
+    found = CopyStore(place).all_copies()
+    assert [(copy.launch, copy.step) for copy in found] == [
+        (leases[0].launch, 6),
+        (leases[1].launch, 4),
+    ]
+
+
 def test_a_store_that_cannot_be_reached_ends_no_lease(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -600,7 +600,9 @@ def test_a_run_that_is_finished_ends_for_good(
 
 def without_clock(line: str) -> dict[str, Any]:
     record = json.loads(line)
-    return {k: v for k, v in record.items() if k != "time" and not k.startswith("perf/")}
+    return {
+        k: v for k, v in record.items() if k != "time" and not k.startswith(("perf/", "launch/"))
+    }
 
 
 def test_a_run_that_is_killed_before_its_end_is_recorded_ends_at_the_same_step(

@@ -32,7 +32,7 @@ def records(run: Path) -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl without clock figures."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")}
+        {k: v for k, v in line.items() if k != "time" and not k.startswith(("perf/", "launch/"))}
         for line in lines
     ]
 

@@ -229,7 +229,7 @@ def run_values(folder: Path) -> dict[str, str]:
         step = record.pop("step")
         found[f"step of record {number}"] = step
         for key, value in record.items():
-            if key != "time" and not key.startswith("perf/"):
+            if key != "time" and not key.startswith(("perf/", "launch/")):
                 found[f"{key} at step {step}"] = value
     checkpoint = find_checkpoint(folder, "last")
     optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True, map_location="cpu")

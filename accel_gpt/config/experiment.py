@@ -372,6 +372,11 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
         False,
         "Run TensorBoard on this machine while training, and print its address.",
     )
+    price: float | None = option(
+        None,
+        "Price of a device hour on this machine, in any currency, for the report. null: unknown.",
+        at_least=0,
+    )
 
     def _check(self) -> None:
         require(

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 
@@ -44,6 +45,11 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def process_started() -> float:
+    """Return when this process began, in seconds since 1970."""
+    return float(psutil.Process().create_time())
 
 
 def describe_machine(accelerator: Accelerator) -> dict[str, Any]:

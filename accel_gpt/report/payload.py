@@ -71,6 +71,7 @@ OURS = (
     "eval/",
     "data/",
     "perf/",
+    "launch/",
     "train/skipped",
     "train/spikes",
     "train/update_ratio/",

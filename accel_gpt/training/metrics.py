@@ -33,7 +33,7 @@ from accel_gpt.runs.folder import RunFolder, is_number
 # Columns of metrics.csv. `progress` is in percent of the run. All columns except progress,
 # tokens_this_launch and train/perplexity are also keys of metrics.jsonl. data/stage counts from 1;
 # only runs with stages have it. metrics.jsonl also has data/epochs/NAME and eval/val_loss/NAME for
-# mixtures, train/update_ratio/PART, and the results of benchmarks.
+# mixtures, train/update_ratio/PART, the results of benchmarks, and `OF_LAUNCH`.
 COLUMNS = (
     "step",
     "progress",
@@ -68,6 +68,8 @@ COLUMNS = (
     "eval/val_loss_se",
     "eval/val_bits_per_byte_se",
 )
+# The first record of each launch has these: its number in run.json, from 1, and what goes on.
+OF_LAUNCH = ("launch/number", "launch/device", "launch/price", "launch/gap_s")
 Record = dict[str, float]
 
 
@@ -82,7 +84,7 @@ def checked_record(found: object, place: str, others: Collection[str] = ()) -> R
     record = {}
     for name, value in found.items():
         require(
-            name not in COLUMNS and name not in others,
+            name not in (*COLUMNS, *OF_LAUNCH) and name not in others,
             f"{place} returned {name!r}, the name of another metric",
         )
         require(isinstance(name, str), f"{place} returned {name!r}; the name must be a text")
@@ -114,13 +116,13 @@ class MetricsLog:
         write_file(self.jsonl, [as_jsonl(records)])
         write_file(self.csv, [as_csv(rows)])
 
-    def write(self, record: Record, max_steps: int) -> None:
+    def write(self, record: Mapping[str, Any], max_steps: int) -> None:
         """Append one record of a run of `max_steps` steps to both files.
 
         Raises `OSError` if the disk is full; the next call then writes this record too.
         """
         loss = record.get("train/loss")
-        row: dict[str, float] = {
+        row = {
             **record,
             "progress": round(100 * record["step"] / max_steps, 2),
             "tokens_this_launch": record["tokens"] - self.tokens_before,

@@ -6,6 +6,7 @@ Writes `config.yaml`, `run.json`, `metrics.jsonl`, `metrics.csv` and `samples/` 
 import contextlib
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,10 +23,11 @@ from accel_gpt.console import format_clock, printable
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.files import strict_json, write_file
 from accel_gpt.launch.context import Context
-from accel_gpt.launch.machine import describe_machine, synchronize
+from accel_gpt.launch.machine import describe_machine, process_started, synchronize
 from accel_gpt.launch.stopping import Watchdog
 from accel_gpt.model.language_model import LanguageModel, is_new
 from accel_gpt.runs.folder import CODE, RunFolder
+from accel_gpt.runs.launches import LaunchClock, clocks, last_time
 from accel_gpt.runs.state import TrainState
 from accel_gpt.runs.tensor_files import weights_of
 from accel_gpt.training.display import Display
@@ -61,6 +63,7 @@ class Reporter:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.disk_full = False  # the last write failed
         self.watchdog: Watchdog | None = None
+        self.launched: dict[str, float | str] = {}  # for the first record of this launch
 
     # ----------------------------------------------------------------------- the launch
 
@@ -84,6 +87,7 @@ class Reporter:
         tokenizer = corpus.tokenizer
         weights = list(self.gpt.parameters())
         run = RunFolder(self.out_dir)
+        earlier = self.start_clock(run, machine, state)
         launch = {
             "step": state.step,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -113,9 +117,35 @@ class Reporter:
         if state.step and run.config:
             changed = differences(run.config, to_flat(self.context.config))
             launch["changed"] = {key: list(pair) for key, pair in changed.items()}
-        launches = [*run.launches, launch]
-        self.write_launches(launches)  # first: it has the plan's budget
+        self.write_launches([*earlier, launch])  # first: it has the plan's budget
         write_file(self.out_dir / "config.yaml", [to_yaml(self.context.config).encode()])
+
+    def start_clock(
+        self, run: RunFolder, machine: dict[str, Any], state: TrainState
+    ) -> list[dict[str, Any]]:
+        """Add clock and price to `machine`, and set `launched`; call it before records are removed.
+
+        Returns the earlier launches, the last one with the end that its records tell.
+        """
+        earlier = [dict(launch) for launch in run.launches]
+        latest = max(last_time(run.records(), launch=len(earlier)), state.seconds)
+        now = time.time()
+        price = self.context.config.log.price
+        self.launched = {
+            "launch/number": len(earlier) + 1,
+            "launch/device": f"{machine['processes']} x {machine['device']}",
+        }
+        if price is not None:
+            self.launched["launch/price"] = price
+        started = min(process_started(), now)
+        *_, last = [None, *clocks(earlier, latest)]
+        if last is not None and last.ended is not None:
+            earlier[-1]["clock"] = asdict(last)
+            started = min(max(started, last.ended), now)  # the same process may train twice
+            self.launched["launch/gap_s"] = max(now - last.ended, 0.0)
+        machine["clock"] = asdict(LaunchClock(started, trained=now, time=state.seconds))
+        machine["price"] = price
+        return earlier
 
     def write_launches(self, launches: Sequence[Mapping[str, Any]]) -> None:
         """Write `run.json`."""
@@ -219,11 +249,13 @@ class Reporter:
         max_steps = self.context.plan.max_steps
         record = record | self.stopwatch.take_pauses()
         whole = {"step": state.step, "tokens": state.tokens, "time": state.seconds} | record
+        launched = self.launched
+        self.launched = {}
 
         def write() -> None:
             try:
                 if self.metrics:
-                    self.metrics.write(whole, max_steps)
+                    self.metrics.write({**whole, **launched}, max_steps)
             finally:
                 self.trackers.log(record, state.step)
             self.disk_full = False

@@ -17,7 +17,9 @@ from accel_gpt.runs.folder import RunFolder, number, run_name
 
 PROJECT = "accel_gpt"
 TENSORBOARD = "tensorboard"
-OF_EACH_RECORD = ("step", "tokens", "time")  # keys of metrics.jsonl that trackers do not get
+# keys of metrics.jsonl that trackers do not get
+OF_EACH_RECORD = ("step", "tokens", "time")
+OF_LAUNCHES = "launch/"
 Values = dict[str, float | str]
 
 
@@ -132,7 +134,9 @@ def known_values(out_dir: Path, step: int, sampled_step: int) -> dict[int, Value
             known[int(record["step"])] = {
                 key: number(value)  # null: a number that is not finite
                 for key, value in record.items()
-                if key not in OF_EACH_RECORD and (value is None or isinstance(value, int | float))
+                if key not in OF_EACH_RECORD
+                and not key.startswith(OF_LAUNCHES)
+                and (value is None or isinstance(value, int | float))
             }
     for sample_step, path in run.samples.items():
         if sample_step <= sampled_step:

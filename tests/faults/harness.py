@@ -87,7 +87,7 @@ def rows(run: Path) -> list[dict[str, str]]:
 
 def by_clock(name: str) -> bool:
     """Return whether two equal runs may differ in this figure."""
-    return name in CLOCK or name.startswith("perf/")
+    return name in CLOCK or name.startswith(("perf/", "launch/"))
 
 
 def checkpoint_names(run: Path) -> list[str]:

@@ -53,7 +53,7 @@ def eight_steps(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
 def without_speed(run: Path) -> list[dict[str, Any]]:
     """Return the records of a run without what depends on the machine."""
     return [
-        {k: v for k, v in one.items() if not k.startswith("perf/") and k != "time"}
+        {k: v for k, v in one.items() if not k.startswith(("perf/", "launch/")) and k != "time"}
         for one in records(run)
     ]
 

@@ -12,6 +12,7 @@ from accel_gpt.errors import AccelGPTError
 from accel_gpt.files import write_file
 from accel_gpt.health.case import Line
 from accel_gpt.health.doctor import examine
+from accel_gpt.report.machines import summary
 from accel_gpt.report.page import build_page
 from accel_gpt.report.runs import NamedRun, open_runs
 
@@ -27,6 +28,10 @@ def run(options: ReportCommand) -> int:
     write_file(out, [page])
     write_out(f"report     {out} ({len(page) / 1e6:.2f} MB)\n")
     for run in runs:
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        sums = summary(run)
+        if sums:
+            write_out(f"machines   {name}{sums}\n")
         if run.running:
             write_out(f"           {run.name}: {run.status}\n")
     return 0

@@ -205,7 +205,8 @@ function draw(plot) {
   const shown = lines(panel, log);
   const range = domain(), { low, high, above } = extent(panel, shown, range, log);
   const top = !many && data.runs[0].stages.length ? 24 : 10; // the names of stages take a row
-  const probe = scale(low, high, height - 26, top, log), yTicks = probe.ticks(height / 46).filter((t) => t >= low && t <= high);
+  const strip = !many && data.runs[0].machines.length ? 16 : 0;
+  const probe = scale(low, high, height - 26 - strip, top, log), yTicks = probe.ticks(height / 46).filter((t) => t >= low && t <= high);
   const left = 12 + 7 * Math.max(2, ...formatTicks(yTicks).map((text) => text.length));
   const x = scale(range[0], range[1], left, width - 14, view.logX), y = probe;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: "0", role: "img", "aria-label": `${panel.title}, ${shown.length} curves` });
@@ -213,8 +214,9 @@ function draw(plot) {
   make("rect", { x: left, y: 4, width: width - 8 - left, height: height - 30 }, make("clipPath", { id: clip }, svg));
   axes(svg, x, y, yTicks, { left, width, height, range, wide });
   const inside = make("g", { "clip-path": `url(#${clip})` }, svg);
-  stages(inside, x, range, { left, right: width - 14, bottom: height - 26 });
-  marks(inside, panel, x, range, height);
+  stages(inside, x, range, { left, right: width - 14, bottom: height - 26 - strip });
+  machines(inside, x, range, { left, right: width - 14, bottom: height - 26, strip });
+  marks(inside, panel, x, range, height - strip);
   for (const line of shown) {
     const d = line.xs.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(line.ys[i]).toFixed(1)}`).join("");
     make("path", { class: `curve ${line.color} ${line.style}`, d: line.xs.length === 1 ? `${d}h0.1` : d }, inside);
@@ -248,31 +250,54 @@ function axes(svg, x, y, yTicks, { left, width, height, range, wide }) {
   }
 }
 
+/** The bands of a run that are in sight: each of `items` from its step to the next one's. */
+function bands(run, items, x, range, left, right) {
+  const at = clockOf(run, items.map((item) => item.step)) || [];
+  const edge = (i) => (i < at.length && at[i] < range[1] ? (i && at[i] > range[0] ? x(at[i]) : left) : right);
+  return at.map((_, i) => ({ item: items[i], i, from: edge(i), to: edge(i + 1) })).filter((band) => band.to > band.from);
+}
+
+/** The first of the texts that fits into a band, in its middle. */
+function label(inside, { from, to }, y, texts) {
+  const text = texts.find((text) => 6.5 * text.length + 6 < to - from);
+  if (text) make("text", { class: "stage", x: (from + to) / 2, y, "text-anchor": "middle" }, inside, text);
+}
+
 /** Bands with labels at the stages of one run, or a line at the begin of each later stage of several. */
 function stages(inside, x, range, { left, right, bottom }) {
   data.runs.forEach((run, number) => {
-    const at = clockOf(run, run.stages.map((stage) => stage.step));
-    if (!at || hidden.has(`run/${number}`)) return;
-    const edge = (i) => (i < at.length && at[i] < range[1] ? (i && at[i] > range[0] ? x(at[i]) : left) : right);
-    run.stages.forEach((stage, i) => {
-      const from = edge(i), to = edge(i + 1), middle = (from + to) / 2;
-      if (to <= from) return;
+    if (hidden.has(`run/${number}`)) return;
+    for (const band of bands(run, run.stages, x, range, left, right)) {
+      const { item, i, from, to } = band;
       if (many) {
         if (from > left)
-          make("title", {}, make("line", { class: `mark edge c${number % 8}`, x1: from, x2: from, y1: 4, y2: bottom }, inside), `${run.name}: ${stage.text}`);
-        return;
+          make("title", {}, make("line", { class: `mark edge c${number % 8}`, x1: from, x2: from, y1: 4, y2: bottom }, inside), `${run.name}: ${item.text}`);
+        continue;
       }
       if (i % 2) make("rect", { class: "band", x: from, width: to - from, y: 4, height: bottom - 4 }, inside);
-      const label = [stage.label, String(i + 1)].find((text) => 6.5 * text.length + 6 < to - from);
-      if (label) make("text", { class: "stage", x: middle, y: 16, "text-anchor": "middle" }, inside, label);
-    });
+      label(inside, band, 16, [item.label, String(i + 1)]);
+    }
   });
 }
 
-/** What the stage of one run sets, whose band lies at a value of the clock. */
-function stageAt(at) {
-  const run = data.runs[0], edges = many ? null : clockOf(run, run.stages.map((stage) => stage.step));
-  return run.stages[edges ? edges.filter((edge, i) => !i || edge < at).length - 1 : -1]?.text;
+/** A strip above the x axis with the machines of one run; those of a kind have one color and number. */
+function machines(inside, x, range, { left, right, bottom, strip }) {
+  if (!strip) return;
+  for (const band of bands(data.runs[0], data.runs[0].machines, x, range, left, right)) {
+    const { item, from, to } = band;
+    make("rect", { class: `machine c${(item.kind + 3) % 8}`, x: from, width: to - from, y: bottom - strip, height: strip }, inside);
+    label(inside, band, bottom - 4, [item.label, String(item.kind + 1)]);
+  }
+}
+
+/** The texts of the stage and the machine of one run whose bands lie at a value of the clock. */
+function bandsAt(at) {
+  if (many) return [];
+  const run = data.runs[0];
+  return [run.stages, run.machines].map((items) => {
+    const edges = clockOf(run, items.map((item) => item.step)) || [];
+    return items[edges.filter((edge, i) => !i || edge < at).length - 1]?.text;
+  }).filter(Boolean);
 }
 
 function marks(inside, panel, x, range, height) {
@@ -280,12 +305,13 @@ function marks(inside, panel, x, range, height) {
     if (hidden.has(`run/${number}`)) return;
     const at = clockOf(run, run.marks.map((mark) => mark.step));
     if (!at) return;
+    const crowded = run.marks.filter((mark) => mark.kind === "resume").length > 20 ? " crowded" : "";
     run.marks.forEach((mark, i) => {
       if (at[i] < range[0] || at[i] > range[1]) return;
       if (mark.kind !== "resume" && !["loss", "grad_norm"].includes(panel.name)) return;
       const left = x(at[i]), bottom = height - 26;
       const node = mark.kind === "resume"
-        ? make("line", { class: "mark resume", x1: left, x2: left, y1: 4, y2: bottom }, inside)
+        ? make("line", { class: `mark resume${crowded}`, x1: left, x2: left, y1: 4, y2: bottom }, inside)
         : make("path", { class: mark.kind, d: `M${left} ${bottom - 8}l4.5 8h-9z` }, inside);
       make("title", {}, node, (many ? `${run.name}: ` : "") + mark.text);
     });
@@ -344,7 +370,7 @@ function tip(plot, at) {
   const box = plot.tip = make("div", { class: "tip" }, plot.canvas);
   const rows = plot.shown.filter((line) => !line.quiet);
   make("div", { class: "when" }, box, when(at));
-  if (stageAt(at)) make("div", { class: "when" }, box, stageAt(at));
+  for (const text of bandsAt(at)) make("div", { class: "when" }, box, text);
   for (const line of rows) {
     const i = nearest(line.xs, at);
     if (plot.x(line.xs[i]) < plot.left - 1 || at < line.xs[0] || at > line.xs[line.xs.length - 1] * 1.02) continue;

@@ -19,6 +19,7 @@ import numpy as np
 from accel_gpt import __version__
 from accel_gpt.config.values import changed_keys
 from accel_gpt.console import format_clock
+from accel_gpt.report.machines import bands, rows, summary
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
@@ -64,6 +65,7 @@ def build_page(runs: Sequence[NamedRun], health: Sequence[Sequence[Any]] = ()) -
         comparison=compare_results(runs),
         facts=facts_table(runs),
         notes=explain_curves(runs),
+        machines=[(rows(run), summary(run)) for run in runs],
         evaluations=evaluations_table(runs),
         samples=[sample_columns(run, index) for index, run in enumerate(runs) if run.samples],
         config=config_table(runs),
@@ -99,6 +101,8 @@ def explain_curves(runs: Sequence[NamedRun]) -> list[str]:
         notes.append(f"Bands: {'; '.join(stage.text for stage in runs[0].stages)}.")
     elif any(run.stages for run in runs):
         notes.append("Dotted vertical lines in the color of a run: its stages.")
+    if len(runs) == 1 and bands(runs[0]):
+        notes.append("Strip above the x axis: the machines, in the colors of their table.")
     if not same_tokenizer(runs):
         notes.append(
             "The runs have different tokenizers. Compare their bits per byte, not their losses in "

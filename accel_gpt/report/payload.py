@@ -1,7 +1,7 @@
 """Convert the metrics of runs to the JSON data that `page.js` draws.
 
     runs        [{name, clock {step, tokens, flops, seconds}, marks [{step, kind, text}],
-                  stages [{step, label, text}]}]
+                  stages [{step, label, text}], machines [{step, kind, label, text}]}]
     panels      [{name, title, unit, log, smooth, low, zero,
                   curves [{run, key, name, label, color, style, s, v, ms, m}]}]
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from accel_gpt.config.plan import plural
 from accel_gpt.report.curves import Floats, Metrics
+from accel_gpt.report.machines import bands
 from accel_gpt.report.runs import NamedRun
 from accel_gpt.runs.folder import is_benchmark
 
@@ -97,6 +98,7 @@ def payload(runs: Sequence[NamedRun]) -> dict[str, Any]:
                     {"step": stage.first_step, "label": stage.label, "text": stage.text}
                     for stage in run.stages
                 ],
+                "machines": [band._asdict() for band in bands(run)],
             }
             for run in runs
         ],

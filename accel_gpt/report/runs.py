@@ -18,6 +18,7 @@ from accel_gpt.errors import AccelGPTError, UserError
 from accel_gpt.model.sizes import flops_at_length
 from accel_gpt.report.curves import Floats, Metrics, read_metrics
 from accel_gpt.runs.folder import RunFolder, is_number, number
+from accel_gpt.runs.launches import LaunchClock, clocks
 
 
 class RunStage(NamedTuple):
@@ -105,18 +106,31 @@ class NamedRun(RunFolder):
             return [whole] * len(self.stages)
         return [flops_at_length(whole, model, stage.block_size) for stage in self.stages]
 
-    def resumes(self) -> list[int]:
-        """Return the steps at which the run was resumed, ascending.
+    @cached_property
+    def kept_launches(self) -> list[tuple[int, int]]:
+        """Return the steps at which launches began, ascending, each with the launch's index.
 
-        If a later resume is at an earlier step, a resume is left out, because its steps were
-        repeated.
+        If a later launch began at an earlier step or the same, a launch is left out, because its
+        steps were repeated.
         """
-        steps: list[int] = []
-        for launch in self.launches[1:]:
+        kept: list[tuple[int, int]] = []
+        for index, launch in enumerate(self.launches):
             step: Any = launch.get("step")
-            if is_number(step) and step > 0:
-                steps = [*(earlier for earlier in steps if earlier < step), int(step)]
-        return steps
+            if is_number(step):
+                kept = [*(earlier for earlier in kept if earlier[0] < step), (int(step), index)]
+        return kept
+
+    @cached_property
+    def clocks(self) -> list[LaunchClock | None]:
+        """Return when each launch ran; None if run.json does not have it."""
+        _, writers = self.metrics.curve("launch/number")
+        is_last = len(writers) and writers[-1] == len(self.launches)
+        last = float(np.nan_to_num(self.metrics.seconds[-1])) if is_last else 0.0
+        return clocks(self.launches, last)
+
+    def resumes(self) -> list[int]:
+        """Return the steps at which the run was resumed, ascending."""
+        return [step for step, index in self.kept_launches if index and step > 0]
 
 
 def open_runs(folders: Sequence[str]) -> list[NamedRun]:

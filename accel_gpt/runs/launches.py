@@ -41,7 +41,8 @@ def clocks(launches: Sequence[Mapping[str, Any]], time: float) -> list[LaunchClo
         clock = None
         with contextlib.suppress(msgspec.ValidationError):
             clock = msgspec.convert(launch.get("clock"), LaunchClock)
-        found.append(clock)
+        finite = clock and all(math.isfinite(value or 0.0) for value in vars(clock).values())
+        found.append(clock if finite else None)
     if found and found[-1]:
         last = found[-1]
         found[-1] = replace(last, ended=last.trained + max(time - last.time, 0.0))

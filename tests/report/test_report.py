@@ -352,3 +352,99 @@ def test_the_picture_has_a_line_at_the_end_of_a_stage(tmp_path: Path) -> None:
         loss_curves(records, tmp_path / "loss.png")
         pictures.append((tmp_path / "loss.png").read_bytes())
     assert pictures[0] == pictures[1] != pictures[2]
+
+
+# --------------------------------------------------------------------------- machines
+
+
+def launched(
+    step: int, device: str, price: float | None, began: float, time: float, **clock: float
+) -> dict[str, Any]:
+    """Return a launch on two devices whose process began 100 s before it trained."""
+    clock = {"started": began - 100, "trained": began, "time": time, **clock}
+    return {
+        **LAUNCH,
+        "step": step,
+        "device": device,
+        "processes": 2,
+        "price": price,
+        "clock": clock,
+    }
+
+
+# A: 20 steps, 10 s, and 5 s that a kill lost; A again, superseded; B for the rest, 10 s
+MOVED = [
+    launched(0, "NVIDIA A", 36.0, began=1000, time=0.0, ended=1015),
+    launched(20, "NVIDIA A", 36.0, began=2000, time=10.0, ended=2001),
+    launched(20, "NVIDIA B", 72.0, began=2101, time=10.0),
+]
+
+
+def moved(folder: Path, launches: list[dict[str, Any]], last: int = 3) -> Path:
+    """Write a run of 40 steps, 2 a second, whose last records launch `last` wrote."""
+    records = [record(step) for step in range(1, 41)]
+    for one in records[20:]:
+        one["perf/tokens_per_second"] = 900.0
+    records[20] |= {"launch/number": last, "launch/device": "2 x NVIDIA B"}
+    return make_run(folder, records, launches)
+
+
+def test_machines_are_bands_with_a_table_of_their_hours_and_money(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = moved(tmp_path / "run", MOVED)
+    text = page(run)
+    a = {"step": 0, "kind": 0, "label": "2 x A"}
+    b = {"step": 20, "kind": 1, "label": "2 x B"}
+    a["text"] = "2 x NVIDIA A from step 0, 500 tokens/s, 36 per device hour"
+    b["text"] = (
+        "2 x NVIDIA B from step 20, 900 tokens/s, 72 per device hour, 0:01:40 without training "
+        "before"
+    )
+    assert drawn(text)["runs"][0]["machines"] == [a, b]
+    names = [panel["name"] for panel in drawn(text)["panels"]]
+    assert names == ["loss", "bits_per_byte", "lr", "grad_norm", "throughput", "memory"]
+    shown = section(text, "machines")
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in shown.split("<tr>")[2:]]
+    assert [row[1:] for row in cells] == [
+        ["2", "500", "0:00:16", "0.12", "36", "4.32"],
+        ["1", "900", "0:00:10", "0.06", "72", "4.40"],
+    ]
+    sums = (
+        "3 launches: 0:00:26 of training, 0:00:06 of it in steps that were repeated, "
+        "0.18 device hours, 0:18:05 between launches, cost 8.72"
+    )
+    assert f"{sums}." in shown
+    assert f"machines   {sums}\n" in capsys.readouterr().out
+
+
+def test_money_is_summed_over_the_launches_whose_price_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = [{**MOVED[0], "price": None}, *MOVED[1:]]
+    report(moved(tmp_path / "some", launches))
+    assert capsys.readouterr().out.endswith("between launches, cost 6.42 for 2 of them\n")
+    report(moved(tmp_path / "none", [{**one, "price": None} for one in MOVED]))
+    assert capsys.readouterr().out.endswith("0:18:05 between launches\n")
+
+
+def test_the_last_launch_has_no_time_that_another_one_recorded(tmp_path: Path) -> None:
+    [run] = open_runs([str(moved(tmp_path / "run", MOVED, last=2))])
+    assert [clock.seconds for clock in run.clocks if clock] == [15, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "launch", [LAUNCH, {**MOVED[0], "price": None}, {**LAUNCH, "price": EVIL, "clock": EVIL}]
+)
+def test_one_launch_without_a_price_changes_nothing(
+    tmp_path: Path, launch: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = page(make_run(tmp_path / "run", launches=[launch]))
+    assert drawn(text)["runs"][0]["machines"] == []
+    assert 'id="machines"' not in text
+    assert "machines" not in capsys.readouterr().out
+
+
+def test_launches_on_one_machine_are_no_band(tmp_path: Path) -> None:
+    launches = [{**LAUNCH, "step": step} for step in range(40)]
+    assert drawn(page(make_run(tmp_path / "run", launches=launches)))["runs"][0]["machines"] == []

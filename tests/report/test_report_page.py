@@ -49,7 +49,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """URLs of a report of one run and a report of two runs."""
     folder = tmp_path_factory.mktemp("reports")
     records = [rich(step) for step in range(1, 41)]
-    launches = [{**LAUNCH, "step": step} for step in (0, 17)]
+    launches = [LAUNCH, {**LAUNCH, "step": 17, "device": "Another processor"}]  # a strip
     one = make_run(folder / "one", records, launches)
     two = make_run(folder / "two </script><b>", records[:20], seed=2)
     for runs, name in (([one], "one.html"), ([one, two], "two.html")):

@@ -1,6 +1,6 @@
 """The clocks of launches in run.json, and the first record of each launch."""
 
-import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +66,8 @@ def test_a_launch_without_records_ends_when_it_began() -> None:
     assert (clock.ended, clock.seconds) == (1000.0, 0.0)
 
 
-@pytest.mark.parametrize("clock", [None, 7, {}, {**CLOCK, "trained": "noon"}], ids=str)
+@pytest.mark.parametrize(
+    "clock", [None, 7, {}, {**CLOCK, "trained": "noon"}, {**CLOCK, "ended": math.inf}], ids=str
+)
 def test_a_clock_that_is_missing_or_edited_is_unknown(clock: object) -> None:
-    assert clocks([json.loads(json.dumps({"clock": clock}))], 1.0) == [None]
+    assert clocks([{"clock": clock}], 1.0) == [None]

@@ -372,6 +372,7 @@ class PlanCommand(ConfigCommand):
       accel-gpt plan                                    # sizes for a text and a GPU
       accel-gpt plan --gpu 'rtx 4090' --price 0.5
       accel-gpt plan gpt2_124m --gpus 8 --gpu h100 --price 2.5
+      accel-gpt plan gpt2_124m --gpus 8 --price h100=2.5,l40s=0.8    # each kind of GPU
       accel-gpt plan llama_7b --gpus 64 --gpu h100 --distribution fsdp
     """
 
@@ -385,14 +386,16 @@ class PlanCommand(ConfigCommand):
         positional=True,
         path=True,
     )
-    gpus: int = option(
-        1,
-        "Number of devices of all nodes together. Each has one process.",
+    gpus: int | None = option(
+        None,
+        "Number of devices of all nodes together. Each has one process. With CONFIG and without "
+        "--gpu: a table of all kinds of GPUs, the cheapest first, or the fastest. null: 1.",
         above=0,
     )
     gpu: str | None = option(
         None,
-        "Kind of the devices: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ... null: CPUs.",
+        "Kind of the devices: h100, h200, b200, a100-80gb, l40s, 'rtx 4090', ... null: CPUs, or "
+        "all kinds, see --gpus.",
     )
     memory_gb: float | None = option(
         None,
@@ -403,12 +406,17 @@ class PlanCommand(ConfigCommand):
         "ddp",
         "ddp: each device holds the whole model. fsdp: all devices share the model.",
     )
-    price: float | None = option(
+    price: str | None = option(
         None,
-        "Price per device hour, in any currency.",
-        above=0,
+        "Price per device hour, in any currency: of --gpu, or of kinds, as h100=2.5,l40s=0.8, "
+        "which also prints the table.",
     )
     json: bool = same_option(InspectCommand, "json")
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return self.gpus or 1
 
     def module(self) -> str:
         """Return the name of the module that runs the command."""

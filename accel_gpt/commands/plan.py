@@ -1,10 +1,15 @@
 """`accel-gpt plan CONFIG`: compute size, FLOPs, memory, hours and cost of a config.
 
+With --gpus or prices of kinds, and without --gpu, it compares all kinds of GPUs.
+
 Reads the config, and the index of its data if it exists; needs no torch. `cost/` holds the
 arithmetic; docs/explanation/cost.md derives it.
 """
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
@@ -12,6 +17,7 @@ from accel_gpt.commands.printing import write_report
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan, make_plan, with_sizes
 from accel_gpt.config.stages import stage_configs
+from accel_gpt.console import format_clock, table, write_out
 from accel_gpt.cost.forecast import (
     StageWork,
     assumed_mfu,
@@ -25,30 +31,44 @@ from accel_gpt.cost.forecast import (
 from accel_gpt.cost.memory import Machine, checkpoint_bytes, footprint, largest_size
 from accel_gpt.data.sources import all_train_paths, train_names, train_paths
 from accel_gpt.errors import UserError, did_you_mean, require
+from accel_gpt.files import strict_json
 from accel_gpt.launch.devices import (
     DEVICES,
     device_key,
+    device_memory,
     fast_precision,
 )
 from accel_gpt.model.sizes import flops_per_token, mfu, parameter_counts
 
+OF_TIME = ("hours", "device_hours", "cost")  # of the forecast, in a row for each kind
+NEEDS_GPU = "--price needs --gpu, whose price it is, or kinds as in h100=2.5,l40s=0.8"
+
 
 def run(options: PlanCommand) -> int:
-    """Print what a config needs on a machine; return 1 if it does not fit."""
+    """Print what a config needs on a machine, or on each kind; return 1 if none holds it."""
     require(
         options.loaded.own.model is None,
         f"plan does not know the model() of {options.loaded.own.file}; accel-gpt bench measures it",
     )
-    report = forecast(options)
+    vocabulary = vocabulary_size(options.loaded)
+    of_kinds = options.gpus is not None or any(read_prices(options))
+    if of_kinds and options.gpu is None:
+        rows = compare_kinds(options, vocabulary)
+        write_out(f"{strict_json(rows, indent=1)}\n" if options.json else text_of(rows, options))
+        return 0 if any(row["fits"] for row in rows) else 1
+    report = forecast(options, vocabulary)
     write_report(report, options.json)
     return 1 if report["memory"]["fits"] is False else 0
 
 
-def forecast(options: PlanCommand) -> dict[str, Any]:
-    """Return the forecast of a config on a machine, as JSON values."""
+def forecast(options: PlanCommand, vocabulary: tuple[int, str]) -> dict[str, Any]:
+    """Return the forecast of a config on a machine, as JSON values.
+
+    `vocabulary`: see `vocabulary_size`.
+    """
     config = options.loaded
     machine = make_machine(options, config)
-    vocab_size, source = vocabulary_size(config)
+    vocab_size, source = vocabulary
     parameters = parameter_counts(config.model, vocab_size)
     flops = flops_per_token(stage_configs(config)[0].model, vocab_size)
     config = with_sizes(config, micro_batch_sizes(config, vocab_size, machine))
@@ -94,14 +114,112 @@ def micro_batch_sizes(config: Config, vocab_size: int, machine: Machine) -> list
 def make_machine(options: PlanCommand, config: Config) -> Machine:
     """Return the machine that the options describe."""
     gpu = options.gpu
-    if gpu is not None and device_key(gpu) is None:
-        near = did_you_mean(gpu.lower(), DEVICES, f"expected {', '.join(DEVICES)}", cutoff=0.3)
-        raise UserError(f"--gpu {gpu} is not in the table of devices; {near}")
+    if gpu is not None:
+        check_kind("--gpu", gpu)
     sharded = options.distribution == "fsdp"
     precision: str = config.train.mixed_precision or "no"
     if precision == "auto":
         precision = fast_precision(gpu, sharded, config.train.reproducible)
-    return Machine(options.gpus, gpu, sharded, precision, options.memory_gb)
+    return Machine(options.devices, gpu, sharded, precision, options.memory_gb)
+
+
+def check_kind(name: str, gpu: str) -> None:
+    """Raise `UserError` for the option `name` unless the table of devices has `gpu`."""
+    if device_key(gpu) is None:
+        near = did_you_mean(gpu.lower(), DEVICES, f"expected {', '.join(DEVICES)}", cutoff=0.3)
+        raise UserError(f"{name} {gpu} is not in the table of devices; {near}")
+
+
+def read_prices(options: PlanCommand) -> dict[str, float]:
+    """Return the price of each kind that --price names; of "" if it names none."""
+    prices: dict[str, float] = {}
+    if options.price is None:
+        return prices
+    for part in options.price.split(","):
+        kind, _, text = part.strip().rpartition("=")
+        price = math.nan
+        with contextlib.suppress(ValueError):
+            price = float(text)
+        require(
+            0 < price < math.inf,
+            f"--price is {options.price}; expected a number above 0, or h100=2.5,l40s=0.8",
+        )
+        if kind:
+            check_kind("--price", kind)
+        prices[kind] = price
+    return prices
+
+
+def has_one_price(options: PlanCommand) -> bool:
+    """Return whether --price is a number without a kind."""
+    return "" in read_prices(options)
+
+
+def price_of(options: PlanCommand) -> float | None:
+    """Return the price of a device hour on --gpu; None if it is unknown."""
+    prices = read_prices(options)
+    for kind, price in prices.items():
+        same = kind and options.gpu and device_key(kind) == device_key(options.gpu)
+        if same and device_memory(kind) == device_memory(options.gpu or ""):
+            return price
+    return prices.get("")
+
+
+# --------------------------------------------------------------------------- all kinds
+
+
+def compare_kinds(options: PlanCommand, vocabulary: tuple[int, str]) -> list[dict[str, Any]]:
+    """Return a row of JSON values for each kind of GPU that computes in the config's precision.
+
+    Those that hold the run come first, ascending by cost, then by hours.
+    """
+    require(not has_one_price(options), NEEDS_GPU)
+    require(options.memory_gb is None, "--memory_gb needs --gpu, whose memory it is")
+    rows = []
+    for key, device in DEVICES.items():
+        for size in device.memory_gb:
+            kind = key if size == device.memory_gb[0] else f"{key}-{size}gb"
+            report = forecast(replace(options, gpu=kind), vocabulary)
+            if report["time"] is None:
+                continue
+            row = {
+                "gpu": kind,
+                "fits": report["memory"]["fits"],
+                "largest_micro_batch_size": report["memory"]["largest_micro_batch_size"],
+                "tokens": report["length"]["tokens"],
+            }
+            rows.append(row | {name: report["time"][name] for name in OF_TIME})
+    rows.sort(key=rank)
+    return rows
+
+
+def rank(row: Mapping[str, Any]) -> tuple[bool, float, float, int]:
+    """Return by what a row is sorted."""
+    cost = math.inf if row["cost"] is None else row["cost"]
+    return not row["fits"], cost, row["hours"], -row["tokens"]
+
+
+def text_of(rows: Sequence[Mapping[str, Any]], options: PlanCommand) -> str:
+    """Format the rows as a table that fits into 80 columns."""
+    config = options.loaded
+    lines = [["gpu", "fits", "micro-batch", "tokens", "time", "device hours", "cost"]]
+    for row in rows:
+        cells = [
+            row["gpu"],
+            "yes" if row["fits"] else "no",
+            str(row["largest_micro_batch_size"] or "-"),
+            f"{row['tokens'] / 1e6:,.0f}M",
+            format_clock(3600 * row["hours"]),
+            f"{row['device_hours']:,.2f}",
+            "-" if row["cost"] is None else f"{row['cost']:,.2f}",
+        ]
+        lines.append(cells)
+    return (
+        table(lines, "<", "<", *">" * 5)
+        + f"\n{options.devices} of each. Computed, times for an assumed MFU of "
+        f"{assumed_mfu(config):.0%}.\nfits: with train.micro_batch_size "
+        f"{config.train.micro_batch_size}. micro-batch: the largest that fits.\n"
+    )
 
 
 # --------------------------------------------------------------------------- the forecast
@@ -188,6 +306,7 @@ def plan_time(
     mean_flops = sum(stage.flops for stage in work) // plan.total_tokens  # per token
     hours, evaluation_hours = run_hours(config, plan.max_steps, speed)
     device_hours = hours * machine.devices
+    price = price_of(options)
     peak = machine.peak(config.train.matmul_precision)
     return {
         "tokens_per_second": expected_speed(config, mean_flops, machine),
@@ -196,7 +315,7 @@ def plan_time(
         "hours": hours,
         "evaluation_hours": evaluation_hours,
         "device_hours": device_hours,
-        "cost": options.price and device_hours * options.price,
+        "cost": price and device_hours * price,
     }
 
 

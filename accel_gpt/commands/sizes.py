@@ -10,7 +10,7 @@ from math import log
 from typing import Any
 
 from accel_gpt.commands.options import PlanCommand
-from accel_gpt.commands.plan import make_machine
+from accel_gpt.commands.plan import NEEDS_GPU, has_one_price, make_machine, price_of
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import USEFUL_EPOCHS, make_plan, with_size
@@ -30,12 +30,12 @@ LARGEST_MICRO_BATCH = 32  # a larger one gains little on the GPUs that were meas
 
 def run(options: PlanCommand) -> int:
     """Print the table, or its rows as JSON."""
-    require(
-        options.gpu is not None or options.price is None, "--price needs --gpu, whose price it is"
-    )
+    require(options.gpu is not None or not has_one_price(options), NEEDS_GPU)
     gpus = [options.gpu] if options.gpu else list(GPUS)
     rows = [row_of(options, depth, gpus) for depth in DEPTHS]
-    write_out(strict_json(rows, indent=1) + "\n" if options.json else text_of(rows, options.gpus))
+    write_out(
+        strict_json(rows, indent=1) + "\n" if options.json else text_of(rows, options.devices)
+    )
     return 0
 
 
@@ -68,10 +68,11 @@ def on_gpu(options: PlanCommand, config: Config, vocab_size: int) -> dict[str, A
     if speed is None:
         return None
     hours, _ = run_hours(config, make_plan(config, machine.devices).max_steps, speed)
+    price = price_of(options)
     return {
         "micro_batch_size": config.train.micro_batch_size,
         "hours": hours,
-        "cost": options.price and options.price * machine.devices * hours,
+        "cost": price and price * machine.devices * hours,
     }
 
 

@@ -18,6 +18,7 @@ from accel_gpt.console import run_main
 from accel_gpt.cost.forecast import evaluated_tokens
 from accel_gpt.data.shards import open_split
 from accel_gpt.data.tokenizer import CharsTokenizer
+from accel_gpt.launch.devices import DEVICES
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.sizes import flops_per_token, padded_vocab_size, parameter_counts
 from tests.conftest import tiny
@@ -102,7 +103,7 @@ def test_every_config_that_is_shipped(path: Path, capsys: pytest.CaptureFixture[
     words = (str(path), *OPTIONS.get(path.stem, ()))
     report = plan(capsys, *words, "--gpu", "h200", "--train.mixed_precision", "bf16")
     assert report["memory"]["fits"] is True
-    assert run_main(dispatch, ["plan", *words]) == 0
+    assert run_main(dispatch, ["plan", str(path)]) == 0
     text = capsys.readouterr().out
     assert re.search(rf"^  total +{report['parameters']['total']:,}$", text, re.MULTILINE)
     assert re.search("^  fits +null$", text, re.MULTILINE)
@@ -341,3 +342,69 @@ def test_a_budget_is_spent_on_all_stages(staged: Path, capsys: pytest.CaptureFix
     report = plan(capsys, staged, "--gpu", "t4", *budget)
     steps = sum(stage["hours"] for stage in report["stages"].values())
     assert 0.9 * 600 < 3600 * (steps + report["time"]["evaluation_hours"]) <= 600
+
+
+# --------------------------------------------------------------------------- all kinds
+
+
+def compare(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit code and the rows of the table of all kinds."""
+    code = run_main(dispatch, ["plan", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_each_kind_has_what_its_own_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    prices = ("--price", "h100=2.5,l40s=0.8,a100-80gb=1.6")
+    code, rows = compare(capsys, GPT2, "--gpus", 8, *prices)
+    assert code == 0
+    kinds = [row["gpu"] for row in rows]
+    assert kinds[:4] == ["l40s", "h100", "a100-80gb", "b200"]  # by cost, then by time
+    assert {*kinds} == {*DEVICES, "a100-80gb", "v100-32gb", "v100 sxm2-32gb"}
+    fits = [row["fits"] for row in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert not fits[-1]
+    for row in (rows[0], rows[3], rows[-1]):
+        alone = run_main(
+            dispatch, ["plan", GPT2, "--gpus=8", "--gpu", row["gpu"], *prices, "--json"]
+        )
+        report = json.loads(capsys.readouterr().out)
+        assert alone == (not row["fits"])
+        found = report["memory"] | report["time"] | report["length"]
+        assert row == {"gpu": row["gpu"], **{key: found[key] for key in row if key != "gpu"}}
+    assert rows[1]["cost"] == pytest.approx(2.5 * rows[1]["device_hours"])
+    assert rows[3]["cost"] is None
+    run_main(dispatch, ["plan", GPT2, "--gpus=8", *prices])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["l40s", "h100"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_kind_that_does_not_compute_in_the_precision_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = (GPT2, "--gpus", 1, "--train.mixed_precision")
+    kinds = [row["gpu"] for row in compare(capsys, *words, "fp8")[1]]
+    assert "h100" in kinds
+    assert not {"a100", "t4"} & {*kinds}
+
+
+def test_if_no_kind_holds_the_run_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("llama_7b", "--train.micro_batch_size", 16, "--price", "h100=2")
+    code, rows = compare(capsys, *words)
+    assert (code, {row["fits"] for row in rows}) == (1, {False})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--gpus", 8, "--price", 2], "--price needs --gpu"),
+        (["--gpus", 8, "--memory_gb", 2], "--memory_gb needs --gpu"),
+        (["--gpus", 8, "--price", "h100=2,cheap"], "--price is h100=2,cheap; expected a number"),
+        (["--gpu", "h100", "--price", "-1"], "--price is -1; expected a number above 0"),
+        (["--gpu", "h100", "--price", "h10=1"], "--price h10 is not in the table of devices"),
+    ],
+)
+def test_a_price_that_belongs_to_nothing(
+    words: list[Any], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in mistake(capsys, GPT2, *words)

@@ -6,7 +6,7 @@ record or save.
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,16 +49,8 @@ class Band(NamedTuple):
     text: str
 
 
-class Row(NamedTuple):
-    """A machine in the table, as texts; `launches` counts also those whose steps were repeated."""
-
-    name: str
-    launches: int
-    rate: str
-    training: str
-    device_hours: str
-    price: str
-    cost: str
+# of the texts in `rows`; launches whose steps were repeated count too
+COLUMNS = ("machine", "launches", "tokens/s", "training", "device hours", "price per hour", "cost")
 
 
 def works(run: NamedRun) -> list[Work]:
@@ -88,11 +80,6 @@ def machine_name(launch: Mapping[str, Any]) -> str:
     return f"{launch.get('processes')} x {device}"[:LONGEST_NAME]
 
 
-def kinds(took: Sequence[Work]) -> list[tuple[str, float | None]]:
-    """Return the machines of a run, in the order of their first launch."""
-    return list(dict.fromkeys(work.machine for work in took))
-
-
 def speed(run: NamedRun, launches: Collection[int]) -> str:
     """Return the median of the tokens per second that the records of `launches` have."""
     steps, rates = run.metrics.curve("perf/tokens_per_second")
@@ -108,7 +95,7 @@ def speed(run: NamedRun, launches: Collection[int]) -> str:
 def bands(run: NamedRun) -> list[Band]:
     """Return the bands of the machines over the steps; none if one machine made all of them."""
     took = works(run)
-    order = kinds(took)
+    order = list(dict.fromkeys(work.machine for work in took))  # as in `rows`
     found = []
     groups = itertools.groupby(run.kept_launches, key=lambda kept: took[kept[1]].machine)
     for (name, price), group in groups:
@@ -121,7 +108,7 @@ def bands(run: NamedRun) -> list[Band]:
             f"{rate} tokens/s" if rate else "",
             "" if price is None else f"{price:,g} per device hour",
             plural(len(launches), "launch", "launches") if len(launches) > 1 else "",
-            f"{format_clock(gap)} without training before" if gap else "",
+            f"{format_clock(gap)} between launches" if gap else "",
         ]
         label = name.replace("NVIDIA ", "")
         text = ", ".join(filter(None, parts))
@@ -129,25 +116,25 @@ def bands(run: NamedRun) -> list[Band]:
     return found if len(found) > 1 else []
 
 
-def rows(run: NamedRun) -> list[Row]:
-    """Return a row for each machine; none for one launch without a price, or without clocks."""
+def rows(run: NamedRun) -> list[list[str]]:
+    """Return the `COLUMNS` of each machine; none without clocks or for one unpriced launch."""
     took = works(run)
     priced = any(work.price is not None for work in took)
     if not any(run.clocks) or (len(took) == 1 and not priced):
         return []
     found = []
-    for name, price in kinds(took):
+    for name, price in dict.fromkeys(work.machine for work in took):
         launches = [i for i, work in enumerate(took) if work.machine == (name, price)]
         members = [took[i] for i in launches]
-        row = Row(
-            name=name,
-            launches=len(members),
-            rate=speed(run, launches),
-            training=format_clock(sum(work.seconds for work in members)),
-            device_hours=f"{sum(work.device_hours for work in members):,.2f}",
-            price="" if price is None else f"{price:,g}",
-            cost="" if price is None else f"{sum(work.cost for work in members):,.2f}",
-        )
+        row = [
+            name,
+            str(len(members)),
+            speed(run, launches),
+            format_clock(sum(work.seconds for work in members)),
+            f"{sum(work.device_hours for work in members):,.2f}",
+            "" if price is None else f"{price:,g}",
+            "" if price is None else f"{sum(work.cost for work in members):,.2f}",
+        ]
         found.append(row)
     return found
 

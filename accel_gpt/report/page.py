@@ -19,7 +19,7 @@ import numpy as np
 from accel_gpt import __version__
 from accel_gpt.config.values import changed_keys
 from accel_gpt.console import format_clock
-from accel_gpt.report.machines import bands, rows, summary
+from accel_gpt.report.machines import COLUMNS, bands, rows, summary
 from accel_gpt.report.payload import MOST_POINTS, all_marks, payload
 from accel_gpt.report.plots import short
 from accel_gpt.report.runs import NamedRun
@@ -65,6 +65,7 @@ def build_page(runs: Sequence[NamedRun], health: Sequence[Sequence[Any]] = ()) -
         comparison=compare_results(runs),
         facts=facts_table(runs),
         notes=explain_curves(runs),
+        columns=COLUMNS,
         machines=[(rows(run), summary(run)) for run in runs],
         evaluations=evaluations_table(runs),
         samples=[sample_columns(run, index) for index, run in enumerate(runs) if run.samples],

@@ -398,8 +398,7 @@ def test_machines_are_bands_with_a_table_of_their_hours_and_money(
     b = {"step": 20, "kind": 1, "label": "2 x B"}
     a["text"] = "2 x NVIDIA A from step 0, 500 tokens/s, 36 per device hour"
     b["text"] = (
-        "2 x NVIDIA B from step 20, 900 tokens/s, 72 per device hour, 0:01:40 without training "
-        "before"
+        "2 x NVIDIA B from step 20, 900 tokens/s, 72 per device hour, 0:01:40 between launches"
     )
     assert drawn(text)["runs"][0]["machines"] == [a, b]
     names = [panel["name"] for panel in drawn(text)["panels"]]

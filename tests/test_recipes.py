@@ -106,6 +106,11 @@ def test_skypilot_starts_one_process_a_gpu(gpus: str, command: str, tmp_path: Pa
     assert words[-3:] == ["s3://bucket/run/config.yaml", "--train.micro_batch_size", "auto"]
     assert (words[0] == "train") == (gpus == "1")
     assert ("--num_processes 4" in done.stdout) == (gpus == "4")
+    done = subprocess.run(
+        ["bash", "-c", recipe["run"]], env={**os.environ, **environment, "PRICE": "0.4"},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == [command, *words, "--log.price", "0.4"]
     subprocess.run(["bash", "-n"], input=recipe["setup"].encode(), check=True)
 
 

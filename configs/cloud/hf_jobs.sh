@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a run on one GPU of the Hugging Face Hub, with the commit of this clone:
-#     RUN=s3://bucket/run configs/cloud/hf_jobs.sh [--section.key value ...]
+#     RUN=s3://bucket/run configs/cloud/hf_jobs.sh [--log.price 0.80] [--section.key value ...]
 #
 # The folder RUN of the bucket holds config.yaml, which you wrote, and then everything that the run saves. A job that
 # fails is launched again, and resumes the run. After TIMEOUT, start the command again.

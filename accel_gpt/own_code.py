@@ -20,7 +20,6 @@ in the place of ours. Each is optional, and may leave out any argument that it d
     evaluate(run, config)            # {name: number}, at each evaluation
     after_evaluation(run, record, step, config, plan)
                                      # nothing
-    exported(model, config)          # the GPT that transformers opens
 
 The command line and a Python call name the file. No file that is read can name it, so a folder from
 someone else executes nothing.
@@ -54,7 +53,6 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "evaluated": ("model", "optimizer", "step", "config", "plan"),
         "evaluate": ("run", "config"),
         "after_evaluation": ("run", "record", "step", "config", "plan"),
-        "exported": ("model", "config"),
     }
 )
 NEAR = 0.75  # least similarity of a name that is probably misspelled; assumption
@@ -116,7 +114,6 @@ class OwnCode:
     evaluated: OwnFunction | None = None
     evaluate: OwnFunction | None = None
     after_evaluation: OwnFunction | None = None
-    exported: OwnFunction | None = None
     misspelled: tuple[str, ...] = ()  # a line for each function whose name probably is
 
     @property

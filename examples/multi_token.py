@@ -1,7 +1,6 @@
 """Predict the token after the next one as well, with a second head that is dropped after training.
 
     accel-gpt train quickstart --code examples/multi_token.py
-    accel-gpt export runs/quickstart --to exported --code examples/multi_token.py
 
 Gloeckle et al. 2024, section 2, with two heads: each is a block on the shared trunk, and both use
 one output projection. So the second head is a block beside the last one. train/second is its loss.
@@ -48,9 +47,3 @@ def model(config, vocab_size):
 def loss(model, tokens, targets, documents):
     first = model(tokens, targets, documents=documents)
     return first + model.second_loss, {"first": first, "second": model.second_loss}
-
-
-def exported(model):
-    gpt = GPT.allocate(model.config, model.vocab_size)
-    gpt.load_state_dict(model.state_dict(), strict=False)  # all but the second head
-    return gpt

@@ -85,7 +85,7 @@ BAD: dict[str, tuple[str, str]] = {
     "no Python": ("x\0y\n", "my.py: source code string cannot contain null bytes"),
     "only a misspelled function": (
         function("optimiser", "model, config", "pass"),
-        "exported; nothing calls optimiser(); did you mean optimizer?",
+        "after_evaluation; nothing calls optimiser(); did you mean optimizer?",
     ),
     "other arguments": (
         function("lr", "rate", "return 1.0"),
@@ -701,39 +701,15 @@ def test_another_yardstick_forgets_the_best(folder: Path) -> None:
     assert state.best_value == records(folder / "run")[5]["eval/val_loss"]
 
 
-# --------------------------------------------------------------------------- exported
+# --------------------------------------------------------------------------- exports
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_what_exported_returns_is_compared_with_the_model(
+def test_the_model_of_a_file_is_not_exported(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Good and bad ones are made from the same model: a GPT whose head is scaled."""
-    model = GPT.replace("    gpt = GPT(", "    gpt = Scaled(").replace(
-        "def model(",
-        "class Scaled(GPT):\n    def forward(self, tokens, targets=None, **options):\n"
-        "        return super().forward(tokens, targets, **options)\ndef model(",
-    )
-    model += "    return gpt\n"
-    plain = (
-        "def exported(model, config):\n    gpt = GPT(config.model, model.vocab_size)\n"
-        "    gpt.load_state_dict(model.state_dict())\n    return gpt\n"
-    )
-    (folder / "my.py").write_text(model)
+    (folder / "my.py").write_text(GPT + "    return gpt\n")
     assert train() == 0
-    for source, problem in (
-        ("", "run has the model() of my.py, which neither transformers nor llama.cpp has; define"),
-        ("def exported(model):\n    return model\n", "exported() returned Scaled; return a GPT of"),
-        (plain.replace("    gpt.load", "    0 and gpt.load"), "whose logits differ from those of"),
-        ("def exported(config):\n    return GPT(config.model, 64)\n", "with another vocab_size"),
-    ):
-        (folder / "my.py").write_text(model + source)
-        assert call("export", "run", "--to", "out", "--code", "my.py") == 2
-        error = capfd.readouterr().err.splitlines()[-1]
-        assert problem in error, error
-        assert not (folder / "out").exists()
-    (folder / "my.py").write_text(model + plain)
-    assert call("export", "run", "--to", "out") == 2  # the run was trained without exported()
-    capfd.readouterr()
-    assert call("export", "run", "--to", "out", "--code", "my.py") == 0
-    assert "opened by transformers" in capfd.readouterr().out
+    assert call("export", "run", "--to", "out") == 2
+    assert "run has the model() of my.py" in capfd.readouterr().err.splitlines()[-1]
+    assert not (folder / "out").exists()

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from accel_gpt.commands.options import ExportCommand
-from accel_gpt.commands.resolve import load_code
 from accel_gpt.console import install_exit_handlers, write_out
 from accel_gpt.publish.gguf import export_gguf
 from accel_gpt.transformers_io.export import export
@@ -20,18 +19,15 @@ def run(options: ExportCommand) -> int:
 def export_model(options: ExportCommand) -> str:
     """Write the folder or file; return a description of it."""
     pretrained = find_pretrained(options.run, options.checkpoint, options.weights)
-    own = load_code(options.code)
     if options.gguf:
         return export_gguf(
             pretrained=pretrained,
             to=Path(options.gguf),
             dtype=options.dtype,
-            own=own,
         )
     return export(
         pretrained=pretrained,
         to=Path(options.to),
         dtype=options.dtype,
         as_qwen3=options.as_ == "qwen3",
-        own=own,
     )

@@ -261,12 +261,6 @@ class ExportCommand(Command):
     )
     checkpoint: str | None = same_option(SampleCommand, "checkpoint")
     weights: Literal["evaluated", "trained"] = same_option(SampleCommand, "weights")
-    code: str | None = option(
-        None,
-        "Your Python file, if the run was trained with --code and the file has a model(). Its "
-        "exported() makes a GPT of the model. The file is executed. null: none.",
-        path=True,
-    )
     dtype: Literal["fp32", "bf16", "fp16", "q8_0"] = option(
         "fp32",
         "Data type of the weights. q8_0 (GGUF files only) takes 8.5 bits per weight.",
@@ -312,7 +306,6 @@ class PushCommand(Command):
         "Repository as user/name. It is created if it is missing.",
     )
     checkpoint: str | None = same_option(SampleCommand, "checkpoint")
-    code: str | None = same_option(ExportCommand, "code")
     private: bool = same_option(HubConfig, "private")
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

@@ -1,7 +1,6 @@
 """`accel-gpt push RUN --repo user/name`: export a run and upload it to the Hub."""
 
 from accel_gpt.commands.options import PushCommand
-from accel_gpt.commands.resolve import load_code
 from accel_gpt.console import install_exit_handlers, write_out
 from accel_gpt.publish.push import push
 
@@ -23,5 +22,4 @@ def push_model(options: PushCommand) -> tuple[int, str]:
         private=options.private,
         dtype=options.dtype,
         license=options.license,
-        own=load_code(options.code),
     )

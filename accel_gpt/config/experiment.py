@@ -473,7 +473,7 @@ class Config(Section):
     code: str | None = option(
         None,
         "Path of your Python file. Its functions replace parts of the run: model, optimizer, lr, "
-        "loss, targets, shards, metrics, evaluated, evaluate, after_evaluation, exported "
+        "loss, targets, shards, metrics, evaluated, evaluate, after_evaluation "
         "(docs/how-to/own-code.md). The file is executed, so no config file can set it. null: "
         "none.",
         essential=True,
@@ -521,7 +521,7 @@ class Config(Section):
             "lower schedule.min_lr",
         )
         require(
-            self.own.model is None or self.own.exported is not None or self.hub.push == "never",
+            self.own.model is None or self.hub.push == "never",
             f"hub.push is {self.hub.push}, but the model() of {self.own.file} cannot be exported; "
-            "define exported(model), or set hub.push to never",
+            "set hub.push to never",
         )

@@ -22,14 +22,12 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import install_extra, require
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.layers import rotary_frequencies, unscaled_frequencies
-from accel_gpt.own_code import OwnCode
 from accel_gpt.publish.gguf_proof import LLAMA_CPP, compare_gguf, compute_reference
 from accel_gpt.publish.gguf_tokenizer import Vocabulary, add_tokenizer, llama_cpp_vocabulary
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.exportable import compared_tokens, load_exportable
 from accel_gpt.transformers_io.hf_config import matching_preset
 from accel_gpt.transformers_io.hf_weights import export_tensor, exportable_preset, weight_table
-from accel_gpt.transformers_io.load import NO_CODE
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 if TYPE_CHECKING:
@@ -47,10 +45,8 @@ QUANTIZATION = MappingProxyType(
 Q8_0_BLOCK = 32  # values that share a scale; other row lengths stay in float16
 
 
-def export_gguf(
-    pretrained: Pretrained, to: Path, dtype: str = "fp32", own: OwnCode = NO_CODE
-) -> str:
-    """Export a model to the GGUF file `to`. `own`: the file of --code that made it.
+def export_gguf(pretrained: Pretrained, to: Path, dtype: str = "fp32") -> str:
+    """Export a model to the GGUF file `to`.
 
     Returns a description of the file, and how to run it. The file appears when it is complete and
     compared, or not at all. Raises `UserError` if the file or its Modelfile exists, or if llama.cpp
@@ -63,7 +59,7 @@ def export_gguf(
         )
     for path in (to, modelfile_of(to)):
         require(not path.exists(), f"{path} already exists; give another file")
-    model, tokenizer = load_exportable(pretrained, own)
+    model, tokenizer = load_exportable(pretrained)
     tokens = compared_tokens(model, tokenizer)
     architecture = llama_cpp_architecture(model.config)  # raises before anything is written
     vocabulary = llama_cpp_vocabulary(tokenizer)

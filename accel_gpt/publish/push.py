@@ -52,7 +52,7 @@ def push(
     path = find_checkpoint(Path(run), checkpoint)
     verify_checkpoint(path)
     pretrained = Pretrained(run, path, is_checkpoint=True)
-    check_exportable(pretrained, own)
+    check_exportable(pretrained)
     step = read_state(path).step
     api = HfApi()
     address = f"{api.endpoint}/{repo}/tree/{tag_of(step)}"
@@ -63,7 +63,7 @@ def push(
     with tempfile.TemporaryDirectory(prefix=".push_", dir=path.parent) as temporary:
         folder = Path(temporary) / "upload"
         folder.mkdir()
-        model, tokenizer = load_exportable(pretrained, own)
+        model, tokenizer = load_exportable(pretrained)
         write_model(model, tokenizer, folder, dtype)
         del model
         run_folder = RunFolder(path.resolve().parents[1])

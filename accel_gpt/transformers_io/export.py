@@ -26,7 +26,6 @@ from accel_gpt.data.tokenizer import Tokenizer
 from accel_gpt.errors import CheckpointError, UserError, require
 from accel_gpt.files import write_file
 from accel_gpt.model.gpt import GPT
-from accel_gpt.own_code import OwnCode
 from accel_gpt.transformers_io.as_qwen3 import convert_to_qwen3
 from accel_gpt.transformers_io.compare_export import DIFFERENT
 from accel_gpt.transformers_io.exportable import (
@@ -37,7 +36,6 @@ from accel_gpt.transformers_io.exportable import (
 )
 from accel_gpt.transformers_io.hf_config import HF_CLASSES, write_hf_config
 from accel_gpt.transformers_io.hf_weights import export_tensors, exportable_preset
-from accel_gpt.transformers_io.load import NO_CODE
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 TEMPORARY = ".tmp_export"
@@ -52,9 +50,8 @@ def export(
     to: Path,
     dtype: str = "fp32",
     as_qwen3: bool = False,
-    own: OwnCode = NO_CODE,
 ) -> str:
-    """Export a model to the folder `to`. `own`: the file of --code that made it.
+    """Export a model to the folder `to`.
 
     Returns a description. The folder appears when it is complete and compared, or not at all.
     `as_qwen3` converts a model of the preset fast. Raises `UserError` if the folder holds files, or
@@ -69,7 +66,7 @@ def export(
         not existed or (to.is_dir() and not any(to.iterdir())),
         f"{to} already exists; give a new or an empty folder",
     )
-    model, tokenizer = load_exportable(pretrained, own)
+    model, tokenizer = load_exportable(pretrained)
     exportable_preset(model)  # raises an error before anything is written
     try:
         temporary.mkdir(parents=True)

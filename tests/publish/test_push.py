@@ -123,15 +123,6 @@ def test_a_damaged_checkpoint_is_not_pushed(run: Path, hub: HubServer) -> None:
 
 
 FINISHED = """
-from accel_gpt.model.gpt import GPT
-class Mine(GPT):
-    pass
-def model(config, vocab_size):
-    return Mine(config.model, vocab_size, init=False)
-def exported(model, config):
-    gpt = GPT(config.model, model.vocab_size)
-    gpt.load_state_dict(model.state_dict())
-    return gpt
 def after_evaluation(run):
     run.finish("enough")
 """
@@ -150,7 +141,7 @@ def test_only_the_end_is_pushed(small_run: Arguments, hub: HubServer, tmp_path: 
 
 
 @pytest.mark.usefixtures("compared", "uploads_here")
-def test_a_run_that_its_file_finishes_is_pushed_as_what_exported_makes(
+def test_a_run_that_its_file_finishes_is_pushed(
     small_run: Arguments, hub: HubServer, tmp_path: Path
 ) -> None:
     file = tmp_path / "my.py"

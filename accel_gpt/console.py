@@ -6,10 +6,8 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +19,6 @@ from accel_gpt.errors import AccelGPTError, MachineError, UserError, first_line
 from accel_gpt.launcher import SAFE_PATH, is_main, stop_signals
 from accel_gpt.own_code import place_in_own_code
 
-# in a folded line: the space between a number and its word, and a command to copy
-UNBROKEN = re.compile(r"(?<=\S) (?=\d)|(?<=\d) (?=[^\W\d])|\b(?:accel-gpt|pip) [^;,`]*")
-NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"  # `textwrap` breaks no line there
-LABEL = re.compile(r"\w+ {2,}")  # of a line such as `plan     4,096 tokens`
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 # of CPU, CUDA and C++, in a `RuntimeError` of torch
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|std::bad_alloc")
@@ -89,27 +83,7 @@ def write_out(text: str) -> None:
 def write_err(text: str) -> None:
     """Write a line to standard error, unless the terminal is gone or the disk of a log is full."""
     with contextlib.suppress(OSError):
-        if sys.stderr.isatty():
-            text = fold(text, shutil.get_terminal_size().columns)
         sys.stderr.write(f"{text}\n")
-
-
-def fold(text: str, width: int) -> str:
-    """Break lines longer than `width` between words; indent the other parts of a labelled line."""
-    if "\n" in text:
-        return "\n".join(fold(line, width) for line in text.split("\n"))
-    if len(text) <= width or width < 1:
-        return text
-    label = LABEL.match(text)
-    folded = textwrap.fill(
-        UNBROKEN.sub(lambda match: match[0].replace(" ", NO_BREAK_SPACE), text),
-        width,
-        subsequent_indent=" " * label.end() if label else "",
-        break_long_words=False,
-        break_on_hyphens=False,
-        expand_tabs=False,
-    )
-    return folded.replace(NO_BREAK_SPACE, " ")
 
 
 def print_line(text: str) -> None:

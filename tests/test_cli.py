@@ -106,27 +106,6 @@ def test_a_stream_escapes_what_its_encoding_lacks(
         assert stream.buffer.getvalue().decode(encoding).strip() == shown  # type: ignore[attr-defined]
 
 
-def test_a_line_wider_than_the_terminal_is_broken_between_words(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Never beside a number or in a command that a user copies; a file gets the whole line."""
-    lines = (
-        "options  optim.name muon, optim.lr 0.01, optim.grad_clip 0.0",
-        "  a line that ends where the screen does 0",
-        "health   7 fine, 2 to look at; accel-gpt doctor runs/x",
-    )
-    write_err("\n".join(lines))
-    assert capsys.readouterr().err.splitlines() == [*lines]
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
-    write_err("\n".join(lines))
-    assert capsys.readouterr().err.splitlines() == [
-        *("options  optim.name muon, optim.lr 0.01,", "         optim.grad_clip 0.0"),
-        *("  a line that ends where the screen", "does 0"),
-        *("health   7 fine, 2 to look at;", "         accel-gpt doctor runs/x"),
-    ]
-
-
 def test_the_launcher_prints_the_sentence_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from accel_gpt.console import fold, format_clock, write_err
+from accel_gpt.console import format_clock, write_err
 from accel_gpt.runs.folder import is_benchmark
 
 FORMS: Mapping[str, str] = MappingProxyType(  # key of a metric -> its text
@@ -206,9 +206,9 @@ class Display:
                 write_err(text)
                 sys.stderr.flush()
             else:
-                console = self.live.console
-                text = fold(text, console.width)
-                console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+                self.live.console.print(
+                    text, markup=False, emoji=False, highlight=False, soft_wrap=True
+                )
 
     def resume(self, losses: Iterable[tuple[int, float]]) -> None:
         """Set the losses of the run so far, each with its step."""
@@ -274,9 +274,9 @@ class Display:
         rows: list[RenderableType] = [*curve, Constrain(self.steps.get_renderable(), width)]
         for step, text in self.figures.values():
             of = "" if step == bar.completed else f"step {step:,}: "
-            figures = Text(fold(of + text, width), "dim")
+            figures = Text(of + text, "dim")
             figures.highlight_regex(r"\d[\d.,:e%+-]*", "bold not dim")
-            rows.append(figures)
+            rows.append(Constrain(figures, width))
         if self.evaluation:
             rows.append(self.evaluation.bar.get_renderable())
         return Group(*rows)

@@ -71,7 +71,6 @@ from accel_gpt.training.reporter import Reporter, summarize_run
 from accel_gpt.training.updates import UpdateSizes
 
 LOOK_SECONDS = 0.02  # between two looks at data that has not come
-FAR = 0.25  # a larger (val loss - train loss) / train loss is logged, once; assumption
 TELL_SECONDS = 10.0  # without data, until the run says what it waits for; assumption
 
 
@@ -576,13 +575,6 @@ def evaluate_step(run: Training, stop: StopSignal) -> bool:
             is_finished(run)
     is_best = state.note_evaluation(record, run.config.eval.yardstick, since=stage_began(run))
     run.reporter.publish(state, record)
-    train_loss, val_loss = record["eval/train_loss"], record["eval/val_loss"]
-    if val_loss > (1 + FAR) * train_loss > 0 and not state.gap_told:
-        state.gap_told = True
-        run.reporter.log(
-            f"val loss {val_loss:.4f} lies far above train loss {train_loss:.4f}: the train text "
-            "repeats itself or is learned by heart, or the held-out files are of another kind"
-        )
     return is_best
 
 

@@ -223,23 +223,6 @@ def test_best_checkpoint_outlives_newer_ones(
     assert find_checkpoint(tmp_path / "run").name == "step_00000002"
 
 
-def test_a_val_loss_far_above_the_train_loss_is_told_once(
-    small_run: Arguments,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    losses = iter([1.2, 1.3, 1.4, 1.3])
-    monkeypatch.setattr(
-        train, "evaluate", lambda **_: {"eval/train_loss": 1.0, "eval/val_loss": next(losses)}
-    )
-    options = ["--eval.every", "1", "--train.max_steps", "4", "--sample.every", "0"]
-    assert launch(small_run(*options, "--train.stop_at", "3")) == 0
-    assert launch(small_run(*options)) == 0
-    written = capfd.readouterr().err
-    assert written.count("lies far above train loss") == 1
-    assert "val loss 1.3000 lies far above train loss 1.0000" in written
-
-
 def test_many_epochs_and_idle_gpus_are_told_at_the_start(
     small_run: Arguments, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

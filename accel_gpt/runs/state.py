@@ -77,7 +77,6 @@ class TrainState:
     config: dict[str, Any] = field(default_factory=dict)  # dotted keys
     budget: Budget | None = None  # that set the length of the run; None: the config sets it
     train_loss: float | None = None  # of this step
-    gap_told: bool = False  # that the val loss lies far above the train loss
     # metrics of this step, to be published with its evaluation; None: no evaluation is due
     pending_record: dict[str, int | float | None] | None = None
     versions: dict[str, str] = field(default_factory=dict)  # of the code that made this step

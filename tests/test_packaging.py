@@ -25,9 +25,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 # private names of other packages that we use; any version may remove them
 PRIVATE = {
     "_compiled_call_impl": "torch",
-    "_dump_snapshot": "torch",
     "_foreach_norm": "torch",
-    "_record_memory_history": "torch",
     "_shared_state": "accelerate",
 }
 PUBLIC = {"_asdict", "_exit", "_replace"}  # documented names of os and named tuples

@@ -119,8 +119,7 @@ class TrainConfig(Section, prefix="train."):
     profile: int = option(
         0,
         "Number of steps of each launch that PyTorch's profiler records, after the first three. "
-        "Each process writes a trace to profile/ in the run's folder, and on CUDA a snapshot of "
-        "the memory. 0: none.",
+        "Each process writes a trace to profile/ in the run's folder. 0: none.",
         at_least=0,
         resume="free",
     )

@@ -1,9 +1,7 @@
 """Record a few steps of a launch with PyTorch's profiler, for `train.profile`.
 
-Writes to `profile/` in the folder of the run:
-
-    profile_N.json      trace of rank N, for ui.perfetto.dev or chrome://tracing
-    memory_N.pickle     history of CUDA allocations, for docs.pytorch.org/memory_viz
+Writes `profile/profile_N.json` in the folder of the run: the trace of rank N, for ui.perfetto.dev
+or chrome://tracing.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ from accel_gpt.launch.context import Context
 # Steps before the recorded ones: two for choosing kernels and allocating memory (assumption), one
 # for starting the profiler.
 STEPS_BEFORE = 3
-MEMORY_EVENTS = 100_000  # newest events that the CUDA allocator keeps; assumption
 
 
 @contextmanager
@@ -46,9 +43,6 @@ def profile(context: Context) -> Iterator[Callable[[], None]]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
-            if cuda:
-                dump: Any = torch.cuda.memory._dump_snapshot
-                dump(str(folder / f"memory_{rank}.pickle"))
             context.log(f"profiled {plural(recorded, 'step')}: open {folder}/ in ui.perfetto.dev")
         except OSError as error:
             context.log(f"WARNING: the profile could not be written: {error}; training continues")
@@ -58,19 +52,13 @@ def profile(context: Context) -> Iterator[Callable[[], None]]:
         schedule_option={"wait": STEPS_BEFORE - 1, "warmup": 1, "active": steps, "repeat": 1},
         on_trace_ready=write,
     )
-    if cuda:
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-    try:
-        with accelerator.profile(options) as profiler:
+    with accelerator.profile(options) as profiler:
 
-            def completed() -> None:
-                if cuda and profiler.step_num < STEPS_BEFORE + steps:
-                    torch.cuda.synchronize(accelerator.device)  # count each kernel in its step
-                profiler.step()
+        def completed() -> None:
+            if cuda and profiler.step_num < STEPS_BEFORE + steps:
+                torch.cuda.synchronize(accelerator.device)  # count each kernel in its step
+            profiler.step()
 
-            yield completed
-        if profiler.step_num <= STEPS_BEFORE:
-            context.log(f"WARNING: train.profile begins at step {STEPS_BEFORE + 1} of a launch")
-    finally:
-        if cuda:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        yield completed
+    if profiler.step_num <= STEPS_BEFORE:
+        context.log(f"WARNING: train.profile begins at step {STEPS_BEFORE + 1} of a launch")

@@ -1,7 +1,6 @@
 """`train.profile`: writes a trace that a browser opens, and does not change training."""
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,17 +33,6 @@ def test_a_profile_records_its_steps_and_changes_nothing(
     assert count(folder, "aten::embedding") == 3  # micro-steps
     assert f"profiled 3 steps: open {folder}/ in ui.perfetto.dev" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["profile_0.json"]
-
-
-@pytest.mark.gpu
-def test_a_profile_on_cuda_has_a_snapshot_of_the_memory(
-    small_run: Arguments, tmp_path: Path
-) -> None:
-    assert launch(small_run(*QUIET, "--train.profile", "2")) == 0
-    with (tmp_path / "run" / "profile" / "memory_0.pickle").open("rb") as file:
-        snapshot = pickle.load(file)
-    assert snapshot["segments"]
-    assert any(snapshot["device_traces"])
 
 
 def test_a_launch_that_ends_before_the_first_recorded_step_says_so(

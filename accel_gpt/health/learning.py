@@ -66,8 +66,6 @@ def counting(case: Case, line: Line) -> None:
         raise Unknown("the loss counts only the targets that targets() of --code keeps")
     unit = math.log(2) * text.bytes_per_token if bits and text.bytes_per_token else 1
     others = {name: value / unit for name, value in text.losses.items()}
-    if unit != 1:
-        others |= text.compressed
     line.compared = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
     unigram = text.losses["unigram"]
     order = unigram - text.losses["bigram"]

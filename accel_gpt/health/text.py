@@ -7,10 +7,8 @@ folder cannot be written. A second run with the same data and evaluation reads i
 import contextlib
 import hashlib
 import json
-import lzma
 import math
 import unicodedata
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +35,7 @@ from accel_gpt.json_files import load_json_or_none
 from accel_gpt.runs.folder import is_number
 
 STATISTICS = "statistics.json"
-VERSION = 1  # of what is computed
+VERSION = 2  # of what is computed
 MOST_TOKENS = 100_000_000  # of the train split that are counted
 WINDOW_TOKENS = 50  # Lee et al. 2022, arXiv 2107.06499: copies of 50 tokens
 WINDOW_BYTES = 200  # about 50 tokens of GPT-2, for tokenizers with shorter tokens
@@ -54,7 +52,6 @@ class TextStatistics:
     counted_tokens: int  # of the train split
     bytes_per_token: float | None  # of the validation text
     losses: dict[str, float]  # nats per target of models that count, see `NAMES`
-    compressed: dict[str, float]  # bits per byte of the validation text alone
     window: int  # tokens of a window
     val_in_train: float  # share of validation windows that stand in the train split
     repeated: float  # share of train windows that stand there once more
@@ -71,7 +68,7 @@ class TextStatistics:
     def is_complete(self) -> bool:
         """Return whether all numbers are finite, and no loss is missing: a file may be edited."""
         numbers = [value for value in vars(self).values() if isinstance(value, int | float)]
-        numbers += [*self.losses.values(), *self.compressed.values()]
+        numbers += self.losses.values()
         return set(NAMES.values()) <= self.losses.keys() and all(map(is_number, numbers))
 
     @property
@@ -154,7 +151,6 @@ def measure(corpus: Corpus, block_size: int) -> TextStatistics:
         counted_tokens=sum(one.tokens for one in scans),
         bytes_per_token=mean_bytes if mean_bytes > 0 else None,
         losses=losses,
-        compressed=compress(val, tokenizer),
         window=n,
         val_in_train=looked_for.val_in_train(),
         repeated=looked_for.repeated(),
@@ -279,18 +275,6 @@ def count_documents(scans: Sequence[Scan]) -> tuple[int | None, int, float]:
     copied = 1 - lengths[first].sum() / lengths.sum()
     ends = sum(one.documents.ends for one in scans if one.documents is not None)
     return ends, int(np.sort(lengths)[len(lengths) // 2]), float(copied)
-
-
-def compress(val: EvaluatedTokens, tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the bits per byte of the validation text, compressed alone by zlib and by lzma."""
-    ids = val.tokens[val.tokens != (-1 if tokenizer.eot_id is None else tokenizer.eot_id)]
-    text = tokenizer.decode(ids.tolist()).encode()
-    if not text:
-        return {}
-    return {
-        "zlib": 8 * len(zlib.compress(text, 9)) / len(text),
-        "lzma": 8 * len(lzma.compress(text, preset=9)) / len(text),
-    }
 
 
 def read_again(splits: Sequence[Split], tokenizer: Tokenizer) -> tuple[float, float]:

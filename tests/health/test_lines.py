@@ -29,7 +29,6 @@ TEXT = TextStatistics(
     counted_tokens=2_000_000,
     bytes_per_token=3.5,
     losses={"unigram": 6.0, "bigram": 4.5, "5-gram": 4.2},
-    compressed={"zlib": 2.6, "lzma": 2.4},
     window=57,
     val_in_train=0.02,
     repeated=0.05,

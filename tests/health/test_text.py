@@ -64,7 +64,6 @@ def test_sound_text(tmp_path: Path) -> None:
     # 27 letters without any order: counting finds their entropy, and nothing more
     for loss in found.losses.values():
         assert loss == pytest.approx(math.log(27), abs=0.1)
-    assert all(4 < bits < 6.5 for bits in found.compressed.values())  # log2(27) is 4.75
 
 
 def test_copies_in_train(tmp_path: Path) -> None:
@@ -217,4 +216,3 @@ def test_the_text_of_the_val_loss_is_counted_not_what_is_followed(
     assert found[1].train_tokens == sum(source.split.tokens for source in sources)
     assert [source.weight for source in sources] == [30 * 16, 10 * 16]
     assert found[1].most_frequent_share != found[0].most_frequent_share
-    assert found[1].compressed == found[0].compressed

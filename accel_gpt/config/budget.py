@@ -30,27 +30,25 @@ from accel_gpt.errors import require
 FEWEST_STEPS = 10  # of a run with a budget; assumption: a shorter run trains nothing
 # Share of the budget that is planned, since machines get slower as they get warm; assumption
 PLANNED_SHARE = 0.95
-# Largest share of a budget for evaluations, samples and saves together; assumption
-PAUSE_SHARE = 0.2
 LOOK_SHARE = 0.1  # of the steps, after which the length is looked at again; assumption
 LOOK_STEPS = 3  # fewest timed steps for the second look; assumption
 
 
 def with_budget(config: Config, budget: Budget) -> Config:
     """Return `config` with the length that `budget` came to, and what is scaled with it."""
-    config = with_length(config, budget.first_steps, budget.thin)
+    config = with_length(config, budget.first_steps)
     if budget.looked_at is None:
         return config
     return with_other_length(config, budget.looked_at, budget.steps)
 
 
-def with_length(config: Config, steps: int, thin: int = 1) -> Config:
+def with_length(config: Config, steps: int) -> Config:
     """Return `config` with `steps` steps in place of `train.budget`.
 
-    Options that follow from `model.depth` follow from this length. For the others and `thin`, see
+    Options that follow from `model.depth` follow from this length. For the others, see
     `with_intervals`.
     """
-    found = with_intervals(config, steps, thin)
+    found = with_intervals(config, steps)
     if config.model.depth is None:
         return found
     flat = at_length(to_flat(config), steps)
@@ -61,16 +59,16 @@ def with_length(config: Config, steps: int, thin: int = 1) -> Config:
     )
 
 
-def with_intervals(config: Config, steps: int, thin: int) -> Config:
+def with_intervals(config: Config, steps: int) -> Config:
     """Return `config` with `steps` steps and what is scaled with them: warm-up and intervals.
 
     They are scaled from the length that they are meant for, see `reference_steps`, and so are the
-    edges of stages. Evaluations, samples and saves are `thin` times as rare.
+    edges of stages.
     """
     reference = reference_steps(config)
 
-    def scaled(count: int, times: int = 1) -> int:
-        return max(1, round(count * times * steps / reference)) if count else 0
+    def scaled(count: int) -> int:
+        return max(1, round(count * steps / reference)) if count else 0
 
     warmup = min(scaled(config.schedule.warmup_steps), steps - 1)
     every_tokens = config.checkpoint.every_tokens
@@ -80,12 +78,12 @@ def with_intervals(config: Config, steps: int, thin: int) -> Config:
         train=replace(config.train, max_steps=steps, max_tokens=None, budget=None),
         optim=replace(config.optim, muon_momentum_warmup=scaled(config.optim.muon_momentum_warmup)),
         schedule=replace(config.schedule, warmup_steps=warmup),
-        eval=replace(config.eval, every=scaled(config.eval.every, thin)),
-        sample=replace(config.sample, every=scaled(config.sample.every, thin)),
+        eval=replace(config.eval, every=scaled(config.eval.every)),
+        sample=replace(config.sample, every=scaled(config.sample.every)),
         checkpoint=replace(
             config.checkpoint,
-            every=scaled(config.checkpoint.every, thin),
-            every_tokens=scaled(every_tokens, thin) if every_tokens else None,
+            every=scaled(config.checkpoint.every),
+            every_tokens=scaled(every_tokens) if every_tokens else None,
         ),
         log=replace(config.log, every=scaled(config.log.every)),
     )
@@ -96,10 +94,9 @@ def fit(config: Config, costs: Costs, seconds: float) -> Budget:
 
     The run is `with_budget(config, budget)`. Raises `UserError` if fewer than `FEWEST_STEPS` fit.
     """
-    rarest = reference_steps(config)  # so rare that all are due at the last step only
     asked = str(config.train.budget)
     planned = duration("train.budget", asked) or 0.0
-    needed = costs.total(with_intervals(config, FEWEST_STEPS, rarest), FEWEST_STEPS)
+    needed = costs.total(with_intervals(config, FEWEST_STEPS), FEWEST_STEPS)
     whole = planned + max(needed - seconds, 0.0) / PLANNED_SHARE
     require(
         needed <= seconds,
@@ -107,29 +104,21 @@ def fit(config: Config, costs: Costs, seconds: float) -> Budget:
         f"{math.ceil(whole):,} s ({costs.describe()}); raise it to {math.ceil(whole)}s, or lower "
         "train.tokens_per_step, eval.tokens or the size of the model",
     )
-
-    def pauses_are_short(thin: int) -> bool:
-        steps = longest(config, costs, seconds, thin)
-        pauses = costs.pauses(with_intervals(config, steps, thin), steps)
-        return steps >= FEWEST_STEPS and pauses <= PAUSE_SHARE * seconds
-
-    thin = 1 + bisect_left(range(1, rarest), True, key=pauses_are_short)
-    steps = longest(config, costs, seconds, thin)
+    steps = longest(config, costs, seconds)
     return Budget(
         asked=asked,
         seconds=seconds - costs.set_up,
         costs=costs,
-        thin=thin,
         first_steps=steps,
         steps=steps,
     )
 
 
-def longest(config: Config, costs: Costs, seconds: float, thin: int) -> int:
+def longest(config: Config, costs: Costs, seconds: float) -> int:
     """Return the most steps that take at most `seconds`, at least 1."""
 
     def is_too_long(steps: int) -> bool:
-        run = with_intervals(config, steps, thin)
+        run = with_intervals(config, steps)
         return costs.total(run, steps) > seconds
 
     step = costs.step * min(costs.relative)

@@ -108,7 +108,6 @@ class Budget:
     asked: str  # the value of train.budget
     seconds: float  # that it leaves for the training, after the measurement and the set-up
     costs: Costs  # as measured before the run, and at the second look as measured in it
-    thin: int  # factor on the intervals of evaluations, samples and saves
     first_steps: int  # the length at the start of the run
     steps: int  # the length
     looked_at: int | None = None  # step after which the length was looked at again; None: not yet

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.budget import (
     FEWEST_STEPS,
-    PAUSE_SHARE,
     fit,
     fit_again,
     look_step,
@@ -66,25 +65,20 @@ def test_the_longest_run_within_the_budget(
 ) -> None:
     config = config_with(eval__every=every, schedule__warmup_steps=warmup)
 
-    def spent(steps: int, thin: int) -> float:
-        return (
-            costs.start + steps * costs.step + costs.pauses(with_length(config, steps, thin), steps)
-        )
+    def spent(steps: int) -> float:
+        return costs.start + steps * costs.step + costs.pauses(with_length(config, steps), steps)
 
-    if min(spent(FEWEST_STEPS, thin) for thin in (1, 10**6)) > seconds:
+    if spent(FEWEST_STEPS) > seconds:
         with pytest.raises(UserError, match="but 10 steps with an evaluation"):
             fit(config, costs, seconds)
         return
     budget = fit(config, costs, seconds)
     steps = budget.steps
     assert steps >= FEWEST_STEPS
-    assert spent(steps, budget.thin) <= seconds
-    run = with_length(config, steps, budget.thin)
+    assert spent(steps) <= seconds
+    run = with_length(config, steps)
     assert run.train.budget is None
     assert make_plan(run, 1).max_steps == steps  # warm-up and decay fit into it
-    pauses = costs.pauses(run, steps)
-    alone = costs.pauses(with_length(config, steps, thin=10**6), steps)
-    assert pauses <= max(PAUSE_SHARE * seconds, alone)
 
 
 def test_saves_by_tokens_are_counted() -> None:
@@ -146,7 +140,6 @@ def test_no_pauses_leave_no_second_unused() -> None:
     config = config_with(eval__every=0, checkpoint__every=0, sample__every=0)
     budget = fit(config, Costs(step=0.5, start=3), 60)
     assert budget.steps == 114
-    assert budget.thin == 1
 
 
 def test_lengths_are_scaled_from_the_length_that_they_are_meant_for() -> None:
@@ -163,7 +156,6 @@ def test_lengths_are_scaled_from_the_length_that_they_are_meant_for() -> None:
     assert run.schedule.warmup_steps == 250
     assert (run.eval.every, run.sample.every, run.checkpoint.every) == (625, 1250, 500)
     assert run.log.every == 25
-    assert with_length(meant, 2500, thin=2).eval.every == 1250
     tokens = replace(meant, train=replace(meant.train, max_steps=None, max_tokens=65_536_000))
     assert with_length(tokens, 2500) == run
     nothing = config_with(eval__every=0, checkpoint__every=100, sample__every=50)
@@ -268,9 +260,9 @@ def test_a_run_that_is_far_too_slow_still_decays() -> None:
 
 def test_a_refusal_says_how_long_the_shortest_run_takes() -> None:
     config = config_with(train__budget="1m", checkpoint__keep_best=False)
-    with pytest.raises(UserError, match=r"take 112 s \(a step 9 s, .*raise it to 112s, or lower"):
+    with pytest.raises(UserError, match=r"take 116 s \(a step 9 s, .*raise it to 116s, or lower"):
         fit(config, Costs(step=9.0, evaluation=4, save=1), 46.5)
-    enough = config_with(train__budget="112s", checkpoint__keep_best=False)
+    enough = config_with(train__budget="116s", checkpoint__keep_best=False)
     spent = 0.95 * 60 - 46.5  # by the measurement
     assert fit(enough, Costs(step=9.0, evaluation=4, save=1), 0.95 * 112 - spent).steps == 10
 

@@ -30,10 +30,8 @@ Arguments = Callable[..., list[str]]
 FOR_TEN_MINUTES = ("--train.budget", "10m")
 
 
-def budget_of(
-    costs: Costs, steps: int, seconds: float, thin: int = 1, asked: str = "10m"
-) -> Budget:
-    return Budget(asked, seconds, costs, thin, first_steps=steps, steps=steps)
+def budget_of(costs: Costs, steps: int, seconds: float, asked: str = "10m") -> Budget:
+    return Budget(asked, seconds, costs, first_steps=steps, steps=steps)
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def eight_steps(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
 
     def fit(config: Config, costs: Costs, seconds: float) -> Budget:
         measured.append(costs)
-        return budget_of(costs, steps=8, thin=2, seconds=seconds, asked=str(config.train.budget))
+        return budget_of(costs, steps=8, seconds=seconds, asked=str(config.train.budget))
 
     monkeypatch.setattr(resolve, "fit", fit)
     monkeypatch.setattr(clock, "MOST_SECONDS", 0.0)

@@ -96,19 +96,19 @@ class Sweep:
         return sorted(found - {"seed"})
 
     def check_targets(self) -> None:
-        """Raise `UserError` if `targets()` of --code keeps other targets than in the baseline.
+        """Raise `UserError` if a setting keeps other targets than the baseline, by `targets()`.
 
         Compares the first sequences of the val split, unless a setting changes what is evaluated.
         """
-        if self.baseline.config.own.targets is None:
+        if all(one.config.own.targets is None for one in (self.baseline, *self.others)):
             return
         expected = first_targets(self.baseline.config)
         for setting in self.others:
             require(
                 bool(self.changed(TEXT + EVALUATED, setting))
                 or first_targets(setting.config).equal(expected),
-                f"targets() of {setting.name} keeps other targets than in {self.baseline.name}, so "
-                "their losses are means over other targets; define the same targets()",
+                f"{setting.name} keeps other targets than {self.baseline.name}, so their losses "
+                "are means over other targets; define the same targets()",
             )
 
     def train(self) -> None:

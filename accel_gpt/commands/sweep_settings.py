@@ -74,12 +74,6 @@ def read_grid(
         len(set(names)) == len(names),
         f"{', '.join(several)}: a config or a value is listed twice",
     )
-    with_targets = [one.name for one in settings if one.config.own.targets is not None]
-    require(
-        len(with_targets) in (0, len(settings)),
-        f"{', '.join(with_targets[:3])} has a function targets(), but another setting has none, so "
-        "their losses are means over other targets",
-    )
     return Grid(
         folder=Path(settings[0].config.out_dir),
         seeds=seeds or [settings[0].config.seed],

@@ -115,10 +115,6 @@ class PrepareCommand(PrepareConfig, Command, prefix="--"):
         path=True,
     )
 
-    def _check(self) -> None:
-        super()._check()
-        require(bool(self.source), "the source is empty; give a text")
-
 
 @dataclass(frozen=True)
 class SampleCommand(Command):
@@ -317,7 +313,6 @@ class PushCommand(Command):
     )
 
     def _check(self) -> None:
-        require(bool(self.repo), "--repo is missing; give the repository as user/name")
         check_repo("--repo", self.repo)
 
 

@@ -264,7 +264,7 @@ def test_a_refusal_says_how_long_the_shortest_run_takes() -> None:
         fit(config, Costs(step=9.0, evaluation=4, save=1), 46.5)
     enough = config_with(train__budget="116s", checkpoint__keep_best=False)
     spent = 0.95 * 60 - 46.5  # by the measurement
-    assert fit(enough, Costs(step=9.0, evaluation=4, save=1), 0.95 * 112 - spent).steps == 10
+    assert fit(enough, Costs(step=9.0, evaluation=4, save=1), 0.95 * 116 - spent).steps == 10
 
 
 # --------------------------------------------------------------------------- stages

@@ -106,7 +106,6 @@ def make_uploader(config: Config, launch: Launch) -> Uploader | None:
         hub=config.hub,
         run=Path(config.out_dir),
         log=launch.display.log,
-        code=config.code,
         on_lost=launch.stop.request,
     )
 

@@ -11,7 +11,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from accel_gpt.hub import hub_errors
-from accel_gpt.own_code import OwnCode
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import public_records
 from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint
@@ -19,7 +18,6 @@ from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.metrics import as_jsonl
 from accel_gpt.transformers_io.export import write_model
 from accel_gpt.transformers_io.exportable import check_exportable, load_exportable
-from accel_gpt.transformers_io.load import NO_CODE
 from accel_gpt.transformers_io.pretrained import Pretrained
 
 # files of an earlier push that a later push removes, unless it writes them itself
@@ -39,7 +37,6 @@ def push(
     dtype: str = "fp32",
     license: str | None = None,  # noqa: A002 - as the Hub names it
     if_missing: bool = False,
-    own: OwnCode = NO_CODE,
 ) -> tuple[int, str]:
     """Push a run, or one checkpoint; return the step and its address.
 

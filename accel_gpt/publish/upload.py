@@ -12,7 +12,6 @@ from pathlib import Path
 
 from accel_gpt.console import install_exit_handlers, run_process
 from accel_gpt.launch.stopping import die_with_launcher
-from accel_gpt.own_code import load_own_code
 from accel_gpt.publish.copies import copy_checkpoint
 from accel_gpt.publish.push import push
 
@@ -25,9 +24,7 @@ def main(argv: Sequence[str]) -> int:
     if kind == "copy":
         copy_checkpoint(Path(checkpoint), if_missing=bool(flags), **json.loads(settings))
     else:
-        arguments = json.loads(settings)
-        own = load_own_code(arguments.pop("code"))
-        push(checkpoint, if_missing=bool(flags), own=own, **arguments)
+        push(checkpoint, if_missing=bool(flags), **json.loads(settings))
     return 0
 
 

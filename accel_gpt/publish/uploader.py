@@ -67,15 +67,12 @@ class Uploader:
         hub: HubConfig,
         run: Path,
         log: Callable[[str], None],
-        code: str | None = None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """Make the uploader of the run in `run`.
 
-        `code`: the file of --code. `on_lost` is called in a thread when another launch owns the
-        copies.
+        `on_lost` is called in a thread when another launch owns the copies.
         """
-        self.code = code
         self.checkpoint = checkpoint
         self.hub = hub
         self.run = run
@@ -114,7 +111,7 @@ class Uploader:
             self.targets.append(Target("copy", url, copy))
         if self.hub.push != "never":
             repo = self.hub.repo_id
-            push = {"repo": repo, "private": self.hub.private, "code": self.code}
+            push = {"repo": repo, "private": self.hub.private}
             self.targets.append(Target("push", f"hf://{repo}", push))
         checkpoints = RunFolder(self.run).checkpoints
         if checkpoints:

@@ -343,7 +343,6 @@ class CheckpointWriter:
                 files |= sealed
             with self.phase(folder):
                 if self.main:
-                    check_visible(folder, files, self.accelerator.num_processes)
                     publish_checkpoint(
                         temporary=folder,
                         final=folder.with_name(step_name(fields["step"])),
@@ -529,19 +528,6 @@ def describe_save_error(error: Exception, folder: Path, needed: int) -> str:
 
 
 # --------------------------------------------------------------------------- files
-
-
-def check_visible(folder: Path, files: Files, world_size: int) -> None:
-    """Raise `CheckpointError` unless this rank sees the files of all ranks with their sizes."""
-    random_states = {f"random_states_{rank}.pkl" for rank in range(world_size)}
-    for name in sorted(files.keys() | random_states):
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if name not in files or size != files[name]["size"]:
-            raise CheckpointError(
-                f"{name} of another process is not in {folder}; set out_dir to a folder on a disk "
-                "that all nodes share"
-            )
 
 
 def publish_checkpoint(

@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from accel_gpt import files, train
-from accel_gpt.errors import CheckpointError
 from accel_gpt.files import fault_counts
 from accel_gpt.runs import saving as writer
 from accel_gpt.runs.checkpoint import verify_checkpoint, write_json
 from accel_gpt.runs.folder import checkpoint_steps
-from accel_gpt.runs.saving import CheckpointWriter, Snapshot, check_visible
+from accel_gpt.runs.saving import CheckpointWriter, Snapshot
 from tests.conftest import QUIET, launch
 from tests.test_train import around_updates, assert_same_weights, before_step, records, weights
 
@@ -289,18 +288,6 @@ def test_a_limit_on_the_size_of_files_is_not_told_as_a_full_disk(tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert said == os.strerror(errno.EFBIG)
     assert writer.describe_save_error(ValueError("another one"), tmp_path, 9) == "another one"
-
-
-def test_a_checkpoint_needs_the_files_of_every_process(tmp_path: Path) -> None:
-    (tmp_path / "random_states_0.pkl").write_bytes(b"abc")
-    files = {f"random_states_{rank}.pkl": {"size": 3, "sha256": ""} for rank in (0, 1)}
-    check_visible(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 1)
-    with pytest.raises(CheckpointError, match=r"random_states_1\.pkl .* that all nodes share"):
-        check_visible(tmp_path, files, 2)  # the file is on another disk
-    (tmp_path / "random_states_1.pkl").write_bytes(b"abc")
-    with pytest.raises(CheckpointError, match=r"random_states_1\.pkl"):
-        check_visible(tmp_path, {"random_states_0.pkl": files["random_states_0.pkl"]}, 2)
-    check_visible(tmp_path, files, 2)
 
 
 @pytest.mark.parametrize("main", [True, False])

@@ -169,9 +169,10 @@ def price_of(options: PlanCommand) -> float | None:
 
 
 def compare_kinds(options: PlanCommand, vocabulary: tuple[int, str]) -> list[dict[str, Any]]:
-    """Return a row of JSON values for each kind of GPU that computes in the config's precision.
+    """Return a row of JSON values for each kind of GPU.
 
-    Those that hold the run come first, ascending by cost, then by hours.
+    Those that hold the run come first, ascending by cost, then by hours. A kind without a rate for
+    the config's precision has a row only if it has a price.
     """
     require(not has_one_price(options), NEEDS_GPU)
     require(options.memory_gb is None, "--memory_gb needs --gpu, whose memory it is")
@@ -179,8 +180,9 @@ def compare_kinds(options: PlanCommand, vocabulary: tuple[int, str]) -> list[dic
     for key, device in DEVICES.items():
         for size in device.memory_gb:
             kind = key if size == device.memory_gb[0] else f"{key}-{size}gb"
-            report = forecast(replace(options, gpu=kind), vocabulary)
-            if report["time"] is None:
+            of_kind = replace(options, gpu=kind)
+            report = forecast(of_kind, vocabulary)
+            if report["time"] is None and price_of(of_kind) is None:
                 continue
             row = {
                 "gpu": kind,
@@ -188,15 +190,23 @@ def compare_kinds(options: PlanCommand, vocabulary: tuple[int, str]) -> list[dic
                 "largest_micro_batch_size": report["memory"]["largest_micro_batch_size"],
                 "tokens": report["length"]["tokens"],
             }
-            rows.append(row | {name: report["time"][name] for name in OF_TIME})
+            time = report["time"] or {}
+            rows.append(row | {name: time.get(name) for name in OF_TIME})
     rows.sort(key=rank)
     return rows
 
 
 def rank(row: Mapping[str, Any]) -> tuple[bool, float, float, int]:
     """Return by what a row is sorted."""
-    cost = math.inf if row["cost"] is None else row["cost"]
-    return not row["fits"], cost, row["hours"], -row["tokens"]
+    hours, cost = (math.inf if row[name] is None else row[name] for name in ("hours", "cost"))
+    return not row["fits"], cost, hours, -row["tokens"]
+
+
+def shown(value: float | None) -> str:
+    """Format device hours or a cost; a small one with two digits that count."""
+    if value is None:
+        return "-"
+    return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
 
 
 def text_of(rows: Sequence[Mapping[str, Any]], options: PlanCommand) -> str:
@@ -209,9 +219,9 @@ def text_of(rows: Sequence[Mapping[str, Any]], options: PlanCommand) -> str:
             "yes" if row["fits"] else "no",
             str(row["largest_micro_batch_size"] or "-"),
             f"{row['tokens'] / 1e6:,.0f}M",
-            format_clock(3600 * row["hours"]),
-            f"{row['device_hours']:,.2f}",
-            "-" if row["cost"] is None else f"{row['cost']:,.2f}",
+            "-" if row["hours"] is None else format_clock(3600 * row["hours"]),
+            shown(row["device_hours"]),
+            shown(row["cost"]),
         ]
         lines.append(cells)
     return (

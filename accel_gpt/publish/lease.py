@@ -120,8 +120,7 @@ class Lease:
                 return
             if newest != launch or content != seen:
                 raise BusyError(
-                    f"checkpoint.copy_to {store.url} is in use by {sign.machine}; wait for it, or "
-                    "set another checkpoint.copy_to"
+                    f"checkpoint.copy_to {store.url} is in use by {sign.machine}; stop it first"
                 )
 
     # ----------------------------------------------------------------------- keep

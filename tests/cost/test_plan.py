@@ -382,10 +382,14 @@ def test_each_kind_has_what_its_own_plan_says(capsys: pytest.CaptureFixture[str]
 def test_a_kind_that_does_not_compute_in_the_precision_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Unless the command gives its price."""
     words = (GPT2, "--gpus", 1, "--train.mixed_precision")
     kinds = [row["gpu"] for row in compare(capsys, *words, "fp8")[1]]
     assert "h100" in kinds
     assert not {"a100", "t4"} & {*kinds}
+    rows = compare(capsys, *words, "fp8", "--price", "t4=0.2")[1]
+    (row,) = [row for row in rows if row["gpu"] in ("a100", "t4")]
+    assert (row["gpu"], row["hours"], row["cost"]) == ("t4", None, None)
 
 
 def test_if_no_kind_holds_the_run_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def freeze(one: Lease) -> None:
 def test_a_launch_waits_for_the_end_of_the_one_before(place: str) -> None:
     first, second = new_lease(place), new_lease(place)
     first.take("run", last="")
-    with pytest.raises(BusyError, match=f"{place} is in use by process .*; wait for it, or set"):
+    with pytest.raises(BusyError, match=f"{place} is in use by process .*; stop it first"):
         second.take("run", last="")
     assert len(owners(place)) == 1
     first.release()

@@ -81,8 +81,9 @@ class Copies:
             owner = self.lease.owner_run()
             has_copies = bool(self.store.copies())
         is_other = owner not in ("", run.stored_name)
+        is_new = not run.checkpoints and not run.launches
         require(
-            not (is_other and has_copies and (run.checkpoints or run.launches)),
+            not (is_other and has_copies and not is_new),
             f"checkpoint.copy_to {url} belongs to run {owner}; set another checkpoint.copy_to",
         )
         require(
@@ -90,15 +91,22 @@ class Copies:
             f"checkpoint.resume is never but checkpoint.copy_to {url} holds copies of a run; set "
             "another checkpoint.copy_to, or remove the copies",
         )
-        if owner and not run.stored_name:  # it may have no copies yet
-            write_file(self.out_dir / RUN_NAME, [f"{owner}\n".encode()])
-        last = run.word(LAST_LAUNCH)
-        self.lease.take(run_name(self.out_dir), last)
+        if is_new and has_copies:
+            name = owner  # "": the copy that is restored has it
+        else:
+            name = run.stored_name or owner or run_name(self.out_dir)
+        last, _, place = run.word(LAST_LAUNCH).partition(" ")
+        if place != self.store.url:  # the launches of another place say nothing about this one
+            last = ""
+        self.lease.take(name, last)
+        if name:
+            write_file(self.out_dir / RUN_NAME, [f"{name}\n".encode()])
         with store_errors(f"checkpoint.copy_to {url} cannot be read"):
             copies = self.store.copies()  # the launch before may have finished another one
         if copies and is_ahead(copies[-1], last, max(run.checkpoints, default=0)):
             self.restore_newest(copies)
-        write_file(self.out_dir / LAST_LAUNCH, [f"{self.lease.launch}\n".encode()])
+        word = f"{self.lease.launch} {self.store.url}\n"
+        write_file(self.out_dir / LAST_LAUNCH, [word.encode()])
 
     def restore_newest(self, copies: Sequence[Copy]) -> None:
         """Restore the newest of these copies that is intact."""

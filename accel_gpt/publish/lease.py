@@ -73,9 +73,12 @@ class Lease:
     # ----------------------------------------------------------------------- take
 
     def owner_run(self) -> str:
-        """Return the name of the run that the copies belong to; "" if it is unknown."""
-        launches = self.store.launches()
-        return decode(self.store.read(f"{launches[-1]}/{LEASE}")).run if launches else ""
+        """Return the name of the run that the copies belong to; "" if no lease has it."""
+        for launch in reversed(self.store.launches()):
+            run = decode(self.store.read(f"{launch}/{LEASE}")).run
+            if run:
+                return run
+        return ""
 
     def take(self, run: str, last: str) -> None:
         """Become the owner, for the run with this name, and sign from now on.

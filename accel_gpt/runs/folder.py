@@ -11,7 +11,7 @@
     data_files.json     size and times of each local data file
     best                the step of the best checkpoint
     run_name            the name of the run in its trackers and copies, see `run_name`
-    .launch             the launch of this folder that owned `checkpoint.copy_to` last
+    .launch             the launch of this folder that owned copies last, and their place
     .lock               locked while a process works in the folder
 
 Skips files and records that are missing, incomplete or malformed. Needs no torch.

@@ -110,7 +110,7 @@ def test_a_copy_on_the_hub_is_one_commit_to_a_private_repository(
         assert hub.repos["tester/backup"].private
         commits = hub.commits("tester/backup")[::-1]
     steps = [f"step_000000{step}" for step in ("04", "08", "12")]
-    launch = (tmp_path / "run" / ".launch").read_text().strip()
+    launch = (tmp_path / "run" / ".launch").read_text().split()[0]
     assert commits == ["initial commit", launch, *steps, launch]  # the lease first and last
     folders = {f"runs/a/{launch}", *(f"runs/a/{launch}/{name}" for name in steps[1:])}
     assert {str(Path(name).parent) for name in files} == folders

@@ -286,6 +286,49 @@ def test_a_run_that_lost_its_copies_stops_before_it_saves(
     assert not list(Path(place, "launch_000002_00000000").iterdir())
 
 
+@pytest.mark.usefixtures("uploads_here")
+def test_copies_of_an_earlier_place_do_not_set_the_run_back(
+    place: str, small_run: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its launches have greater numbers than the only one of the place between."""
+    for copy_to, step in ((place, 2), (place, 4), (f"{place}2", 8), (place, 10)):
+        own = small_run("--checkpoint.copy_to", copy_to, "--train.stop_at", str(step))
+        assert launch(own) == 0
+    assert "went on elsewhere" not in capsys.readouterr().err
+    run = RunFolder(tmp_path / "run")
+    assert [one["step"] for one in run.launches] == [0, 2, 4, 8]
+
+
+@pytest.mark.usefixtures("uploads_here")
+@pytest.mark.parametrize("kept", ["", "another-1f2e3d4c"])
+def test_a_run_stays_the_owner_of_its_copies_without_a_lease_to_read(
+    place: str, small_run: Arguments, tmp_path: Path, kept: str
+) -> None:
+    """A disk that was full leaves an empty lease. `kept`: a name that an earlier launch left."""
+    names = []
+    for step in (4, 6, 8):
+        own = small_run("--checkpoint.copy_to", place, "--train.stop_at", str(step))
+        assert launch(own) == 0
+        names.append(RunFolder(tmp_path / "run").stored_name)
+        if step == 4:
+            for path in Path(place).glob("launch_*/lease.json"):
+                path.write_bytes(b"")
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "run_name").write_text(kept)
+    assert names == names[:1] * 3
+
+
+def test_a_launch_that_may_not_take_the_copies_leaves_the_folder_as_it_was(
+    place: str, small_run: Arguments, tmp_path: Path
+) -> None:
+    first = new_lease(place)
+    first.take("another", last="")
+    assert launch(small_run("--checkpoint.copy_to", place)) == 6
+    assert not RunFolder(tmp_path / "run").stored_name
+    first.release()
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """An S3 server with an empty bucket."""

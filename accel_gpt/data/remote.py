@@ -14,6 +14,8 @@ from accel_gpt.hub import SCHEME
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
 TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses below 500
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# They have no folders: `makedirs` would create a missing bucket, such as a misspelled one
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 CONTENT_TAGS = ("ETag", "etag", "md5Hash", "blob_id")  # as the stores of fsspec name them
 TIMES = ("mtime", "LastModified", "Last-Modified", "created")
 
@@ -90,6 +92,11 @@ class Store:
         system, path = self.system
         folder, mark, query = path.partition("?")
         return system, f"{folder.rstrip('/')}/{name}{mark}{query}"
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder, by its path in the file system, unless the store has none."""
+        if self.protocol not in OBJECT_STORES:
+            self.system[0].makedirs(path, exist_ok=True)
 
     def list(self) -> dict[str, FileInfo]:
         """List the files right in the folder."""

@@ -18,9 +18,10 @@ from accel_gpt.console import run_process, write_err, write_out
 from accel_gpt.data.index import INDEX
 from accel_gpt.data.remote import Store, is_repository, short_hash, store_errors
 from accel_gpt.errors import UserError, require
-from accel_gpt.files import cache_folder, is_url
+from accel_gpt.files import cache_folder, is_url, locked_file
 from accel_gpt.hub import parse_url
 from accel_gpt.prepare.prepare import is_ready, prepare
+from accel_gpt.prepare.sources import select
 from accel_gpt.training.display import Progress
 
 MARK = "UPLOADING"
@@ -37,11 +38,19 @@ def prepare_at(config: PrepareConfig, out: str, keep_changed: bool = False) -> b
     if is_prepared(config, out, keep_changed):
         return False
     folder = cache_folder() / "prepared" / short_hash(out)
-    if folder.exists():
-        write_err(f"{folder} is kept from an upload that did not end")
-    prepare(config, folder, keep_changed)
-    upload(folder, out)
-    shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    notice = f"another process is preparing {out}; waiting for it\n"
+    with locked_file(folder.with_name(f"{folder.name}.upload.lock"), notice=notice):
+        if is_prepared(config, out, keep_changed):
+            return False
+        if folder.exists():
+            write_err(f"{folder} is kept from an upload that did not end")
+        else:
+            select(config)  # raises before anything is written
+        begin_upload(out)
+        prepare(config, folder, keep_changed)
+        upload(folder, out)
+        shutil.rmtree(folder)
     write_out(f"uploaded it to {out}\n")
     return True
 
@@ -66,6 +75,7 @@ def list_names(url: str) -> list[str]:
     """Return the names of the files and folders in the folder at a URL, sorted."""
     with store_errors(f"{url} cannot be read"):
         system, path = Store(url).system
+        system.invalidate_cache()
         try:
             entries = system.ls(path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -94,6 +104,24 @@ def is_prepared(config: PrepareConfig, url: str, keep_changed: bool) -> bool:
             raise type(error)(str(error).replace(folder, url)) from None
 
 
+def begin_upload(url: str) -> None:
+    """Write the first file of a data folder, or make its repository of the Hub.
+
+    Before the text is prepared, since that may take hours: raises `UserError` if it fails.
+    """
+    with store_errors(f"{url} cannot be written"):
+        if is_repository(url):
+            from huggingface_hub import HfApi
+
+            place = parse_url(url)
+            HfApi().create_repo(place.id, repo_type=place.type, private=True, exist_ok=True)
+            return
+        store = Store(url)
+        system, root = store.system
+        store.make_folder(root)
+        system.pipe_file(f"{root.rstrip('/')}/{MARK}", b"")
+
+
 def upload(folder: Path, url: str) -> None:
     """Upload a data folder, its index last; to a repository of the Hub, as one commit."""
     files = sorted(folder.iterdir(), key=lambda path: (path.name == INDEX, path.name))
@@ -102,9 +130,7 @@ def upload(folder: Path, url: str) -> None:
             from huggingface_hub import HfApi
 
             place = parse_url(url)
-            api = HfApi()
-            api.create_repo(place.id, repo_type=place.type, private=True, exist_ok=True)
-            api.upload_folder(
+            HfApi().upload_folder(
                 repo_id=place.id,
                 folder_path=folder,
                 path_in_repo=place.path_in_repo or None,
@@ -114,14 +140,11 @@ def upload(folder: Path, url: str) -> None:
             return
         system, root = Store(url).system
         total = sum(path.stat().st_size for path in files)
-        system.makedirs(root, exist_ok=True)
-        mark = f"{root.rstrip('/')}/{MARK}"
-        system.pipe_file(mark, b"")
         with Progress("uploading", "bytes", total=total) as progress:
             for path in files:
                 system.put_file(str(path), f"{root.rstrip('/')}/{path.name}")
                 progress.advance(path.stat().st_size)
-        system.rm_file(mark)
+        system.rm_file(f"{root.rstrip('/')}/{MARK}")
 
 
 # --------------------------------------------------------------------------- child of a run

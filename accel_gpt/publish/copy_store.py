@@ -128,7 +128,7 @@ class CopyStore:
             self.create_repo()
             self.commit(name.partition("/")[0], {name: content}, obsolete=[])
         else:
-            self.system.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
+            self.store.make_folder(f"{self.root}/{name}".rpartition("/")[0])
             self.system.pipe_file(f"{self.root}/{name}", content)
 
     def add(
@@ -152,7 +152,7 @@ class CopyStore:
                 self.commit(checkpoint.name, named, obsolete)
                 return
             target = f"{self.root}/{copy.path}"
-            self.system.makedirs(target, exist_ok=True)
+            self.store.make_folder(target)
             if self.system.exists(f"{target}/{MANIFEST}"):  # this step was trained again
                 self.system.rm_file(f"{target}/{MANIFEST}")
             for name, path in files.items():

@@ -1,7 +1,11 @@
 """Prepare a data folder behind a URL."""
 
 import hashlib
+import io
+import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ from accel_gpt.files import cache_folder
 from accel_gpt.prepare.prepare import prepare
 from accel_gpt.prepare.upload import prepare_at
 from tests.conftest import launch, text_of
+from tests.faults.launches import until
 from tests.helpers.hub_server import HubServer, point_at
+from tests.helpers.s3 import S3Server, require_s3
 from tests.test_train import records
 
 Arguments = Callable[..., list[str]]
@@ -72,6 +78,52 @@ def test_an_upload_that_broke_off_is_made_again(
     assert prepare_at(asked, url)
     assert seen[-1] == "dataset.json"
     open_data(url, "train", DataConfig())
+
+
+def test_a_url_that_cannot_be_written_is_told_before_the_text_is_read(
+    asked: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_s3()
+    with S3Server() as s3:
+        s3.point_at(monkeypatch)
+        with pytest.raises(
+            UserError, match=r"s3://misspelled/data cannot be written: .* exist"
+        ):
+            prepare_at(asked, "s3://misspelled/data")
+        assert not list((cache_folder() / "prepared").iterdir())
+        assert list(s3.contents.buckets) == ["bucket"]
+        missing = replace(asked, source=f"{asked.source}.old")
+        with pytest.raises(UserError, match="there is no such file"):
+            prepare_at(missing, "s3://bucket/data")
+        assert s3.names() == []
+        assert prepare_at(asked, "s3://bucket/data")
+        assert "data/UPLOADING" not in s3.names()
+
+
+def test_of_two_processes_one_uploads(
+    asked: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins while the first one uploads."""
+    put_file = LocalFileSystem.put_file
+    url = f"file://{tmp_path}/bucket/data"
+    results: list[bool] = []
+    second = threading.Thread(target=lambda: results.append(prepare_at(asked, url)))
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+
+    def start_second(system: LocalFileSystem, source: str, target: str, **options: Any) -> None:
+        if not seen:
+            second.start()
+            until(lambda: "waiting for it" in sys.stderr.getvalue() or len(seen) > 4)
+        seen.append(Path(target).name)
+        put_file(system, source, target, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", start_second)
+    assert prepare_at(asked, url)
+    second.join()
+    assert results == [False]
+    assert len(seen) == len(set(seen))
+    assert sorted(seen) == sorted(path.name for path in (tmp_path / "bucket" / "data").iterdir())
 
 
 def test_a_run_prepares_the_folder_at_its_url_once(

@@ -338,6 +338,12 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield s3
 
 
+def test_a_misspelled_bucket_is_told_and_not_created(bucket: S3Server) -> None:
+    with pytest.raises(UserError, match=r"copy_to s3://misspelled/run cannot be written: .* exist"):
+        new_lease("s3://misspelled/run").take("run", last="")
+    assert list(bucket.contents.buckets) == ["bucket"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("uploads_here")
 def test_a_config_in_a_bucket_is_all_that_a_machine_needs(

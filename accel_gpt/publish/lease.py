@@ -13,6 +13,7 @@ folder. A launch that was only paused sees that folder before it saves, and ends
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -31,6 +32,7 @@ LEASE = "lease.json"
 SIGN_SECONDS = 10.0  # between two signs of life; assumption
 HUB_SIGN_SECONDS = 300.0  # each is a commit, and the Hub limits them
 SILENT_SIGNS = 3  # a launch that misses so many has ended
+ANSWER_SECONDS = 10.0  # for a store to answer when the run waits for it; assumption
 POLL_SECONDS = 1.0  # between two looks at the lease of another launch
 
 
@@ -159,14 +161,9 @@ class Lease:
         No other launch takes over as long as this process signs. If it has not looked for a while,
         it may have been paused, and looks now. If the store does not answer, it looks later.
         """
-        paused = time.monotonic() - self.looked > (SILENT_SIGNS - 1) * self.seconds
-        if paused and self.looking.acquire(timeout=SIGN_SECONDS):
-            try:
-                self.look()
-            finally:
-                self.looking.release()
-        if paused:
-            self.looked = time.monotonic()
+        if time.monotonic() - self.looked > (SILENT_SIGNS - 1) * self.seconds:
+            self.looked = math.inf  # wait only once for a store that does not answer
+            self.look_briefly()
         if self.lost:
             raise BusyError(self.lost)
 
@@ -175,9 +172,23 @@ class Lease:
         if self.ended.is_set() or not self.launch or self.lost:
             return
         self.ended.set()
-        with self.looking:
-            self.sign = replace(self.sign, released=True)
-            self.look(sign=True)
+        self.look_briefly(released=True)
+
+    def look_briefly(self, released: bool = False) -> None:
+        """Look, and wait for the answer of the store for `ANSWER_SECONDS`.
+
+        `released`: then write that the lease has ended.
+        """
+
+        def look() -> None:
+            with self.looking:
+                if released:
+                    self.sign = replace(self.sign, released=True)
+                self.look(sign=released)
+
+        thread = threading.Thread(target=look, name="lease", daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
 
 
 def taken_over(store: CopyStore, launch: str) -> str:

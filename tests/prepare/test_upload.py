@@ -86,9 +86,7 @@ def test_a_url_that_cannot_be_written_is_told_before_the_text_is_read(
     require_s3()
     with S3Server() as s3:
         s3.point_at(monkeypatch)
-        with pytest.raises(
-            UserError, match=r"s3://misspelled/data cannot be written: .* exist"
-        ):
+        with pytest.raises(UserError, match=r"s3://misspelled/data cannot be written: .* exist"):
             prepare_at(asked, "s3://misspelled/data")
         assert not list((cache_folder() / "prepared").iterdir())
         assert list(s3.contents.buckets) == ["bucket"]

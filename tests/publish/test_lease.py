@@ -227,6 +227,34 @@ def test_a_store_that_cannot_be_reached_ends_no_lease(
     first.release()
 
 
+def test_a_store_that_hangs_holds_up_neither_training_nor_the_end(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = new_lease(place)
+    first.take("run", last="")
+    freeze(first)
+    first.ended.clear()
+    network_is_back = threading.Event()
+    looks: list[str] = []
+    answers: list[bool] = []
+
+    def hang(*_: Any, **__: Any) -> None:
+        looks.append("")
+        answers.append(network_is_back.wait(10))
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(LocalFileSystem, "ls", hang)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
+    first.looked -= 3600
+    first.check()
+    first.check()
+    assert len(looks) == 1
+    first.release()
+    assert answers == []
+    network_is_back.set()
+    until(lambda: len(answers) == 2)  # of the check and the release
+
+
 def test_a_place_that_takes_no_file_is_told_before_the_run_starts(
     place: str,
     small_run: Arguments,

@@ -21,7 +21,7 @@ from accel_gpt.errors import first_line, require
 from accel_gpt.health.doctor import examine, verdict
 from accel_gpt.launch.context import Initialize
 from accel_gpt.launch.process import keep_freed_memory
-from accel_gpt.launch.ranks import all_gather, on_main
+from accel_gpt.launch.ranks import all_ranks, on_main
 from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import Launch, open_launch
 from accel_gpt.launch.stopping import exiting_on_signals
@@ -153,8 +153,9 @@ def find_initial_weights(config: Config) -> Initialize:
 def finish_uploads(uploader: Uploader | None, launch: Launch, stopped: bool) -> bool:
     """Wait for the uploads and end the process group; return whether a signal left one undone.
 
-    The next launch makes it. If the run is `stopped`, all ranks wait for rank 0, since a launcher
-    ends all processes as soon as one exits with code 75.
+    The next launch makes it. Raises `BusyError` if another launch owns the copies. If the run is
+    `stopped`, all ranks wait for rank 0, since a launcher ends all processes as soon as one exits
+    with code 75.
     """
 
     def interrupted() -> bool:
@@ -162,8 +163,8 @@ def finish_uploads(uploader: Uploader | None, launch: Launch, stopped: bool) -> 
 
     if not stopped:
         PartialState().destroy_process_group()
-    unfinished = uploader.finish(interrupted) if uploader else False
-    if stopped:
-        all_gather(None, launch.stop.group)
-        PartialState().destroy_process_group()
+        return uploader.finish(interrupted) if uploader else False
+    with all_ranks(launch.stop.group):
+        unfinished = uploader.finish(interrupted) if uploader else False
+    PartialState().destroy_process_group()
     return unfinished

@@ -127,7 +127,8 @@ class Uploader:
         """Wait for the uploads of the newest checkpoint, until they fail or `interrupted()`.
 
         If `interrupted()` is true at the call, only its copy is made, within `PREEMPTED_SECONDS`.
-        Returns whether an interrupt left an upload for the next launch.
+        Returns whether an interrupt left an upload for the next launch. Raises `BusyError` if
+        another launch owns the copies.
         """
         self.preempted = interrupted()
         end = time.monotonic() + (PREEMPTED_SECONDS if self.preempted else math.inf)
@@ -148,6 +149,7 @@ class Uploader:
         self.close()
         if not cut_short:
             last.result()  # raises an error that is a bug
+        self.check()
         self.preempted = False
         left = self.due()
         for target in left:

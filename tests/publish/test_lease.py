@@ -16,6 +16,7 @@ from accel_gpt.publish import lease as module
 from accel_gpt.publish.copies import copy_checkpoint
 from accel_gpt.publish.copy_store import CopyStore
 from accel_gpt.publish.lease import Lease
+from accel_gpt.publish.uploader import Uploader
 from accel_gpt.runs.folder import RunFolder
 from tests.conftest import launch
 from tests.faults.launches import until
@@ -355,6 +356,27 @@ def test_a_launch_that_may_not_take_the_copies_leaves_the_folder_as_it_was(
     assert launch(small_run("--checkpoint.copy_to", place)) == 6
     assert not RunFolder(tmp_path / "run").stored_name
     first.release()
+
+
+@pytest.mark.usefixtures("uploads_here")
+@pytest.mark.parametrize("stop_at", ["8", "12"])
+def test_a_launch_that_loses_its_copies_at_the_end_says_so(
+    place: str,
+    small_run: Arguments,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stop_at: str,
+) -> None:
+    """The run is saved, but goes on elsewhere."""
+    finish = Uploader.finish
+
+    def taken_over(uploader: Uploader, interrupted: Callable[[], bool]) -> bool:
+        Path(place, "launch_000002_00000000").mkdir()
+        return finish(uploader, interrupted)
+
+    monkeypatch.setattr(Uploader, "finish", taken_over)
+    assert launch(small_run("--checkpoint.copy_to", place, "--train.stop_at", stop_at)) == 6
+    assert "error: the run went on elsewhere" in capsys.readouterr().err
 
 
 @pytest.fixture

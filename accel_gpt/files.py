@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,9 @@ LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put run
 TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
 # flock's errors if a file system has no locks: Lustre, Drive, some NFS; 524: ENOTSUPP of Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524)
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no room, or no right to write
+TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses of HTTP below 500
+PAUSES = (0.5, 1.5)  # seconds before another try; assumption
 LARGEST_NUMBER = 2**53  # integers up to here are exact in JSON and in 64 bits
 BESIDE_WRITER = ("step", "evaluation", "sample")  # fault points of the training thread
 SLEEP_SECONDS = 2.0  # of the fault action sleep
@@ -194,7 +197,45 @@ def read_url(url: str) -> bytes:
     from fsspec.core import url_to_fs
 
     system, path = url_to_fs(url)
-    return bytes(system.cat_file(path))
+    return bytes(Patient(system).cat_file(path))
+
+
+class Patient:
+    """A file system of fsspec. A call that fails in a way that may pass is repeated.
+
+    Its client repeats some failures, but not a connection that breaks at certain moments.
+    """
+
+    def __init__(self, system: Any) -> None:
+        self.system = system
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the file system."""
+        method = getattr(self.system, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            for pause in PAUSES:
+                try:
+                    return method(*arguments, **options)
+                except Exception as error:
+                    if not may_pass(error):
+                        raise
+                    time.sleep(pause)
+            return method(*arguments, **options)
+
+        return call
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether a failure of a file system may be gone at the next try."""
+    if isinstance(error, OSError) and error.errno in LASTING:
+        return False
+    lasting = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+    if isinstance(error, lasting) or "NoCredentials" in type(error).__name__:
+        return False
+    answer = getattr(error, "response", error)  # of httpx; aiohttp: the error itself
+    status = getattr(answer, "status_code", getattr(answer, "status", 0))
+    return not 400 <= status < 500 or status in TRY_AGAIN
 
 
 def is_local(name: str) -> bool:

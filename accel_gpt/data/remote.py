@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_gpt.errors import AccelGPTError, DataError, MachineError, UserError, one_line
+from accel_gpt.files import TRY_AGAIN, Patient
 from accel_gpt.hub import SCHEME
 
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
-TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses below 500
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # They have no folders: `makedirs` would create a missing bucket, such as a misspelled one
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
@@ -87,6 +87,12 @@ class Store:
             raise UserError(f"{self.url} cannot be read: {one_line(error)}") from None
         return system, str(path)
 
+    @property
+    def patient(self) -> tuple[Patient, str]:
+        """Return `system`, whose calls are repeated if they fail in a way that may pass."""
+        system, path = self.system
+        return Patient(system), path
+
     def locate(self, name: str) -> tuple[Any, str]:
         """File system and path of a file; the query of a URL stays at its end."""
         system, path = self.system
@@ -96,7 +102,7 @@ class Store:
     def make_folder(self, path: str) -> None:
         """Make a folder, by its path in the file system, unless the store has none."""
         if self.protocol not in OBJECT_STORES:
-            self.system[0].makedirs(path, exist_ok=True)
+            self.patient[0].makedirs(path, exist_ok=True)
 
     def list(self) -> dict[str, FileInfo]:
         """List the files right in the folder."""

@@ -63,7 +63,9 @@ def has_index(out: str) -> bool:
 def read_remote_index(url: str) -> bytes | None:
     """Read the index of the data folder at a URL; None if there is none."""
     with store_errors(f"{url}/{INDEX} cannot be read"):
-        system, path = Store(url).locate(INDEX)
+        store = Store(url)
+        _, path = store.locate(INDEX)
+        system, _ = store.patient
         system.invalidate_cache()
         try:
             return bytes(system.cat_file(path))
@@ -74,7 +76,7 @@ def read_remote_index(url: str) -> bytes | None:
 def list_names(url: str) -> list[str]:
     """Return the names of the files and folders in the folder at a URL, sorted."""
     with store_errors(f"{url} cannot be read"):
-        system, path = Store(url).system
+        system, path = Store(url).patient
         system.invalidate_cache()
         try:
             entries = system.ls(path, detail=False)
@@ -117,7 +119,7 @@ def begin_upload(url: str) -> None:
             HfApi().create_repo(place.id, repo_type=place.type, private=True, exist_ok=True)
             return
         store = Store(url)
-        system, root = store.system
+        system, root = store.patient
         store.make_folder(root)
         system.pipe_file(f"{root.rstrip('/')}/{MARK}", b"")
 
@@ -138,7 +140,7 @@ def upload(folder: Path, url: str) -> None:
                 revision=place.revision,
             )
             return
-        system, root = Store(url).system
+        system, root = Store(url).patient
         total = sum(path.stat().st_size for path in files)
         with Progress("uploading", "bytes", total=total) as progress:
             for path in files:

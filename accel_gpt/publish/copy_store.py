@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store, store_errors
 from accel_gpt.errors import CheckpointError
-from accel_gpt.files import fault_point, sha256, sync, write_file
+from accel_gpt.files import Patient, fault_point, sha256, sync, write_file
 from accel_gpt.hub import SCHEME, parse_url
 from accel_gpt.runs.checkpoint import (
     SavedFile,
@@ -71,9 +71,9 @@ class CopyStore:
         self.url = self.store.url
 
     @property
-    def system(self) -> Any:
+    def system(self) -> Patient:
         """Return the file system of fsspec."""
-        return self.store.system[0]
+        return self.store.patient[0]
 
     @property
     def root(self) -> str:

@@ -128,6 +128,7 @@ def test_a_run_whose_copies_cannot_be_listed_does_not_start_anew(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("the network is down")
 
+    monkeypatch.setattr("accel_gpt.files.PAUSES", ())
     monkeypatch.setattr(MemoryFileSystem, "ls", fail)
     monkeypatch.setattr(MemoryFileSystem, "info", fail)
     place = f"memory://{tmp_path}/other"

@@ -214,6 +214,7 @@ def test_a_store_that_cannot_be_reached_ends_no_lease(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("the network is down")
 
+    monkeypatch.setattr("accel_gpt.files.PAUSES", ())
     first = new_lease(place)
     first.take("run", last="")
     with monkeypatch.context() as down:
@@ -254,6 +255,31 @@ def test_a_store_that_hangs_holds_up_neither_training_nor_the_end(
     assert answers == []
     network_is_back.set()
     until(lambda: len(answers) == 2)  # of the check and the release
+
+
+def test_a_connection_that_breaks_is_made_again(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not if the store refuses the call."""
+    monkeypatch.setattr("accel_gpt.files.PAUSES", (0.0, 0.0))
+    listing = LocalFileSystem.ls
+    failures: list[OSError] = [OSError(22, "Invalid argument"), OSError("reset by peer")]
+
+    def fail(system: LocalFileSystem, path: str, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return listing(system, path, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", fail)
+    first = new_lease(place)
+    first.take("run", last="")
+    assert not failures
+    failures += [PermissionError("denied"), PermissionError("denied")]
+    with pytest.raises(UserError, match="cannot be read: denied"):
+        new_lease(place).take("run", last="")
+    assert len(failures) == 1
+    failures.clear()
+    first.release()
 
 
 def test_a_place_that_takes_no_file_is_told_before_the_run_starts(

@@ -152,6 +152,7 @@ def train(
     initialize: Initialize = draw_weights,
     on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
+    before_save: Callable[[], None] | None = None,
 ) -> bool:
     """Train from the newest checkpoint to the last step; return whether a signal stopped the run.
 
@@ -159,14 +160,15 @@ def train(
     see `open_launch`. `initialize` sets the weights of a run that has no checkpoint. `on_start` is
     called on rank 0 when config, data and checkpoint are accepted, before the run writes its first
     record. `on_checkpoint` is called there with the folder of each new checkpoint, before older
-    ones are pruned.
+    ones are pruned. `before_save` is called there before each save and at the end; it raises
+    `BusyError` if the run goes on elsewhere.
     """
     stop = launch.stop
     timeout = context.config.train.step_timeout
     with launch.display as display, open_dashboard(context):
         stop.announce = display.log
         with Watchdog(timeout, "has not opened data, model and checkpoint"):
-            run = set_up(context, display, initialize, on_start, on_checkpoint)
+            run = set_up(context, display, initialize, on_start, on_checkpoint, before_save)
         with run.watched(), profile(context) as profile_step:
             stop.saves = run.state.step > 0
             stop.starting = False
@@ -178,6 +180,7 @@ def train(
                 profile_step()
             run.writer.wait()
             with all_ranks():  # the last evaluation came after the last save
+                run.writer.check_folder()
                 run.data_files.check_now()
         stop.saved = stopping
         run.reporter.finish()
@@ -200,10 +203,11 @@ def set_up(
     initialize: Initialize = draw_weights,
     on_start: Callable[[], None] | None = None,
     on_checkpoint: Callable[[Path], None] | None = None,
+    before_save: Callable[[], None] | None = None,
 ) -> Training:
     """Build the model, optimizer, data and reporter; resume if the run has a checkpoint.
 
-    `initialize`, `on_start` and `on_checkpoint`: see `train`.
+    `initialize` and the functions after it: see `train`.
     """
     config = context.config
     accelerator = context.accelerator
@@ -231,6 +235,12 @@ def set_up(
         if state.initial_weights:
             state.pending_record = {}  # trained weights are evaluated before step 1
     gpt.check_tied()
+
+    def check_owner() -> None:
+        context.check_folder()
+        if before_save:
+            before_save()
+
     on_main(lambda: on_start and on_start())
     reporter = Reporter(context, gpt, optimizer, display)
     writer = CheckpointWriter(
@@ -242,7 +252,7 @@ def set_up(
         log=log,
         before_publish=reporter.sync,
         on_checkpoint=on_checkpoint,
-        check_folder=context.check_folder,
+        check_folder=check_owner,
     )
     corpus.load_state_dict(vars(state))
     guard = StepGuard(accelerator.device)

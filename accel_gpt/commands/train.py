@@ -65,7 +65,7 @@ def train_config(config: Config, source: str) -> int:
                 rehearse=rehearse,
                 initialize=initialize,
                 log=launch.display.log,
-                check_folder=partial(check_owner, launch, uploader),
+                check_folder=launch.check_folder,
             )
             stopped = train(
                 context=context,
@@ -73,6 +73,7 @@ def train_config(config: Config, source: str) -> int:
                 initialize=initialize,
                 on_start=uploader.start if uploader else None,
                 on_checkpoint=uploader.on_checkpoint if uploader else None,
+                before_save=uploader.check if uploader else None,
             )
             unfinished = finish_uploads(uploader, launch, stopped)
         finally:
@@ -108,13 +109,6 @@ def make_uploader(config: Config, launch: Launch) -> Uploader | None:
         log=launch.display.log,
         on_lost=launch.stop.request,
     )
-
-
-def check_owner(launch: Launch, uploader: Uploader | None) -> None:
-    """Raise `BusyError` on rank 0 if the run has lost its folder, or its copies to a launch."""
-    launch.check_folder()
-    if uploader:
-        uploader.check()
 
 
 def note_source(config: Config, source: str) -> None:

@@ -28,7 +28,7 @@ class Context:
     log: Callable[[str], None]
     """Print a line on rank 0."""
     check_folder: Callable[[], None] = lambda: None
-    """Raise `BusyError` on rank 0 if the run has lost its folder, or its copies to a launch."""
+    """Raise `BusyError` on rank 0 if the run has lost its folder."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys whose values were resolved -> the values that were asked for."""
 

@@ -77,8 +77,8 @@ class CheckpointWriter:
     `before_publish` is called on rank 0 before a checkpoint becomes valid, and before a checkpoint
     is named the best. `on_checkpoint` gets each new checkpoint there before older ones are pruned.
 
-    `check_folder` raises `BusyError` on rank 0 if the run has lost its folder. Then nothing is
-    written or removed there.
+    `check_folder` raises `BusyError` on rank 0 if the run has lost its folder, or goes on
+    elsewhere. Then nothing is written or removed there.
     """
 
     def __init__(

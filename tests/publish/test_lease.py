@@ -1,8 +1,10 @@
 """One launch at a time owns the copies of a run."""
 
 import json
+import re
 import secrets
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +21,10 @@ from accel_gpt.publish.lease import Lease
 from accel_gpt.publish.uploader import Uploader
 from accel_gpt.runs.folder import RunFolder
 from tests.conftest import launch
-from tests.faults.launches import until
+from tests.faults.launches import TWO, until
 from tests.helpers.s3 import S3Server, require_s3
 from tests.publish.test_copies import saved
+from tests.test_launch import PLAIN
 
 Arguments = Callable[..., list[str]]
 
@@ -382,6 +385,52 @@ def test_a_launch_that_may_not_take_the_copies_leaves_the_folder_as_it_was(
     assert launch(small_run("--checkpoint.copy_to", place)) == 6
     assert not RunFolder(tmp_path / "run").stored_name
     first.release()
+
+
+LOSES = """
+import sys
+import time
+from pathlib import Path
+
+from accel_gpt import train
+from accel_gpt.commands import train as command
+from accel_gpt.console import run_main
+from accel_gpt.launcher import is_main
+from accel_gpt.publish import lease
+
+update = train.update
+lease.SIGN_SECONDS = 0.2
+
+def taken_over(run):
+    if is_main() and run.state.step == 6:
+        Path("other/launch_000002_00000000").mkdir()
+    time.sleep(0.1)
+    update(run)
+
+train.update = taken_over
+sys.exit(run_main(command.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", ["4", "99"], ids=["saves", "logs alone"])
+def test_all_ranks_of_a_launch_that_lost_its_copies_end_alike(
+    small_run: Arguments, tmp_path: Path, every: str
+) -> None:
+    (tmp_path / "script.py").write_text(LOSES)
+    own = small_run("--checkpoint.copy_to", "other", "--checkpoint.every", every)
+    own += ["--train.max_steps", "999", "--train.micro_batch_size", "2", "--log.every", "1"]
+    done = subprocess.run(
+        [*TWO, "script.py", *own],
+        cwd=tmp_path,
+        env=PLAIN,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["6", "6"]
+    assert "another process of the run" not in done.stderr
 
 
 @pytest.mark.usefixtures("uploads_here")

@@ -8,7 +8,7 @@ from typing import get_origin
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.experiment import Config
-from accel_gpt.config.parse import read_options, read_values, resolve_config
+from accel_gpt.config.parse import read_given, read_options
 from accel_gpt.config.values import alternatives, check_key
 from accel_gpt.console import write_err
 from accel_gpt.errors import require
@@ -54,7 +54,7 @@ def read_grid(
         "--optim.lr 1e-3,3e-3",
     )
     if out_dir is None:
-        first = read_values(Config, str(resolve_config(configs[0])), [])
+        first = read_given([configs[0]], PROGRAM)
         out_dir = f"{first.get('out_dir', Config.out_dir)}_sweep"
     settings = []
     told: dict[str, None] = {}  # several settings may tell the same

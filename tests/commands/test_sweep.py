@@ -255,6 +255,13 @@ def test_a_comma_of_a_list_separates_no_values() -> None:
         assert len(split_values(key, text)) == count
 
 
+def test_a_config_behind_a_url_names_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("seed: 1")
+    url = f"file://{tmp_path}/mine/config.yaml"
+    assert read_grid([url], ["--optim.lr", "1,2"]).folder == Path("runs/mine_sweep")
+
+
 def test_the_runs_of_another_sweep_are_not_taken(
     made: Callable[..., int],
     tmp_path: Path,

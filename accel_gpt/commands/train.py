@@ -58,6 +58,8 @@ def train_config(config: Config, source: str) -> int:
         on_main(lambda: note_source(config, source))
         ensure_data(config)
         uploader = make_uploader(config, launch)
+        if uploader:
+            launch.stop.before_exit = uploader.release
         try:
             on_main(uploader.open if uploader else lambda: None)
             context = resolve(

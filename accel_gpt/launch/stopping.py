@@ -148,6 +148,7 @@ class StopSignal:
         self.starting = starting
         self.announce: Callable[[str], None] | None = None  # prints a line, on rank 0
         self.announced = False
+        self.before_exit: Callable[[], None] = lambda: None  # if a signal ends it while `starting`
         self.saves = True  # a stop saves a step: False before the first
         self.received: str | None = None
         self.first: float | None = None  # time of the first signal
@@ -181,6 +182,7 @@ class StopSignal:
                 if is_main():
                     write_err(f"{name}: stopped before the first step")
                     sys.stderr.flush()
+                self.before_exit()
                 os._exit(PREEMPTED)
         elif now - self.first > SAME_PRESS_SECONDS and not orphaned:
             show_cursor()

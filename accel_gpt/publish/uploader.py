@@ -172,6 +172,10 @@ class Uploader:
             running[1].kill()
         self.thread.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the copies, so that the next launch need not wait."""
         if self.copies:
             self.copies.lease.release()
 

@@ -5,6 +5,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -410,6 +411,38 @@ def taken_over(run):
 train.update = taken_over
 sys.exit(run_main(command.main, sys.argv[1:]))
 """
+
+
+STOPPED = """
+import os
+import signal
+import sys
+import time
+
+from accel_gpt import train
+from accel_gpt.commands import train as command
+from accel_gpt.console import run_main
+
+def stopped(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+train.set_up = stopped
+sys.exit(run_main(command.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_launch_that_is_stopped_before_its_first_step_lets_go(
+    place: str, small_run: Arguments, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(STOPPED)
+    own = small_run("--checkpoint.copy_to", place)
+    done = subprocess.run(
+        [sys.executable, "script.py", *own], cwd=tmp_path, env=PLAIN, timeout=120, check=False
+    )
+    assert done.returncode == 75
+    assert [one["released"] for one in owners(place)] == [True]
 
 
 @pytest.mark.slow

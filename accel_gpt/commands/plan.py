@@ -135,13 +135,15 @@ def read_prices(options: PlanCommand) -> dict[str, float]:
     prices: dict[str, float] = {}
     if options.price is None:
         return prices
-    for part in options.price.split(","):
-        kind, _, text = part.strip().rpartition("=")
+    parts = options.price.split(",")
+    for part in parts:
+        kind, equals, text = part.strip().rpartition("=")
+        is_whole = not equals and len(parts) == 1  # --price 2,5 is no number
         price = math.nan
         with contextlib.suppress(ValueError):
             price = float(text)
         require(
-            0 < price < math.inf,
+            0 < price < math.inf and (is_whole or bool(kind)),
             f"--price is {options.price}; expected a number above 0, or h100=2.5,l40s=0.8",
         )
         if kind:

@@ -405,6 +405,8 @@ def test_if_no_kind_holds_the_run_the_exit_code_is_1(capsys: pytest.CaptureFixtu
         (["--gpus", 8, "--memory_gb", 2], "--memory_gb needs --gpu"),
         (["--gpus", 8, "--price", "h100=2,cheap"], "--price is h100=2,cheap; expected a number"),
         (["--gpu", "h100", "--price", "-1"], "--price is -1; expected a number above 0"),
+        (["--gpu", "h100", "--price", "2,5"], "--price is 2,5; expected a number above 0"),
+        (["--gpu", "h100", "--price", "=2"], "--price is =2; expected a number above 0"),
         (["--gpu", "h100", "--price", "h10=1"], "--price h10 is not in the table of devices"),
     ],
 )

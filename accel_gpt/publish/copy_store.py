@@ -136,7 +136,8 @@ class CopyStore:
     ) -> None:
         """Copy the files of a checkpoint, its manifest last; remove the `obsolete` folders.
 
-        `check` is called before the manifest is written, and raises an error if it must not be.
+        `check` is called before the manifest is written and before folders are removed, and raises
+        an error if another launch owns the copies.
         """
         listed = read_manifest(checkpoint)
         files: dict[str, Path | bytes] = {name: checkpoint / name for name in sorted(listed)}
@@ -160,6 +161,8 @@ class CopyStore:
                 if name == MANIFEST:
                     check()
                 self.system.put_file(str(path), f"{target}/{name}")
+            if obsolete:
+                check()  # another launch may be restoring one of them
             for folder in obsolete:
                 with contextlib.suppress(FileNotFoundError):  # an incomplete copy has no manifest
                     self.system.rm_file(f"{self.root}/{folder}/{MANIFEST}")

@@ -191,6 +191,28 @@ def test_a_launch_that_lost_the_copies_publishes_none(
     second.release()
 
 
+def test_a_launch_that_lost_the_copies_removes_none(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch that takes over may be restoring the one before."""
+    first, second = new_lease(place), new_lease(place)
+    first.take("run", last="")
+    put_file = LocalFileSystem.put_file
+
+    def taken_over_after(system: LocalFileSystem, source: str, target: str) -> None:
+        put_file(system, source, target)
+        if target.endswith("step_00000006/manifest.json"):
+            freeze(first)
+            second.take("run", last="")
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", taken_over_after)
+    copy_checkpoint(saved(tmp_path / "run", 4), place, keep_last=1, launch=first.launch)
+    with pytest.raises(BusyError, match="went on elsewhere"):
+        copy_checkpoint(saved(tmp_path / "run", 6), place, keep_last=1, launch=first.launch)
+    assert [copy.step for copy in CopyStore(place).copies()] == [4, 6]
+    second.release()
+
+
 def test_a_launch_removes_nothing_of_a_newer_one(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

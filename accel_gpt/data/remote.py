@@ -88,10 +88,34 @@ class Store:
         return system, str(path)
 
     @property
-    def patient(self) -> tuple[Patient, str]:
-        """Return `system`, whose calls are repeated if they fail in a way that may pass."""
-        system, path = self.system
-        return Patient(system), path
+    def files(self) -> Patient:
+        """Return the file system; a call that fails in a way that may pass is repeated."""
+        return Patient(self.system[0])
+
+    @property
+    def root(self) -> str:
+        """Return the path of the folder in its file system."""
+        return self.system[1].rstrip("/")
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of files and folders in the folder, or one in it, sorted.
+
+        Raises whatever the file system raises, as the methods below do.
+        """
+        self.files.invalidate_cache()
+        try:
+            entries = self.files.ls(f"{self.root}/{folder}".rstrip("/"), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(entry.rstrip("/").rpartition("/")[2] for entry in entries)
+
+    def read(self, name: str) -> bytes | None:
+        """Read a small file; None if there is none."""
+        self.files.invalidate_cache()
+        try:
+            return bytes(self.files.cat_file(self.locate(name)[1]))
+        except FileNotFoundError:
+            return None
 
     def locate(self, name: str) -> tuple[Any, str]:
         """File system and path of a file; the query of a URL stays at its end."""
@@ -102,7 +126,7 @@ class Store:
     def make_folder(self, path: str) -> None:
         """Make a folder, by its path in the file system, unless the store has none."""
         if self.protocol not in OBJECT_STORES:
-            self.patient[0].makedirs(path, exist_ok=True)
+            self.files.makedirs(path, exist_ok=True)
 
     def list(self) -> dict[str, FileInfo]:
         """List the files right in the folder."""

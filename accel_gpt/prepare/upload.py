@@ -63,26 +63,7 @@ def has_index(out: str) -> bool:
 def read_remote_index(url: str) -> bytes | None:
     """Read the index of the data folder at a URL; None if there is none."""
     with store_errors(f"{url}/{INDEX} cannot be read"):
-        store = Store(url)
-        _, path = store.locate(INDEX)
-        system, _ = store.patient
-        system.invalidate_cache()
-        try:
-            return bytes(system.cat_file(path))
-        except FileNotFoundError:
-            return None
-
-
-def list_names(url: str) -> list[str]:
-    """Return the names of the files and folders in the folder at a URL, sorted."""
-    with store_errors(f"{url} cannot be read"):
-        system, path = Store(url).patient
-        system.invalidate_cache()
-        try:
-            entries = system.ls(path, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(entry.rstrip("/").rpartition("/")[2] for entry in entries)
+        return Store(url).read(INDEX)
 
 
 def is_prepared(config: PrepareConfig, url: str, keep_changed: bool) -> bool:
@@ -92,7 +73,8 @@ def is_prepared(config: PrepareConfig, url: str, keep_changed: bool) -> bool:
     """
     index = read_remote_index(url)
     if index is None:
-        names = list_names(url)
+        with store_errors(f"{url} cannot be read"):
+            names = Store(url).names()
         require(
             not names or MARK in names,
             f"{url} has no {INDEX} but {''.join(names[:1])}, so it is not a data folder",
@@ -119,9 +101,8 @@ def begin_upload(url: str) -> None:
             HfApi().create_repo(place.id, repo_type=place.type, private=True, exist_ok=True)
             return
         store = Store(url)
-        system, root = store.patient
-        store.make_folder(root)
-        system.pipe_file(f"{root.rstrip('/')}/{MARK}", b"")
+        store.make_folder(store.root)
+        store.files.pipe_file(f"{store.root}/{MARK}", b"")
 
 
 def upload(folder: Path, url: str) -> None:
@@ -140,13 +121,13 @@ def upload(folder: Path, url: str) -> None:
                 revision=place.revision,
             )
             return
-        system, root = Store(url).patient
+        store = Store(url)
         total = sum(path.stat().st_size for path in files)
         with Progress("uploading", "bytes", total=total) as progress:
             for path in files:
-                system.put_file(str(path), f"{root.rstrip('/')}/{path.name}")
+                store.files.put_file(str(path), f"{store.root}/{path.name}")
                 progress.advance(path.stat().st_size)
-        system.rm_file(f"{root.rstrip('/')}/{MARK}")
+        store.files.rm_file(f"{store.root}/{MARK}")
 
 
 # --------------------------------------------------------------------------- child of a run

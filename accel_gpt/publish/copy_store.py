@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from accel_gpt.damage import Expected, find_damage
 from accel_gpt.data.remote import Store, store_errors
 from accel_gpt.errors import CheckpointError
-from accel_gpt.files import Patient, fault_point, sha256, sync, write_file
+from accel_gpt.files import fault_point, sha256, sync, write_file
 from accel_gpt.hub import SCHEME, parse_url
 from accel_gpt.runs.checkpoint import (
     SavedFile,
@@ -57,7 +57,7 @@ class Copy(NamedTuple):
         return f"{self.launch}/{step_name(self.step)}"
 
 
-class CopyStore:
+class CopyStore(Store):
     """The folder or URL of `checkpoint.copy_to`.
 
     The first access raises `UserError` if the fsspec package for the URL is missing.
@@ -67,18 +67,7 @@ class CopyStore:
         # s3fs would raise its own error for altered objects; manifests have hashes for all stores
         unchecked = {"config_kwargs": {"response_checksum_validation": "when_required"}}
         options = unchecked if url.startswith(("s3://", "s3a://")) else {}
-        self.store = Store(url if "://" in url else str(Path(url).resolve()), options)
-        self.url = self.store.url
-
-    @property
-    def system(self) -> Patient:
-        """Return the file system of fsspec."""
-        return self.store.patient[0]
-
-    @property
-    def root(self) -> str:
-        """Return the path of the store in its file system."""
-        return self.store.system[1].rstrip("/")
+        super().__init__(url if "://" in url else str(Path(url).resolve()), options)
 
     @cached_property
     def hub(self) -> Any:
@@ -88,18 +77,9 @@ class CopyStore:
 
     # ----------------------------------------------------------------------- what is there
 
-    def names(self, folder: str = "") -> list[str]:
-        """Return the names of the files and folders in a folder of the store."""
-        self.system.invalidate_cache()
-        try:
-            entries = self.system.ls(f"{self.root}/{folder}".rstrip("/"), detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
-
     def launches(self) -> list[str]:
         """Return the launches of the run, the one that owns the copies last."""
-        return sorted(name for name in self.names() if LAUNCH.fullmatch(name))
+        return [name for name in self.names() if LAUNCH.fullmatch(name)]
 
     def all_copies(self) -> list[Copy]:
         """Return all copies, complete or not, the newest last."""
@@ -113,13 +93,6 @@ class CopyStore:
         """Return the copies that have a manifest, the newest last."""
         return [copy for copy in self.all_copies() if MANIFEST in self.names(copy.path)]
 
-    def read(self, name: str) -> bytes | None:
-        """Read a small file of the store; None if there is none."""
-        try:
-            return bytes(self.system.cat_file(f"{self.root}/{name}"))
-        except FileNotFoundError:
-            return None
-
     # ----------------------------------------------------------------------- write
 
     def write(self, name: str, content: bytes) -> None:
@@ -128,8 +101,8 @@ class CopyStore:
             self.create_repo()
             self.commit(name.partition("/")[0], {name: content}, obsolete=[])
         else:
-            self.store.make_folder(f"{self.root}/{name}".rpartition("/")[0])
-            self.system.pipe_file(f"{self.root}/{name}", content)
+            self.make_folder(f"{self.root}/{name}".rpartition("/")[0])
+            self.files.pipe_file(f"{self.root}/{name}", content)
 
     def add(
         self, checkpoint: Path, copy: Copy, obsolete: Sequence[str], check: Callable[[], None]
@@ -153,20 +126,20 @@ class CopyStore:
                 self.commit(checkpoint.name, named, obsolete)
                 return
             target = f"{self.root}/{copy.path}"
-            self.store.make_folder(target)
-            if self.system.exists(f"{target}/{MANIFEST}"):  # this step was trained again
-                self.system.rm_file(f"{target}/{MANIFEST}")
+            self.make_folder(target)
+            if self.files.exists(f"{target}/{MANIFEST}"):  # this step was trained again
+                self.files.rm_file(f"{target}/{MANIFEST}")
             for name, path in files.items():
                 fault_point("copy.file")
                 if name == MANIFEST:
                     check()
-                self.system.put_file(str(path), f"{target}/{name}")
+                self.files.put_file(str(path), f"{target}/{name}")
             if obsolete:
                 check()  # another launch may be restoring one of them
             for folder in obsolete:
                 with contextlib.suppress(FileNotFoundError):  # an incomplete copy has no manifest
-                    self.system.rm_file(f"{self.root}/{folder}/{MANIFEST}")
-                self.system.rm(f"{self.root}/{folder}", recursive=True)
+                    self.files.rm_file(f"{self.root}/{folder}/{MANIFEST}")
+                self.files.rm(f"{self.root}/{folder}", recursive=True)
 
     # ----------------------------------------------------------------------- restore
 
@@ -180,7 +153,7 @@ class CopyStore:
         temporary = folder / f".tmp_{step_name(copy.step)}"
         temporary.mkdir(parents=True, exist_ok=True)
         try:
-            self.download(copy, temporary)
+            self.download_copy(copy, temporary)
             listed = dict(read_manifest(temporary))
             if listed.pop(RECORDS, None):
                 unpack_records(temporary / RECORDS, run)
@@ -197,7 +170,7 @@ class CopyStore:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def download(self, copy: Copy, to: Path) -> None:
+    def download_copy(self, copy: Copy, to: Path) -> None:
         """Download the files of a copy; those that arrive damaged once more, see `TRIES`."""
         for tries_left in reversed(range(TRIES)):
             try:
@@ -216,7 +189,7 @@ class CopyStore:
         name = f"{copy.path}/{file.name}"
         with store_errors(f"{self.url}/{name} cannot be downloaded"):
             try:
-                self.system.get_file(f"{self.root}/{name}", str(file))
+                self.files.get_file(f"{self.root}/{name}", str(file))
                 sync(file)
             except FileNotFoundError:
                 file.unlink(missing_ok=True)

@@ -593,11 +593,15 @@ def weights(file: bytes) -> dict[str, bytes]:
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run without figures of the clock, each number as it is written."""
+    """Return the records without figures of clocks and launches, each number as it is written."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_float=str) for line in lines]
     return [
-        {key: value for key, value in record.items() if key != "time" and "perf/" not in key}
+        {
+            key: value
+            for key, value in record.items()
+            if key != "time" and not key.startswith(("perf/", "launch/"))
+        }
         for record in records
     ]
 

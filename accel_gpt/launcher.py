@@ -5,10 +5,12 @@ Under `srun`, `use_slurm_variables` sets the variables that torchrun would set.
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,8 @@ STOP_WITH_PARENT = "ACCEL_GPT_STOP_WITH_PARENT"
 # A Python process with this variable does not look for modules in the working folder or the folder
 # of its script. Its children inherit the variable.
 SAFE_PATH = "PYTHONSAFEPATH"
+LAUNCHER_WORDS = (b"torch", b"accel")  # in a launcher's command line
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PRECISIONS = ("no", "bf16", "fp16", "fp8")  # that training supports; no: float32
 FIRST_PORT = 20000  # below the ports that Linux gives to clients, from 32,768 on
 PORTS = 10000
@@ -154,6 +158,25 @@ def started_by_launcher() -> bool:
 def stops_with_parent() -> bool:
     """Return whether this process stops if its parent dies: a launcher, or a series of runs."""
     return started_by_launcher() or STOP_WITH_PARENT in os.environ
+
+
+def die_with_launcher() -> None:
+    """Make the kernel send SIGTERM to this process when its launcher dies.
+
+    Does nothing if a shell started the process, since nohup must keep it alive. Linux only:
+    prctl(2).
+    """
+    if sys.platform != "linux" or not stops_with_parent():
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = os.getppid()
+    if STOP_WITH_PARENT in os.environ:
+        died = parent != int(os.environ[STOP_WITH_PARENT])
+    else:  # in a container, process 1 may be the launcher
+        first = Path("/proc/1/cmdline")
+        died = parent == 1 and not any(word in first.read_bytes() for word in LAUNCHER_WORDS)
+    if died:  # before the call of prctl
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --------------------------------------------------------------------------- Slurm

@@ -71,13 +71,13 @@ def run_here(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
 @pytest.fixture
 def uploads_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Upload in this process, since a child takes seconds to start. Return the exit codes."""
-    from accel_gpt.publish import upload, uploader
+    from accel_gpt.publish import uploader
 
     codes: list[int] = []
 
     class Child:
         def __init__(self, argv: Sequence[str], module: str, **_: Any) -> None:
-            codes.append(run_here(upload.main, argv))
+            codes.append(run_here(importlib.import_module(module).main, argv))
 
         def wait(self) -> int:
             return codes[-1]

@@ -29,10 +29,9 @@ from accel_gpt.launch.ranks import explain_lost_rank
 from accel_gpt.launch.resolve import resolve
 from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog
 from accel_gpt.launch.stopping import (
-    die_with_launcher,
     exiting_on_signals,
 )
-from accel_gpt.launcher import is_main, world_size
+from accel_gpt.launcher import die_with_launcher, is_main, world_size
 from accel_gpt.model.sizes import flops_per_token
 from accel_gpt.prepare.shards import ShardWriter, write_index
 from accel_gpt.train import Training

@@ -40,10 +40,9 @@ from accel_gpt.launch.resolve import read_done, with_commits, with_precision
 from accel_gpt.launch.setup import join_same_ranks, meeting_watchdog
 from accel_gpt.launch.stopping import (
     Watchdog,
-    die_with_launcher,
     exiting_on_signals,
 )
-from accel_gpt.launcher import is_main, world_size
+from accel_gpt.launcher import die_with_launcher, is_main, world_size
 from accel_gpt.model.gpt import GPT
 from accel_gpt.model.language_model import LanguageModel
 from accel_gpt.model.targets import TargetMask

@@ -31,10 +31,9 @@ from accel_gpt.launch.ranks import (
 from accel_gpt.launch.stopping import (
     StopSignal,
     Watchdog,
-    die_with_launcher,
 )
 from accel_gpt.launch.unsupported import check_trackers
-from accel_gpt.launcher import is_main, local_rank, world_size
+from accel_gpt.launcher import die_with_launcher, is_main, local_rank, world_size
 from accel_gpt.runs.folder import FolderLock, locked
 from accel_gpt.runs.state import TrainState, record_code
 from accel_gpt.training.display import Display

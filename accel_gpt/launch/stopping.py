@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Self
 
@@ -26,7 +24,6 @@ from accel_gpt.console import write_err
 from accel_gpt.launcher import (
     PREEMPTED,
     SIGNALS,
-    STOP_WITH_PARENT,
     is_main,
     rank,
     stop_signals,
@@ -38,8 +35,6 @@ from accel_gpt.training.display import show_cursor
 # The terminal and the launcher each deliver the same Ctrl-C, at most so far apart; assumption
 SAME_PRESS_SECONDS = 2.0
 PEER_FAILED = 70  # EX_SOFTWARE: this or another process failed
-LAUNCHER_WORDS = (b"torch", b"accel")  # in a launcher's command line
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 REASONS = ("", *(number.name for number in SIGNALS))
 TICKS = 20  # of the watchdog within its limit
 LISTENER_SECONDS = 5.0  # for the thread that receives signals; assumption
@@ -236,25 +231,6 @@ class StopSignal:
         stopping, _ = self.agree_to_stop()
         if stopping:
             raise StopRequested
-
-
-def die_with_launcher() -> None:
-    """Make the kernel send SIGTERM to this process when its launcher dies.
-
-    Does nothing if a shell started the process, since nohup must keep it alive. Linux only:
-    prctl(2).
-    """
-    if sys.platform != "linux" or not stops_with_parent():
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    parent = os.getppid()
-    if STOP_WITH_PARENT in os.environ:
-        died = parent != int(os.environ[STOP_WITH_PARENT])
-    else:  # in a container, process 1 may be the launcher
-        first = Path("/proc/1/cmdline")
-        died = parent == 1 and not any(word in first.read_bytes() for word in LAUNCHER_WORDS)
-    if died:  # before the call of prctl
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Watchdog:

@@ -7,16 +7,18 @@ checkpoint, or went on elsewhere, it resumes from the newest intact copy, with t
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accel_gpt.console import run_process
 from accel_gpt.data.remote import store_errors
 from accel_gpt.errors import CheckpointError, require
 from accel_gpt.files import write_file
 from accel_gpt.publish.copy_store import Copy, CopyStore
 from accel_gpt.publish.lease import Lease, require_owner
+from accel_gpt.publish.upload import upload_as_child
 from accel_gpt.runs.folder import LAST_LAUNCH, RUN_NAME, RunFolder, run_name
 
 
 def copy_checkpoint(
-    checkpoint: Path, url: str, keep_last: int, launch: str, if_missing: bool = False
+    checkpoint: str | Path, url: str, keep_last: int, launch: str, if_missing: bool = False
 ) -> None:
     """Copy a checkpoint, then keep only it and the copies before it, at most `keep_last` in all.
 
@@ -27,7 +29,8 @@ def copy_checkpoint(
     with store_errors("it cannot be written"):
         store = CopyStore(url)
         require_owner(store, launch)
-        copy = Copy(launch, int(checkpoint.name.removeprefix("step_")))
+        folder = Path(checkpoint)
+        copy = Copy(launch, int(folder.name.removeprefix("step_")))
         complete = store.copies()
         if if_missing and any(other.step >= copy.step for other in complete):
             return
@@ -37,7 +40,7 @@ def copy_checkpoint(
         obsolete = [other.path for other in own if other not in kept]
         used = {other.launch for other in kept}
         obsolete += [other for other in store.launches() if other < launch and other not in used]
-        store.add(checkpoint, copy, obsolete, check=lambda: require_owner(store, launch))
+        store.add(folder, copy, obsolete, check=lambda: require_owner(store, launch))
 
 
 class Copies:
@@ -60,6 +63,7 @@ class Copies:
         self.log = log
         self.store = CopyStore(url)
         self.lease = Lease(self.store, log, on_lost)
+        self.restored: int | None = None  # the step that `open` has downloaded
 
     def open(self) -> None:
         """Become the owner; restore the newest intact copy if it is ahead of the run's folder.
@@ -118,6 +122,7 @@ class Copies:
                 continue
             for path in aside:
                 self.log(f"WARNING: the run went on elsewhere, so {path} is set aside")
+            self.restored = copy.step
             self.log(f"downloaded step {copy.step:,} from {self.store.url}")
             return
         raise CheckpointError(
@@ -132,3 +137,12 @@ def is_ahead(copy: Copy, last: str, step: int) -> bool:
     `last`: the launch of the folder that owned the copies last; "" if none did.
     """
     return not step or (copy.launch > last if last else copy.step > step)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make one upload; see `upload.py`."""
+    return upload_as_child(argv, copy_checkpoint)
+
+
+if __name__ == "__main__":
+    run_process(main)

@@ -7,12 +7,15 @@ commit with a tag step-N.
 """
 
 import tempfile
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from accel_gpt.console import run_process
 from accel_gpt.hub import hub_errors
 from accel_gpt.publish.model_card import write_card
 from accel_gpt.publish.redaction import public_records
+from accel_gpt.publish.upload import upload_as_child
 from accel_gpt.runs.checkpoint import find_checkpoint, read_state, verify_checkpoint
 from accel_gpt.runs.folder import RunFolder
 from accel_gpt.training.metrics import as_jsonl
@@ -113,3 +116,12 @@ def upload(folder: Path, repo: str, step: int) -> None:
     if tags_of(repo).get(tag, commit.oid) != commit.oid:
         api.delete_tag(repo, tag=tag)
     api.create_tag(repo, tag=tag, revision=commit.oid, exist_ok=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make one upload; see `upload.py`."""
+    return upload_as_child(argv, push)
+
+
+if __name__ == "__main__":
+    run_process(main)

@@ -57,6 +57,11 @@ class Target:
     has: Saved | None = None  # what this launch uploaded last
     failing: bool = False  # its last upload failed
 
+    @property
+    def module(self) -> str:
+        """Return the module of the child; that of a copy does not import torch."""
+        return f"accel_gpt.publish.{'copies' if self.kind == 'copy' else 'push'}"
+
 
 class Uploader:
     """Uploads the newest checkpoint of a run to its targets, one after the other; on rank 0."""
@@ -101,6 +106,9 @@ class Uploader:
 
     def start(self) -> None:
         """Upload the newest checkpoint if a target lacks it."""
+        checkpoints = RunFolder(self.run).checkpoints
+        if checkpoints:
+            self.newest = Saved(checkpoints[max(checkpoints)], is_earlier=True)
         if self.copies:  # first, since copies save work
             url = self.copies.url
             copy = {
@@ -108,14 +116,13 @@ class Uploader:
                 "keep_last": self.checkpoint.keep_last,
                 "launch": self.copies.lease.launch,
             }
-            self.targets.append(Target("copy", url, copy))
+            has = self.newest if self.copies.restored == max(checkpoints, default=0) else None
+            self.targets.append(Target("copy", url, copy, has))
         if self.hub.push != "never":
             repo = self.hub.repo_id
             push = {"repo": repo, "private": self.hub.private}
             self.targets.append(Target("push", f"hf://{repo}", push))
-        checkpoints = RunFolder(self.run).checkpoints
-        if checkpoints:
-            self.newest = Saved(checkpoints[max(checkpoints)], is_earlier=True)
+        if self.newest:
             self.thread.submit(self.upload_newest)
 
     def on_checkpoint(self, checkpoint: Path) -> None:
@@ -220,13 +227,13 @@ class Uploader:
 
     def upload(self, target: Target, linked: Path, if_missing: bool) -> str | None:
         """Upload a checkpoint in a child process; return its error, or None."""
-        arguments = [target.kind, str(linked), json.dumps(target.settings)]
+        arguments = [str(linked), json.dumps(target.settings)]
         if if_missing:
             arguments.append("--if_missing")
         with tempfile.TemporaryFile() as output:
             child = launch_child(
                 arguments,
-                module="accel_gpt.publish.upload",
+                module=target.module,
                 environment={
                     "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1",

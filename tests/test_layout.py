@@ -105,6 +105,11 @@ def test_a_model_that_is_loaded_brings_no_compiler() -> None:
     assert "torch._dynamo" not in loaded_by(code)
 
 
+def test_the_child_of_a_copy_starts_without_torch() -> None:
+    """It has a low priority beside a run that uses all cores."""
+    assert "torch" not in loaded_by("import accel_gpt.publish.copies")
+
+
 @pytest.mark.slow
 def test_a_run_without_trackers_loads_nothing_heavy(small_run: Callable[..., list[str]]) -> None:
     """Steps, evaluations, samples and checkpoints."""

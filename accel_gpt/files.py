@@ -37,6 +37,7 @@ LOCAL_STARTS = ("/", "./", "../", "~", "runs/")  # of paths; the configs put run
 TOKEN_ENDINGS = (".bin", ".npy", ".ds")  # of token files
 # flock's errors if a file system has no locks: Lustre, Drive, some NFS; 524: ENOTSUPP of Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, 524)
+REFUSALS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no room, or no right to write
 TRY_AGAIN = frozenset((408, 425, 429))  # of the statuses of HTTP below 500
 PAUSES = (0.5, 1.5)  # seconds before another try; assumption
@@ -230,8 +231,7 @@ def may_pass(error: Exception) -> bool:
     """Return whether a failure of a file system may be gone at the next try."""
     if isinstance(error, OSError) and error.errno in LASTING:
         return False
-    lasting = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-    if isinstance(error, lasting) or "NoCredentials" in type(error).__name__:
+    if isinstance(error, REFUSALS):
         return False
     answer = getattr(error, "response", error)  # of httpx; aiohttp: the error itself
     status = getattr(answer, "status_code", getattr(answer, "status", 0))

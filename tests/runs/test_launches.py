@@ -36,7 +36,7 @@ def test_steps_that_a_killed_launch_lost_stay_in_its_clock(
     earlier, later = clocks(run.launches, last_time(run.records(), launch=2))
     assert earlier
     assert later
-    assert earlier.seconds == pytest.approx(first[-1]["time"])  # with steps 3 and 4
+    assert earlier.seconds == pytest.approx(first[-1]["time"], abs=1e-3)  # with steps 3 and 4
     assert first[1]["time"] <= later.time < first[2]["time"]
     assert later.started >= earlier.ended
     records = [*run.records()]

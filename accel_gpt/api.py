@@ -35,7 +35,7 @@ from accel_gpt.config.experiment import Config
 from accel_gpt.config.parse import read_given
 from accel_gpt.console import FAILURE_FILE
 from accel_gpt.data.tokenizer import Tokenizer
-from accel_gpt.errors import AccelGPTError, PeerError
+from accel_gpt.errors import AccelGPTError, PeerError, require
 from accel_gpt.health.case import Line
 from accel_gpt.health.doctor import examine
 from accel_gpt.launcher import PREEMPTED, STOP_WITH_PARENT
@@ -139,6 +139,10 @@ def run(config: str | Path, options: Mapping[str, object] | None = None, process
     returns it. Raises `UserError` for a mistake, and another class of accel_gpt/errors.py for any
     other failure.
     """
+    require(
+        isinstance(processes, int) and processes > 0,
+        f"processes is {processes!r}; expected a whole number above 0",
+    )
     arguments = [str(config), *to_arguments(options or {})]
     given = read_given(arguments, "accel_gpt.run")
     trained = Run(Path(given.get("out_dir", Config().out_dir)))

@@ -377,6 +377,13 @@ class LogConfig(Section, prefix="log.", resume="free", per_machine=True):
         at_least=0,
     )
 
+    def _check(self) -> None:
+        require(
+            not self.dashboard or "tensorboard" in self.trackers,
+            f"log.dashboard is true but log.trackers has {', '.join(self.trackers) or 'nothing'}; "
+            "add tensorboard to log.trackers",
+        )
+
 
 def check_repo(name: str, repo: str) -> None:
     """Raise `UserError` unless the option `name` is a repository user/name."""

@@ -42,7 +42,7 @@ def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
     start = uploader.launch_child
 
     def launch_child(argv: Sequence[str], **options: Any) -> Any:
-        words.extend(argv)
+        words.extend([options["module"], *argv])
         return start(argv, **options)
 
     monkeypatch.setattr(uploader, "launch_child", launch_child)
@@ -57,7 +57,7 @@ def test_tokens_of_the_environment_reach_no_file_log_upload_or_command_line(
         assert "the Hub answered with status 401" in told
         assert hub.tags(REPO).keys() == {"step-2"}, told
         uploaded = b"".join(hub.files(REPO).values())
-    assert "push" in words
+    assert "accel_gpt.publish.push" in words
     for secret in (TOKEN, KEY):
         assert secret.encode() not in uploaded
         assert secret not in told + " ".join(words)

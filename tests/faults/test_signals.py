@@ -86,6 +86,8 @@ def test_signals_at_random_moments(
     for sent in range(DIRECT):
         number = SIGNALS[sent % len(SIGNALS)]
         if finished(run):
+            # a signal after the last step leaves its samples to the next launch
+            assert Direct(server, tmp_path, [*argv, "--out_dir", str(run)]).wait() == [0, 0]
             assert_same_run(run, whole)
             run = tmp_path / f"run{sent}"
         launch = Direct(server, tmp_path, [*argv, *PATIENCE, "--out_dir", str(run)])

@@ -233,9 +233,19 @@ def may_pass(error: Exception) -> bool:
         return False
     if isinstance(error, REFUSALS):
         return False
+    return not is_refusal(http_status(error))
+
+
+def http_status(error: Exception) -> int:
+    """Return the status of the answer that an error tells; 0 if there was no answer."""
     answer = getattr(error, "response", error)  # of httpx; aiohttp: the error itself
-    status = getattr(answer, "status_code", getattr(answer, "status", 0))
-    return not 400 <= status < 500 or status in TRY_AGAIN
+    status: int = getattr(answer, "status_code", getattr(answer, "status", 0))
+    return status
+
+
+def is_refusal(status: int) -> bool:
+    """Return whether a status of HTTP refuses a request for good."""
+    return 400 <= status < 500 and status not in TRY_AGAIN
 
 
 def is_local(name: str) -> bool:

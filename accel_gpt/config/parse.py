@@ -212,7 +212,7 @@ def read_yaml(path: str) -> Any:
         text = content.decode()
     except FileNotFoundError:
         raise UserError(f"config file {path} does not exist") from None
-    except Exception as error:  # OSError, and of a URL those of botocore, huggingface_hub, ...
+    except Exception as error:  # of the disk, botocore, huggingface_hub, ...
         raise UserError(f"config file {path} cannot be read: {one_line(error)}") from None
     try:
         return load_yaml(text) or {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_gpt.errors import AccelGPTError, DataError, MachineError, UserError, one_line
-from accel_gpt.files import TRY_AGAIN, Patient
+from accel_gpt.files import Patient, http_status, is_refusal
 from accel_gpt.hub import SCHEME
 
 TIMEOUT_SECONDS = 60.0  # without a byte, of http
@@ -167,15 +167,13 @@ class Store:
         except UserError:
             raise
         except Exception as error:  # of aiohttp, botocore, huggingface_hub, ssl, ...
-            answer = getattr(error, "response", error)  # of httpx; aiohttp: the error itself
-            status = getattr(answer, "status_code", getattr(answer, "status", 0))
+            status = http_status(error)
             said = one_line(error)
-            refused = 400 <= status < 500 and status not in TRY_AGAIN
             if isinstance(error, OSError) and error.errno in FULL:
                 raise MachineError(f"{where} cannot be stored: {error.strerror}") from None
             if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
                 raise Missing(f"{where} does not exist; check the address") from None
-            if isinstance(error, PermissionError) or refused:
+            if isinstance(error, PermissionError) or is_refusal(status):
                 raise UserError(
                     f"{where} may not be read: {said}; check the address and your login"
                 ) from None

@@ -31,12 +31,13 @@ def copy_checkpoint(
         require_owner(store, launch)
         folder = Path(checkpoint)
         copy = Copy(launch, int(folder.name.removeprefix("step_")))
-        complete = store.copies()
+        listed = store.all_copies()
+        complete = [other for other in listed if store.is_complete(other)]
         if if_missing and any(other.step >= copy.step for other in complete):
             return
         kept = [*(other for other in complete if other.step < copy.step), copy][-keep_last:]
         # another launch may take over now: what it writes is not obsolete
-        own = [other for other in store.all_copies() if other.launch <= launch]
+        own = [other for other in listed if other.launch <= launch]
         obsolete = [other.path for other in own if other not in kept]
         used = {other.launch for other in kept}
         obsolete += [other for other in store.launches() if other < launch and other not in used]

@@ -75,7 +75,7 @@ class CopyStore(Store):
         place = parse_url(self.url) if self.url.startswith(SCHEME) else None
         return place if place and place.is_repo else None  # a bucket has no commits
 
-    # ----------------------------------------------------------------------- what is there
+    # ----------------------------------------------------------------------- list
 
     def launches(self) -> list[str]:
         """Return the launches of the run, the one that owns the copies last."""
@@ -91,7 +91,11 @@ class CopyStore(Store):
 
     def copies(self) -> list[Copy]:
         """Return the copies that have a manifest, the newest last."""
-        return [copy for copy in self.all_copies() if MANIFEST in self.names(copy.path)]
+        return [copy for copy in self.all_copies() if self.is_complete(copy)]
+
+    def is_complete(self, copy: Copy) -> bool:
+        """Return whether a copy has a manifest."""
+        return MANIFEST in self.names(copy.path)
 
     # ----------------------------------------------------------------------- write
 

@@ -59,7 +59,7 @@ class Target:
 
     @property
     def module(self) -> str:
-        """Return the module of the child; that of a copy does not import torch."""
+        """Return the module of the child. The module that copies does not import torch."""
         return f"accel_gpt.publish.{'copies' if self.kind == 'copy' else 'push'}"
 
 

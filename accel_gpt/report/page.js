@@ -280,7 +280,7 @@ function stages(inside, x, range, { left, right, bottom }) {
   });
 }
 
-/** A strip above the x axis with the machines of one run; those of a kind have one color and number. */
+/** The machines of one run, as a strip above the x axis. Machines of one kind share a color and a number. */
 function machines(inside, x, range, { left, right, bottom, strip }) {
   if (!strip) return;
   for (const band of bands(data.runs[0], data.runs[0].machines, x, range, left, right)) {

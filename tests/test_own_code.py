@@ -219,6 +219,11 @@ AFTER_A_STEP: dict[str, tuple[str, str, int]] = {
         "my.py, line 1: evaluate() returned 'eval/val_loss', the name of another metric",
         2,
     ),
+    "a metric with the name of a launch's": (
+        function("metrics", "run", "return {'launch/number': 1}"),
+        "my.py, line 1: metrics() returned 'launch/number', the name of another metric",
+        1,
+    ),
     "an error in after_evaluation": (
         function("after_evaluation", "run, record", "raise KeyError('gone')"),
         "my.py, line 2, in after_evaluation: KeyError: 'gone'",

@@ -34,7 +34,8 @@ STARTED = {
 def plant(folder: Path) -> Path:
     """Write a module for each name that Python may import; return the file that each appends to."""
     mark = folder.parent / "executed"
-    names = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
+    installed = importlib.metadata.packages_distributions()  # also "nvidia/cusparselt"
+    names = {*sys.stdlib_module_names, *(name.partition("/")[0] for name in installed)}
     names |= {"accel_gpt", "planted", "sitecustomize", "usercustomize"}
     for name in names:
         (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')\n")

@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,34 @@ def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
     return [AORecipeKwargs(enable_fsdp_float8_all_gather=False)]
 
 
+def fp8_filter(gpt: LanguageModel) -> Callable[[nn.Module, str], bool]:
+    """Return whether a layer of a name multiplies in fp8: Accelerate's rule, and one more.
+
+    torchao replaces a linear layer by one of its own. A class with another `forward` would compute
+    something else, so such a layer stays as it is.
+    """
+    from accelerate.utils.ao import filter_linear_layers, find_first_last_linear_layers
+
+    first_and_last = list(find_first_last_linear_layers(gpt))
+
+    def multiplies_in_fp8(layer: nn.Module, name: str) -> bool:
+        plain = type(layer).forward is nn.Linear.forward
+        return plain and filter_linear_layers(layer, name, first_and_last)
+
+    return multiplies_in_fp8
+
+
+def keep_attributes(layers: Mapping[str, nn.Module], gpt: LanguageModel) -> None:
+    """Copy the attributes of `layers` to those that have replaced them, by name.
+
+    Initialization and optimizers read them, such as `muon_rows` of a linear layer in fp8.
+    """
+    for name, layer in gpt.named_modules():
+        for key, value in vars(layers.get(name, layer)).items():
+            if not hasattr(layer, key):
+                setattr(layer, key, value)
+
+
 # --------------------------------------------------------------------------- model and optimizer
 
 
@@ -158,9 +187,13 @@ def build_model(
         divides = config.own.optimizer is None and config.optim.name == "muon"
         mesh = machine_mesh(config.train, accelerator) if divides else None
         optimizer = build_optimizer(gpt, config, mesh)
+    layers = dict(gpt.named_modules())
+    if accelerator.ao_recipe_handler is not None:
+        accelerator.ao_recipe_handler.module_filter_func = fp8_filter(gpt)
     # if device_placement is given, Accelerate does not search for DTensors: saves 0.6 s of start-up
     placement = [True, True] if accelerator.distributed_type == DistributedType.NO else None
     model, wrapped = accelerator.prepare(gpt, optimizer, device_placement=placement)
+    keep_attributes(layers, gpt)
     if sharded:
         gpt.materialize(accelerator.device)
         wrapped.optimizer = build_optimizer(gpt, config)

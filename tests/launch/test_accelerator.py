@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import AORecipeKwargs, DistributedType
 
 from accel_gpt.commands.resolve import load_config
-from accel_gpt.config.experiment import TrainConfig
+from accel_gpt.config.experiment import Config, TrainConfig
+from accel_gpt.config.model import ModelConfig
+from accel_gpt.config.optim import OptimConfig
 from accel_gpt.errors import UserError
+from accel_gpt.launch import accelerator as accelerator_module
 from accel_gpt.launch import compile as compilation
 from accel_gpt.launch import process, unsupported
-from accel_gpt.launch.accelerator import set_up_model
+from accel_gpt.launch.accelerator import build_model, set_up_model
 from accel_gpt.model.gpt import GPT
-from accel_gpt.model.layers import Block
+from accel_gpt.model.layers import Block, Matrix
+from accel_gpt.optim.groups import make_optimizer
 from tests.conftest import QUIET, launch, tiny
 
 Arguments = Callable[..., list[str]]
@@ -169,6 +175,62 @@ def test_fp8_on_a_cpu_is_refused(
     assert "there is no GPU of compute capability 8.9 or more" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # set by accelerate launch
     assert launch(small_run()) == 2
+
+
+class Doubled(Matrix):
+    """A linear layer that computes something else than a product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def build(precision: str, model: ModelConfig) -> tuple[Any, Any]:
+    """Build a model on a CPU, with fp8 emulated, and the optimizer that its layers ask for."""
+    recipe = []
+    if precision == "fp8":
+        float8 = pytest.importorskip("torchao.float8")
+        recipe = [AORecipeKwargs(config=float8.Float8LinearConfig(emulate=True))]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=recipe)
+    config = Config(model=model, optim=OptimConfig("muon"))
+    gpt, _, _ = build_model(config, accelerator, 256)
+    torch.manual_seed(0)
+    gpt.init_weights()
+    return gpt, make_optimizer(gpt, replace(config.optim, residual_lr_factor=0.5))
+
+
+def test_a_layer_in_fp8_begins_and_trains_as_in_bf16() -> None:
+    model = tiny("gpt2", n_embd=64)
+    plain, plain_optimizer = build("bf16", model)
+    gpt, optimizer = build("fp8", model)
+    replaced = {type(block.mlp.down).__name__ for block in gpt.blocks}
+    assert replaced == {"Float8Linear"}
+    for (name, expected), weight in zip(plain.named_parameters(), gpt.parameters(), strict=True):
+        assert torch.equal(weight, expected), name
+    names = {id(weight): name for name, weight in gpt.named_parameters()}
+    names |= {id(weight): name for name, weight in plain.named_parameters()}
+    groups, plain_groups = (
+        [[names[id(weight)] for weight in group["params"]] for group in one.param_groups]
+        for one in (optimizer, plain_optimizer)
+    )
+    assert groups == plain_groups
+
+
+def test_a_layer_with_another_forward_is_not_replaced_in_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def doubled(*arguments: Any) -> GPT:
+        gpt = GPT(tiny("gpt2", n_embd=64), 256)
+        gpt.blocks[1].mlp.up.__class__ = Doubled
+        return gpt
+
+    monkeypatch.setattr(accelerator_module, "make_model", doubled)
+    gpt, _ = build("fp8", tiny("gpt2", n_embd=64))
+    kinds = {name: type(layer).__name__ for name, layer in gpt.named_modules()}
+    assert kinds["blocks.1.mlp.up"] == "Doubled"
+    assert kinds["blocks.1.mlp.down"] == kinds["blocks.0.mlp.up"] == "Float8Linear"
+    assert kinds["blocks.0.attn.qkv"] == "Matrix"  # Accelerate leaves out the first and the last
+    assert kinds["head"] == "Head"
 
 
 # --------------------------------------------------------------------------- compiled code

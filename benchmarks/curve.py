@@ -1,7 +1,7 @@
 """Compare losses over seconds, our fast recipe and nanoGPT's GPT-2 124M, for `gpu.py --only curve`.
 
 Both train on the same tokens: the .py files of this machine, by `corpus.py`. A step has 131,072
-tokens in micro-batches of 32 sequences.
+tokens in micro-batches of 32 sequences. nanoGPT's seed is fixed; ours are `--seeds`.
 
 nanoGPT's train.py runs unmodified, with the settings and the learning rate of its
 config/train_gpt2.py. The warm-up is 5 % of the steps (assumption), and the decay ends with them.
@@ -12,16 +12,23 @@ hold at the MFU below. A run that takes 15 % longer is ended. The clock starts w
 compiled; the steps before are counted at the pace of the others.
 
 `observe.py` evaluates both in their processes, uncompiled, on the same sequences of the validation
-files, at 14 steps. The clock stops meanwhile. Prints nanoGPT's last loss, and when ours is as low,
-by a line between two points. If the first point is as low, its seconds are an upper bound.
+files, at 14 steps. The clock stops meanwhile. Prints nanoGPT's last loss, and when each of ours is
+as low, by a line between two points. If the first point is as low, its seconds are an upper bound.
 
-Minutes on an H100, by arithmetic: 7 of training; 30 s to read and encode the files; 20 s to start
-the processes; 20 s and up to 60 s to compile; 28 evaluations of 0.7 s (524,288 tokens, forward
-only). In all 9.5 at most. With `--only curve --seconds 180` it is one less.
+`--points FILE` keeps all points as a table, CSV. A training whose points are in the file is not
+repeated, so a second command with the same file goes on where the first was ended. `--picture`
+draws what is in the table.
+
+Minutes on an H200 with `--seconds 160`: 30 s to read and encode the files, and for each training
+2.7, 10 s to start, 20 to 60 s to compile and 14 evaluations of 0.7 s. One of nanoGPT and one seed
+take 7.5, each further seed 3.3: three seeds are two commands of ten minutes at most.
 """
 
 import argparse
+import csv
 import json
+import shutil
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,28 +58,66 @@ WARMUP_SHARE = 0.05  # of nanoGPT's steps; assumption
 MFU = {"nanoGPT": 0.408, "accel_gpt": 0.39}  # RESULTS.md; the same, less Muon (assumption)
 UNKNOWN_PEAK = 989.5e12  # FLOP/s of a GPU that is not in the table of devices: an H100's
 TINY_STEPS = 28
-Points = Sequence[tuple[float, int, float]]  # seconds, tokens, loss
+Point = tuple[float, int, float]  # seconds, tokens, loss
 
 
 def curve(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
     """Train both, print the points and the seconds to nanoGPT's loss, and draw a picture."""
-    folder = work / "nanoGPT/data" / DATA
-    chosen = ("bytes", 0.3) if args.tiny else ("gpt2", MEGABYTES)
-    options = {"tokenizer": chosen[0], "megabytes": chosen[1]}
-    command = [sys.executable, ROOT / "benchmarks/corpus.py", folder, *flags(options)]
-    corpus = last_json(run_command(command))
-    print(f"{corpus['files']:,} files, {corpus['bytes']:,} bytes, {corpus['tokens']} tokens")
-    report: dict[str, Any] = {"corpus": corpus}
-    for name, train in {"nanoGPT": train_nanogpt, "accel_gpt": train_ours}.items():
-        run = plan_run(args, job, name)
-        report[name] = attempt(name, partial(measure, train, run, work))
-        if report[name]:
-            print_points(name, report[name], corpus["tokens"]["train"])
-    if report["nanoGPT"] and report["accel_gpt"]:
-        report |= compare(report["nanoGPT"]["points"], report["accel_gpt"]["points"])
+    report: dict[str, Any] = {"corpus": write_corpus(args, work, MEGABYTES)}
+    kept = read_points(args.points)
+    trainings = [("nanoGPT", 0), *(("accel_gpt", seed) for seed in args.seeds)]
+    for name, seed in trainings:
+        if (name, seed) not in kept:
+            run = replace(plan_run(args, job, name), seed=seed)
+            train = train_nanogpt if name == "nanoGPT" else train_fast
+            found = attempt(f"{name}, seed {seed}", partial(measure, train, run, work, POINTS))
+            if not found:
+                continue
+            report[f"{name}, seed {seed}"] = found
+            kept[name, seed] = found["points"]
+            write_points(args.points, kept)
+        print_points(f"{name}, seed {seed}", kept[name, seed], report["corpus"]["tokens"]["train"])
+    report |= compare(kept)
     if args.picture:
-        attempt("picture", partial(draw_schemes, args.picture, partial(draw, report, job)))
+        attempt("picture", partial(draw_schemes, args.picture, partial(draw, kept, report, job)))
     return report
+
+
+def write_corpus(args: argparse.Namespace, work: Path, megabytes: float) -> dict[str, Any]:
+    """Write the Python source of this machine as tokens, unless another part has; return counts."""
+    folder = work / "nanoGPT/data" / DATA
+    counts = folder / f"counts_{megabytes:g}.json"
+    if not counts.exists():
+        chosen = ("bytes", 0.3) if args.tiny else ("gpt2", megabytes)
+        options = {"tokenizer": chosen[0], "megabytes": chosen[1]}
+        command = [sys.executable, ROOT / "benchmarks/corpus.py", folder, *flags(options)]
+        counts.write_text(json.dumps(last_json(run_command(command))))
+    found = json.loads(counts.read_text())
+    print(f"{found['files']:,} files, {found['bytes']:,} bytes, {found['tokens']} tokens")
+    return found
+
+
+def read_points(file: Path | None) -> dict[tuple[str, int], list[Point]]:
+    """Return the points that `file` holds, by system and seed."""
+    kept: dict[tuple[str, int], list[Point]] = {}
+    if file and file.exists():
+        with file.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                point = (float(row["seconds"]), int(row["tokens"]), float(row["loss"]))
+                kept.setdefault((row["system"], int(row["seed"])), []).append(point)
+    return kept
+
+
+def write_points(file: Path | None, kept: Mapping[tuple[str, int], Sequence[Point]]) -> None:
+    """Write all points, a row each, if `file` is given."""
+    if file is None:
+        return
+    with file.open("w", newline="") as lines:
+        table = csv.writer(lines)
+        table.writerow(["system", "seed", "seconds", "tokens", "loss"])
+        for (name, seed), points in kept.items():
+            for seconds, tokens, loss in points:
+                table.writerow([name, seed, f"{seconds:.2f}", tokens, f"{loss:.6f}"])
 
 
 # --------------------------------------------------------------------------- train
@@ -88,6 +133,7 @@ class Run:
     micro_batch: int  # sequences
     accumulation: int  # micro-batches a step
     seconds: float  # of training
+    seed: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -106,10 +152,10 @@ def plan_run(args: argparse.Namespace, job: Job, name: str) -> Run:
     return replace(run, steps=round(args.seconds * tokens_per_second / run.tokens_per_step))
 
 
-def measure(train: Any, run: Run, work: Path) -> dict[str, Any]:
-    """Train; return the points (seconds, tokens, loss) and what was evaluated."""
+def measure(train: Any, run: Run, work: Path, points: int) -> dict[str, Any]:
+    """Train; return as many points (seconds, tokens, loss) and what was evaluated."""
     out = work / f"curve_{run.name}.json"
-    evaluated = [round(run.steps * number / POINTS) for number in range(1, POINTS + 1)]
+    evaluated = [round(run.steps * number / points) for number in range(1, points + 1)]
     settings = {
         "watch": "curve",
         "steps": run.steps,
@@ -166,56 +212,78 @@ def train_nanogpt(run: Run, work: Path, settings: Mapping[str, Any]) -> None:
     run_command(command, work / "nanoGPT")
 
 
-def train_ours(run: Run, work: Path, settings: Mapping[str, Any]) -> None:
-    """Run `accel-gpt train configs/fast_124m.yaml`."""
-    job = run.job
-    tiny = job.device == "cpu"
+def train_fast(run: Run, work: Path, settings: Mapping[str, Any]) -> None:
+    """Train the fast recipe."""
+    depth = {"model.depth": run.job.n_layer}
+    step = "accel_gpt.optim.muon:MuonAdamW.step"
+    precision = "no" if run.job.device == "cpu" else "bf16"
+    train_config(run, work, settings, "fast_124m", precision, step, depth)
+
+
+def train_config(
+    run: Run,
+    work: Path,
+    settings: Mapping[str, Any],
+    config: str,
+    precision: str,
+    step: str,
+    own: Mapping[str, object],
+) -> None:
+    """Run `accel-gpt train` with one of our configs and the options `own`, watched at `step`."""
+    tiny = run.job.device == "cpu"
+    out = work / "ours"
+    shutil.rmtree(out, ignore_errors=True)
     options: dict[str, object] = {
-        "out_dir": work / "fast",
+        "out_dir": out,
+        "seed": run.seed,
         "data.train": work / "nanoGPT/data" / DATA,
         "data.tokenizer": None if tiny else "gpt2",
         "data.prepare.source": None,
-        "model.depth": job.n_layer,
-        "model.block_size": job.block_size,
+        "model.block_size": run.job.block_size,
         "model.vocab_size": 256 if tiny else None,
         "train.tokens_per_step": run.tokens_per_step,
         "train.micro_batch_size": run.micro_batch,
         "train.max_tokens": run.steps * run.tokens_per_step,
-        "train.mixed_precision": "no" if tiny else "bf16",
+        "train.mixed_precision": precision,
         "train.compile": not tiny,
         "eval.every": 0,
-        "eval.tokens": job.block_size,
+        "eval.tokens": run.job.block_size,
         "sample.every": 0,
         "checkpoint.every": 0,
     }
     watched = {
         "model": "accel_gpt.model.gpt:GPT.init_weights",
-        "step": "accel_gpt.optim.muon:MuonAdamW.step",
+        "step": step,
         "arguments": {"per_sequence": True},
     }
     command = [sys.executable, OBSERVE, json.dumps({**settings, **watched}), *OURS, "train"]
-    command += [ROOT / "configs/fast_124m.yaml", *flags(options)]
+    command += [ROOT / f"configs/{config}.yaml", *flags({**options, **own})]
     run_command(command, work)
 
 
 # --------------------------------------------------------------------------- compare
 
 
-def compare(theirs: Points, ours: Points) -> dict[str, float | None]:
-    """Print and return nanoGPT's last loss, and the seconds to it."""
-    their_seconds, _, loss = theirs[-1]
-    seconds = seconds_to(ours, loss)
-    print(f"nanoGPT's last loss is {loss:.4f}, after {their_seconds:.1f} s")
-    if seconds is None:
-        print(f"accel_gpt does not reach it; its last loss is {ours[-1][2]:.4f}")
+def compare(kept: Mapping[tuple[str, int], Sequence[Point]]) -> dict[str, Any]:
+    """Print and return nanoGPT's last loss, and the seconds of each of our seeds to it."""
+    ours = {seed: points for (name, seed), points in kept.items() if name == "accel_gpt"}
+    if ("nanoGPT", 0) not in kept or not ours:
+        return {}
+    end, _, loss = kept["nanoGPT", 0][-1]
+    print(f"nanoGPT's last loss is {loss:.4f}, after {end:.1f} s")
+    reached = {seed: seconds_to(points, loss) for seed, points in ours.items()}
+    for seed, seconds in reached.items():
+        last = f"its last loss is {ours[seed][-1][2]:.4f}, after {ours[seed][-1][0]:.1f} s"
+        when = "does not reach it" if seconds is None else f"reaches it after {seconds:.1f} s"
+        print(f"accel_gpt, seed {seed}, {when}; {last}")
+    if None in reached.values():
         return {"final_loss": loss, "seconds": None, "ratio": None}
-    ratio = their_seconds / seconds
-    print(f"accel_gpt reaches it after {seconds:.1f} s: {ratio:.2f} times as fast")
-    print(f"accel_gpt's last loss is {ours[-1][2]:.4f}, after {ours[-1][0]:.1f} s")
-    return {"final_loss": loss, "seconds": seconds, "ratio": ratio}
+    seconds = statistics.median(reached.values())
+    print(f"median of {len(reached)} seeds: {seconds:.1f} s, {end / seconds:.2f} times as fast")
+    return {"final_loss": loss, "seconds": seconds, "ratio": end / seconds}
 
 
-def seconds_to(points: Points, loss: float) -> float | None:
+def seconds_to(points: Sequence[Point], loss: float) -> float | None:
     """Return when the loss is first as low, by a line between two points; None if never."""
     before: tuple[float, float] | None = None
     for seconds, _, reached in points:
@@ -228,10 +296,10 @@ def seconds_to(points: Points, loss: float) -> float | None:
     return None
 
 
-def print_points(name: str, found: Mapping[str, Any], train_tokens: int) -> None:
-    """Print the points of one system."""
+def print_points(name: str, points: Sequence[Point], train_tokens: int) -> None:
+    """Print the points of one training."""
     rows = []
-    for seconds, tokens, loss in found["points"]:
+    for seconds, tokens, loss in points:
         epochs = tokens / train_tokens
         rows.append([f"{seconds:.1f}", f"{tokens:,}", f"{epochs:.2f}", f"{loss:.4f}"])
     print_table([f"{name}, seconds", "tokens", "epochs", "val loss"], rows)
@@ -240,8 +308,10 @@ def print_points(name: str, found: Mapping[str, Any], train_tokens: int) -> None
 # --------------------------------------------------------------------------- picture
 
 
-def draw(report: Mapping[str, Any], job: Job) -> Any:
-    """Draw the losses over the seconds."""
+def draw(
+    kept: Mapping[tuple[str, int], Sequence[Point]], report: Mapping[str, Any], job: Job
+) -> Any:
+    """Draw the losses over the seconds, a line for each training."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
@@ -250,14 +320,17 @@ def draw(report: Mapping[str, Any], job: Job) -> Any:
         "accel_gpt": {"label": "accel_gpt: fast recipe, Muon", "color": "C0"},
     }
     shown: list[float] = []  # losses
-    for name, look in looks.items():
-        if report[name]:
-            points = report[name]["points"]
-            seconds, _, losses = zip(*points, strict=True)
-            axes.plot(seconds, losses, marker="o", markersize=4, linewidth=2, **look)
-            shown += losses[1:]  # the first is much higher than the others
+    labelled = set()
+    for (name, _), points in kept.items():
+        look = dict(looks[name])
+        if name in labelled:
+            del look["label"]
+        labelled.add(name)
+        seconds, _, losses = zip(*points, strict=True)
+        axes.plot(seconds, losses, marker="o", markersize=4, linewidth=1.5, **look)
+        shown += losses[1:]  # the first is much higher than the others
     if report.get("seconds") is not None:
-        mark_time_to_loss(axes, report)
+        mark_time_to_loss(axes, report, kept["nanoGPT", 0][-1][0])
     margin = 0.08 * (max(shown) - min(shown))
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     axes.set_xlim(left=0)
@@ -270,12 +343,11 @@ def draw(report: Mapping[str, Any], job: Job) -> Any:
     return figure
 
 
-def mark_time_to_loss(axes: Any, report: Mapping[str, Any]) -> None:
-    """Mark nanoGPT's last loss, and when ours reaches it."""
+def mark_time_to_loss(axes: Any, report: Mapping[str, Any], end: float) -> None:
+    """Mark nanoGPT's last loss, and when the median of ours reaches it."""
     from matplotlib import rcParams
 
     loss, seconds, ratio = report["final_loss"], report["seconds"], report["ratio"]
-    end = report["nanoGPT"]["points"][-1][0]
     label = f"loss {loss:.2f}: after {seconds:.0f} s, not {end:.0f} s ({ratio:.1f} x)"
     ink = rcParams["text.color"]
     axes.plot([seconds, end], [loss, loss], color=ink, linestyle=":", label=label)

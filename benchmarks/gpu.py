@@ -1,60 +1,57 @@
-"""Measure a CUDA card in its first hour: GPT-2 124M, 1,024 tokens of context, bf16, compiled.
+"""Measure a CUDA card in half an hour: speed, the levers that are left, and what must work.
 
-    python benchmarks/gpu.py NANOGPT TEXT [--only kernels trace ablate speed ddp first_step
-        curve] [--micro_batches 16 32 64] [--rounds 3] [--seconds 210] [--picture FILE]
-        [--json FILE] [--tiny]
+    python benchmarks/gpu.py NANOGPT TEXT [--only WORD ...] [--json FILE] [--tiny]
+        [--micro_batches 16 32 64] [--rounds 3]           speed
+        [--sizes 350m 1558m]                              fp8, regional
+        [--sequences 32]                                  fp8 of 1558m
+        [--seconds 160] [--seeds 0] [--points FILE] [--picture FILE]      curve
+        [--minutes 60] [--kill_every 600]                 kills
 
-NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. It
-needs GPT-2's vocabulary; without a network, set TIKTOKEN_CACHE_DIR.
+NANOGPT is a checkout of karpathy/nanoGPT, run unmodified in a copy. TEXT is tinyshakespeare. Unless
+a part says otherwise, the model is GPT-2 124M with 1,024 tokens of context, in bf16 and compiled.
 
-The minutes are those of an H200, or arithmetic where "about" stands.
+| word | minutes | what | decides |
+|---|---|---|---|
+| checks | 4 | `pytest -m gpu`, files of --code, budgets (checks.py) | 0 failed |
+| loss | 3.5 | kernels of the loss (loss_kernels.py) | 1.5 ms: an optional dependency |
+| fp8 | 3.5 and 7.5 | 350M and 1.5B in fp8 (fp8.py) | 600 TFLOP/s at 1.5B |
+| fp8_trace | 2 | where a step of 1.5B in fp8 spends its time (fp8.py) | why not 600 |
+| fp8_mlp | 3.5 | the MLP's forward pass in fp8 (fp8.py) | 1 % a product, the same loss |
+| graphs | 2.5 | CUDA graphs over accumulation (loops.py) | 2 ms a micro-step |
+| regional | 4.5 | first steps of 350M and 1.5B, compiled by blocks (here) | half |
+| speed | 3.5 a round | tokens/s, MFU, memory beside nanoGPT and the Trainer (here) | README |
+| small | 1.5 | fp16, 8 GB, micro-batch auto (checks.py) | it runs |
+| curve | 4, 3.3 a seed | losses over seconds of the fast recipe and nanoGPT (curve.py) | README |
+| kills | `--minutes` | a run with a budget, killed again and again (checks.py) | each step once |
+| trace | 1 | where the milliseconds of a step go (traces.py) | what to try next |
+| kernels | 0.5 | what the card's kernels can do (kernels.py) | the card is as expected |
 
-kernels, half a minute (kernels.py): versions, the kernel of attention, bandwidth of a copy,
-    TFLOP/s of the products of blocks and head, attention by each kernel.
-trace, 1 minute (traces.py): milliseconds of a step by family of kernels, ours and nanoGPT's.
-ablate, 5 minutes (ablate.py): a step with each change that is meant to make it faster, by itself
-    and together.
-speed, 3.5 minutes a round at 64 sequences: tokens/s, MFU and peak memory beside nanoGPT and
-    transformers' Trainer. "-" stands where the card's memory is too small.
-ddp, about 1.5 minutes a round: ours under DistributedDataParallel with one process, at the smallest
-    micro-batch: the cost of its buckets, and of compiling around them.
-first_step, about 2 minutes: seconds from the first batch to the end of the update, compiler cache
-    cold and warm.
-curve, 6.6 minutes with --seconds 160 (curve.py): losses over seconds of the fast recipe and of
-    nanoGPT, on the Python source of this machine, and a picture.
+The minutes are those of an H200: from RESULTS.md, or arithmetic in the module. Half an hour in
+commands of at most ten minutes, each with its own --json FILE (G is the command above):
+
+1. G --only checks loss
+2. G --only fp8 --sizes 1558m
+3. G --only fp8_mlp graphs small
+4. G --only fp8 regional --sizes 350m
+
+On a card without figures in RESULTS.md, first: G --only kernels speed --micro_batches 32 --rounds 2
 
 A part that fails is named at the end, and the parts after it are measured. The report is saved
-after each part. `benchmarks/disk_io.py --only checkpoint` measures saves from the card, too.
+after each part.
 
-`--tiny` runs tiny models uncompiled on a CPU: it tests these files and measures nothing.
+The machine needs what `pip install -e .` installs, though not datasets; pytest, pytest-timeout,
+pytest-xdist and hypothesis; and GPT-2's vocabulary (without a network, set TIKTOKEN_CACHE_DIR).
+fp8 needs torchao, and loss the packages that its module names.
+`benchmarks/disk_io.py --only checkpoint` measures saves from the card, too.
 
-Half an hour on a card, in this order (G is `python benchmarks/gpu.py NANOGPT TEXT --json FILE`,
-with another FILE each time). PYTHONPATH names this folder if accel_gpt is not installed.
-
-1. 2 minutes: pytest -m gpu -n 4
-2. 10 minutes: G --only speed --micro_batches 32 64 --rounds 2
-3. 2 minutes: G --only ddp --micro_batches 32 --rounds 1
-4. 4 minutes: accel-gpt train shakespeare_char --data.prepare.source TEXT with --train.compile true,
-   then graphs
-5. 1 minute: G --only trace, after a change
-6. 5 minutes: the commands of 4 with --train.budget 2m, which no card has run yet: do both end in
-   time?
-Each command of 4 and 6 has its own --out_dir.
-The machine needs tiktoken, its cache of GPT-2's vocabulary, matplotlib and transformers.
-
-Rules, which kernels and trace print with their figures:
-
-- The head's input gradient at 4,096 rows runs at 95 % of its rate at 32,768 rows or more: larger
-  chunks of the loss save 1.2 ms a step. Otherwise they save more.
-- Attention takes over 9 ms a step: it is not cuDNN; find out why before anything else.
-- The device is idle for over 2 ms a step: try CUDA graphs.
-- Block products run under 580 TFLOP/s: find out why; cuBLAS reaches 720 on an H200.
+`--tiny` runs tiny models uncompiled on a CPU: it rehearses these files and measures nothing.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,7 +59,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablate import ablate
+from checks import checks, kills, small
 from common import (
     OURS,
     ROOT,
@@ -73,13 +70,17 @@ from common import (
     interleave,
     make_parser,
     median,
+    print_rule,
     print_table,
     run_command,
     save_report,
     start_report,
 )
 from curve import curve
+from fp8 import SIZES, fp8, fp8_mlp, fp8_trace
 from kernels import kernels
+from loops import graphs
+from loss_kernels import loss
 from peers import CHARS, GPT2, Job, accel_gpt, copy_nanogpt, nanogpt, trainer
 from traces import trace
 
@@ -95,8 +96,20 @@ TINY_JOB = Job(
     n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, data=CHARS,
     steps=6, warmup_steps=2, window=2, device="cpu",
 )  # fmt: skip
-# accel-gpt under DDP with one process: the cost of its buckets, and of compiling around them
-UNDER_DDP = ("-m", "torch.distributed.run", "--nproc_per_node", "1", *OURS)
+HALF = 0.5  # of the first step; limit of the rule of regional
+SAME_STEP = 1.01  # of a later step
+# Run accel-gpt with each block compiled by itself: the code of one serves all
+BY_BLOCKS = """
+import runpy
+from accel_gpt.model.gpt import GPT
+
+def compile_parts(gpt, **how):
+    for part in (*gpt.blocks, gpt.norm_f, gpt.head):
+        part.compile(**how)
+
+GPT.compile = compile_parts
+runpy.run_module("accel_gpt", run_name="__main__", alter_sys=True)
+"""
 
 
 def main() -> None:
@@ -105,8 +118,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--micro_batches", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=210, help="of each training of curve")
-    parser.add_argument("--picture", type=Path, help="PNG for the losses of curve")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=160)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--points", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--kill_every", type=float, default=600, help="seconds")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
@@ -117,8 +136,9 @@ def main() -> None:
         copy_nanogpt(args.nanogpt, args.text, Path(folder), {job.data})
         for name in args.only:
             print(f"\n{name}\n", flush=True)
-            part = partial(PARTS[name], args, Path(folder), job)
-            report[name] = attempt(name, part)
+            began = time.monotonic()
+            report[name] = attempt(name, partial(PARTS[name], args, Path(folder), job))
+            print(f"{name} took {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
             save_report(args.json, report)
     failed = [name for name in args.only if report[name] is None]
     if failed:
@@ -134,77 +154,71 @@ def speed(args: argparse.Namespace, work: Path, job: Job) -> dict[int, Any]:
         subjects = {
             "nanoGPT": partial(nanogpt, work, at, compiled=compiled),
             "Trainer": partial(trainer, work, at, compiled=compiled, bf16=not args.tiny),
-            "accel_gpt": ours(args, work, at),
+            "accel_gpt": partial(
+                accel_gpt,
+                work,
+                at,
+                precision="no" if args.tiny else "bf16",
+                compiled="false" if args.tiny else "true",
+            ),
         }
         report[batch_size] = compare(args, at, subjects)
     return report
 
 
-def ddp(args: argparse.Namespace, work: Path, job: Job) -> dict[str, list[Metrics]]:
-    """Compare ours with ours under DistributedDataParallel in one process."""
-    at = replace(job, batch_size=min(args.micro_batches))
-    subjects = {
-        "accel_gpt": ours(args, work, at),
-        "DDP, one process": ours(args, work, at, start=UNDER_DDP),
-    }
-    return compare(args, at, subjects)
+def regional(args: argparse.Namespace, _work: Path, job: Job) -> dict[str, Any]:
+    """Time the first step of large models with an empty compiler cache, whole and by blocks."""
+    report: dict[str, Any] = {}
+    rows = []
+    for size in args.sizes:
+        config, _ = SIZES[size]
+        found = {}
+        for form, start in {"whole": OURS, "by blocks": ("-c", BY_BLOCKS)}.items():
+            measure = partial(first_steps, args, job, config, start)
+            found[form] = attempt(f"{size}, {form}", measure)
+            if found[form]:
+                seconds, ms = found[form]["first_step_seconds"], found[form]["step_ms"]
+                rows.append([f"{size}, {form}", f"{seconds:.1f}", f"{ms:.1f}"])
+        report[size] = found
+    print_table(["compiled", "first step, s", "ms a step"], rows)
+    pairs = [(one["whole"], one["by blocks"]) for one in report.values() if all(one.values())]
+    shorter = [
+        blocks["first_step_seconds"] <= HALF * whole["first_step_seconds"]
+        and blocks["step_ms"] <= SAME_STEP * whole["step_ms"]
+        for whole, blocks in pairs
+    ]
+    print_rule(
+        f"{sum(shorter)} of {len(args.sizes)} sizes gain",
+        f"all need {HALF} of the first step's seconds and {SAME_STEP} of a later step's, or less",
+        len(shorter) == len(args.sizes) and all(shorter),
+        "train.compile compiles by blocks",
+    )
+    return report
 
 
-def first_step(args: argparse.Namespace, work: Path, job: Job) -> list[float]:
-    """Time the first step of `accel-gpt bench`, cold and then warm."""
+def first_steps(
+    args: argparse.Namespace, job: Job, config: str, start: Sequence[str]
+) -> dict[str, float]:
+    """Return the seconds of the first step of `accel-gpt bench`, and the milliseconds of others."""
+    batch_size = 1 if args.tiny else 8
     options: dict[str, object] = {
-        "steps": 2,  # the fewest that bench takes
+        "steps": 2 if args.tiny else 8,
         "json": True,
-        "data.train": work / "nanoGPT/data" / job.data,
-        "data.tokenizer": "gpt2" if job.data == GPT2 else None,
-        "data.prepare.source": None,
-        "model.n_layer": job.n_layer,
-        "model.n_head": job.n_head,
-        "model.n_embd": job.n_embd,
         "model.block_size": job.block_size,
         "train.mixed_precision": "no" if args.tiny else "bf16",
-        "train.compile": not args.tiny,
-        "train.micro_batch_size": job.batch_size,
-        "train.tokens_per_step": job.tokens_per_step,
-        "train.max_tokens": 800 * job.tokens_per_step,
-        "eval.tokens": job.tokens_per_step,
+        "train.compile": True,
+        "train.micro_batch_size": batch_size,
+        "train.tokens_per_step": batch_size * job.block_size,
+        "train.max_tokens": None,
+        "train.max_steps": 1000,
     }
-    command = [sys.executable, *OURS, "bench", ROOT / "configs/gpt2_124m.yaml", *flags(options)]
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(work / "compiled")}
-    found = []
-    for state in ("cold", "warm"):
-        report = json.loads(run_command(command, **cache))
-        found.append(report["first_step_seconds"])
-        print(f"first step, {state} compiler cache: {found[-1]:.1f} s", flush=True)
-    return found
-
-
-PARTS: dict[str, Callable[[argparse.Namespace, Path, Job], Any]] = {
-    "kernels": kernels,
-    "trace": trace,
-    "ablate": ablate,
-    "speed": speed,
-    "ddp": ddp,
-    "first_step": first_step,
-    "curve": curve,
-}
-
-
-def ours(
-    args: argparse.Namespace,
-    work: Path,
-    job: Job,
-    precision: str = "bf16",
-    compiled: str = "true",
-    more: Sequence[str] = (),
-    start: Sequence[str] = OURS,
-) -> Callable[[], Metrics]:
-    """Return what measures a form of ours."""
-    if args.tiny:
-        precision, compiled = "no", "false"
-    return partial(
-        accel_gpt, work, job, precision=precision, compiled=compiled, more=more, start=start
-    )
+    if args.tiny:  # narrow, but with as many layers, since they decide the time
+        options |= {"model.n_head": 2, "model.n_embd": 32}
+    with tempfile.TemporaryDirectory() as cache:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+        command = [sys.executable, *start, "bench", ROOT / f"configs/{config}.yaml"]
+        report = json.loads(run_command([*command, *flags(options)], **caches))
+    return {key: report[key] for key in ("first_step_seconds", "step_ms")}
 
 
 def compare(args: argparse.Namespace, job: Job, subjects: Subjects) -> dict[str, list[Metrics]]:
@@ -246,6 +260,22 @@ def format_row(
     figures = [f"{ms:.1f}", f"{rate:,.0f}", share]
     return [name, *figures, f"{speedup:.2f}", f"{memory:.2f}", f"{memory_share:.2f}"]
 
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path, Job], Any]] = {
+    "checks": checks,
+    "loss": loss,
+    "fp8": fp8,
+    "fp8_trace": fp8_trace,
+    "fp8_mlp": fp8_mlp,
+    "graphs": graphs,
+    "regional": regional,
+    "speed": speed,
+    "small": small,
+    "curve": curve,
+    "kills": kills,
+    "trace": trace,
+    "kernels": kernels,
+}
 
 if __name__ == "__main__":
     main()

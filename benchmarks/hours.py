@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,9 @@ def main() -> None:
     while not launches or launches[-1]["exit_code"]:
         if first.exists() and sum(one["seconds"] for one in launches) > half:
             first.rename(second)
-        launches.append(launch(first if first.exists() else second, args.budget, args.kill_every))
+        words = ["train", "laptop", "--data.text", "text", "--train.budget", args.budget]
+        words += [word for one in PROMPTS for word in ("--sample.prompts", one)]
+        launches.append(launch(first if first.exists() else second, words, args.kill_every))
         print(launches[-1], flush=True)
         save_report(file, report)
     report |= look_at(second)
@@ -175,14 +177,12 @@ def docstrings(source: str) -> list[str]:
 # --------------------------------------------------------------------------- the run
 
 
-def launch(folder: Path, budget: str, kill_every: float) -> dict[str, Any]:
-    """Start the run, or start it again; kill it after `kill_every` seconds."""
-    words = ["train", "laptop", "--data.text", "text", "--train.budget", budget]
-    words += ["--out_dir", RUN, *(word for one in PROMPTS for word in ("--sample.prompts", one))]
+def launch(folder: Path, words: Sequence[str], kill_every: float) -> dict[str, Any]:
+    """Start the run with the words of its command, or again; kill it after `kill_every` seconds."""
     began = time.monotonic()
     with (folder / "terminal.txt").open("a") as terminal:
         process = subprocess.Popen(
-            [sys.executable, *OURS, *words],
+            [sys.executable, *OURS, *words, "--out_dir", RUN],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=terminal,

@@ -108,14 +108,16 @@ def trace(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
 # --------------------------------------------------------------------------- record
 
 
-def trace_ours(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
+def trace_ours(
+    args: argparse.Namespace, work: Path, job: Job, precision: str = "bf16"
+) -> dict[str, Any]:
     """Trace `accel-gpt train`."""
 
     def train(settings: str) -> None:
         accel_gpt(
             work,
             job,
-            precision="no" if args.tiny else "bf16",
+            precision="no" if args.tiny else precision,
             compiled="false" if args.tiny else "true",
             start=(str(OBSERVE), settings, "-m", "accel_gpt"),
         )

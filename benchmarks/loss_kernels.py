@@ -27,10 +27,10 @@ Minutes on an H200, by arithmetic with assumed times of compilation: ten kernels
 with options, 1.5; ten heads, 5 s each and 30 s for QuACK's, 1; the same for the errors, 1. All
 samples of a kernel or head take 0.3 s. In all 3.5.
 
-Bring along, for Python 3.12: liger_kernel 0.8.5; cut_cross_entropy 25.1.1; for QuACK quack_kernels
-0.6.5, apache_tvm_ffi 0.1.15.post2, torch_c_dlpack_ext 0.1.5, and nvidia_cutlass_dsl 4.8.1 with its
-libs_core, libs_base and libs_cu13. Install them with --no-deps into a folder named site-packages:
-QuACK's heads look for that name in the paths of its dependencies. A missing package is one line.
+Packages, each installed by `pip install --no-deps`: liger-kernel 0.8.5; cut-cross-entropy 25.1.1;
+and for QuACK quack-kernels 0.6.5, apache-tvm-ffi 0.1.15.post2, torch-c-dlpack-ext 0.1.5, and
+nvidia-cutlass-dsl 4.8.1 with its libs-core, libs-base and libs-cu13 (92 MB). A missing package is
+one line.
 
 `--tiny` with TRITON_INTERPRET=1 runs the kernels of Triton on a CPU, in float16.
 

@@ -41,7 +41,8 @@ after each part.
 
 The machine needs what `pip install -e .` installs, though not datasets; pytest, pytest-timeout,
 pytest-xdist and hypothesis; and GPT-2's vocabulary (without a network, set TIKTOKEN_CACHE_DIR).
-fp8 needs torchao, and loss the packages that its module names.
+fp8 needs torchao, and loss the packages that its module names. If accel_gpt is not installed,
+PYTHONPATH names its folder.
 `benchmarks/disk_io.py --only checkpoint` measures saves from the card, too.
 
 `--tiny` runs tiny models uncompiled on a CPU: it rehearses these files and measures nothing.

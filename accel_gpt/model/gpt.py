@@ -111,9 +111,9 @@ class GPT(LanguageModel):
         return KVCache(self.config, tokens)
 
     def build_buffers(self) -> None:
-        """Compute the rotary table on the device of the weights."""
+        """Put the rotary table on the device of the weights."""
         if self.config.position == "rope":
-            self.rotary = rotary_table(self.config, self.wte.weight.device)
+            self.rotary = rotary_table(self.config).to(self.wte.weight.device)
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the embedding, so that Accelerate gives it an FSDP unit."""

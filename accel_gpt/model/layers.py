@@ -44,14 +44,16 @@ def build_norm(config: ModelConfig) -> nn.Module:
 # --------------------------------------------------------------------------- rotary positions
 
 
-def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
-    """Compute the cosines and signed sines (2, T, 1, D) that `rotate` takes, float32.
+def rotary_table(config: ModelConfig) -> Tensor:
+    """Compute the cosines and signed sines (2, T, 1, D) that `rotate` takes, float32, on the CPU.
 
     RoFormer, Su et al. 2021, section 3.2.2, in the layout of transformers' Llama: channel i rotates
     with channel i + D/2. Weights therefore need no permutation between the two libraries.
+
+    A GPU would round other bits, and a model that is resumed was made on the CPU.
     """
-    positions = torch.arange(config.block_size, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, rotary_frequencies(config, device))  # (T, D/2)
+    positions = torch.arange(config.block_size, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, rotary_frequencies(config))  # (T, D/2)
     cos = angles.cos()
     sin = angles.sin()
     # a pair (a, b) becomes (a cos - b sin, b cos + a sin)
@@ -60,14 +62,14 @@ def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     return torch.stack((cosines, signed_sines)).unsqueeze(2)
 
 
-def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+def rotary_frequencies(config: ModelConfig) -> Tensor:
     """Compute the frequency of each channel pair (D/2,), in radians per token, float32.
 
     Divides the low frequencies by `rope_factor` and keeps the high ones. Between them, it
     interpolates linearly in the frequency (Llama 3 herd of models 2024, section 3.4.2, in the form
     of transformers).
     """
-    frequencies = unscaled_frequencies(config, device)
+    frequencies = unscaled_frequencies(config)
     if config.rope_factor == 1:
         return frequencies
     low, high = LLAMA3_TURNS
@@ -76,10 +78,10 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     return (1 - kept) * (frequencies / config.rope_factor) + kept * frequencies
 
 
-def unscaled_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+def unscaled_frequencies(config: ModelConfig) -> Tensor:
     """Compute the frequencies (D/2,) without `rope_factor`, in radians per token, float32."""
     D = config.head_size
-    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
+    exponents = torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D
     return 1.0 / config.rope_theta**exponents
 
 

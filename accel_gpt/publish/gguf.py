@@ -197,9 +197,8 @@ def gguf_tensors(model: GPT, architecture: str, wanted: str) -> Iterator[tuple[s
             tensor = interleave(tensor, config.head_size)
         yield name, tensor.contiguous(), "F32" if part.positions else stored_as(tensor, wanted)
     if config.rope_factor != 1:  # llama.cpp divides its frequencies by this tensor
-        cpu = torch.device("cpu")
-        unscaled = unscaled_frequencies(config, cpu)
-        yield "rope_freqs.weight", unscaled / rotary_frequencies(config, cpu), "F32"
+        unscaled = unscaled_frequencies(config)
+        yield "rope_freqs.weight", unscaled / rotary_frequencies(config), "F32"
 
 
 def interleave(rows: Tensor, head_size: int) -> Tensor:

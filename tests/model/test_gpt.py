@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_gpt.config.model import PRESETS, ModelConfig
 from accel_gpt.model.gpt import GPT, evaluating
@@ -92,9 +94,32 @@ def test_a_pair_of_channels_turns_by_its_position_as_a_complex_number() -> None:
     angles = torch.outer(torch.arange(T), frequencies)
     x = torch.randn(T, D)
     turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones(T, D // 2), angles)
-    found = rotate(x[None, :, None], rotary_table(config, torch.device("cpu")))
+    found = rotate(x[None, :, None], rotary_table(config))
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     torch.testing.assert_close(found[0, :, 0], expected)
+
+
+class Devices(TorchDispatchMode):
+    """Notes on which device each operation is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.of[func.overloadpacket.__name__] = result.device.type
+        return result
+
+
+def test_the_rotary_table_has_the_same_bits_on_every_device() -> None:
+    """A new run computes it after its model has moved to the GPU, a resumed one before."""
+    model = GPT.allocate(tiny("llama"), VOCAB, "meta")
+    with Devices() as devices:
+        model.build_buffers()
+    assert model.rotary is not None
+    assert model.rotary.is_meta
+    assert devices.of["cos"] == devices.of["pow"] == "cpu"
 
 
 @shapes

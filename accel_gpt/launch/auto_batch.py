@@ -7,9 +7,11 @@ calls a collective during a trial, so none waits for a rank that ran out of memo
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import fitting_sizes, make_plan, with_size
@@ -116,6 +118,9 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     config = replace(config, train=replace(config.train, compile=False))
     gpt = make_model(config, vocab_size, device)
     set_up_model(gpt, config.train)
+    own: Any = gpt
+    # as in `prepare`: a loss of --code gets logits in float32, and no autocast
+    own.forward = convert_outputs_to_fp32(accelerator.autocast()(gpt.forward))
     optimizer = build_optimizer(gpt, config)
     plan = make_plan(config, accelerator.num_processes)
     compute_loss = make_loss(Context(config, plan, accelerator, log=print_line))
@@ -131,9 +136,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     optimizer.step()  # allocates the moments
     optimizer.zero_grad()
     for _ in range(2):
-        with accelerator.autocast():
-            loss = compute_loss(gpt, tokens, tokens, documents, 0)
-        torch.autograd.backward(loss.float())
+        torch.autograd.backward(compute_loss(gpt, tokens, tokens, documents, 0))
     if compiles and not config.train.reproducible:
         torch.empty(parameters, device=device)  # freed at once
     gradients = [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
@@ -143,7 +146,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     gpt.eval()
     # the evaluated weights, and the trained ones meanwhile
     averages = torch.empty(2 * parameters if config.own.evaluated else 0, device=device)
-    with torch.no_grad(), accelerator.autocast():
+    with torch.no_grad():
         gpt(tokens, tokens, documents=documents, per_sequence=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

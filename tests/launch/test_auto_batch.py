@@ -1,6 +1,7 @@
 """`train.micro_batch_size: auto`: find the largest that fits all processes, without a hang."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.cuda._utils import _get_device_index
 
-from accel_gpt.commands.resolve import load_config
+from accel_gpt.commands.resolve import load_code, load_config, with_code
 from accel_gpt.config.plan import make_plan
 from accel_gpt.errors import UserError
 from accel_gpt.launch import auto_batch as sizing
@@ -126,6 +127,25 @@ def test_a_trial_has_the_moments_of_the_optimizer_from_its_first_backward_pass(
     monkeypatch.setattr(sizing, "build_optimizer", keep)
     monkeypatch.setattr("accel_gpt.model.make.GPT", Watched)
     sizing.try_step(load_config(small_run(), "test"), 257, Accelerator(cpu=True))
+
+
+AS_IN_A_RUN = """
+import torch
+
+def loss(model, tokens, targets):
+    logits = model(tokens)
+    assert logits.dtype == torch.float32, logits.dtype
+    assert not torch.is_autocast_enabled("cpu")
+    return logits.square().mean()
+"""
+
+
+def test_a_trial_calls_the_loss_of_code_as_a_run_does(small_run: Arguments, tmp_path: Path) -> None:
+    """With logits in float32 and no autocast, as after `Accelerator.prepare`."""
+    code = tmp_path / "code.py"
+    code.write_text(AS_IN_A_RUN)
+    config = with_code(load_config(small_run(), "test"), load_code(str(code)))
+    sizing.try_step(config, 257, Accelerator(cpu=True, mixed_precision="bf16"))
 
 
 def test_running_out_of_memory_is_an_answer(

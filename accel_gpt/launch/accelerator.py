@@ -137,29 +137,33 @@ def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
 def fp8_filter(gpt: LanguageModel) -> Callable[[nn.Module, str], bool]:
     """Return whether a layer of a name multiplies in fp8: Accelerate's rule, and one more.
 
-    torchao replaces a linear layer by one of its own. A class with another `forward` would compute
-    something else, so such a layer stays as it is.
+    torchao replaces a linear layer by one of its own. A layer that computes more than a product
+    stays as it is: one with another `forward`, a hook or more weights.
     """
     from accelerate.utils.ao import filter_linear_layers, find_first_last_linear_layers
 
     first_and_last = list(find_first_last_linear_layers(gpt))
 
     def multiplies_in_fp8(layer: nn.Module, name: str) -> bool:
-        plain = type(layer).forward is nn.Linear.forward
-        return plain and filter_linear_layers(layer, name, first_and_last)
+        plain = getattr(layer.forward, "__func__", None) is nn.Linear.forward
+        hooked = bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks)
+        if not plain or hooked or layer.state_dict().keys() - {"weight", "bias"}:
+            return False
+        return bool(filter_linear_layers(layer, name, first_and_last))
 
     return multiplies_in_fp8
 
 
 def keep_attributes(layers: Mapping[str, nn.Module], gpt: LanguageModel) -> None:
-    """Copy the attributes of `layers` to those that have replaced them, by name.
+    """Copy the attributes of `layers`, and of their classes, to those that have replaced them.
 
     Initialization and optimizers read them, such as `muon_rows` of a linear layer in fp8.
     """
     for name, layer in gpt.named_modules():
-        for key, value in vars(layers.get(name, layer)).items():
-            if not hasattr(layer, key):
-                setattr(layer, key, value)
+        before = layers.get(name, layer)
+        lost = set(dir(before)) - set(dir(layer)) if before is not layer else ()
+        for key in lost:
+            setattr(layer, key, getattr(before, key))
 
 
 # --------------------------------------------------------------------------- model and optimizer

@@ -184,6 +184,18 @@ class Doubled(Matrix):
         return 2 * super().forward(x)
 
 
+def double_here(layer: Matrix) -> None:
+    """Replace `forward` of one layer."""
+    layer.forward = lambda x: 2 * torch.nn.functional.linear(x, layer.weight)  # type: ignore[method-assign]
+
+
+class OntoResidual(torch.nn.Linear):
+    """A linear layer whose attributes are those of its class."""
+
+    muon_rows = ()
+    onto_residual = True
+
+
 def build(precision: str, model: ModelConfig) -> tuple[Any, Any]:
     """Build a model on a CPU, with fp8 emulated, and the optimizer that its layers ask for."""
     recipe = []
@@ -199,7 +211,18 @@ def build(precision: str, model: ModelConfig) -> tuple[Any, Any]:
     return gpt, make_optimizer(gpt, replace(config.optim, residual_lr_factor=0.5))
 
 
-def test_a_layer_in_fp8_begins_and_trains_as_in_bf16() -> None:
+@pytest.mark.parametrize("own_class", [False, True], ids=["ours", "own class"])
+def test_a_layer_in_fp8_begins_and_trains_as_in_bf16(
+    own_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*arguments: Any) -> GPT:
+        gpt = GPT(model, 256)
+        for block in gpt.blocks if own_class else ():
+            old = block.mlp.down
+            block.mlp.down = OntoResidual(old.in_features, old.out_features)
+        return gpt
+
+    monkeypatch.setattr(accelerator_module, "make_model", made)
     model = tiny("gpt2", n_embd=64)
     plain, plain_optimizer = build("bf16", model)
     gpt, optimizer = build("fp8", model)
@@ -216,18 +239,29 @@ def test_a_layer_in_fp8_begins_and_trains_as_in_bf16() -> None:
     assert groups == plain_groups
 
 
-def test_a_layer_with_another_forward_is_not_replaced_in_fp8(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "__class__", Doubled),
+        double_here,
+        lambda layer: layer.register_forward_hook(lambda _, given, out: 2 * out),
+        lambda layer: layer.register_forward_pre_hook(lambda _, given: 2 * given[0]),
+        lambda layer: layer.register_parameter("gain", torch.nn.Parameter(torch.ones(1))),
+    ],
+    ids=["class", "forward", "hook", "pre-hook", "weights"],
+)
+def test_a_layer_that_computes_more_than_a_product_is_not_replaced_in_fp8(
+    change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def doubled(*arguments: Any) -> GPT:
+    def changed(*arguments: Any) -> GPT:
         gpt = GPT(tiny("gpt2", n_embd=64), 256)
-        gpt.blocks[1].mlp.up.__class__ = Doubled
+        change(gpt.blocks[1].mlp.up)
         return gpt
 
-    monkeypatch.setattr(accelerator_module, "make_model", doubled)
+    monkeypatch.setattr(accelerator_module, "make_model", changed)
     gpt, _ = build("fp8", tiny("gpt2", n_embd=64))
     kinds = {name: type(layer).__name__ for name, layer in gpt.named_modules()}
-    assert kinds["blocks.1.mlp.up"] == "Doubled"
+    assert kinds["blocks.1.mlp.up"] != "Float8Linear"
     assert kinds["blocks.1.mlp.down"] == kinds["blocks.0.mlp.up"] == "Float8Linear"
     assert kinds["blocks.0.attn.qkv"] == "Matrix"  # Accelerate leaves out the first and the last
     assert kinds["head"] == "Head"

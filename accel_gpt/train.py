@@ -224,7 +224,7 @@ def set_up(
     data_files = check_data(context, corpus, resuming=checkpoint is not None)
     gpt, model, optimizer = build_model(config, accelerator, corpus.vocab_size)
     if config.own.file:
-        on_main(lambda: check_own_code(config, context.plan, gpt, corpus, accelerator.device))
+        on_main(lambda: check_own_code(config, context.plan, gpt, corpus, accelerator))
     gradients = make_gradients(config, accelerator, model)
     torch.manual_seed(config.seed)
     if checkpoint:

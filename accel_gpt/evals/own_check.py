@@ -5,14 +5,17 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import Plan
 from accel_gpt.data.corpus import Corpus
-from accel_gpt.errors import require
+from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.validation import CHECKED_SEQUENCES, first_sequences
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel, seeded
@@ -31,15 +34,18 @@ ROUNDING = 1e-3  # of the largest number; TF32 rounds each factor to 2**-11
 
 @torch.no_grad()
 def check_own_code(
-    config: Config, plan: Plan, gpt: LanguageModel, corpus: Corpus, device: torch.device
+    config: Config, plan: Plan, gpt: LanguageModel, corpus: Corpus, accelerator: Accelerator
 ) -> None:
     """Raise `UserError` if the val loss of the run would say nothing; see the two checks.
 
     `gpt`: the model of the run. One that is larger than `MOST_CHECKED` is not made once more.
-    Random numbers are added to the weights, since weights that begin at zero hide a leak.
+    Random numbers are added to the weights, since weights that begin at zero hide a leak. Computes
+    in float32, or as the run does if the model cannot: some kernels, such as those of flash_attn,
+    take half precision alone.
     """
     if gpt.parameter_count() > MOST_CHECKED:
         return
+    device = accelerator.device
     model = make_model(config, gpt.vocab_size).to(device)
     with seeded(config.seed):
         model.init_weights()
@@ -47,7 +53,14 @@ def check_own_code(
             fan_in = weight.shape[1:].numel()
             deviation = fan_in**-0.5 if weight.dim() > 1 else VECTOR_NOISE
             weight.add_((torch.randn(weight.shape) * deviation).to(device))
-    check_model(config, model, device)
+    try:
+        check_model(config, model, device, rounding_of(model))
+    except AccelGPTError:
+        raise
+    except Exception:  # if float32 is not the cause, the second check raises it once more
+        own: Any = model
+        own.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
+        check_model(config, model, device, ROUNDINGS * torch.finfo(torch.bfloat16).eps)
     if config.own.loss is not None:
         check_loss(config, plan, model, corpus, device)
 
@@ -55,15 +68,16 @@ def check_own_code(
 # --------------------------------------------------------------------------- the model
 
 
-def check_model(config: Config, model: LanguageModel, device: torch.device) -> None:
+def check_model(
+    config: Config, model: LanguageModel, device: torch.device, rounding: float
+) -> None:
     """Raise `UserError` if the val loss of a model would say nothing about text.
 
     The logits must depend neither on later tokens nor on another document, and be the same with the
-    cache of keys. The loss must be their cross entropy.
+    cache of keys. The loss must be their cross entropy. `rounding`: see `rounding_of`.
     """
     place = config.own.place("model") if config.own.model else config.own.file
     masked = config.data.document_mask
-    rounding = rounding_of(model)
     with seeded(config.seed):
         tokens = torch.randint(model.vocab_size, (1, config.model.block_size)).to(device)
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from accel_gpt.config.data import DataConfig
@@ -33,6 +35,7 @@ def check(
     shape: ModelConfig | None = None,
     document_mask: bool = False,
     seed: int = Config.seed,
+    precision: str = "no",
 ) -> None:
     """Check a model as a run does that begins."""
     config = Config(
@@ -44,7 +47,9 @@ def check(
     )
     corpus: Any = None  # there is no loss() to check
     plan = make_plan(config, 1)
-    check_own_code(config, plan, make_model(config, V), corpus, torch.device("cpu"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    check_own_code(config, plan, make_model(config, V), corpus, accelerator)
 
 
 class Mixer(nn.Module):
@@ -256,6 +261,28 @@ def test_a_model_of_one_length_is_checked_with_that_length(ahead: int) -> None:
     refused = pytest.raises(UserError, match="depend on later tokens")
     with refused if ahead else contextlib.nullcontext():
         check(lambda *_: Mixer(OneLength()), shape)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_model_that_takes_no_float32_is_checked_in_the_precision_of_the_run(ahead: int) -> None:
+    class HalfAlone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(C, C)
+            self.mask = Mask(torch.ones(T, T).tril(ahead))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            if x.dtype == torch.float32:
+                raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+            out: Tensor = self.mask(x.float())
+            return out
+
+    refused = pytest.raises(UserError, match="depend on later tokens")
+    with refused if ahead else contextlib.nullcontext():
+        check(lambda *_: Mixer(HalfAlone()), precision="bf16")
+    with pytest.raises(RuntimeError, match="FlashAttention"):
+        check(lambda *_: Mixer(HalfAlone()))
 
 
 def test_a_leak_can_be_allowed() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 
 from accel_gpt.commands.resolve import load_config
 from accel_gpt.config.plan import make_plan
@@ -163,7 +164,7 @@ def check(source: str, arguments: list[str], folder: Path) -> None:
     config = load_config([*arguments, "--code", write(folder, LOSS + source)], "test")
     corpus = open_corpus(config)
     model = make_model(config, corpus.vocab_size)
-    check_own_code(config, make_plan(config, 1), model, corpus, torch.device("cpu"))
+    check_own_code(config, make_plan(config, 1), model, corpus, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("name", DEPENDENT)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils import convert_model_to_fp8_ao, convert_outputs_to_fp32
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import fitting_sizes, make_plan, with_size
 from accel_gpt.console import print_line
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import require
-from accel_gpt.launch.accelerator import build_optimizer, set_up_model
+from accel_gpt.launch.accelerator import build_optimizer, fp8_filter, set_up_model
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.ranks import all_gather
 from accel_gpt.launch.unsupported import REPLICATED
@@ -118,10 +118,13 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     config = replace(config, train=replace(config.train, compile=False))
     gpt = make_model(config, vocab_size, device)
     set_up_model(gpt, config.train)
+    optimizer = build_optimizer(gpt, config)
+    fp8 = accelerator.ao_recipe_handler
+    if fp8 is not None:  # it casts through float32, and so takes more memory than bf16
+        convert_model_to_fp8_ao(gpt, config=fp8.config, module_filter_func=fp8_filter(gpt))
     own: Any = gpt
     # as in `prepare`: a loss of --code gets logits in float32, and no autocast
     own.forward = convert_outputs_to_fp32(accelerator.autocast()(gpt.forward))
-    optimizer = build_optimizer(gpt, config)
     plan = make_plan(config, accelerator.num_processes)
     compute_loss = make_loss(Context(config, plan, accelerator, log=print_line))
     parameters = sum(parameter.numel() for parameter in gpt.parameters())

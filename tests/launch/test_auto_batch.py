@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.cuda._utils import _get_device_index
@@ -127,6 +128,24 @@ def test_a_trial_has_the_moments_of_the_optimizer_from_its_first_backward_pass(
     monkeypatch.setattr(sizing, "build_optimizer", keep)
     monkeypatch.setattr("accel_gpt.model.make.GPT", Watched)
     sizing.try_step(load_config(small_run(), "test"), 257, Accelerator(cpu=True))
+
+
+def test_a_trial_in_fp8_computes_in_fp8(
+    small_run: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    made: list[GPT] = []
+
+    def make(*arguments: Any) -> GPT:
+        made.append(GPT(config.model, 257))
+        return made[-1]
+
+    monkeypatch.setattr(sizing, "make_model", make)
+    config = load_config(small_run("--model.n_embd", "32", "--optim.name", "muon"), "test")
+    emulated = AORecipeKwargs(config=float8.Float8LinearConfig(emulate=True))
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[emulated])
+    sizing.try_step(config, 257, accelerator)
+    assert type(made[0].blocks[0].mlp.up).__name__ == "Float8Linear"
 
 
 AS_IN_A_RUN = """

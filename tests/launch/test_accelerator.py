@@ -125,6 +125,17 @@ def test_use_cpu_of_the_accelerate_config_holds_where_there_is_a_gpu(
     assert started == [False, True]
 
 
+@pytest.mark.usefixtures("settings_kept")
+def test_a_process_that_sees_one_gpu_of_several_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate gives DDP the local rank as the index of the GPU."""
+    device = torch.device("cuda", 0)
+    state = SimpleNamespace(num_processes=2, local_process_index=1, device=device)
+    monkeypatch.setattr(process, "PartialState", lambda **_: state)
+    monkeypatch.setattr(process, "world_size", lambda: 2)
+    process.join_ranks(TrainConfig())
+    assert state.local_process_index == 0
+
+
 @pytest.mark.parametrize(
     ("precision", "checkpointing", "passes", "dtype"),
     [("bf16", "none", 1, torch.bfloat16), ("no", "blocks", 2, torch.float32)],

@@ -9,10 +9,10 @@ import os
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType, is_torchao_available, parse_flag_from_env
 
 from accel_gpt.config.experiment import TrainConfig
-from accel_gpt.errors import did_you_mean, require
+from accel_gpt.errors import did_you_mean, install_extra, require
 from accel_gpt.launch.devices import precision_problem
 from accel_gpt.launcher import PRECISIONS, launcher_precision
 
@@ -101,7 +101,7 @@ def check_engine(accelerator: Accelerator, train: TrainConfig, dropout: float) -
 def check_fp8(precision: str) -> None:
     """Raise `UserError` if the precision is fp8 but the device is older than fp8.
 
-    Accelerate would warn and compute in fp16.
+    Accelerate would warn and compute in fp16. Also raises it if torchao is not installed.
     """
     if precision != "fp8":
         return
@@ -110,6 +110,10 @@ def check_fp8(precision: str) -> None:
         capability >= FP8_CAPABILITY,
         "mixed_precision is fp8 but there is no GPU of compute capability 8.9 or more; set "
         "train.mixed_precision to bf16",
+    )
+    require(
+        is_torchao_available(),
+        f"mixed_precision is fp8 but torchao is not installed; {install_extra('torchao')}",
     )
 
 

@@ -188,6 +188,14 @@ def test_fp8_on_a_cpu_is_refused(
     assert launch(small_run()) == 2
 
 
+def test_fp8_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(unsupported, "is_torchao_available", lambda: False)
+    with pytest.raises(UserError, match="torchao is not installed"):
+        unsupported.check_fp8("fp8")
+
+
 class Doubled(Matrix):
     """A linear layer that computes something else than a product."""
 

@@ -116,7 +116,8 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     batch_size = config.train.micro_batch_sequences
     compiles = config.train.compile is not False
     config = replace(config, train=replace(config.train, compile=False))
-    gpt = make_model(config, vocab_size, device)
+    # `model()` of --code makes its model on the CPU, as in a run: it may use NumPy
+    gpt = make_model(config, vocab_size, "cpu" if config.own.model else device).to(device)
     set_up_model(gpt, config.train)
     optimizer = build_optimizer(gpt, config)
     fp8 = accelerator.ao_recipe_handler

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -146,6 +146,28 @@ def test_a_trial_in_fp8_computes_in_fp8(
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[emulated])
     sizing.try_step(config, 257, accelerator)
     assert type(made[0].blocks[0].mlp.up).__name__ == "Float8Linear"
+
+
+def test_a_trial_makes_the_model_of_code_on_the_cpu(
+    small_run: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And moves it, as a run does: a buffer that comes from NumPy is on the CPU."""
+    moved: list[torch.device] = []
+
+    class Watched(GPT):
+        def to(self, device: torch.device) -> NoReturn:  # type: ignore[override]
+            assert self.wte.weight.device.type == "cpu"
+            moved.append(device)
+            raise InterruptedError
+
+    code = tmp_path / "code.py"
+    code.write_text("def model(config, vocab_size):\n    return made(config.model, vocab_size)\n")
+    own = load_code(str(code))
+    monkeypatch.setitem(own.model.function.__globals__, "made", Watched)  # type: ignore[union-attr]
+    cuda: Any = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(InterruptedError):
+        sizing.try_step(with_code(load_config(small_run(), "test"), own), 257, cuda)
+    assert moved == [cuda.device]
 
 
 AS_IN_A_RUN = """

@@ -237,3 +237,18 @@ def test_products_in_half_precision_are_added_in_float32(
         errors[exactly] = ((total - exact).norm() / exact.norm()).item()
     assert errors[True] < 1e-6
     assert errors[False] > 1e-4
+
+
+def test_a_device_without_memory_is_not_one_without_the_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a trial that runs out of memory would let the whole run round each product."""
+
+    def full(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    module.adds_in_float32.cache_clear()
+    monkeypatch.setattr(torch, "addmm", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        module.adds_in_float32(torch.device("cpu"), torch.float16)
+    assert module.adds_in_float32.cache_info().currsize == 0

@@ -1,6 +1,7 @@
 """Helpers of the scripts here: commands, systems measured in turn, tables, facts of the machine."""
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -137,11 +138,28 @@ def start_report() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],  # of the last minute: 0 on an idle machine
         "versions": dict(package_versions()),
+        "card": describe_card(),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
     }
-    print(", ".join(f"{key} {value}" for key, value in facts.items() if key != "versions"))
+    for key, value in facts.items():
+        print(f"{key}: {value}")
     return {"facts": facts}
+
+
+def describe_card() -> dict[str, str]:
+    """Return the versions of CUDA, cuDNN, Triton and the driver, and the limits of the card."""
+    found = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+    with contextlib.suppress(ImportError):
+        import triton
+
+        found["triton"] = triton.__version__
+    query = "driver_version,power.limit,clocks.max.sm"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        found["driver, power limit, largest clock"] = done.stdout.strip().splitlines()[0]
+    return found
 
 
 def save_report(path: Path | None, report: Mapping[str, Any]) -> None:

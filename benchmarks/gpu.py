@@ -24,7 +24,6 @@ a part says otherwise, the model is GPT-2 124M with 1,024 tokens of context, in 
 | curve | 4, 3.3 a seed | losses over seconds of the fast recipe and nanoGPT (curve.py) | README |
 | kills | `--minutes` | a run with a budget, killed again and again (checks.py) | each step once |
 | trace | 1 | where the milliseconds of a step go (traces.py) | what to try next |
-| kernels | 0.5 | what the card's kernels can do (kernels.py) | the card is as expected |
 
 The minutes are those of an H200: from RESULTS.md, or arithmetic in the module. Half an hour in
 commands of at most ten minutes, each with its own --json FILE (G is the command above):
@@ -34,7 +33,7 @@ commands of at most ten minutes, each with its own --json FILE (G is the command
 3. G --only fp8_mlp graphs small
 4. G --only fp8 regional --sizes 350m
 
-On a card without figures in RESULTS.md, first: G --only kernels speed --micro_batches 32 --rounds 2
+On a card without figures in RESULTS.md, first: G --only trace speed --micro_batches 32 --rounds 2
 
 A part that fails is named at the end, and the parts after it are measured. The report is saved
 after each part.
@@ -79,7 +78,6 @@ from common import (
 )
 from curve import curve
 from fp8 import SIZES, fp8, fp8_mlp, fp8_trace
-from kernels import kernels
 from loops import graphs
 from loss_kernels import loss
 from peers import CHARS, GPT2, Job, accel_gpt, copy_nanogpt, nanogpt, trainer
@@ -286,7 +284,6 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path, Job], Any]] = {
     "curve": curve,
     "kills": kills,
     "trace": trace,
-    "kernels": kernels,
 }
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ heads: forward and backward pass from x and a float32 weight to their gradients,
     and QuACK. Milliseconds, peak memory above the inputs, and errors on fewer tokens, a tenth of
     them without a target, against float64 from the same rounded inputs.
 
+Times are medians over `SAMPLES` samples, by CUDA events. The device sleeps while the host enqueues
+a sample, so that the host's launches do not count.
+
 A kernel runs on its own dlogits in the next sample. This takes as long as with logits: the traffic
 is the same, and softmax of numbers from -1 to 1 is finite, which is checked. Liger's head waits
 for the device twice a pass, so its launches count.
@@ -38,7 +41,10 @@ Shapes: N tokens of a step, n tokens of a chunk, C channels, V vocabulary, V' wi
 """
 
 import argparse
+import math
 import os
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +55,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from common import attempt, print_rule, print_table
-from kernels import BATCH_SIZE, call_ms, dash
 from peers import Job
 from torch import Tensor
 
@@ -67,6 +72,11 @@ except ImportError:  # a PyTorch for CPUs
 Kernel = Callable[[Tensor, Tensor, int, float], Tensor]  # as `_overwrite_with_dlogits`
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (N, C), weight (V', C), targets (N,)
 
+BATCH_SIZE = 32  # sequences, as in RESULTS.md
+SAMPLES = 9
+SAMPLE_MS = 8.0  # work in a sample
+MOST_CALLS = 100  # in a sample; the host enqueues as many in less than `SLEEP_CYCLES`
+SLEEP_CYCLES = 10**7  # 5 ms at 2 GHz
 VOCAB_SIZE = 50_257
 CHECKED = 2_048  # tokens for the errors
 TINY_VOCAB_SIZE = 1_200  # padded to 1,216, in blocks of 1,024, 128 and 64
@@ -134,6 +144,45 @@ def choose_sizes(args: argparse.Namespace, job: Job) -> Sizes:
         device=device,
         dtype=dtype,
     )
+
+
+# --------------------------------------------------------------------------- time
+
+
+def call_ms(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Return the median milliseconds of a call. `calls` do the same with other buffers."""
+    sample = sample_cuda if device.type == "cuda" else sample_cpu
+    warm_up = max(len(calls), 3)
+    sample(calls, warm_up)
+    once = sample(calls, warm_up)
+    count = min(max(math.ceil(SAMPLE_MS / max(once, 1e-4)), 1), MOST_CALLS)
+    return statistics.median(sample(calls, count) for _ in range(SAMPLES))
+
+
+def sample_cuda(calls: Sequence[Callable[[], object]], count: int) -> float:
+    """Return the milliseconds of a call on the device, over `count` calls in a row."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start.record()
+    for number in range(count):
+        calls[number % len(calls)]()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def sample_cpu(calls: Sequence[Callable[[], object]], count: int) -> float:
+    """Return the milliseconds of a call on a CPU, over `count` calls in a row."""
+    start = time.perf_counter()
+    for number in range(count):
+        calls[number % len(calls)]()
+    return 1e3 * (time.perf_counter() - start) / count
+
+
+def dash(figure: float | None, form: str) -> str:
+    """Format a figure, or "-" if it could not be measured."""
+    return "-" if figure is None else format(figure, form)
 
 
 # --------------------------------------------------------------------------- kernels

@@ -24,8 +24,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # private names of other packages that we use; any version may remove them
 PRIVATE = {
+    "_backward_hooks": "torch",
     "_compiled_call_impl": "torch",
     "_foreach_norm": "torch",
+    "_forward_hooks": "torch",
+    "_forward_pre_hooks": "torch",
     "_shared_state": "accelerate",
 }
 PUBLIC = {"_asdict", "_exit", "_replace"}  # documented names of os and named tuples

@@ -25,6 +25,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 # private names of other packages that we use; any version may remove them
 PRIVATE = {
     "_backward_hooks": "torch",
+    "_backward_pre_hooks": "torch",
     "_compiled_call_impl": "torch",
     "_foreach_norm": "torch",
     "_forward_hooks": "torch",

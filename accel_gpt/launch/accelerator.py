@@ -8,6 +8,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,23 +136,38 @@ def fp8_recipe(config: Config) -> list[AORecipeKwargs]:
 
 
 def fp8_filter(gpt: LanguageModel) -> Callable[[nn.Module, str], bool]:
-    """Return whether a layer of a name multiplies in fp8: Accelerate's rule, and one more.
+    """Return the filter that tells which layers multiply in fp8.
 
-    torchao replaces a linear layer by one of its own. A layer that computes more than a product
-    stays as it is: one with another `forward`, a hook or more weights.
+    torchao replaces a linear layer by another class. A layer stays as it is if its class has
+    methods, or if it has a hook or further weights. Accelerate's rule applies to the rest.
     """
     from accelerate.utils.ao import filter_linear_layers, find_first_last_linear_layers
 
     first_and_last = list(find_first_last_linear_layers(gpt))
 
     def multiplies_in_fp8(layer: nn.Module, name: str) -> bool:
-        plain = getattr(layer.forward, "__func__", None) is nn.Linear.forward
-        hooked = bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks)
-        if not plain or hooked or layer.state_dict().keys() - {"weight", "bias"}:
+        hooks = (
+            layer._forward_pre_hooks,
+            layer._forward_hooks,
+            layer._backward_pre_hooks,
+            layer._backward_hooks,
+        )
+        if has_methods(layer) or any(hooks) or layer.state_dict().keys() - {"weight", "bias"}:
             return False
         return bool(filter_linear_layers(layer, name, first_and_last))
 
     return multiplies_in_fp8
+
+
+def has_methods(layer: nn.Module) -> bool:
+    """Return whether a linear layer, or its class below `nn.Linear`, defines methods."""
+    kinds = takewhile(lambda kind: kind is not nn.Linear, type(layer).mro())
+    names: list[Mapping[str, Any]] = [vars(layer), *(vars(kind) for kind in kinds)]
+    return any(
+        callable(value) and not key.startswith("_")
+        for defined in names
+        for key, value in defined.items()
+    )
 
 
 def keep_attributes(layers: Mapping[str, nn.Module], gpt: LanguageModel) -> None:

@@ -51,8 +51,8 @@ def join_ranks(train: TrainConfig) -> PartialState:
     if state.num_processes > 1:
         keep_group()
         if state.device.type == "cuda":
-            # DDP and barriers of Accelerate take it for the index of the GPU, but `srun
-            # --gpus-per-task 1` shows each process one GPU, with index 0
+            # Accelerate's DDP and barriers use the local rank as the index of the GPU. Under `srun
+            # --gpus-per-task 1` each process sees one GPU, with index 0
             state.local_process_index = state.device.index
     set_matmul_precision(train, state.device)
     if state.device.type == "cpu":

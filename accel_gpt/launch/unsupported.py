@@ -99,9 +99,9 @@ def check_engine(accelerator: Accelerator, train: TrainConfig, dropout: float) -
 
 
 def check_fp8(precision: str) -> None:
-    """Raise `UserError` if the precision is fp8 but the device is older than fp8.
+    """Raise `UserError` if the precision is fp8 but the device or torchao is missing for it.
 
-    Accelerate would warn and compute in fp16. Also raises it if torchao is not installed.
+    Accelerate would compute in fp16 on an older device, or raise ImportError.
     """
     if precision != "fp8":
         return

@@ -50,7 +50,7 @@ def rotary_table(config: ModelConfig) -> Tensor:
     RoFormer, Su et al. 2021, section 3.2.2, in the layout of transformers' Llama: channel i rotates
     with channel i + D/2. Weights therefore need no permutation between the two libraries.
 
-    A GPU would round other bits, and a model that is resumed was made on the CPU.
+    A GPU rounds differently, and a resumed model is built on the CPU.
     """
     positions = torch.arange(config.block_size, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, rotary_frequencies(config))  # (T, D/2)

@@ -203,6 +203,13 @@ class Doubled(Matrix):
         return 2 * super().forward(x)
 
 
+class DrawnAtOnes(Matrix):
+    """A linear layer with a method that an initialization may call."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.ones_(self.weight)
+
+
 def double_here(layer: Matrix) -> None:
     """Replace `forward` of one layer."""
     layer.forward = lambda x: 2 * torch.nn.functional.linear(x, layer.weight)  # type: ignore[method-assign]
@@ -262,12 +269,13 @@ def test_a_layer_in_fp8_begins_and_trains_as_in_bf16(
     "change",
     [
         lambda layer: setattr(layer, "__class__", Doubled),
+        lambda layer: setattr(layer, "__class__", DrawnAtOnes),
         double_here,
         lambda layer: layer.register_forward_hook(lambda _, given, out: 2 * out),
         lambda layer: layer.register_forward_pre_hook(lambda _, given: 2 * given[0]),
         lambda layer: layer.register_parameter("gain", torch.nn.Parameter(torch.ones(1))),
     ],
-    ids=["class", "forward", "hook", "pre-hook", "weights"],
+    ids=["class", "method", "forward", "hook", "pre-hook", "weights"],
 )
 def test_a_layer_that_computes_more_than_a_product_is_not_replaced_in_fp8(
     change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch

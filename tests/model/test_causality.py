@@ -285,6 +285,21 @@ def test_a_model_that_takes_no_float32_is_checked_in_the_precision_of_the_run(ah
         check(lambda *_: Mixer(HalfAlone()))
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rounding_that_differs_between_rows_is_no_leak(ahead: int) -> None:
+    """As in a product of a GPU that is divided between its multiprocessors."""
+    mask = Mask(torch.ones(T, T).tril(ahead))
+
+    def mix(x: Tensor) -> Tensor:
+        row = torch.arange(len(x))[:, None, None]
+        out: Tensor = mask(x) + 1e-4 * (row % 2)
+        return out
+
+    refused = pytest.raises(UserError, match="depend on later tokens")
+    with refused if ahead else contextlib.nullcontext():
+        check(lambda *_: Mixer(Function(mix)))
+
+
 def test_a_leak_can_be_allowed() -> None:
     def make(*_: object) -> nn.Module:
         model = leak_in_blocks(2)

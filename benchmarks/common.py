@@ -59,11 +59,10 @@ def run_command(
     whatever its folder is.
     """
     words = [str(word) for word in command]
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         words,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": python_path, **env},
+        env={**os.environ, "PYTHONPATH": python_path(), **env},
         capture_output=True,
         text=True,
         check=False,
@@ -71,6 +70,11 @@ def run_command(
     if done.returncode not in accepted:
         sys.exit(f"{' '.join(words)[:300]} failed:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH of children: this checkout, then what this process has."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def last_json(output: str) -> Any:
@@ -93,14 +97,15 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def attempt(what: str, measure: Callable[[], T]) -> T | None:
-    """Measure; if that fails, print one line and return None: other figures are not lost."""
+    """Measure; if that fails, print the reason and return None: other figures are not lost."""
     try:
         return measure()
-    except (Exception, SystemExit) as error:
-        lines = str(error).strip().splitlines() or [""]
-        reason = lines[-1] if isinstance(error, SystemExit) else lines[0]  # of `run_command`: last
-        print(f"{what}: not measured: {type(error).__name__}: {reason[:200]}", flush=True)
-        return None
+    except SystemExit as stopped:  # of `run_command`: the end of an output
+        print(f"{what}: not measured: {str(stopped).strip()[-2000:]}", flush=True)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        print(f"{what}: not measured: {type(error).__name__}: {reason[:300]}", flush=True)
+    return None
 
 
 def interleave(subjects: Subjects, rounds: int) -> dict[str, list[Metrics]]:

@@ -95,14 +95,16 @@ def curve(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
 
 
 def write_corpus(args: argparse.Namespace, work: Path, megabytes: float) -> dict[str, Any]:
-    """Write the Python source of this machine as tokens, unless another part has; return counts."""
+    """Write the Python source of this machine as tokens, if there is less; return counts."""
     folder = work / "nanoGPT/data" / DATA
-    counts = folder / f"counts_{megabytes:g}.json"
-    if not counts.exists():
+    counts = folder / "counts.json"
+    written = json.loads(counts.read_text())["megabytes"] if counts.exists() else 0.0
+    if written < megabytes:
         chosen = ("bytes", 0.3) if args.tiny else ("gpt2", megabytes)
         options = {"tokenizer": chosen[0], "megabytes": chosen[1]}
         command = [sys.executable, ROOT / "benchmarks/corpus.py", folder, *flags(options)]
-        counts.write_text(json.dumps(last_json(run_command(command))))
+        made = last_json(run_command(command)) | {"megabytes": megabytes}
+        counts.write_text(json.dumps(made))
     found = json.loads(counts.read_text())
     print(f"{found['files']:,} files, {found['bytes']:,} bytes, {found['tokens']} tokens")
     return found

@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 from common import (
     OURS,
-    ROOT,
     draw_schemes,
     print_table,
+    python_path,
     read_records,
     run_command,
     save_report,
@@ -178,13 +178,13 @@ def docstrings(source: str) -> list[str]:
 
 
 def launch(folder: Path, words: Sequence[str], kill_every: float) -> dict[str, Any]:
-    """Start the run with the words of its command, or again; kill it after `kill_every` seconds."""
+    """Start or resume the run; kill it after `kill_every` seconds."""
     began = time.monotonic()
     with (folder / "terminal.txt").open("a") as terminal:
         process = subprocess.Popen(
             [sys.executable, *OURS, *words, "--out_dir", RUN],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdout=terminal,
             stderr=subprocess.STDOUT,
             start_new_session=True,

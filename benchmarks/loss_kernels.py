@@ -55,6 +55,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from common import attempt, print_rule, print_table
+from loops import free_memory
 from peers import Job
 from torch import Tensor
 
@@ -123,6 +124,7 @@ def loss(args: argparse.Namespace, _work: Path, job: Job) -> dict[str, Any]:
     heads = measure_heads(sizes, faster)
     print_heads(heads)
     print_rules(heads, timed=not args.tiny)
+    free_memory()  # for the parts after this one, which run in other processes
     return {"chunk": sizes.chunk, "kernels_ms": kernels_ms, "heads": heads}
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from common import OURS, ROOT, attempt, flags, print_rule, print_table, read_rec
 from curve import DATA, write_corpus
 from hours import RUN as KILLED_RUN
 from hours import launch, launch_cells
-from peers import CHARS, Job, copy_nanogpt
+from peers import CHARS, Job, accel_gpt, copy_nanogpt
 
 GPU_TEST = "@pytest.mark.gpu"
 OWN_CODE = ("own_model", "ema", "multi_token")  # files of examples/
@@ -172,7 +173,11 @@ def small(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
         report[name] = found
         print(f"{name}: {found}", flush=True)
         if found:
-            cells = [f"{found['micro_batch']}", f"{found['memory_gb']:.2f}", f"{found['ms']:.1f}"]
+            cells = [
+                f"{found['micro_batch']}",
+                f"{found['memory_gb']:.2f}",
+                f"{found['step_ms']:.1f}",
+            ]
             cells += [f"{found['skipped']:.0f}", f"{found['first']:.3f}", f"{found['last']:.3f}"]
             rows.append([name, *cells])
     head = [f"{SMALL_GB:g} GB, fp16", "sequences", "GB", "ms a step", "skipped", "first loss"]
@@ -187,37 +192,21 @@ def small(args: argparse.Namespace, work: Path, job: Job) -> dict[str, Any]:
 
 def train_small(args: argparse.Namespace, work: Path, job: Job, compiled: str) -> dict[str, Any]:
     """Train with the largest micro-batch that fits; return what it chose and reached."""
-    out = work / f"small_{compiled}"
-    options: dict[str, object] = {
-        "out_dir": out,
-        "data.train": work / "nanoGPT/data" / job.data,
-        "data.tokenizer": None if job.data == CHARS else "gpt2",
-        "data.prepare.source": None,
-        "model.n_layer": job.n_layer,
-        "model.n_head": job.n_head,
-        "model.n_embd": job.n_embd,
-        "model.block_size": job.block_size,
-        "train.tokens_per_step": 64 * job.block_size,
-        "train.micro_batch_size": "auto",
-        "train.max_tokens": None,
-        "train.max_steps": 6 if args.tiny else SMALL_STEPS,
-        "train.mixed_precision": "no" if args.tiny else "fp16",
-        "train.compile": "false" if args.tiny else compiled,
-        "schedule.warmup_steps": 2 if args.tiny else SMALL_STEPS // 4,
-        "log.every": 2,
-        "eval.every": 0,
-        "eval.tokens": 8 * job.block_size,
-        "sample.every": 0,
-        "checkpoint.every": 0,
-    }
-    command = [sys.executable, "-c", LIMITED, f"{SMALL_GB * 1e9:.0f}", "train"]
-    run_command([*command, ROOT / "configs/gpt2_124m.yaml", *flags(options)], work)
+    if not args.tiny:
+        job = replace(job, batch_size=64, steps=SMALL_STEPS, window=2)
+    figures = accel_gpt(
+        work,
+        job,
+        precision="no" if args.tiny else "fp16",
+        compiled="false" if args.tiny else compiled,
+        own={"train.micro_batch_size": "auto"},
+        start=("-c", LIMITED, f"{SMALL_GB * 1e9:.0f}"),
+    )
+    out = work / "ours"
     chosen = yaml.safe_load((out / "config.yaml").read_text())["train"]["micro_batch_size"]
     records = [one for one in read_records(out) if "train/loss" in one]
-    return {
+    return figures | {
         "micro_batch": chosen,
-        "memory_gb": max(one.get("perf/memory_gb", 0.0) for one in records),
-        "ms": records[-1].get("perf/step_ms", float("nan")),
         "skipped": records[-1].get("train/skipped", 0.0),
         "first": records[0]["train/loss"],
         "last": records[-1]["train/loss"],

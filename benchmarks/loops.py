@@ -144,8 +144,7 @@ class Loop:
         forget_compiled()
         self.variant = variant
         self.device = torch.device(job.device)
-        torch.manual_seed(seed)
-        self.gpt = GPT(job.model, VOCAB_SIZES[GPT2]).to(self.device).train()
+        self.gpt = GPT.allocate(job.model, VOCAB_SIZES[GPT2], self.device).train()
         self.gpt.bf16_residual = True
         if variant.change:
             variant.change(self.gpt)

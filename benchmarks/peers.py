@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from common import (
@@ -296,10 +297,10 @@ def accel_gpt(
     job: Job,
     precision: str,
     compiled: str,
-    more: Sequence[str] = (),
+    own: Mapping[str, object] = MappingProxyType({}),
     start: Sequence[str] = OURS,
 ) -> Metrics:
-    """Run `accel-gpt train` with the options `more`; the times are those of its metrics.jsonl."""
+    """Run `accel-gpt train`; the times are those in its metrics.jsonl. `own` replaces options."""
     out = work / "ours"
     shutil.rmtree(out, ignore_errors=True)
     options: dict[str, object] = {
@@ -327,7 +328,7 @@ def accel_gpt(
     }
     config = work / "empty.yaml"
     config.write_text("{}\n")
-    run_command([sys.executable, *start, "train", config, *flags(options), *more], work)
+    run_command([sys.executable, *start, "train", config, *flags({**options, **own})], work)
     records = [record for record in read_records(out) if "perf/step_ms" in record]
     counted = records[job.warmup_steps // job.window :]
     return {

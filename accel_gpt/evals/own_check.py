@@ -5,11 +5,9 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from accel_gpt.config.experiment import Config
@@ -17,6 +15,7 @@ from accel_gpt.config.plan import Plan
 from accel_gpt.data.corpus import Corpus
 from accel_gpt.errors import AccelGPTError, require
 from accel_gpt.evals.validation import CHECKED_SEQUENCES, first_sequences
+from accel_gpt.launch.accelerator import compute_as_prepared
 from accel_gpt.model.gpt import evaluating
 from accel_gpt.model.language_model import LanguageModel, seeded
 from accel_gpt.model.loss import IGNORE, next_token_loss, sequence_losses
@@ -40,8 +39,8 @@ def check_own_code(
 
     `gpt`: the model of the run. One that is larger than `MOST_CHECKED` is not made once more.
     Random numbers are added to the weights, since weights that begin at zero hide a leak. Computes
-    in float32, or as the run does if the model cannot: some kernels, such as those of flash_attn,
-    accept only half precision.
+    in float32. If that fails, the check is made in the precision of the run: flash_attn, for one,
+    accepts only half precision.
     """
     if gpt.parameter_count() > MOST_CHECKED:
         return
@@ -60,8 +59,7 @@ def check_own_code(
     except Exception:  # if float32 is not the cause, the second check raises it once more
         if accelerator.mixed_precision == "no":
             raise
-        own: Any = model
-        own.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
+        compute_as_prepared(model, accelerator)
         check_model(config, model, device, ROUNDINGS * torch.finfo(torch.bfloat16).eps)
     if config.own.loss is not None:
         check_loss(config, plan, model, corpus, device)

@@ -236,6 +236,15 @@ def compute_as_replicas(gpt: LanguageModel, device_type: str) -> None:
     own.forward = convert_outputs_to_fp32(forward)
 
 
+def compute_as_prepared(model: LanguageModel, accelerator: Accelerator) -> None:
+    """Let a model compute under autocast and return float32, as `Accelerator.prepare` lets it.
+
+    For a model that is not trained: the Accelerator does not hold it.
+    """
+    own: Any = model
+    own.forward = convert_outputs_to_fp32(accelerator.autocast()(model.forward))
+
+
 def build_optimizer(
     gpt: LanguageModel, config: Config, mesh: "DeviceMesh | None" = None
 ) -> GuardedAdamW | OwnOptimizer:

@@ -7,18 +7,22 @@ calls a collective during a trial, so none waits for a rank that ran out of memo
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_model_to_fp8_ao, convert_outputs_to_fp32
+from accelerate.utils import convert_model_to_fp8_ao
 
 from accel_gpt.config.experiment import Config
 from accel_gpt.config.plan import fitting_sizes, make_plan, with_size
 from accel_gpt.console import print_line
 from accel_gpt.data.corpus import vocabulary_of
 from accel_gpt.errors import require
-from accel_gpt.launch.accelerator import build_optimizer, fp8_filter, set_up_model
+from accel_gpt.launch.accelerator import (
+    build_optimizer,
+    compute_as_prepared,
+    fp8_filter,
+    set_up_model,
+)
 from accel_gpt.launch.context import Context
 from accel_gpt.launch.ranks import all_gather
 from accel_gpt.launch.unsupported import REPLICATED
@@ -123,9 +127,7 @@ def try_step(config: Config, vocab_size: int, accelerator: Accelerator) -> None:
     fp8 = accelerator.ao_recipe_handler
     if fp8 is not None:  # it casts through float32, and so takes more memory than bf16
         convert_model_to_fp8_ao(gpt, config=fp8.config, module_filter_func=fp8_filter(gpt))
-    own: Any = gpt
-    # as in `prepare`: a loss of --code gets logits in float32, and no autocast
-    own.forward = convert_outputs_to_fp32(accelerator.autocast()(gpt.forward))
+    compute_as_prepared(gpt, accelerator)  # so that a loss of --code runs without autocast
     plan = make_plan(config, accelerator.num_processes)
     compute_loss = make_loss(Context(config, plan, accelerator, log=print_line))
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
